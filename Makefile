@@ -1,0 +1,63 @@
+# Everything runs in an environment of its own, .venv, made on first use and again whenever what
+# defines it changes. `make help` lists the targets.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.made
+
+# The stamp holds the choices that the environment was made with: they stay until others are given.
+MADE := $(shell cat $(STAMP) 2>/dev/null)
+PYTHON ?= $(or $(word 1,$(MADE)),python3)
+DEVICE ?= $(or $(word 2,$(MADE)),auto)
+CHOICE := $(PYTHON) $(DEVICE) $(CURDIR)
+
+# Criteo data for `make demo`, more arguments for pytest.
+DATA ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo check test test-full clean
+
+help:
+	@echo 'make demo        the main job with a killed rank, see README; DATA=train.txt: on real Criteo data'
+	@echo 'make test        ruff, mypy and all tests but the slow ones; ARGS="-k name": more for pytest'
+	@echo 'make test-full   the slow tests too'
+	@echo 'make check       ruff and mypy alone'
+	@echo 'make env         the environment in .venv alone'
+	@echo 'make clean       removes all of that'
+	@echo 'With any of them: PYTHON=python3.12 for another interpreter, DEVICE=cpu or DEVICE=cuda for'
+	@echo 'another build of FBGEMM than the one that fits this machine.'
+
+env: $(STAMP)
+
+# An environment made with other choices, or at another place (its scripts hold absolute paths), is
+# made anew. From scratch, so that it never holds what is no longer asked for.
+ifneq ($(CHOICE),$(MADE))
+.PHONY: $(STAMP)
+endif
+$(STAMP): setup.py pyproject.toml install.py Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo '$(PYTHON) is missing or older than 3.10. Give another: make PYTHON=python3.12'; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' || \
+		{ echo '$(PYTHON) has no venv module. On Debian: apt install python3-venv'; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PY) install.py --device $(DEVICE) --extras recipes,test --editable
+	@echo '$(CHOICE)' > $@
+
+demo: $(STAMP)
+	$(PY) -m recipes.dlrm_criteo.demo $(if $(DATA),--data '$(DATA)')
+
+check: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: check
+	$(PY) -m pytest -m 'not slow' --durations=20 $(ARGS)
+
+test-full: check
+	$(PY) -m pytest --durations=20 $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

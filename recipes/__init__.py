@@ -1,0 +1,1 @@
+"""Jobs that use the package as its users would."""

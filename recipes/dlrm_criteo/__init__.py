@@ -1,0 +1,1 @@
+"""The main job: a DLRM trained on Criteo data, with checkpoints."""

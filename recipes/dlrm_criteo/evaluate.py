@@ -1,0 +1,61 @@
+"""How good the model is on samples that it was not trained on: logloss and AUC over all ranks.
+
+The AUC is exact: rank 0 collects every prediction. Evaluation sets are bounded by `trainer.eval_samples`, so this stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torchmetrics.functional.classification import binary_auroc
+from torchrec.datasets.utils import Batch
+
+from recipes.dlrm_criteo.pipeline import Pipeline, outputs
+
+
+class Score(NamedTuple):
+    """Quality on held-out samples."""
+
+    eval_samples: int
+    logloss: float
+    auc: float | None  # None where all labels are the same
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, pipeline: Pipeline, batches: Iterator[Batch]) -> Score | None:
+    """The score, on rank 0; None on the other ranks, and where there are no batches. All ranks give equally many samples."""
+    model.eval()
+    logits, labels = [], []
+    for output in outputs(pipeline, batches):
+        logits.append(output.logits.cpu())
+        labels.append(output.labels.cpu())
+    model.train()
+    if not logits:
+        return None
+    everything = _gather(torch.stack([torch.cat(logits).double(), torch.cat(labels).double()]))
+    return None if everything is None else score(everything[0], everything[1])
+
+
+def score(logits: torch.Tensor, labels: torch.Tensor) -> Score:
+    return Score(
+        eval_samples=len(labels),
+        logloss=F.binary_cross_entropy_with_logits(logits, labels).item(),
+        auc=binary_auroc(logits.sigmoid(), labels.long()).item()
+        if 0 < labels.mean() < 1
+        else None,
+    )
+
+
+def _gather(values: torch.Tensor) -> torch.Tensor | None:
+    """The ranks' values side by side, on rank 0."""
+    if dist.get_rank() != 0:
+        dist.gather(values, None, dst=0)
+        return None
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.gather(values, parts, dst=0)
+    return torch.cat(parts, dim=1)

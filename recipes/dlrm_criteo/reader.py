@@ -1,0 +1,75 @@
+"""The reader: feeds a rank its batches and remembers how many samples have been trained.
+
+Its position is one number for the whole job, so it is valid on any number of ranks. It counts what
+went through the optimizer, not what was read: a pipeline holds batches in flight, and those must be
+read again after a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torchrec.datasets.criteo import DEFAULT_CAT_NAMES
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recipes.dlrm_criteo.samples import Dataset, Samples, local_batch
+
+
+class Reader:
+    """Iterates over this rank's batches from `position` on; Stateful: a checkpoint can hold it.
+
+    Iterating does not move the position, `trained()` does. An iterator that already runs does not
+    notice `load_state_dict`: ask for a new one.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        global_batch: int,
+        rank: int,
+        world_size: int,
+        device: torch.device | str,
+    ) -> None:
+        local_batch(global_batch, rank, world_size)  # raises if the ranks cannot share it equally
+        self.dataset = dataset
+        self.global_batch = global_batch
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        samples = self.dataset.read(self.position, self.global_batch, self.rank, self.world_size)
+        return (to_batch(s, self.device) for s in samples)
+
+    def trained(self) -> None:
+        """One global batch went through the optimizer."""
+        self.position += self.global_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        position = state.get("samples")
+        if position is None or int(position) < 0:
+            raise ValueError(
+                f"the reader's state is {state!r}; expected {{'samples': n}} with n >= 0, "
+                "as Reader.state_dict() returns it"
+            )
+        self.position = int(position)
+
+
+def to_batch(samples: Samples, device: torch.device) -> Batch:
+    """Samples as TorchRec's models take them: one id per sample and feature, feature by feature."""
+    stride = len(samples.labels)
+    features = KeyedJaggedTensor(
+        keys=DEFAULT_CAT_NAMES,
+        values=torch.from_numpy(samples.sparse.T.reshape(-1)),
+        lengths=torch.ones(len(DEFAULT_CAT_NAMES) * stride, dtype=torch.int32),
+        stride=stride,
+    )
+    batch = Batch(torch.from_numpy(samples.dense), features, torch.from_numpy(samples.labels))
+    return batch.to(device, non_blocking=True)

@@ -1,0 +1,193 @@
+r"""The main job: trains a DLRM on Criteo data, checkpoints it, and after a restart goes on from the newest checkpoint.
+
+    torchrun --nproc_per_node 2 -m recipes.dlrm_criteo.train dataset=criteo_tsv dataset.path=train.txt \
+        model=dlrm_kaggle checkpoint=check_n_run
+
+Also runs without torchrun, as one process. `configs/train.yaml` and the groups it names list everything that can be set.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+import torch.distributed as dist
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from recipes.dlrm_criteo import final_state
+from recipes.dlrm_criteo.distributed import Worker, process_group
+from recipes.dlrm_criteo.evaluate import evaluate
+from recipes.dlrm_criteo.model import Architecture, initialise_dense, initialise_tables
+from recipes.dlrm_criteo.pipeline import make_pipeline, outputs
+from recipes.dlrm_criteo.reader import Reader, to_batch
+from recipes.dlrm_criteo.runlog import LoggedDataset, RunLog
+from recipes.dlrm_criteo.samples import Dataset
+from recipes.dlrm_criteo.sharding import Sharder
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+logger = logging.getLogger("recipes.dlrm_criteo.train")  # __name__ is __main__ here
+
+
+@hydra.main(version_base=None, config_path=str(CONFIGS), config_name="train")
+def main(cfg: DictConfig) -> None:
+    with process_group(cfg.trainer.timeout_seconds) as worker:
+        if worker.rank != 0:
+            logging.disable(logging.INFO)
+        # About TorchRec's own calls, on every rank.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        Training(cfg, worker).run()
+
+
+def build(
+    cfg: DictConfig, architecture: Architecture, device: torch.device
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """The sharded model and its optimizer, at their start."""
+    model = architecture.build(device)
+    initialise_dense(model, cfg.seed)
+    # Partials of optimizer classes: the tables' runs inside their backward, so only its settings are used here.
+    tables: partial[torch.optim.Optimizer] = instantiate(cfg.optimizer.tables)
+    apply_optimizer_in_backward(
+        tables.func, model.model.sparse_arch.parameters(), dict(tables.keywords)
+    )
+    plan = instantiate(cfg.sharding)(model, device)
+    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[Sharder()])
+    initialise_tables(sharded, cfg.seed)
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(sharded.named_parameters())),
+        instantiate(cfg.optimizer.dense),
+    )
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])
+
+
+class Training:
+    """One attempt at the job: from the newest checkpoint, or the start, to the last step."""
+
+    def __init__(self, cfg: DictConfig, worker: Worker) -> None:
+        torch.manual_seed(cfg.seed)
+        self.cfg = cfg
+        self.worker = worker
+        self.run_dir = Path(cfg.run_dir)
+        architecture: Architecture = instantiate(cfg.model)
+        self.dataset: Dataset = instantiate(
+            cfg.dataset,
+            num_embeddings_per_feature=architecture.num_embeddings_per_feature,
+            _convert_="all",
+        )
+        self.log = RunLog(self.run_dir, worker.rank)
+        self.logged_dataset: LoggedDataset | None = None
+        if cfg.trainer.log_samples:
+            self.dataset = self.logged_dataset = LoggedDataset(
+                self.dataset, self.run_dir, worker.rank, worker.attempt
+            )
+        # On the CPU: the pipeline moves a batch to the GPU while the one before is being trained.
+        self.reader = Reader(
+            self.dataset, cfg.trainer.batch_size, worker.rank, worker.world_size, "cpu"
+        )
+        self.model, self.optimizer = build(cfg, architecture, worker.device)
+        self.pipeline = make_pipeline(
+            cfg.trainer.pipeline, self.model, self.optimizer, worker.device
+        )
+
+    def run(self) -> None:
+        with self.log:
+            if self.worker.rank == 0:
+                OmegaConf.save(self.cfg, self.run_dir / "config.yaml", resolve=True)
+            # A partial: as arguments of instantiate() the model and the state would become nodes of a config.
+            checkpointer_of = instantiate(self.cfg.checkpoint, _partial_=True)
+            with checkpointer_of(
+                model=self.model,
+                state={"optimizer": self.optimizer, "reader": self.reader},
+                callbacks=[self.log.checkpoint],
+            ) as checkpointer:
+                self._start(checkpointer, checkpointer.restore())
+                self._train(checkpointer)
+                step = checkpointer.steps
+            self._evaluate(step, final=True)
+            if self.cfg.trainer.final_state is not None:
+                final_state.save(
+                    Path(self.cfg.trainer.final_state),
+                    self.model,
+                    self.optimizer,
+                    progress={"step": step, "samples": self.reader.position},
+                )
+            self.log.end(step, self.reader.position)
+
+    def _start(self, checkpointer: Any, restored: Any) -> None:
+        step, samples = checkpointer.steps, self.reader.position
+        if restored is None:
+            logger.info("starting from the beginning")
+        else:
+            logger.info("restored step %d: going on at sample %d", step, samples)
+        pids = [0] * self.worker.world_size
+        dist.all_gather_object(pids, os.getpid())
+        self.log.start(
+            pids, self.worker.attempt, restored, step, self.cfg.trainer.steps, samples
+        )
+
+    def _train(self, checkpointer: Any) -> None:
+        """Trains until `trainer.steps` steps are done, counted over all attempts, or the dataset ends."""
+        last = sys.maxsize if self.cfg.trainer.steps is None else self.cfg.trainer.steps
+        batches = iter(self.reader)
+        while checkpointer.steps < last:
+            # The pipeline runs dry before an evaluation: a batch in flight would be taken for one of the evaluation's.
+            until = min(last, self._next_evaluation(checkpointer.steps))
+            for output in outputs(self.pipeline, islice(batches, until - checkpointer.steps)):
+                self.reader.trained()
+                # Written down before the checkpointer can make it durable, else a kill in between would hide the step.
+                self._log_step(checkpointer.steps + 1, output.loss)
+                checkpointer.step()
+            if checkpointer.steps < until:
+                logger.info("the dataset ends after %d samples", self.reader.position)
+                return
+            if until < last:
+                self._evaluate(until, final=False)
+
+    def _next_evaluation(self, step: int) -> int:
+        every = self.cfg.trainer.eval_every
+        return sys.maxsize if every is None else (step // every + 1) * every
+
+    def _log_step(self, step: int, loss: torch.Tensor) -> None:
+        if self.logged_dataset is not None:
+            self.logged_dataset.trained(step)
+        if step % self.cfg.trainer.log_every == 0:
+            mean = loss.detach().double()
+            dist.all_reduce(mean)
+            self.log.step(step, self.reader.position, mean.item() / self.worker.world_size)
+
+    def _evaluate(self, step: int, final: bool) -> None:
+        settings, worker = self.cfg.trainer, self.worker
+        samples = self.dataset.read_eval(
+            settings.eval_samples,
+            settings.batch_size // worker.world_size,
+            worker.rank,
+            worker.world_size,
+        )
+        batches = (to_batch(s, torch.device("cpu")) for s in samples)
+        score = evaluate(self.model, self.pipeline, batches)
+        if score is not None:
+            logger.info(
+                "after step %d: logloss %.5f, AUC %s on %d held-out samples",
+                step,
+                score.logloss,
+                "undefined" if score.auc is None else f"{score.auc:.5f}",
+                score.eval_samples,
+            )
+            self.log.evaluated(step, self.reader.position, score, final)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""The package as its users get it: what the wheel holds, how it is installed, who can use it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import install
+from torchrec_checknrun.version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ["LICENSE", "README.md", "pyproject.toml", "setup.py", "torchrec_checknrun"]
+
+APP = """
+import hydra
+from omegaconf import DictConfig, OmegaConf
+import hydra_plugins.torchrec_checknrun_plugin as plugin
+import torchrec_checknrun.version as version
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    print(OmegaConf.to_yaml(cfg.checkpoint))
+    print("plugin:", plugin.__file__)
+    print("package:", version.__file__)
+
+main()
+"""
+
+
+def run(
+    *command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def pip(command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-m", "pip", command, "--no-index", *arguments)
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return {**kept, **variables}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built in a copy: a build leaves files beside the sources."""
+    source = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        else:
+            shutil.copy(ROOT / name, source / name)
+    target = tmp_path_factory.mktemp("wheel")
+    built = pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", target, source)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = target.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_wheel_holds_the_package_and_the_plugin_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        licences = [name for name in archive.namelist() if name.endswith("LICENSE")]
+    package = ROOT / "torchrec_checknrun"
+    plugin = package / "hydra_plugin"
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for path in package.rglob("*.py")
+        if not path.is_relative_to(plugin)
+    }
+    assert names == {
+        *sources,
+        "torchrec_checknrun/py.typed",
+        "hydra_plugins/torchrec_checknrun_plugin.py",
+    }
+    assert len(licences) == 1
+
+
+def test_version_has_one_source(wheel: Path, metadata: Message) -> None:
+    assert metadata["Version"] == __version__
+    assert wheel.name.startswith(f"torchrec_checknrun-{__version__}-")
+    assert __version__ not in (ROOT / "setup.py").read_text()
+
+
+def test_requirements_leave_the_build_of_fbgemm_open_and_agree_with_install(
+    metadata: Message,
+) -> None:
+    requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+    names = {requirement.name for requirement in requirements}
+    assert "torch" in names
+    assert not names & {"torchrec", *install.FBGEMM.values()}
+    pins = [Requirement(text) for text in (install.TORCH, *install.TORCHREC_NEEDS)]
+    pinned = {
+        pin.name: specifier.version
+        for pin in pins
+        for specifier in pin.specifier
+        if specifier.operator == "=="
+    }
+    shared = [requirement for requirement in requirements if requirement.name in pinned]
+    assert {requirement.name for requirement in shared} >= {"torch", "torchmetrics"}
+    for requirement in shared:
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
+
+
+def test_an_outside_script_imports_this_checkout(tmp_path: Path) -> None:
+    """Ranks and crash tests run in processes of their own, which must not test an older copy."""
+    script = tmp_path / "script.py"
+    script.write_text("import torchrec_checknrun.version as v; print(v.__file__)")
+    result = run(sys.executable, script, cwd=tmp_path, env=clean_environment())
+    assert result.stdout.strip() == str(ROOT / "torchrec_checknrun" / "version.py"), (
+        f"Install the checkout in place: python install.py --editable\n{result.stderr}"
+    )
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but the installed wheel."""
+    site = tmp_path_factory.mktemp("site")
+    installed = pip("install", "--no-deps", "--no-compile", "--target", site, wheel)
+    assert installed.returncode == 0, installed.stderr
+    return site
+
+
+class TestOtherHydraApp:
+    """An application elsewhere, with only the wheel installed."""
+
+    @pytest.fixture
+    def app(self, tmp_path: Path) -> Path:
+        (tmp_path / "conf").mkdir()
+        (tmp_path / "conf" / "config.yaml").write_text('defaults: [{checkpoint: "off"}, _self_]\n')
+        (tmp_path / "app.py").write_text(APP)
+        return tmp_path
+
+    def start(
+        self, app: Path, site: Path | None, *overrides: str
+    ) -> subprocess.CompletedProcess[str]:
+        environment = clean_environment(**({"PYTHONPATH": str(site)} if site else {}))
+        return run(sys.executable, "app.py", *overrides, cwd=app, env=environment)
+
+    def test_switch(self, app: Path, site: Path) -> None:
+        result = self.start(app, site, "checkpoint=check_n_run", "checkpoint.every_steps=7")
+        assert result.returncode == 0, result.stderr
+        assert "every_steps: 7" in result.stdout
+        assert f"plugin: {site}/hydra_plugins/torchrec_checknrun_plugin.py" in result.stdout
+        assert f"package: {site}/torchrec_checknrun/version.py" in result.stdout
+
+    def test_switch_with_the_package_installed_in_place(self, app: Path) -> None:
+        result = self.start(app, None, "checkpoint=check_n_run", "checkpoint.every_steps=7")
+        assert result.returncode == 0, result.stderr
+        assert "every_steps: 7" in result.stdout
+        assert f"plugin: {ROOT}/torchrec_checknrun/hydra_plugin/" in result.stdout
+
+    @pytest.mark.parametrize(
+        ("overrides", "named"),
+        [
+            (["checkpoint=chek_n_run"], "chek_n_run"),
+            (["checkpoint=check_n_run", "checkpoint.evry_steps=1"], "evry_steps"),
+            (["checkpoint=check_n_run", "checkpoint.every_steps=often"], "often"),
+        ],
+    )
+    def test_a_typo_fails_at_start(
+        self, app: Path, site: Path, overrides: list[str], named: str
+    ) -> None:
+        result = self.start(app, site, *overrides)
+        assert result.returncode != 0
+        assert named in result.stderr
+        assert "plugin:" not in result.stdout
+
+
+class TestInstall:
+    """install.py chooses exactly one build of FBGEMM."""
+
+    @pytest.fixture
+    def commands(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+        commands: list[list[str]] = []
+
+        def record(command: list[str]) -> int:
+            commands.append(command[1:])
+            return 0
+
+        monkeypatch.setattr("subprocess.call", record)
+        return commands
+
+    @pytest.mark.parametrize(
+        ("device", "build", "other"),
+        [("cpu", "fbgemm-gpu-cpu", "fbgemm-gpu"), ("cuda", "fbgemm-gpu", "fbgemm-gpu-cpu")],
+    )
+    @pytest.mark.parametrize("other_is_there", [False, True])
+    def test_one_build(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        commands: list[list[str]],
+        device: str,
+        build: str,
+        other: str,
+        other_is_there: bool,
+    ) -> None:
+        monkeypatch.setattr(install, "is_installed", lambda name: other_is_there and name == other)
+        install.install(device, extras="test", editable=True)
+        words = [word for command in commands if "install" in command for word in command]
+        installed = {word.split("==")[0] for word in words if word.startswith("fbgemm")}
+        assert installed == {build}
+        (with_torchrec,) = (command for command in commands if install.TORCHREC in command)
+        assert "--no-deps" in with_torchrec
+        removed = [set(command[4:]) for command in commands if "uninstall" in command]
+        assert removed == ([{build, other}] if other_is_there else [])
+
+    def test_a_failing_pip_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("subprocess.call", lambda command: 3)
+        with pytest.raises(SystemExit, match=r"exit status 3: .* -m pip install"):
+            install.install("cpu", extras="", editable=False)
+
+    @pytest.mark.parametrize(
+        ("script", "device"),
+        [
+            ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-0)'", "cuda"),
+            ("echo 'No devices were found'", "cpu"),
+            ("echo 'GPU driver does not answer'; exit 9", "cpu"),
+            (None, "cpu"),
+        ],
+    )
+    def test_detection(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str | None, device: str
+    ) -> None:
+        if script is not None:
+            (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert install.detect_device() == device
+
+
+class TestMakefile:
+    """The environment is made once, and again when what it was made from changes."""
+
+    @pytest.fixture
+    def made(self, tmp_path: Path) -> Path:
+        """A checkout whose environment was made by python3 and is newer than its sources."""
+        for name in ["Makefile", "install.py", "pyproject.toml", "setup.py"]:
+            (tmp_path / name).touch()
+            os.utime(tmp_path / name, (1, 1))
+        (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+        os.utime(tmp_path / "Makefile", (1, 1))
+        (tmp_path / ".venv").mkdir()
+        (tmp_path / ".venv" / ".made").write_text(f"python3 auto {tmp_path}\n")
+        return tmp_path
+
+    def make(self, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        kept = {
+            name: value
+            for name, value in clean_environment().items()
+            if not name.startswith(("MAKE", "MFLAGS")) and name not in ("DATA", "DEVICE", "ARGS")
+        }
+        return run("make", "--no-print-directory", *arguments, cwd=folder, env=kept)
+
+    def is_up_to_date(self, folder: Path, *arguments: str) -> bool:
+        return self.make(folder, "--question", "env", *arguments).returncode == 0
+
+    def test_is_made_once(self, made: Path) -> None:
+        assert self.is_up_to_date(made)
+        assert self.is_up_to_date(made, "PYTHON=python3")
+
+    @pytest.mark.parametrize("name", ["Makefile", "install.py", "pyproject.toml", "setup.py"])
+    def test_is_made_again_when_a_file_changed(self, made: Path, name: str) -> None:
+        os.utime(made / name)
+        later = (made / ".venv" / ".made").stat().st_mtime + 10
+        os.utime(made / name, (later, later))
+        assert not self.is_up_to_date(made)
+
+    def test_is_made_again_for_another_choice(self, made: Path) -> None:
+        assert not self.is_up_to_date(made, "PYTHON=python3.99")
+        assert not self.is_up_to_date(made, "DEVICE=cuda")
+
+    def test_is_made_again_after_a_move(self, made: Path) -> None:
+        moved = made.rename(made.with_name("moved"))
+        assert not self.is_up_to_date(moved)
+
+    def test_the_choice_stays(self, made: Path) -> None:
+        (made / ".venv" / ".made").write_text(f"python3.99 cuda {made}\n")
+        assert self.is_up_to_date(made)
+
+    def test_a_missing_python_is_named(self, made: Path) -> None:
+        result = self.make(made, "env", "PYTHON=python3.99")
+        assert result.returncode != 0
+        assert "python3.99 is missing or older than 3.10" in result.stdout
+
+    def test_demo_passes_the_data_on(self, made: Path) -> None:
+        with_data = self.make(made, "--dry-run", "demo", "DATA=my data/train.txt").stdout
+        assert with_data.rstrip().endswith("-m recipes.dlrm_criteo.demo --data 'my data/train.txt'")
+        assert self.make(made, "--dry-run", "demo").stdout.rstrip().endswith(".demo")

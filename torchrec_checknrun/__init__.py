@@ -1,0 +1,72 @@
+"""Differential, quantized checkpoints for TorchRec, on torch.distributed.checkpoint.
+
+Names are imported when they are first used: Hydra looks at this package in every app of an
+environment that has it, and must not pay for torch and TorchRec there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from torchrec_checknrun.version import __version__
+
+if TYPE_CHECKING:
+    from torchrec_checknrun.checkpointer import Checkpointer, PerRank
+    from torchrec_checknrun.load_planner import LoadPlanner
+    from torchrec_checknrun.policy import Consecutive, Decision, Full, OneShot, Policy
+    from torchrec_checknrun.quantization import Quantization
+    from torchrec_checknrun.report import CheckpointReport, RestoreReport
+    from torchrec_checknrun.save_planner import SavePlanner
+    from torchrec_checknrun.storage import StorageReader, StorageWriter
+    from torchrec_checknrun.tracked import TrackedModel, TrackedShard, track
+    from torchrec_checknrun.tracking import Consumer
+
+_HOME = {
+    "Checkpointer": "checkpointer",
+    "PerRank": "checkpointer",
+    "LoadPlanner": "load_planner",
+    "Consecutive": "policy",
+    "Decision": "policy",
+    "Full": "policy",
+    "OneShot": "policy",
+    "Policy": "policy",
+    "Quantization": "quantization",
+    "CheckpointReport": "report",
+    "RestoreReport": "report",
+    "SavePlanner": "save_planner",
+    "StorageReader": "storage",
+    "StorageWriter": "storage",
+    "TrackedModel": "tracked",
+    "TrackedShard": "tracked",
+    "track": "tracked",
+    "Consumer": "tracking",
+}
+
+__all__ = [
+    "CheckpointReport",
+    "Checkpointer",
+    "Consecutive",
+    "Consumer",
+    "Decision",
+    "Full",
+    "LoadPlanner",
+    "OneShot",
+    "PerRank",
+    "Policy",
+    "Quantization",
+    "RestoreReport",
+    "SavePlanner",
+    "StorageReader",
+    "StorageWriter",
+    "TrackedModel",
+    "TrackedShard",
+    "__version__",
+    "track",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,150 @@
+"""Which checkpoints a restore needs, in order: from the full one a chain starts with to its head."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container
+from dataclasses import dataclass
+
+from torchrec_checknrun.errors import (
+    ChainBroken,
+    CheckNRunError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+)
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, parse_manifest, sequence_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A full checkpoint and the differential ones upon it, oldest first."""
+
+    manifests: tuple[Manifest, ...]
+
+    @property
+    def head(self) -> Manifest:
+        return self.manifests[-1]
+
+    @property
+    def baseline(self) -> Manifest:
+        return self.manifests[0]
+
+    @property
+    def lossy(self) -> bool:
+        return any(manifest.lossy for manifest in self.manifests)
+
+    @property
+    def value_bits(self) -> int:
+        """The narrowest width any row of the chain may be stored in."""
+        return min((t.value_bits for m in self.manifests for t in m.tables.values()), default=32)
+
+
+def read_manifest(root: Folder, name: str) -> Manifest:
+    """A checkpoint's manifest.
+
+    Raises:
+        CheckpointNotFound: the directory has none: never begun, or never committed.
+        CorruptCheckpoint, UnsupportedFormat: it can't be read.
+    """
+    where = f"{root}/{name}/{MANIFEST_NAME}"
+    try:
+        data = (root / name).read(MANIFEST_NAME)
+    except FileNotFoundError:
+        raise CheckpointNotFound(
+            f"no committed checkpoint {name!r} in {root} (no {MANIFEST_NAME}): see what is there"
+        ) from None
+    manifest = parse_manifest(data, where)
+    if manifest.id != name:
+        raise CorruptCheckpoint(
+            f"{where} is the manifest of {manifest.id!r}: it was moved or copied"
+        )
+    return manifest
+
+
+def committed(root: Folder) -> list[str]:
+    """Ids of directories that may hold a committed checkpoint, highest sequence number first."""
+    return [name for _, name in sorted(_sequences(root), reverse=True)]
+
+
+def highest_sequence(root: Folder) -> int:
+    """The highest sequence number in use, committed or not; 0 where there is none."""
+    return max((sequence for sequence, _ in _sequences(root)), default=0)
+
+
+def _sequences(root: Folder) -> list[tuple[int, str]]:
+    found = []
+    for name in root.names():
+        sequence = sequence_of(name)
+        if sequence is None:
+            # Saved through dcp.save under a name of the user's own: only its manifest knows.
+            try:
+                sequence = read_manifest(root, name).sequence
+            except (CheckNRunError, OSError):
+                continue
+        found.append((sequence, name))
+    return found
+
+
+def resolve(root: Folder, name: str) -> Chain:
+    """The chain that ends at ``name``, its manifests and file sizes checked.
+
+    Raises:
+        CheckpointNotFound: ``name`` itself is not a committed checkpoint.
+        ChainBroken: a checkpoint it needs is missing, damaged or another one now.
+        CorruptCheckpoint, UnsupportedFormat: ``name``'s own manifest or files are damaged.
+    """
+    manifests = [read_manifest(root, name)]
+    while (link := manifests[-1].parent) is not None:
+        child = manifests[-1]
+        try:
+            parent = read_manifest(root, link.id)
+        except CheckNRunError as error:
+            raise ChainBroken(
+                f"{child.id} needs {link.id}, which can't be used: {error}"
+            ) from error
+        if parent.checksum != link.checksum or parent.sequence >= child.sequence:
+            raise ChainBroken(
+                f"{child.id} needs {link.id} with checksum {link.checksum}, but the one there has "
+                f"{parent.checksum}: it was replaced"
+            )
+        if {n: (t.rows, t.dim) for n, t in parent.tables.items()} != {
+            n: (t.rows, t.dim) for n, t in child.tables.items()
+        }:
+            raise ChainBroken(f"{child.id} and its parent {link.id} hold different tables")
+        manifests.append(parent)
+    for manifest in manifests:
+        _check_sizes(root, manifest)
+    return Chain(tuple(reversed(manifests)))
+
+
+def newest(root: Folder, unusable: Container[str] = ()) -> tuple[Chain | None, list[str]]:
+    """The newest whole chain, and why newer checkpoints were passed over.
+
+    Args:
+        unusable: ids to pass over without a word.
+    """
+    problems: list[str] = []
+    for name in committed(root):
+        if name in unusable:
+            continue
+        try:
+            return resolve(root, name), problems
+        except CheckpointNotFound:
+            logger.info("%s in %s was never committed", name, root)
+        except (CheckNRunError, OSError) as error:
+            problems.append(f"{name}: {error}")
+    return None, problems
+
+
+def _check_sizes(root: Folder, manifest: Manifest) -> None:
+    folder = root / manifest.id
+    for file in manifest.files:
+        size = folder.size(file.name)
+        if size != file.size:
+            raise CorruptCheckpoint(
+                f"{folder}/{file.name} should have {file.size} bytes, "
+                + ("but is missing" if size is None else f"but has {size}")
+            )

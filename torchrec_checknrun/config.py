@@ -1,0 +1,139 @@
+"""The Hydra group ``checkpoint``: one switch between this package, stock DCP and nothing.
+
+An app with this package installed says ``checkpoint: check_n_run`` in its defaults, and
+``hydra.utils.instantiate(cfg.checkpoint, model=…, state=…)`` where it has the model: whatever was
+chosen has the same methods. The configs are structured: a misspelt key fails at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchrec_checknrun.checkpointer import Checkpointer
+    from torchrec_checknrun.report import CheckpointReport
+    from torchrec_checknrun.stock import DcpCheckpointer, NoCheckpointer
+
+GROUP = "checkpoint"
+
+
+class PolicyName(Enum):
+    """Policies that need no parameters, as they are written in a config."""
+
+    full = "Full"
+    one_shot = "OneShot"
+    consecutive = "Consecutive"
+
+
+@dataclass
+class CheckNRunConfig:
+    """``checkpoint: check_n_run``. The arguments of ``Checkpointer``, as plain values."""
+
+    _target_: str = "torchrec_checknrun.config.make_check_n_run"
+    root: str = MISSING
+    every_steps: int = 1000
+    policy: PolicyName = PolicyName.one_shot
+    bits: int | None = None
+    timeout_seconds: float = 1800.0
+
+
+@dataclass
+class DcpConfig:
+    """``checkpoint: dcp``: ``dcp.save`` and ``dcp.load`` of everything, as they come with torch."""
+
+    _target_: str = "torchrec_checknrun.config.make_dcp"
+    root: str = MISSING
+    every_steps: int = 1000
+    asynchronous: bool = False
+
+
+@dataclass
+class OffConfig:
+    """``checkpoint: off``: no checkpoints; keeps the keys that switches elsewhere may set."""
+
+    _target_: str = "torchrec_checknrun.config.make_off"
+    root: str | None = None
+    every_steps: int | None = None
+
+
+def register() -> None:
+    """Puts the group into Hydra's ConfigStore (the package's Hydra plugin calls this)."""
+    store = ConfigStore.instance()
+    options: dict[str, Any] = {
+        "check_n_run": CheckNRunConfig,
+        "dcp": DcpConfig,
+        "dcp_async": DcpConfig(asynchronous=True),
+        "off": OffConfig,
+    }
+    for name, node in options.items():
+        store.store(group=GROUP, name=name, node=node, provider="torchrec_checknrun")
+
+
+def make_check_n_run(
+    *,
+    root: str,
+    every_steps: int,
+    policy: PolicyName,
+    bits: int | None,
+    timeout_seconds: float,
+    model: nn.Module,
+    state: Mapping[str, Any],
+    callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
+) -> Checkpointer:
+    """A ``Checkpointer`` from a ``CheckNRunConfig`` and what only the app has."""
+    import torchrec_checknrun as package
+
+    return package.Checkpointer(
+        root,
+        model=model,
+        state=state,
+        policy=getattr(package, policy.value)(),
+        quantization=package.Quantization(bits=bits),
+        every_steps=every_steps,
+        timeout_seconds=timeout_seconds,
+        callbacks=callbacks,
+    )
+
+
+def make_dcp(
+    *,
+    root: str,
+    every_steps: int,
+    asynchronous: bool,
+    model: nn.Module,
+    state: Mapping[str, Any],
+    callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
+) -> DcpCheckpointer:
+    """A checkpointer on stock DCP with the same methods."""
+    from torchrec_checknrun.stock import DcpCheckpointer
+
+    return DcpCheckpointer(
+        root,
+        model=model,
+        state=state,
+        every_steps=every_steps,
+        asynchronous=asynchronous,
+        callbacks=callbacks,
+    )
+
+
+def make_off(
+    *,
+    root: str | None = None,
+    every_steps: int | None = None,
+    model: nn.Module,
+    state: Mapping[str, Any],
+    callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
+) -> NoCheckpointer:
+    """A checkpointer that does nothing, with the same methods."""
+    from torchrec_checknrun.stock import NoCheckpointer
+
+    return NoCheckpointer()

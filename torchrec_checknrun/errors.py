@@ -1,0 +1,51 @@
+"""Every error a user can meet, in one place: each names the thing, what was expected and the remedy."""
+
+from __future__ import annotations
+
+
+class CheckNRunError(Exception):
+    """Base of all errors this package raises for its users."""
+
+
+class CheckpointNotFound(CheckNRunError):
+    """No committed checkpoint where one was asked for."""
+
+
+class CheckpointExists(CheckNRunError):
+    """A checkpoint directory is written once: this one already holds something."""
+
+
+class CorruptCheckpoint(CheckNRunError):
+    """A stored file differs from what its manifest or index says (size, checksum or layout)."""
+
+
+class ChainBroken(CheckNRunError):
+    """A checkpoint that a restore needs (a parent) is missing, damaged or was replaced."""
+
+
+class UnsupportedFormat(CheckNRunError):
+    """The checkpoint was written in a format version that this release can't read."""
+
+
+class IncompatibleCheckpoint(CheckNRunError):
+    """A sound checkpoint that doesn't fit this model: names table or key, saved and wanted."""
+
+
+class UnsupportedState(CheckNRunError):
+    """A state object holds a value that can't be stored without pickle; names its key."""
+
+
+class UnsupportedTable(CheckNRunError):
+    """A table is held by a TorchRec kernel whose rows this package can't track."""
+
+
+class InvalidPlan(CheckNRunError):
+    """The ranks' plans don't form one checkpoint: two write the same rows, or rows are missing."""
+
+
+class SaveFailed(CheckNRunError):
+    """A checkpoint was not committed; its rows stay marked and are part of the next one."""
+
+
+class ModelPartlyRestored(CheckNRunError):
+    """A restore failed after it had begun to change the model: training must not go on."""

@@ -1,0 +1,99 @@
+"""The checkpoints that descend from each other through what was really restored and committed.
+
+Plain bookkeeping, the same on every rank: what the next checkpoint's parent is, and when it must be
+full whatever the policy says.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from torchrec_checknrun.chain import Chain
+from torchrec_checknrun.manifest import Header, Link, Manifest, checkpoint_id
+from torchrec_checknrun.policy import Decision, Policy
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Rank 0's decision on one checkpoint, for all ranks."""
+
+    id: str
+    header: Header
+    decision: Decision
+
+
+class Lineage:
+    """What was committed or restored last, and the history since the last full checkpoint.
+
+    Attributes:
+        history: the last full checkpoint and those upon it, oldest first.
+        lossy_restores: how often this lineage was restored from a lossy checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.history: tuple[Manifest, ...] = ()
+        self.lossy_restores = 0
+        self._converted = False
+
+    @property
+    def previous(self) -> Manifest | None:
+        return self.history[-1] if self.history else None
+
+    @property
+    def chain_length(self) -> int:
+        """How many checkpoints a restore of the last one reads."""
+        by_id = {manifest.id: manifest for manifest in self.history}
+        length, manifest = 0, self.previous
+        while manifest is not None:
+            length += 1
+            manifest = by_id.get(manifest.parent.id) if manifest.parent else None
+        return length
+
+    def propose(
+        self, policy: Policy, bits: int | None, value_bits: int, step: int, sequence: int
+    ) -> Proposal:
+        """Decides on the next checkpoint (on rank 0).
+
+        Args:
+            bits: the quantization asked for, None for exact.
+            value_bits: the width that means.
+            sequence: its sequence number, used by no attempt before.
+        """
+        decision = Decision.FULL if self._must_be_full(value_bits) else policy.decide(self.history)
+        parent: Link | None = None
+        if decision is Decision.SINCE_BASELINE:
+            parent = self.history[0].link
+        elif decision is Decision.SINCE_LAST:
+            parent = self.history[-1].link
+        header = Header(
+            kind="differential" if parent else "full",
+            step=step,
+            sequence=sequence,
+            parent=parent,
+            previous=self.previous.link if self.previous else None,
+            lossy_restores=self.lossy_restores,
+            bits=bits,
+        )
+        return Proposal(checkpoint_id(sequence, step, secrets.token_hex(4)), header, decision)
+
+    def committed(self, manifest: Manifest) -> None:
+        """A proposed checkpoint exists now."""
+        self._converted = False
+        self.history = (manifest,) if manifest.kind == "full" else (*self.history, manifest)
+
+    def restored(self, chain: Chain, converted: bool) -> None:
+        """The model is in a checkpoint's state now.
+
+        Args:
+            converted: rows lie in other column ranges than stored, on any rank.
+        """
+        self.history = chain.manifests
+        self.lossy_restores = chain.head.lossy_restores + int(chain.lossy)
+        self._converted = converted
+
+    def _must_be_full(self, value_bits: int) -> bool:
+        if not self.history or self._converted:
+            return True
+        # Rows not written again would stay in the fewer bits they have now.
+        return value_bits > Chain(self.history).value_bits

@@ -1,0 +1,301 @@
+"""DCP's load protocol for table rows: which stored chunks this rank's shards need, and into them.
+
+Everything that can be known from manifests and indexes is checked on all ranks before a tensor is
+touched: DCP's planning step fails on every rank if it fails on one. Then chunks come in the chain's
+order, and a newer row replaces an older one.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
+
+from torchrec_checknrun.chunks import (
+    EncodedChunk,
+    RowsHeader,
+    decode_rows,
+    decode_state_chunk,
+    rows_header,
+    state_tree,
+)
+from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from torchrec_checknrun.save_planner import DirectInterval
+from torchrec_checknrun.sharded_state import find_shards, is_sharded
+from torchrec_checknrun.shards import LocalShard, Rows, TableShape
+from torchrec_checknrun.state import check_state, merge_state
+from torchrec_checknrun.storage import ChainContent, StoredChunk
+from torchrec_checknrun.tracked import TrackedModel
+from torchrec_checknrun.tracking import Consumer
+
+Merge = Callable[[list[Any]], Any]
+"""Makes one rank's state of all ranks' saved ones (in rank order), for another number of ranks."""
+
+
+class LoadPlanner(DcpLoadPlanner):
+    """Restores a checkpoint of this package's format, for ``dcp.load(…, planner=…)``.
+
+    Args:
+        tracked: from ``track(model)``: rows go into its shards, and its marks start anew. Without
+            it they go into the tables of the state dict.
+        per_rank: how to merge states that each rank had its own of, should the number of ranks
+            have changed; None or absent makes that an error.
+        dry_run: read, verify and decode everything, but change nothing.
+
+    Attributes:
+        began: whether anything may have been changed.
+        converted: whether column ranges differ from the saved ones, so that a differential
+            checkpoint can't follow.
+    """
+
+    def __init__(
+        self,
+        tracked: TrackedModel | None = None,
+        *,
+        per_rank: Mapping[str, Merge | None] | None = None,
+        dry_run: bool = False,
+    ) -> None:
+        self._tracked = tracked
+        self._merge = dict(per_rank or {})
+        self._dry_run = dry_run
+        self._state_dict: dict[str, Any] = {}
+        self._shards: list[LocalShard] = []
+        self._tables: dict[str, TableShape] = {}
+        self._states_read: dict[str, list[Any]] = {}
+        self._age: dict[str, int] = {}
+        self.began = False
+        self.converted = False
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        content = metadata.planner_data if metadata else None
+        if isinstance(content, Exception):
+            raise content
+        if not isinstance(content, ChainContent):
+            raise IncompatibleCheckpoint(
+                "LoadPlanner reads checkpoints of this package's format: pass "
+                "storage_reader=StorageReader(path) to dcp.load as well"
+            )
+        self._content = content
+        self._state_dict = state_dict
+        if self._tracked is None:
+            self._shards, self._tables = find_shards(state_dict)
+        else:
+            self._shards = [shard.local for shard in self._tracked.shards]
+            self._tables = self._tracked.tables
+
+    def create_local_plan(self) -> LoadPlan:
+        head = self._content.chain.head
+        saved = {name: TableShape(t.rows, t.dim) for name, t in head.tables.items()}
+        _check_tables(self._tables, saved)
+        items = []
+        baseline_area = [0] * len(self._shards)
+        for age, chunks in enumerate(self._content.chunks):
+            for chunk in chunks:
+                if chunk.entry["kind"] != "rows":
+                    continue
+                header = rows_header(chunk.entry)
+                needed = False
+                for i, shard in enumerate(self._shards):
+                    common = shard.rectangle.intersect(header.rectangle)
+                    if shard.table != header.table or common is None:
+                        continue
+                    self.converted |= _check_fit(shard, header)
+                    needed = True
+                    if age == 0 and header.covers_range:
+                        baseline_area[i] += common.area
+                if needed:
+                    self._age[chunk.key] = age
+                    items.append(_read_item(chunk.key))
+        for shard, area in zip(self._shards, baseline_area, strict=True):
+            if area != shard.rectangle.area:
+                raise CorruptCheckpoint(
+                    f"{self._content.chain.baseline.id} holds {area} of the {shard.rectangle.area} "
+                    f"values of {shard}: the full checkpoint is not full"
+                )
+        return LoadPlan(items + [_read_item(key) for key in self._plan_states()])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        self._rows_left = sum(item.storage_index.fqn in self._age for item in central_plan.items)
+        if not self._dry_run:
+            self.began = True
+            if self._tracked is not None:
+                DirectInterval.forget(self._tracked)
+                self._tracked.flush()
+                self._tracked.mark_all()
+                self._tracked.clear(Consumer.LAST | Consumer.BASELINE)
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        assert isinstance(value, EncodedChunk)
+        if value.entry["kind"] == "rows":
+            self._load_rows(value, self._age[read_item.storage_index.fqn])
+        else:
+            self._load_state(value)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        raise AssertionError("this format has no tensor items")
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        raise AssertionError("this format has no tensor items")
+
+    def _load_rows(self, chunk: EncodedChunk, age: int) -> None:
+        header = rows_header(chunk.entry)
+        rows = decode_rows(chunk.entry, chunk.getbuffer())
+        if self._dry_run:
+            return
+        for i, shard in enumerate(self._shards):
+            if shard.table == header.table and shard.rectangle.intersect(header.rectangle):
+                ids = _scatter(shard, header, rows)
+                if self._tracked is not None and age > 0:
+                    self._tracked.shards[i].marks.add(shard.local_ids(ids), Consumer.BASELINE)
+        self._rows_left -= 1
+        if self._tracked is not None and not self._rows_left:
+            self._tracked.purge()
+
+    def _plan_states(self) -> Iterable[str]:
+        """The chunks of the head's state objects that were asked for, checked against them."""
+        head = self._content.chain.head
+        chunks: dict[str, dict[int | None, StoredChunk]] = {}
+        for chunk in self._content.chunks[-1]:
+            if chunk.entry["kind"] == "state":
+                chunks.setdefault(chunk.entry["name"], {})[chunk.entry["rank"]] = chunk
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for name, current in self._state_dict.items():
+            if is_sharded(current):
+                continue
+            if name not in head.states:
+                raise IncompatibleCheckpoint(
+                    f"{head.id} has no state {name!r} (it has {sorted(head.states)}): restore with "
+                    "the state objects it was saved with"
+                )
+            stored = chunks.get(name, {})
+            wanted: Sequence[int | None] = [rank] if head.states[name] else [None]
+            if head.states[name] and head.world_size != world:
+                if self._merge.get(name) is None:
+                    raise IncompatibleCheckpoint(
+                        f"state {name!r} was saved per rank on {head.world_size} ranks, and there are "
+                        f"{world} now: declare it PerRank(…, merge=function), or restore on "
+                        f"{head.world_size} ranks"
+                    )
+                wanted = range(head.world_size)
+            for of_rank in wanted:
+                if of_rank not in stored:
+                    raise CorruptCheckpoint(f"{head.id} lacks state {name!r} of rank {of_rank}")
+                tree = state_tree(stored[of_rank].entry)
+                if len(wanted) == 1:
+                    check_state(current, tree, name, is_sharded)
+                yield stored[of_rank].key
+
+    def _load_state(self, chunk: EncodedChunk) -> None:
+        name = chunk.entry["name"]
+        value = decode_state_chunk(chunk.entry, chunk.getbuffer())
+        if self._dry_run:
+            return
+        head = self._content.chain.head
+        read = self._states_read.setdefault(name, [])
+        read.append(value)
+        merge = self._merge.get(name)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if head.states[name] and head.world_size != world and merge is not None:
+            if len(read) < head.world_size:
+                return
+            value = merge(read)
+        self._state_dict[name] = merge_state(self._state_dict[name], value)
+
+
+def _read_item(key: str) -> ReadItem:
+    index, nothing = MetadataIndex(key), torch.Size((0,))
+    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+
+
+def _check_tables(wanted: dict[str, TableShape], saved: dict[str, TableShape]) -> None:
+    for name, shape in wanted.items():
+        if name not in saved:
+            raise IncompatibleCheckpoint(
+                f"table {name!r} ({shape.rows} × {shape.dim}) is not in the checkpoint, which has "
+                f"{sorted(saved)}: restore into the model that was saved, or start a fresh run"
+            )
+        if saved[name] != shape:
+            raise IncompatibleCheckpoint(
+                f"table {name!r} was saved as {saved[name].rows} × {saved[name].dim}, the model has "
+                f"{shape.rows} × {shape.dim}: build the model with the saved size"
+            )
+    if missing := sorted(saved.keys() - wanted.keys()):
+        raise IncompatibleCheckpoint(
+            f"the checkpoint holds tables {missing} that the model hasn't got (sharded): restore "
+            "into the model that was saved, with the same tables sharded"
+        )
+
+
+def _check_fit(shard: LocalShard, header: RowsHeader) -> bool:
+    """Whether a chunk's rows fit a shard; returns whether they must be converted for that."""
+    columns = (header.rectangle.col_start, header.rectangle.col_stop)
+    converted = columns != (shard.rectangle.col_start, shard.rectangle.col_stop)
+    if header.dtype != shard.weight.dtype:
+        raise IncompatibleCheckpoint(
+            f"table {shard.table!r} was saved as {header.dtype}, the model has {shard.weight.dtype}: "
+            "build the model with the saved data type"
+        )
+    wanted = {name: (s.dtype, s.dim() == 1) for name, s in shard.optimizer.items()}
+    if wanted != header.optimizer:
+        raise IncompatibleCheckpoint(
+            f"table {shard.table!r} was saved with optimizer state {_describe(header.optimizer)}, the "
+            f"model's optimizer has {_describe(wanted)}: use the optimizer it was trained with"
+        )
+    if converted and any(rowwise for _, rowwise in wanted.values()):
+        raise IncompatibleCheckpoint(
+            f"table {shard.table!r} was saved with columns {list(columns)} on a rank, here a rank has "
+            f"{[shard.rectangle.col_start, shard.rectangle.col_stop]}: row-wise optimizer state is "
+            "kept per column shard; restore with the saved column sharding"
+        )
+    return converted
+
+
+def _describe(states: Mapping[str, tuple[torch.dtype, bool]]) -> str:
+    if not states:
+        return "none"
+    return ", ".join(
+        f"{name} ({'row-wise' if rowwise else 'pointwise'} {str(dtype).removeprefix('torch.')})"
+        for name, (dtype, rowwise) in states.items()
+    )
+
+
+def _scatter(shard: LocalShard, header: RowsHeader, rows: Rows) -> torch.Tensor:
+    """Writes the part of a chunk's rows that belongs into a shard; returns their global ids."""
+    rectangle = shard.rectangle
+    here = (rows.ids >= rectangle.row_start) & (rows.ids < rectangle.row_stop)
+    if not bool(here.all()):
+        rows = Rows(
+            rows.ids[here], rows.weight[here], {n: s[here] for n, s in rows.optimizer.items()}
+        )
+    saved_columns = (header.rectangle.col_start, header.rectangle.col_stop)
+    if saved_columns != (rectangle.col_start, rectangle.col_stop):
+        start = max(saved_columns[0], rectangle.col_start)
+        stop = min(saved_columns[1], rectangle.col_stop)
+        target = slice(start - rectangle.col_start, stop - rectangle.col_start)
+        source = slice(start - saved_columns[0], stop - saved_columns[0])
+        shard = replace(
+            shard,
+            weight=shard.weight[:, target],
+            optimizer={name: state[:, target] for name, state in shard.optimizer.items()},
+        )
+        rows = Rows(
+            rows.ids, rows.weight[:, source], {n: s[:, source] for n, s in rows.optimizer.items()}
+        )
+    shard.scatter(rows)
+    return rows.ids

@@ -1,0 +1,241 @@
+"""A checkpoint's manifest: small, JSON, and the last thing written. Where it is, the checkpoint is.
+
+The file is ``{"checksum": …, "manifest": {…}}``; the checksum (xxh3, 128 bit) is over the manifest
+written canonically: keys sorted, no spaces, UTF-8. A child names its parent by id *and* checksum, so
+a chain can't be made of checkpoints that were replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import xxhash
+
+from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+Kind = Literal["full", "differential"]
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_ID = re.compile(r"seq-(\d{6,18})_step-(\d{8,18})_[0-9a-f]{8}")
+
+
+def checkpoint_id(sequence: int, step: int, attempt: str) -> str:
+    """A directory name that is never used twice.
+
+    Args:
+        attempt: eight hex digits of this attempt's own.
+    """
+    return f"seq-{sequence:06d}_step-{step:08d}_{attempt}"
+
+
+def sequence_of(name: str) -> int | None:
+    """The sequence number that a directory name carries, None if it isn't one of ours."""
+    match = _ID.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class Link:
+    """Names another checkpoint of the same root beyond doubt."""
+
+    id: str
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is decided of a checkpoint before it is written, the same on all ranks.
+
+    Attributes:
+        sequence: None: one more than the highest beside it.
+        others: as in ``Manifest``.
+    """
+
+    kind: Kind = "full"
+    step: int = 0
+    sequence: int | None = None
+    parent: Link | None = None
+    previous: Link | None = None
+    lossy_restores: int = 0
+    bits: int | None = None
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One rank's file and where its chunk index stands."""
+
+    name: str
+    size: int
+    index_offset: int
+    index_length: int
+    index_checksum: str
+    chunks: int
+
+
+@dataclass(frozen=True)
+class TableTotals:
+    """What a checkpoint holds of one table, summed over ranks.
+
+    Attributes:
+        rows, dim: the whole table's size.
+        stored_values: weight values stored; ``stored_values / dim`` is the number of rows.
+        weight_bytes, ids_bytes, optimizer_bytes: in storage.
+        fp32_bytes: of all rows and their optimizer state in a full fp32 checkpoint.
+        value_bits: the narrowest codec among its chunks.
+        error_mean, error_max: measured relative l2 error of rows, None if exact.
+        error_rows: how many rows that was measured on.
+    """
+
+    rows: int
+    dim: int
+    stored_values: int = 0
+    weight_bytes: int = 0
+    ids_bytes: int = 0
+    optimizer_bytes: int = 0
+    fp32_bytes: int = 0
+    value_bits: int = 32
+    error_mean: float | None = None
+    error_max: float | None = None
+    error_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A committed checkpoint.
+
+    Attributes:
+        id: its directory's name.
+        sequence: grows with every attempt in a root: the newest checkpoint has the highest.
+        step: optimizer steps done; a fallback may make it smaller than an older one's.
+        kind: ``full``, or ``differential`` to ``parent``.
+        parent: the checkpoint that this one needs; None if full.
+        previous: what the process had restored or last committed; None at a run's start.
+        lossy_restores: how often this lineage was restored from lossy checkpoints.
+        bits: the width it was asked for: None is exact.
+        dense_bytes: state objects in storage; dense_fp32_bytes is the same, stored exactly.
+    """
+
+    id: str
+    sequence: int
+    step: int
+    kind: Kind
+    parent: Link | None
+    previous: Link | None
+    world_size: int
+    created_at: str
+    created_by: str
+    lossy_restores: int
+    bits: int | None
+    tables: dict[str, TableTotals]
+    states: dict[str, bool]
+    dense_bytes: int
+    files: tuple[RankFile, ...]
+    format_version: int = FORMAT_VERSION
+    checksum: str = field(default="", compare=False)
+
+    @property
+    def link(self) -> Link:
+        return Link(self.id, self.checksum)
+
+    @property
+    def lossy(self) -> bool:
+        return any(table.error_rows > 0 for table in self.tables.values())
+
+    @property
+    def stored_bytes(self) -> int:
+        """All bytes in storage but the manifest's own."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def full_fp32_bytes(self) -> int:
+        """What a full checkpoint in fp32 would hold: all rows, optimizer state and dense part."""
+        return sum(table.fp32_bytes for table in self.tables.values()) + self.dense_bytes
+
+    @property
+    def modified_fraction(self) -> float:
+        """Stored rows over all rows, weighted by their bytes in memory."""
+        total = sum(table.rows * table.dim for table in self.tables.values())
+        stored = sum(table.stored_values for table in self.tables.values())
+        return stored / total if total else 0.0
+
+    def to_bytes(self) -> bytes:
+        """The manifest file's content."""
+        content = self._content()
+        return _canonical({"checksum": _checksum(content), "manifest": content})
+
+    def sealed(self) -> Manifest:
+        """The same, with its checksum filled in."""
+        return Manifest(**{**vars(self), "checksum": _checksum(self._content())})
+
+    def _content(self) -> dict[str, Any]:
+        content = asdict(self)
+        del content["checksum"]
+        return content
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Reads a manifest file.
+
+    Args:
+        where: what errors call it.
+
+    Raises:
+        UnsupportedFormat: of a format version that this release doesn't know.
+        CorruptCheckpoint: damaged, or not a manifest.
+    """
+    try:
+        document = json.loads(data)
+        content = document["manifest"]
+        version = content["format_version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{where} is not a manifest: {error!r}") from error
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        raise UnsupportedFormat(
+            f"{where} has format version {version!r}; this release reads 1 to {FORMAT_VERSION}: "
+            "upgrade torchrec_checknrun"
+        )
+    checksum = _checksum(content)
+    if document.get("checksum") != checksum:
+        raise CorruptCheckpoint(
+            f"{where}: its checksum is {document.get('checksum')!r}, its content's is {checksum!r}"
+        )
+    try:
+        manifest = _build(content, checksum)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptCheckpoint(f"{where}: a field is missing or wrong: {error!r}") from error
+    for name in (manifest.id, *(file.name for file in manifest.files)):
+        if not _SAFE_NAME.fullmatch(name):
+            raise CorruptCheckpoint(f"{where} names a file {name!r}, which is no plain file name")
+    return manifest
+
+
+def _build(content: dict[str, Any], checksum: str) -> Manifest:
+    fields = dict(content)
+    kind, parent = fields["kind"], fields["parent"]
+    if kind not in ("full", "differential") or (kind == "full") != (parent is None):
+        raise ValueError(f"kind {kind!r} with parent {parent!r}")
+    for name in ("sequence", "step", "world_size", "lossy_restores", "dense_bytes"):
+        if type(fields[name]) is not int or fields[name] < 0:
+            raise ValueError(f"{name} = {fields[name]!r}")
+    fields["parent"] = None if parent is None else Link(**parent)
+    previous = fields["previous"]
+    fields["previous"] = None if previous is None else Link(**previous)
+    if fields["parent"] and not _SAFE_NAME.fullmatch(fields["parent"].id):
+        raise ValueError(f"parent {fields['parent'].id!r}")
+    fields["tables"] = {name: TableTotals(**t) for name, t in fields["tables"].items()}
+    fields["files"] = tuple(RankFile(**f) for f in fields["files"])
+    return Manifest(**fields, checksum=checksum)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(_canonical(content))
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

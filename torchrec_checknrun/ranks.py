@@ -1,0 +1,66 @@
+"""Small agreements between ranks: rank 0 decides and all hear, or all tell and all know.
+
+An error on one rank becomes an error on all, so that none is left waiting in the next collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a job, and a gloo group of their own for control messages.
+
+    Made on all ranks at once. Without torch.distributed there is one rank, which agrees with itself.
+
+    Args:
+        timeout: how long a collective may wait for a rank that doesn't come.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.group: dist.ProcessGroup | None = None
+        if dist.is_available() and dist.is_initialized():
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group) if self.group else 0
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size(self.group) if self.group else 1
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, on all ranks."""
+        if self.group is None:
+            return [value]
+        values: list[T] = [value] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def everywhere(self, act: Callable[[], T]) -> list[T]:
+        """Runs ``act`` on all ranks and gives all results to all.
+
+        Raises:
+            Exception: the first rank's that failed, on every rank.
+        """
+        outcome: tuple[T | None, Exception | None]
+        try:
+            outcome = (act(), None)
+        except Exception as error:
+            outcome = (None, error)
+        outcomes = self.gather(outcome)
+        for _, failure in outcomes:
+            if failure is not None:
+                raise failure
+        return [value for value, _ in outcomes]  # type: ignore[misc]
+
+    def from_rank_0(self, decide: Callable[[], T]) -> T:
+        """Runs ``decide`` on rank 0 only and gives its result, or its error, to all ranks."""
+        return self.everywhere(lambda: decide() if self.rank == 0 else None)[0]  # type: ignore[return-value]

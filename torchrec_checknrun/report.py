@@ -1,0 +1,118 @@
+"""What a checkpoint or a restore cost and did, for logs, callbacks and programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torchrec_checknrun.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """One committed checkpoint, the same on all ranks but for the stall.
+
+    Attributes:
+        parent: id of the checkpoint it is differential to, None if full.
+        modified_rows, total_rows: stored and all rows of the sharded tables.
+        modified_fraction: stored values over all values.
+        bytes: in storage, by what they are: weights, ids, optimizer, dense, manifest, other
+            (indexes and footers).
+        full_fp32_bytes: what a full checkpoint in fp32 would hold.
+        stall_seconds: how long training waited, on this rank.
+        lossy_restores: restores from lossy checkpoints in this lineage so far.
+        chain_length: checkpoints that a restore of this one reads.
+        error_mean, error_max: measured relative l2 error of stored rows, None if exact.
+    """
+
+    id: str
+    step: int
+    sequence: int
+    kind: str
+    parent: str | None
+    modified_rows: int
+    total_rows: int
+    modified_fraction: float
+    bytes: dict[str, int]
+    full_fp32_bytes: int
+    stall_seconds: float
+    lossy_restores: int
+    chain_length: int
+    error_mean: float | None
+    error_max: float | None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only, with the sum of bytes beside their parts."""
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+    def __str__(self) -> str:
+        error = "exact" if self.error_mean is None else f"error {self.error_mean:.2e}"
+        return (
+            f"{self.kind} checkpoint {self.id}: {self.modified_rows} of {self.total_rows} rows "
+            f"({self.modified_fraction:.1%}), {self.total_bytes / 1e6:.2f} MB "
+            f"({self.total_bytes / max(1, self.full_fp32_bytes):.1%} of full fp32), {error}, "
+            f"stall {self.stall_seconds * 1e3:.0f} ms, chain of {self.chain_length}"
+        )
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What a model was restored from.
+
+    Attributes:
+        chain: ids of the checkpoints read, oldest first.
+        passed_over: newer checkpoints that could not be used, and why.
+        seconds: from the call to the end, on this rank.
+    """
+
+    id: str
+    step: int
+    sequence: int
+    chain: tuple[str, ...]
+    passed_over: tuple[str, ...]
+    lossy: bool
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self)
+
+
+def checkpoint_report(
+    manifest: Manifest, chain_length: int, stall_seconds: float
+) -> CheckpointReport:
+    """A report from what was committed."""
+    tables = manifest.tables.values()
+    parts = {
+        "weights": sum(t.weight_bytes for t in tables),
+        "ids": sum(t.ids_bytes for t in tables),
+        "optimizer": sum(t.optimizer_bytes for t in tables),
+        "dense": manifest.dense_bytes,
+        "manifest": len(manifest.to_bytes()),
+    }
+    payload = sum(parts.values()) - parts["manifest"]
+    measured = [t for t in tables if t.error_rows]
+    sampled = sum(t.error_rows for t in measured)
+    return CheckpointReport(
+        id=manifest.id,
+        step=manifest.step,
+        sequence=manifest.sequence,
+        kind=manifest.kind,
+        parent=manifest.parent.id if manifest.parent else None,
+        modified_rows=sum(t.stored_values // t.dim for t in tables),
+        total_rows=sum(t.rows for t in tables),
+        modified_fraction=manifest.modified_fraction,
+        bytes={**parts, "other": manifest.stored_bytes - payload},
+        full_fp32_bytes=manifest.full_fp32_bytes,
+        stall_seconds=stall_seconds,
+        lossy_restores=manifest.lossy_restores,
+        chain_length=chain_length,
+        error_mean=sum((t.error_mean or 0.0) * t.error_rows for t in measured) / sampled
+        if sampled
+        else None,
+        error_max=max((t.error_max or 0.0 for t in measured), default=None),
+    )

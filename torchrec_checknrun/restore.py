@@ -1,0 +1,187 @@
+"""From a root of checkpoints to a restored model: find the newest whole chain, check it, apply it.
+
+Nothing is changed before manifests, sizes, indexes and the layout were checked on all ranks. Should
+the storage fail after that, everything is written again from the next whole chain, or the caller is
+told that the model is no longer one state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchrec_checknrun.chain import Chain, newest, resolve
+from torchrec_checknrun.errors import (
+    ChainBroken,
+    CheckNRunError,
+    CorruptCheckpoint,
+    ModelPartlyRestored,
+)
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.load_planner import LoadPlanner, Merge
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.storage import StorageReader
+from torchrec_checknrun.tracked import TrackedModel
+
+logger = logging.getLogger(__name__)
+
+MODEL = "model"
+"""The state that holds the model's dense parameters."""
+
+
+@dataclass
+class Restored:
+    """What the model was restored from.
+
+    Attributes:
+        converted: rows lie in other column ranges than stored, on any rank.
+        passed_over: newer checkpoints that could not be used, and why.
+    """
+
+    chain: Chain
+    converted: bool
+    passed_over: list[str]
+
+
+@dataclass
+class Target:
+    """What is to be restored.
+
+    Attributes:
+        per_rank: merge functions of the states that each rank has its own of.
+    """
+
+    model: nn.Module
+    tracked: TrackedModel
+    states: Mapping[str, Stateful]
+    per_rank: Mapping[str, Merge | None]
+
+
+def restore(
+    root: Folder, target: Target, ranks: Ranks, checkpoint: str | None, verify_all: bool
+) -> Restored | None:
+    """Restores ``checkpoint``, or the newest whole chain; None if the root has no checkpoint.
+
+    Args:
+        checkpoint: an id; then there is no falling back to another one.
+        verify_all: read and decode everything once before anything is changed.
+
+    Raises:
+        CheckNRunError: as documented in ``Checkpointer.restore``, the same on all ranks.
+    """
+    passed_over: list[str] = []
+    unusable: set[str] = set()
+    changed = False
+    while True:
+        found = ranks.from_rank_0(lambda: _find(root, checkpoint, unusable))
+        chain, problems = found
+        passed_over += [problem for problem in problems if problem not in passed_over]
+        if chain is None and changed:
+            raise ModelPartlyRestored(
+                "a restore failed half-way and no other whole chain is left; the model is no longer "
+                f"one state. Start again from a new model. {'; '.join(passed_over)}"
+            )
+        if chain is None and passed_over:
+            raise ChainBroken(
+                f"{root} holds checkpoints, but none can be restored: {'; '.join(passed_over)}. "
+                "Mend the storage, or start a fresh run with another root"
+            )
+        if chain is None:
+            return None
+        try:
+            converted = False
+            for dry_run in (True, False) if verify_all else (False,):
+                planner = LoadPlanner(target.tracked, per_rank=target.per_rank, dry_run=dry_run)
+                try:
+                    live = _load(root, chain, target, ranks, planner)
+                finally:
+                    changed = changed or any(ranks.gather(planner.began))
+                converted = any(ranks.gather(planner.converted))
+        except (CorruptCheckpoint, ChainBroken, OSError) as error:
+            if checkpoint is not None:
+                if changed:
+                    raise ModelPartlyRestored(
+                        f"{checkpoint} failed half-way: {error}. The model is no longer one state: "
+                        "restore another checkpoint, or start again"
+                    ) from error
+                raise
+            unusable.add(chain.head.id)
+            passed_over.append(f"{chain.head.id}: {error}")
+            continue
+        except CheckNRunError as error:
+            if changed:
+                raise ModelPartlyRestored(str(error)) from error
+            raise
+        _hand_back(target, live, ranks)
+        return Restored(chain, converted, passed_over)
+
+
+def _find(
+    root: Folder, checkpoint: str | None, unusable: set[str]
+) -> tuple[Chain | None, list[str]]:
+    if checkpoint is not None:
+        return resolve(root, checkpoint), []
+    return newest(root, unusable)
+
+
+def _load(
+    root: Folder, chain: Chain, target: Target, ranks: Ranks, planner: LoadPlanner
+) -> dict[str, Any]:
+    live: dict[str, Any] = {}
+
+    def read_live() -> None:
+        live[MODEL] = target.model.state_dict()
+        live.update((name, stateful.state_dict()) for name, stateful in target.states.items())
+
+    ranks.everywhere(read_live)
+    for name in chain.head.states.keys() - live.keys():
+        logger.warning(
+            "%s holds state %r, which is not restored: it was not given to the Checkpointer",
+            chain.head.id,
+            name,
+        )
+    reader = StorageReader(f"{root}/{chain.head.id}", chain)
+    try:
+        dcp.load(
+            live,
+            storage_reader=reader,
+            planner=planner,
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
+    except CheckpointException as error:
+        raise own_error(error) from error
+    return live
+
+
+def _hand_back(target: Target, live: dict[str, Any], ranks: Ranks) -> None:
+    """Gives the state objects their content; the model's was written in place."""
+
+    def hand_back() -> None:
+        for name, stateful in target.states.items():
+            stateful.load_state_dict(live[name])
+
+    try:
+        ranks.everywhere(hand_back)
+    except Exception as error:
+        raise ModelPartlyRestored(
+            f"a state object refused what was restored: {error!r}. The model is no longer one state: "
+            "start again from a new model"
+        ) from error
+
+
+def own_error(error: CheckpointException) -> Exception:
+    """The error that made DCP fail: the first rank's, preferably one of this package."""
+    failures = [failure for _, (failure, _) in sorted(error.failures.items())]
+    for failure in failures:
+        if isinstance(failure, (CheckNRunError, OSError)):
+            return failure
+    first = failures[0]
+    return first if isinstance(first, Exception) else RuntimeError(repr(first))

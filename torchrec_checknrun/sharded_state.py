@@ -1,0 +1,164 @@
+"""Table shards inside a state dict, for those who call ``dcp.save`` and ``dcp.load`` themselves.
+
+TorchRec puts tables (``…embedding_bags.t.weight``) and fused optimizer state
+(``state.<weight>.<t>.momentum1``) into state dicts as ShardedTensor or DTensor whose local shards
+are views of the kernels' memory. Here they are found, rows and their optimizer state are joined
+again, and what remains is the dense part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
+
+from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+
+_WEIGHT = ".weight"
+
+
+@dataclass
+class _Sharded:
+    """One ShardedTensor or DTensor of a state dict, both seen alike."""
+
+    path: tuple[str | int, ...]
+    size: tuple[int, ...]
+    shards: list[tuple[tuple[int, ...], torch.Tensor]]
+
+    @property
+    def name(self) -> str:
+        return ".".join(str(key) for key in self.path)
+
+
+class Memory:
+    """The memory that is written as table rows."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of it (one without elements needs none)."""
+        return not tensor.numel() or tensor.untyped_storage().data_ptr() in self._storages
+
+
+def is_sharded(value: object) -> bool:
+    """Whether a state-dict leaf is a table or a table's optimizer state."""
+    return isinstance(value, (ShardedTensor, DTensor))
+
+
+def drop_tables(value: Any, holds: Callable[[torch.Tensor], bool], path: str) -> Any:
+    """A copy of a state dict without its table leaves (dicts that held nothing else go, too).
+
+    Args:
+        holds: whether a local tensor is memory that is written as table rows.
+
+    Raises:
+        UnsupportedState: a sharded tensor holds anything else: it would be lost.
+    """
+    if is_sharded(value):
+        if not all(holds(tensor) for _, tensor in _local_shards(value)):
+            raise UnsupportedState(
+                f"{path} is a {type(value).__name__} of shape {tuple(value.size())} that belongs to "
+                "no table this package tracks: it can't be stored yet"
+            )
+        return None
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for key, item in value.items():
+        dropped = drop_tables(item, holds, f"{path}.{key}")
+        held_tables_only = isinstance(item, dict) and bool(item) and not dropped
+        if not is_sharded(item) and not held_tables_only:
+            kept[key] = dropped
+    return kept
+
+
+def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str, TableShape]]:
+    """Local shards in a state dict, weights joined with their fused optimizer state.
+
+    Returns:
+        This rank's shards, and the shapes of all tables. A table's name is its weight's state-dict
+        name without ``.weight``, whatever the key above it.
+
+    Raises:
+        UnsupportedState: a sharded tensor is neither a table nor a table's optimizer state.
+    """
+    found: list[_Sharded] = []
+    _collect(state_dict, (), found)
+    weights = {str(s.path[-1]): s for s in found if _is_weight(s)}
+    if len(weights) != sum(_is_weight(s) for s in found):
+        raise UnsupportedState(
+            "two tables of the state dict have the same name: save one model at a time"
+        )
+    states: dict[str, dict[str, _Sharded]] = {name: {} for name in weights}
+    for sharded in found:
+        if _is_weight(sharded):
+            continue
+        owner = str(sharded.path[-2]) if len(sharded.path) > 1 else ""
+        if owner not in weights:
+            raise UnsupportedState(
+                f"{sharded.name} is sharded, but the state dict has no table weight {owner!r} that "
+                "it could be the optimizer state of: put the model's state dict beside it"
+            )
+        table = owner.removesuffix(_WEIGHT).rsplit(".", 1)[-1]
+        states[owner][str(sharded.path[-1]).removeprefix(f"{table}.")] = sharded
+    shards = []
+    tables = {}
+    for key, weight in weights.items():
+        name = key.removesuffix(_WEIGHT)
+        tables[name] = TableShape(*weight.size)
+        shards += _join(name, tables[name], weight, states[key])
+    return shards, tables
+
+
+def _is_weight(sharded: _Sharded) -> bool:
+    return len(sharded.size) == 2 and str(sharded.path[-1]).endswith(_WEIGHT)
+
+
+def _join(
+    name: str, shape: TableShape, weight: _Sharded, states: dict[str, _Sharded]
+) -> list[LocalShard]:
+    shards = []
+    for i, (offset, tensor) in enumerate(weight.shards):
+        optimizer = {}
+        for state_name, state in states.items():
+            # TorchRec lists a table's local state shards in the order of its local weight shards;
+            # a row-wise state's own offsets don't say which column shard it belongs to.
+            _, part = state.shards[i]
+            if part.shape not in (tensor.shape[:1], tensor.shape):
+                raise UnsupportedState(
+                    f"{state.name}: local shard {i} has shape {tuple(part.shape)}, which is neither "
+                    f"row-wise nor pointwise for a weight shard {tuple(tensor.shape)}"
+                )
+            optimizer[state_name] = part
+        row, col = offset
+        rectangle = Rectangle(row, row + tensor.shape[0], col, col + tensor.shape[1])
+        shards.append(LocalShard(name, shape, rectangle, tensor, optimizer))
+    return shards
+
+
+def _collect(value: Any, path: tuple[str | int, ...], found: list[_Sharded]) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _collect(item, (*path, key), found)
+    elif is_sharded(value):
+        found.append(_Sharded(path, tuple(value.size()), _local_shards(value)))
+
+
+def _local_shards(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    if isinstance(value, ShardedTensor):
+        return [(tuple(s.metadata.shard_offsets), s.tensor.detach()) for s in value.local_shards()]
+    local = value.to_local()
+    if not isinstance(local, LocalShardsWrapper):
+        raise UnsupportedState(
+            f"a DTensor of shape {tuple(value.size())} doesn't come from TorchRec: only sharded "
+            "tables can be stored so far; keep dense parameters replicated"
+        )
+    offsets = [tuple(offset) for offset in local.local_offsets()]
+    return list(zip(offsets, [s.detach() for s in local.local_shards()], strict=True))

@@ -1,0 +1,292 @@
+"""Where the rows are: the rectangles of embedding tables that this rank holds, with their memory.
+
+This is the file that knows how TorchRec arranges tables in FBGEMM kernels (table-batched embedding
+modules). Everything above sees ``LocalShard``: a name, a rectangle, the weight and the optimizer
+rows as views of the kernel's memory, and ids that are global. Shard-local ids end here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.batched_embedding_kernel import (
+    BatchedDenseEmbedding,
+    BatchedDenseEmbeddingBag,
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+)
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingType
+
+from torchrec_checknrun.errors import UnsupportedTable
+
+# Fused optimizers whose update leaves a row that was not looked up as it is.
+_TOUCHES_LOOKED_UP_ROWS_ONLY = frozenset(
+    {
+        EmbOptimType.SGD,
+        EmbOptimType.EXACT_SGD,
+        EmbOptimType.EXACT_ADAGRAD,
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        EmbOptimType.ROWWISE_ADAGRAD,
+        EmbOptimType.LARS_SGD,
+        EmbOptimType.ADAM,
+        EmbOptimType.PARTIAL_ROWWISE_ADAM,
+        EmbOptimType.LAMB,
+        EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    }
+)
+
+
+@dataclass(frozen=True, order=True)
+class Rectangle:
+    """A block of a table: rows ``[row_start, row_stop)`` × columns ``[col_start, col_stop)``."""
+
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.row_stop - self.row_start
+
+    @property
+    def cols(self) -> int:
+        return self.col_stop - self.col_start
+
+    @property
+    def area(self) -> int:
+        return self.rows * self.cols
+
+    def intersect(self, other: Rectangle) -> Rectangle | None:
+        """The common block, or None where there is none."""
+        common = Rectangle(
+            max(self.row_start, other.row_start),
+            min(self.row_stop, other.row_stop),
+            max(self.col_start, other.col_start),
+            min(self.col_stop, other.col_stop),
+        )
+        return common if common.rows > 0 and common.cols > 0 else None
+
+    def __str__(self) -> str:
+        rows = f"{self.row_start}:{self.row_stop}"
+        return f"[{rows}, {self.col_start}:{self.col_stop}]"
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """The size of a whole table, whatever its sharding."""
+
+    rows: int
+    dim: int
+
+
+@dataclass
+class Rows:
+    """Some rows of a shard: what is stored, published or restored.
+
+    Attributes:
+        ids: ``(n,)`` int64, global row ids.
+        weight: ``(n, cols)``.
+        optimizer: per state ``(n,)`` or ``(n, cols)``, the rows' fused optimizer state.
+    """
+
+    ids: torch.Tensor
+    weight: torch.Tensor
+    optimizer: dict[str, torch.Tensor]
+
+
+@dataclass
+class LocalShard:
+    """A rectangle of a table in this rank's memory.
+
+    Attributes:
+        table: the table's name in the state dict without ``.weight``, e.g.
+            ``sparse.embedding_bag_collection.embedding_bags.t0``: equal table names in two
+            collections stay apart.
+        shape: rows and columns of the whole table.
+        rectangle: which part of it this is.
+        weight: ``(rows, cols)``, a view of the kernel's memory.
+        optimizer: fused optimizer state by TorchRec's name (``momentum1``, ``exp_avg_sq`` …), each
+            ``(rows,)`` (row-wise) or ``(rows, cols)`` (pointwise), views as well.
+    """
+
+    table: str
+    shape: TableShape
+    rectangle: Rectangle
+    weight: torch.Tensor
+    optimizer: Mapping[str, torch.Tensor]
+
+    def __str__(self) -> str:
+        return f"{self.table}{self.rectangle}"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row here with its optimizer state, as it is in memory."""
+        return sum(t.element_size() * (t.shape[1] if t.dim() == 2 else 1) for t in self.tensors)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The weight and the optimizer states."""
+        return [self.weight, *self.optimizer.values()]
+
+    def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Global to shard-local ids, on the weight's device.
+
+        Raises:
+            IndexError: an id is not a row of this shard.
+        """
+        local = ids.to(device=self.weight.device, dtype=torch.int64) - self.rectangle.row_start
+        if local.numel() and (int(local.min()) < 0 or int(local.max()) >= self.rectangle.rows):
+            raise IndexError(
+                f"{self} holds rows {self.rectangle.row_start} to {self.rectangle.row_stop - 1}, "
+                f"but rows {int(ids.min())} to {int(ids.max())} were asked for"
+            )
+        return local
+
+    def gather(self, ids: torch.Tensor) -> Rows:
+        """Copies of the rows with these global ids."""
+        local = self.local_ids(ids)
+        return Rows(
+            ids=ids.to(torch.int64),
+            weight=self.weight.index_select(0, local),
+            optimizer={name: s.index_select(0, local) for name, s in self.optimizer.items()},
+        )
+
+    def scatter(self, rows: Rows) -> None:
+        """Writes rows (global ids) into the kernel's memory; states not given stay as they are."""
+        local = self.local_ids(rows.ids)
+        self.weight.index_copy_(0, local, rows.weight.to(self.weight))
+        for name, state in rows.optimizer.items():
+            self.optimizer[name].index_copy_(0, local, state.to(self.optimizer[name]))
+
+
+@dataclass
+class Kernel:
+    """One table-batched embedding module: the tables it holds and which feature feeds which.
+
+    Attributes:
+        module: TorchRec's kernel module; its forward gets a KeyedJaggedTensor of shard-local ids.
+        shards: its tables' local shards, in the kernel's order.
+        feature_to_shard: for each key of that KeyedJaggedTensor, by position, the index in
+            ``shards`` (a feature's *name* is ambiguous: two tables may share it).
+        touches_other_rows: whether its optimizer may change rows that were not looked up.
+    """
+
+    module: Any
+    shards: list[LocalShard]
+    feature_to_shard: list[int]
+    touches_other_rows: bool
+
+    def flush(self) -> None:
+        """Brings rows that live in a GPU cache back to the memory the shards are views of."""
+        self.module.flush()
+
+    def purge(self) -> None:
+        """Drops cached rows after the shards' memory was written, lest stale ones win."""
+        self.module.purge()
+
+
+def find_kernels(model: nn.Module) -> tuple[list[Kernel], dict[str, TableShape]]:
+    """All fused kernels under ``model`` on this rank, and all tables they share with other ranks.
+
+    Data-parallel tables are not among them: they are dense parameters, which every checkpoint holds
+    in full.
+
+    Returns:
+        The kernels, and every sharded table's shape by name, the same on all ranks.
+
+    Raises:
+        UnsupportedTable: a table is held by a kernel whose rows can't be read and written in place.
+    """
+    kernels: list[Kernel] = []
+    tables: dict[str, TableShape] = {}
+    for path, module in _embedding_collections(model):
+        is_bag = isinstance(module, ShardedEmbeddingBagCollection)
+        prefix = f"{path}." if path else ""
+        prefix += "embedding_bags." if is_bag else "embeddings."
+        for name, plan in module.module_sharding_plan.items():
+            if plan.sharding_type != ShardingType.DATA_PARALLEL.value:
+                config = module._table_name_to_config[name]
+                tables[prefix + name] = TableShape(config.num_embeddings, config.embedding_dim)
+        for lookup in module._lookups:
+            while isinstance(lookup, DistributedDataParallel):
+                lookup = lookup.module
+            for kernel in lookup._emb_modules:
+                if not isinstance(kernel, (BatchedDenseEmbedding, BatchedDenseEmbeddingBag)):
+                    kernels.append(_kernel(kernel, prefix))
+    return kernels, tables
+
+
+def _embedding_collections(
+    module: nn.Module, path: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection]]:
+    """Sharded collections with their state-dict path (wrappers add nothing to it)."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
+        yield path, module
+        return
+    if isinstance(module, DistributedModelParallel):
+        yield from _embedding_collections(module.module, path, seen)
+        return
+    if isinstance(module, DistributedDataParallel):
+        yield from _embedding_collections(module.module, path, seen)
+        return
+    for name, child in module.named_children():
+        yield from _embedding_collections(child, f"{path}.{name}" if path else name, seen)
+
+
+def _kernel(module: Any, prefix: str) -> Kernel:
+    names = [table.name for table in module._config.embedding_tables]
+    if type(module) not in (BatchedFusedEmbeddingBag, BatchedFusedEmbedding):
+        raise UnsupportedTable(
+            f"tables {[prefix + name for name in names]} are held by {type(module).__name__}, whose "
+            "rows can't be read and written in place: shard them with compute kernel 'fused', "
+            "'fused_uvm' or 'fused_uvm_caching'"
+        )
+    tbe = module._emb_module
+    if tbe.optimizer == EmbOptimType.NONE:
+        states: list[dict[str, torch.Tensor]] = [{} for _ in names]
+    else:
+        states = _optimizer_states(tbe, len(names))
+    shards = []
+    for table, weight, state in zip(
+        module._config.embedding_tables, module.split_embedding_weights(), states, strict=True
+    ):
+        row, col = table.local_metadata.shard_offsets
+        shards.append(
+            LocalShard(
+                table=prefix + table.name,
+                shape=TableShape(table.num_embeddings, table.embedding_dim),
+                rectangle=Rectangle(row, row + weight.shape[0], col, col + weight.shape[1]),
+                weight=weight,
+                optimizer=state,
+            )
+        )
+    return Kernel(
+        module=module,
+        shards=shards,
+        feature_to_shard=list(module._feature_table_map),
+        touches_other_rows=tbe.optimizer not in _TOUCHES_LOOKED_UP_ROWS_ONLY,
+    )
+
+
+def _optimizer_states(tbe: Any, tables: int) -> list[dict[str, torch.Tensor]]:
+    """Per table, the state views under the names that TorchRec's fused optimizer gives them."""
+    per_table = tbe.split_optimizer_states()
+    if not per_table:
+        return [{} for _ in range(tables)]
+    names = list(tbe.get_optimizer_state()[0])
+    names[0] = "momentum1"  # TorchRec's name for every optimizer's first state
+    return [dict(zip(names, states, strict=False)) for states in per_table]

@@ -1,0 +1,230 @@
+"""State objects as bytes without pickle: a JSON tree of containers, and the tensors' raw bytes.
+
+Everything that isn't a row of a sharded table goes this way: dense parameters, dense optimizers,
+readers, progress. The tree stands in the chunk index, so shapes are known before data is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, UnsupportedState
+
+Tree = dict[str, Any]
+"""One node: its type's letter, and what that needs; see ``_Encoder``."""
+
+_ALIGN = 64
+_TORCH_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
+}
+_NUMPY_KINDS = "biufc"
+
+
+def encode_state(value: object, name: str) -> tuple[Tree, list[bytes | memoryview]]:
+    """The tree of a state dict, and the pieces of payload that its leaves point into, in order.
+
+    Args:
+        value: tensors, numpy arrays and scalars, bytes, str, int, float, bool, None, and list,
+            tuple or dict (keys str or int) of them.
+        name: what errors call the object.
+
+    Raises:
+        UnsupportedState: anything else is in there; names the key.
+    """
+    encoder = _Encoder()
+    tree = encoder.node(value, name)
+    return tree, encoder.pieces
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.pieces: list[bytes | memoryview] = []
+        self._size = 0
+
+    def node(self, value: object, path: str) -> Tree:
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return {"v": value}
+        if isinstance(value, float) and kind is float:
+            return {"f": float.hex(value)}
+        if isinstance(value, dict):
+            return {
+                "d": [[self._key(k, path), self.node(v, f"{path}.{k}")] for k, v in value.items()]
+            }
+        if isinstance(value, (list, tuple)) and kind in (list, tuple):
+            letter = "l" if kind is list else "t"
+            return {letter: [self.node(v, f"{path}[{i}]") for i, v in enumerate(value)]}
+        if isinstance(value, bytes):
+            return {"b": self._add(value)}
+        if isinstance(value, torch.Tensor) and kind in (torch.Tensor, torch.nn.Parameter):
+            return self._tensor(value, path)
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMPY_KINDS:
+            array = np.asarray(value)
+            array = array.astype(array.dtype.newbyteorder("<"))
+            return {
+                "n": self._add(array.tobytes()),
+                "dtype": array.dtype.str,
+                "shape": list(np.shape(value)),
+                "scalar": isinstance(value, np.generic),
+            }
+        raise UnsupportedState(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which can't be stored without "
+            "pickle: let state_dict() return tensors, numpy arrays, bytes, str, int, float, bool, "
+            "None, or list, tuple, dict of them"
+        )
+
+    def _key(self, key: object, path: str) -> str | int:
+        if type(key) is str or type(key) is int:
+            return key
+        raise UnsupportedState(f"{path} has the key {key!r}: dict keys must be str or int")
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> Tree:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout != torch.strided or tensor.is_meta or dtype not in _TORCH_DTYPES:
+            raise UnsupportedState(
+                f"{path} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}: only dense "
+                "tensors with data can be stored"
+            )
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        data = flat.resolve_conj().resolve_neg().view(torch.uint8).numpy()
+        return {"x": self._add(data.data), "dtype": dtype, "shape": list(tensor.shape)}
+
+    def _add(self, data: bytes | memoryview) -> list[int]:
+        padding = -self._size % _ALIGN
+        if padding:
+            self.pieces.append(bytes(padding))
+        offset = self._size + padding
+        self.pieces.append(data)
+        length = len(data) if isinstance(data, bytes) else data.nbytes
+        self._size = offset + length
+        return [offset, length]
+
+
+def decode_state(tree: Tree, payload: bytes | memoryview) -> Any:
+    """The value again; tensors and arrays are on the CPU and own their memory.
+
+    Raises:
+        CorruptCheckpoint: the tree is malformed or points outside the payload.
+    """
+    return _visit(tree, lambda node: _leaf(node, memoryview(payload)))
+
+
+def _visit(node: Tree, leaf: Callable[[Tree], Any]) -> Any:
+    if not isinstance(node, dict):
+        raise CorruptCheckpoint(f"state tree: expected a node, found {type(node).__name__}")
+    if "d" in node:
+        return {_require_key(k): _visit(v, leaf) for k, v in node["d"]}
+    if "l" in node:
+        return [_visit(v, leaf) for v in node["l"]]
+    if "t" in node:
+        return tuple(_visit(v, leaf) for v in node["t"])
+    return leaf(node)
+
+
+def _require_key(key: object) -> str | int:
+    if type(key) is str or type(key) is int:
+        return key
+    raise CorruptCheckpoint(f"state tree: dict key {key!r} is neither str nor int")
+
+
+def _leaf(node: Tree, payload: memoryview) -> Any:
+    if "v" in node:
+        return node["v"]
+    if "f" in node:
+        return float.fromhex(node["f"])
+    if "b" in node:
+        return bytes(_slice(payload, node["b"]))
+    if "x" in node:
+        dtype, shape = _TORCH_DTYPES.get(node["dtype"]), node["shape"]
+        data = _slice(payload, node["x"])
+        if dtype is None or math.prod(shape) * dtype.itemsize != len(data):
+            raise CorruptCheckpoint(f"state tree: {len(data)} bytes don't make {node}")
+        if not len(data):
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+    if "n" in node:
+        np_dtype = np.dtype(node["dtype"])
+        data = _slice(payload, node["n"])
+        if np_dtype.kind not in _NUMPY_KINDS or math.prod(node["shape"]) * np_dtype.itemsize != len(
+            data
+        ):
+            raise CorruptCheckpoint(f"state tree: {len(data)} bytes don't make {node}")
+        array = np.frombuffer(bytes(data), np_dtype).reshape(node["shape"]).copy()
+        return array[()] if node["scalar"] else array
+    raise CorruptCheckpoint(f"state tree: unknown node {sorted(node)}")
+
+
+def _slice(payload: memoryview, span: list[int]) -> memoryview:
+    offset, length = span
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise CorruptCheckpoint(f"state tree: {span} is no offset and length")
+    if offset + length > len(payload):
+        raise CorruptCheckpoint(f"state tree: {span} lies outside the {len(payload)} bytes stored")
+    return payload[offset : offset + length]
+
+
+def check_state(current: object, tree: Tree, path: str, covered: Callable[[object], bool]) -> None:
+    """Refuses a saved tree that doesn't fit the live object, before anything is changed.
+
+    A dict that has lost keys, or a tensor of another shape or dtype, doesn't fit. Keys that only the
+    checkpoint has are fine: some objects create their state late.
+
+    Args:
+        covered: tells leaves of ``current`` that are restored as table rows.
+
+    Raises:
+        IncompatibleCheckpoint: names the key, saved and wanted.
+    """
+    if isinstance(current, dict) and "d" in tree:
+        saved = {_require_key(k): v for k, v in tree["d"]}
+        for key, value in current.items():
+            if key in saved:
+                check_state(value, saved[key], f"{path}.{key}", covered)
+            elif not _all_covered(value, covered):
+                raise IncompatibleCheckpoint(
+                    f"{path}.{key} is not in the checkpoint, which has {_some(saved)}: restore "
+                    "with the model and state objects it was saved with, or start a fresh run"
+                )
+    elif isinstance(current, torch.Tensor) and not covered(current):
+        wanted = f"{str(current.dtype).removeprefix('torch.')} {list(current.shape)}"
+        found = f"{tree['dtype']} {tree['shape']}" if "x" in tree else f"no tensor ({sorted(tree)})"
+        if wanted != found:
+            raise IncompatibleCheckpoint(
+                f"{path}: the checkpoint has {found}, the model wants {wanted}: build the model as "
+                "it was when the checkpoint was saved"
+            )
+
+
+def _all_covered(value: object, covered: Callable[[object], bool]) -> bool:
+    if isinstance(value, dict):
+        return all(_all_covered(v, covered) for v in value.values())
+    return covered(value)
+
+
+def _some(saved: dict[str | int, Tree]) -> str:
+    names = [str(key) for key in saved]
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing there"
+
+
+def merge_state(current: Any, saved: Any) -> Any:
+    """Puts saved values into a live state dict, in place where it can be, and returns it.
+
+    Live tensors keep their identity (they may be a model's parameters) and get the saved content;
+    what the checkpoint doesn't have (table rows, restored elsewhere) stays.
+    """
+    if isinstance(current, dict) and isinstance(saved, dict):
+        for key, value in saved.items():
+            current[key] = merge_state(current.get(key), value)
+        return current
+    if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
+        with torch.no_grad():
+            current.copy_(saved)
+        return current
+    return saved

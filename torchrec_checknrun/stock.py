@@ -1,0 +1,178 @@
+"""What this package is compared with: stock DCP, and no checkpoints, behind the same methods.
+
+Nothing of our own format, planner or tracking is used here; what ``dcp.save`` and ``dcp.load`` do
+with a TorchRec model is what a user gets from ``checkpoint=dcp``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.report import CheckpointReport, RestoreReport
+
+_NAME = re.compile(r"step-(\d{8})")
+
+
+class NoCheckpointer:
+    """``checkpoint=off``."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def restore(self) -> None:
+        """Nothing to restore: a fresh start."""
+
+    def step(self) -> CheckpointReport | None:
+        """Counts steps, saves nothing."""
+        self.steps += 1
+        return None
+
+    def save(self) -> CheckpointReport | None:
+        """Saves nothing."""
+        return None
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class _Steps:
+    """The step counter as a Stateful."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["steps"]
+
+
+class DcpCheckpointer:
+    """``checkpoint=dcp`` and ``checkpoint=dcp_async``: all of the model, every time, in fp32.
+
+    Args:
+        root: a folder.
+        asynchronous: ``dcp.async_save``: training waits only for the copy to host memory. Its
+            default stager can't copy TorchRec's ShardedTensor, so the file writer stages.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        model: nn.Module,
+        state: Mapping[str, Stateful],
+        every_steps: int,
+        asynchronous: bool = False,
+        callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
+    ) -> None:
+        self._root = Path(root)
+        self._steps = _Steps()
+        self._state: dict[str, Any] = {"model": model, **state, "_steps": self._steps}
+        self._every_steps = every_steps
+        self._asynchronous = asynchronous
+        self._callbacks = tuple(callbacks)
+        self._ranks = Ranks(timedelta(minutes=30))
+        # Background collectives and the training thread's must not share a group.
+        self._background = Ranks(timedelta(minutes=30)) if asynchronous else self._ranks
+        self._running: Future[Any] | None = None
+        self._sequence = 0
+
+    @property
+    def steps(self) -> int:
+        return self._steps.value
+
+    def restore(self) -> RestoreReport | None:
+        """Loads the checkpoint of the highest step that has metadata."""
+        started = time.perf_counter()
+        path = self._ranks.from_rank_0(self._newest)
+        if path is None:
+            return None
+        dcp.load(self._state, checkpoint_id=path, process_group=self._ranks.group)
+        self._sequence = self.steps
+        seconds = time.perf_counter() - started
+        return RestoreReport(
+            path.name, self.steps, self.steps, (path.name,), (), lossy=False, seconds=seconds
+        )
+
+    def step(self) -> CheckpointReport | None:
+        """Saves at every ``every_steps`` steps."""
+        self._steps.value += 1
+        return None if self.steps % self._every_steps else self.save()
+
+    def save(self) -> CheckpointReport | None:
+        """Saves everything; reports what is in storage when the call returns."""
+        started = time.perf_counter()
+        self.wait()
+        path = self._root / f"step-{self.steps:08d}"
+        if self._asynchronous:
+            self._running = dcp.async_save(
+                self._state,
+                storage_writer=FileSystemWriter(path),
+                process_group=self._background.group,
+            )
+        else:
+            dcp.save(self._state, checkpoint_id=path, process_group=self._ranks.group)
+        stall = time.perf_counter() - started
+        self._sequence += 1
+        size = 0
+        if not self._asynchronous:
+            files = self._ranks.from_rank_0(lambda: [f.stat().st_size for f in path.iterdir()])
+            size = sum(files)
+        report = CheckpointReport(
+            id=path.name,
+            step=self.steps,
+            sequence=self._sequence,
+            kind="full",
+            parent=None,
+            modified_rows=0,
+            total_rows=0,
+            modified_fraction=1.0,
+            bytes={"other": size},
+            full_fp32_bytes=size,
+            stall_seconds=stall,
+            lossy_restores=0,
+            chain_length=1,
+            error_mean=None,
+            error_max=None,
+        )
+        for callback in self._callbacks:
+            callback(report)
+        return report
+
+    def wait(self) -> None:
+        """Returns when a background save is durable; raises its error."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+
+    def close(self) -> None:
+        """Waits for a background save."""
+        self.wait()
+
+    def _newest(self) -> Path | None:
+        if not self._root.is_dir():
+            return None
+        found = [
+            path
+            for path in sorted(self._root.iterdir())
+            if _NAME.fullmatch(path.name) and (path / ".metadata").is_file()
+        ]
+        return found[-1] if found else None

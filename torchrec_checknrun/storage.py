@@ -1,0 +1,354 @@
+"""DCP's storage protocol: one file per rank that ends in its own index, and the manifest, last.
+
+A rank file is chunks, then the index (JSON), then a fixed footer that says where the index is. A
+checksum per chunk stands in the index, the index's in the footer and in the manifest; reading checks
+all that it uses. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import IO, Any
+
+import xxhash
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
+from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torchrec_checknrun.chain import Chain, highest_sequence, resolve
+from torchrec_checknrun.chunks import EncodedChunk, Entry
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CheckpointExists,
+    CorruptCheckpoint,
+    InvalidPlan,
+)
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, RankFile, TableTotals
+from torchrec_checknrun.save_planner import GlobalPlan
+from torchrec_checknrun.version import __version__
+
+FOOTER = struct.Struct("<QQ16s8s")
+"""Index offset, index length, index checksum (xxh3-64, hex), magic."""
+MAGIC = b"CHKNRUN1"
+
+
+@dataclass
+class FileSummary:
+    """What a rank tells rank 0 of the file it wrote: all that the manifest says of it."""
+
+    file: RankFile
+    tables: dict[str, TableTotals]
+    dense_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk in storage: its index entry, and where it is."""
+
+    checkpoint: str
+    file: str
+    entry: Entry = field(hash=False)
+
+    @property
+    def key(self) -> str:
+        """Names the chunk within a chain."""
+        return f"{self.checkpoint}/{self.file}@{self.entry['offset']}"
+
+
+class StorageWriter(DcpStorageWriter):
+    """Writes one checkpoint into a directory of its own.
+
+    Args:
+        path: the checkpoint's directory, a path or fsspec URL; it must not hold anything yet.
+            Differential checkpoints must be beside their parents.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._folder = Folder(path)
+        self._rank = 0
+        self._is_coordinator = True
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(os.fspath(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._folder = Folder(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self._folder.url)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._is_coordinator = is_coordinator
+        self._rank = int(kwargs.get("rank", 0))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuses a directory that was used before: its files could be mistaken for new ones."""
+        if self._is_coordinator and self._folder.names():
+            raise CheckpointExists(
+                f"{self._folder} already holds {self._folder.names()[:3]}: a checkpoint directory "
+                "is written once; save into a new one, or remove it if it is not needed"
+            )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._folder.create()
+        self._folder.sync()
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._folder.create()
+        name = f"rank-{self._rank:05d}.bin"
+        index: list[Entry] = []
+        with self._folder.write(name) as file:
+            for item in plan.items:
+                chunk = planner.resolve_data(item)
+                if not isinstance(chunk, EncodedChunk):
+                    raise InvalidPlan(
+                        "StorageWriter writes chunks that this package's SavePlanner encodes: pass "
+                        "planner=SavePlanner() to dcp.save as well"
+                    )
+                index.append(_write_chunk(file, chunk))
+            rank_file = _write_index(file, name, self._rank, index)
+        summary = FileSummary(rank_file, *_totals(index))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(name), rank_file.size, summary)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits: everything is durable by now, and the manifest makes the checkpoint exist."""
+        plan: GlobalPlan = metadata.planner_data
+        summaries = [result.storage_data for of_rank in results for result in of_rank]
+        written = tuple(summary.file.chunks for summary in summaries)
+        if written != plan.chunks:
+            raise InvalidPlan(f"ranks were to write {plan.chunks} chunks, but wrote {written}")
+        header = plan.header
+        sequence = header.sequence
+        if sequence is None:
+            sequence = highest_sequence(self._folder.parent) + 1
+        manifest = Manifest(
+            id=self._folder.name,
+            sequence=sequence,
+            step=header.step,
+            kind=header.kind,
+            parent=header.parent,
+            previous=header.previous,
+            world_size=len(summaries),
+            created_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            created_by=f"torchrec_checknrun {__version__}",
+            lossy_restores=header.lossy_restores,
+            bits=header.bits,
+            tables=_sum_tables(plan, [summary.tables for summary in summaries]),
+            states=plan.states,
+            dense_bytes=sum(summary.dense_bytes for summary in summaries),
+            files=tuple(summary.file for summary in summaries),
+        ).sealed()
+        self._folder.put(MANIFEST_NAME, manifest.to_bytes())
+        # dcp.save gives every rank this metadata once all is done.
+        metadata.planner_data = manifest
+
+
+class StorageReader(DcpStorageReader):
+    """Reads a checkpoint, and the ones it is differential to.
+
+    Args:
+        path: the checkpoint's directory.
+        chain: what a restore needs, if that is decided already; else it is looked up.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], chain: Chain | None = None) -> None:
+        self._folder = Folder(path)
+        self._chain = chain
+        self._chunks: dict[str, StoredChunk] = {}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(os.fspath(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._folder, self._chain = Folder(checkpoint_id), None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The chain and all chunks in it; the planner raises what went wrong, by its own type."""
+        content: ChainContent | CheckNRunError
+        try:
+            if self._chain is None:
+                self._chain = resolve(self._folder.parent, self._folder.name)
+            content = read_content(self._folder.parent, self._chain)
+            self._chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
+        except CheckNRunError as error:
+            content = error  # DCP would turn an exception into a message of its own
+        return Metadata({}, planner_data=content)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads chunk by chunk in the plan's order, each verified before the planner sees it."""
+        root = self._folder.parent
+        for item in plan.items:
+            chunk = self._chunks[item.storage_index.fqn]
+            planner.load_bytes(item, EncodedChunk(chunk.entry, [read_chunk(root, chunk)]))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+@dataclass(frozen=True)
+class ChainContent:
+    """A chain with the index of every file in it, checkpoints oldest first."""
+
+    chain: Chain
+    chunks: tuple[tuple[StoredChunk, ...], ...]
+
+
+def read_content(root: Folder, chain: Chain) -> ChainContent:
+    """Reads the chunk indexes of a chain.
+
+    Raises:
+        CorruptCheckpoint: an index is missing, or differs from what the manifest says of it.
+    """
+    return ChainContent(chain, tuple(read_indexes(root, manifest) for manifest in chain.manifests))
+
+
+def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
+    """All chunks of one checkpoint."""
+    folder = root / manifest.id
+    chunks: list[StoredChunk] = []
+    for file in manifest.files:
+        where = f"{folder}/{file.name}"
+        try:
+            data = folder.read(file.name, file.index_offset, file.index_length)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{where} is missing") from None
+        checksum = xxhash.xxh3_64_hexdigest(data)
+        if checksum != file.index_checksum:
+            raise CorruptCheckpoint(
+                f"{where}: its index at {file.index_offset} has checksum {checksum}, the manifest "
+                f"says {file.index_checksum}"
+            )
+        entries = json.loads(data)["chunks"]
+        for entry in entries:
+            if entry["offset"] < 0 or entry["offset"] + entry["length"] > file.index_offset:
+                raise CorruptCheckpoint(
+                    f"{where}: a chunk at {entry['offset']} lies outside the file"
+                )
+        chunks += [StoredChunk(manifest.id, file.name, entry) for entry in entries]
+    return tuple(chunks)
+
+
+def read_chunk(root: Folder, chunk: StoredChunk) -> bytes:
+    """A chunk's bytes, verified.
+
+    Raises:
+        CorruptCheckpoint: they are not what was written.
+    """
+    entry, folder = chunk.entry, root / chunk.checkpoint
+    where = f"{folder}/{chunk.file} at offset {entry['offset']}"
+    try:
+        data = folder.read(chunk.file, entry["offset"], entry["length"])
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{folder}/{chunk.file} is missing") from None
+    checksum = xxhash.xxh3_64_hexdigest(data)
+    if len(data) != entry["length"] or checksum != entry["checksum"]:
+        raise CorruptCheckpoint(
+            f"{where}: {len(data)} bytes with checksum {checksum}, expected {entry['length']} with "
+            f"{entry['checksum']}"
+        )
+    return data
+
+
+def _write_chunk(file: IO[bytes], chunk: EncodedChunk) -> Entry:
+    data = chunk.getbuffer()
+    entry = {
+        **chunk.entry,
+        "offset": file.tell(),
+        "length": data.nbytes,
+        "checksum": xxhash.xxh3_64_hexdigest(data),
+    }
+    file.write(data)
+    return entry
+
+
+def _write_index(file: IO[bytes], name: str, rank: int, index: list[Entry]) -> RankFile:
+    data = json.dumps({"rank": rank, "chunks": index}, separators=(",", ":")).encode()
+    checksum = xxhash.xxh3_64_hexdigest(data)
+    offset = file.tell()
+    file.write(data)
+    file.write(FOOTER.pack(offset, len(data), checksum.encode(), MAGIC))
+    return RankFile(name, file.tell(), offset, len(data), checksum, len(index))
+
+
+def _totals(index: list[Entry]) -> tuple[dict[str, TableTotals], int]:
+    tables: dict[str, TableTotals] = {}
+    dense = 0
+    for entry in index:
+        if entry["kind"] == "state":
+            dense += entry["length"]
+            continue
+        first, last = entry["columns"]
+        error = entry.get("error")
+        one = TableTotals(
+            rows=entry["table_rows"],
+            dim=entry["table_dim"],
+            stored_values=entry["count"] * (last - first),
+            weight_bytes=entry["weight"]["bytes"],
+            ids_bytes=entry["ids"]["bytes"],
+            optimizer_bytes=sum(state["bytes"] for state in entry["optimizer"]),
+            value_bits=entry["weight"]["value_bits"],
+            error_mean=error and error["mean"],
+            error_max=error and error["max"],
+            error_rows=error["sampled_rows"] if error else 0,
+        )
+        known = tables.get(entry["table"])
+        tables[entry["table"]] = _add(known, one) if known else one
+    return tables, dense
+
+
+def _add(one: TableTotals, other: TableTotals) -> TableTotals:
+    rows = one.error_rows + other.error_rows
+    mean = maximum = None
+    if rows:
+        parts = [(t.error_mean or 0.0, t.error_rows) for t in (one, other)]
+        mean = sum(error * count for error, count in parts) / rows
+        maximum = max(one.error_max or 0.0, other.error_max or 0.0)
+    return replace(
+        one,
+        stored_values=one.stored_values + other.stored_values,
+        weight_bytes=one.weight_bytes + other.weight_bytes,
+        ids_bytes=one.ids_bytes + other.ids_bytes,
+        optimizer_bytes=one.optimizer_bytes + other.optimizer_bytes,
+        value_bits=min(one.value_bits, other.value_bits),
+        error_mean=mean,
+        error_max=maximum,
+        error_rows=rows,
+    )
+
+
+def _sum_tables(plan: GlobalPlan, parts: list[dict[str, TableTotals]]) -> dict[str, TableTotals]:
+    tables = {}
+    for name, shape in plan.tables.items():
+        total = TableTotals(shape.rows, shape.dim)
+        for part in parts:
+            if name in part:
+                total = _add(total, part[name])
+        tables[name] = replace(total, fp32_bytes=plan.fp32_bytes[name])
+    return tables

@@ -1,0 +1,223 @@
+"""``track(model)``: which rows changed, and rows in and out of the local shards.
+
+Useful on its own (to publish rows to serving, say); the Checkpointer is built on it. The model is
+used as before: tracking only hangs hooks on the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchrec_checknrun.codecs import FusedRowwise
+from torchrec_checknrun.shards import Kernel, LocalShard, Rectangle, Rows, TableShape, find_kernels
+from torchrec_checknrun.tracking import Consumer, KernelHook, Marks
+
+RowIds = torch.Tensor | np.ndarray | Sequence[int]
+
+
+def track(model: nn.Module) -> TrackedModel:
+    """Tracks every sharded embedding (bag) collection under ``model`` from now on.
+
+    Args:
+        model: a DistributedModelParallel, or any module with sharded collections in it.
+
+    Raises:
+        UnsupportedTable: a table is held by a kernel whose rows can't be read and written in place.
+    """
+    return TrackedModel(model)
+
+
+class TrackedShard:
+    """One local shard with its marks; all row ids that go in or out are global."""
+
+    def __init__(self, shard: LocalShard, marks: Marks, kernel: Kernel) -> None:
+        self.local = shard
+        self.marks = marks
+        self._kernel = kernel
+
+    @property
+    def table(self) -> str:
+        """The table's state-dict name without ``.weight``."""
+        return self.local.table
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """Which rows and columns of the table are here."""
+        return self.local.rectangle
+
+    def mark(self, rows: RowIds) -> None:
+        """Marks those of ``rows`` that are here; others are another rank's business."""
+        ids = _as_ids(rows) - self.rectangle.row_start
+        self.marks.mark(ids[(ids >= 0) & (ids < self.rectangle.rows)].to(self.local.weight.device))
+
+    def mark_all(self) -> None:
+        """Marks every row of the shard."""
+        self.marks.mark_all()
+
+    def modified_rows(self, consumer: Consumer = Consumer.USER) -> torch.Tensor:
+        """Sorted global ids ``(n,)`` int64 (CPU) of rows modified since ``clear(consumer)``."""
+        mask = self.marks.modified(consumer).cpu().numpy()
+        return torch.from_numpy(np.flatnonzero(mask)) + self.rectangle.row_start
+
+    def read_rows(self, rows: RowIds) -> Rows:
+        """Copies of weight and optimizer rows.
+
+        Raises:
+            IndexError: a row is not in this shard.
+        """
+        self._kernel.flush()
+        return self.local.gather(_as_ids(rows))
+
+    def encode_rows(self, rows: RowIds, bits: int = 8) -> torch.Tensor:
+        """The rows' weights in FBGEMM's fused rowwise layout, ``(n, row_bytes)`` uint8.
+
+        Args:
+            rows: global ids in this shard.
+            bits: 8, 4 or 2.
+
+        Raises:
+            IndexError: a row is not in this shard.
+            ValueError: other ``bits``, or a row holds a value that the layout can't hold (NaN,
+                infinity, or beyond fp16 at 4 and 2 bit).
+        """
+        codec = FusedRowwise(bits)
+        weight = self.read_rows(rows).weight
+        if not codec.accepts(weight):
+            raise ValueError(
+                f"{self.local}: a row holds a value that {bits}-bit rows can't hold (NaN, infinity or "
+                "too large): find it with read_rows, or read the rows unencoded"
+            )
+        return codec.encode(weight)
+
+    def write_rows(
+        self,
+        rows: RowIds,
+        weight: torch.Tensor,
+        optimizer: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Overwrites rows in place; they count as modified for every consumer.
+
+        Args:
+            rows: global ids in this shard, ``(n,)``.
+            weight: ``(n, cols)``.
+            optimizer: states by name as ``read_rows`` gives them; those left out stay.
+
+        Raises:
+            IndexError: a row is not in this shard.
+            ValueError: a shape doesn't fit, or a state has an unknown name.
+        """
+        ids = _as_ids(rows)
+        states = dict(optimizer or {})
+        expected = {"weight": (len(ids), self.rectangle.cols)}
+        for name, state in self.local.optimizer.items():
+            expected[name] = (len(ids), *state.shape[1:])
+        for name, tensor in {"weight": weight, **states}.items():
+            if name not in expected or tuple(tensor.shape) != expected[name]:
+                raise ValueError(
+                    f"{self.local}: {name} of shape {tuple(tensor.shape)} doesn't fit; expected "
+                    f"{expected}"
+                )
+        self._kernel.flush()
+        self.local.scatter(Rows(ids, weight, states))
+        self._kernel.purge()
+        self.mark(ids)
+
+
+@dataclass
+class Cut:
+    """Marks taken away at one instant, until it is known that what they name is durable.
+
+    Attributes:
+        taken: per shard (in ``TrackedModel.shards`` order) and consumer, ``(rows,)`` bool.
+    """
+
+    taken: dict[Consumer, list[torch.Tensor]]
+
+
+class TrackedModel:
+    """All local shards of a model, their marks, and the hooks that set them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        kernels, self.tables = find_kernels(model)
+        self._kernels = kernels
+        self.shards: list[TrackedShard] = []
+        self._hooks: list[KernelHook] = []
+        for kernel in kernels:
+            marks = [Marks(s.rectangle.rows, s.weight.device) for s in kernel.shards]
+            self.shards += [
+                TrackedShard(s, m, kernel) for s, m in zip(kernel.shards, marks, strict=True)
+            ]
+            self._hooks.append(KernelHook(kernel, marks))
+
+    tables: dict[str, TableShape]
+    """Every sharded table's whole shape, the same on all ranks."""
+
+    def mark(self, table: str, rows: RowIds) -> None:
+        """Marks rows written by hand, global ids; call it on every rank.
+
+        Raises:
+            KeyError: no such table.
+        """
+        for shard in self._shards_of(table):
+            shard.mark(rows)
+
+    def mark_all(self, table: str | None = None) -> None:
+        """Marks every row of a table, or of all tables; call it on every rank."""
+        for shard in self.shards if table is None else self._shards_of(table):
+            shard.mark_all()
+
+    def modified_rows(self, consumer: Consumer = Consumer.USER) -> dict[str, torch.Tensor]:
+        """Per table with a shard here, sorted global ids modified since ``clear(consumer)``."""
+        found: dict[str, list[torch.Tensor]] = {}
+        for shard in self.shards:
+            found.setdefault(shard.table, []).append(shard.modified_rows(consumer))
+        return {table: torch.unique(torch.cat(ids)) for table, ids in found.items()}
+
+    def clear(self, consumer: Consumer = Consumer.USER) -> None:
+        """Starts the consumer's next interval."""
+        for shard in self.shards:
+            shard.marks.clear(consumer)
+
+    def cut(self, consumers: Consumer) -> Cut:
+        """Takes the consumers' marks away; ``merge`` gives them back if they are still needed."""
+        taken = {}
+        for consumer in (Consumer.LAST, Consumer.BASELINE):
+            if consumer & consumers:
+                taken[consumer] = [shard.marks.modified(consumer) for shard in self.shards]
+                self.clear(consumer)
+        return Cut(taken)
+
+    def merge(self, cut: Cut) -> None:
+        """Marks a cut's rows again, beside those marked since: a superset is always right."""
+        for consumer, masks in cut.taken.items():
+            for shard, mask in zip(self.shards, masks, strict=True):
+                shard.marks.merge(mask, consumer)
+
+    def flush(self) -> None:
+        """Before the shards' memory is read: brings rows back from GPU caches."""
+        for kernel in self._kernels:
+            kernel.flush()
+
+    def purge(self) -> None:
+        """After the shards' memory was written: drops rows from GPU caches."""
+        for kernel in self._kernels:
+            kernel.purge()
+
+    def close(self) -> None:
+        """Stops tracking; the model stays as it is."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _shards_of(self, table: str) -> list[TrackedShard]:
+        if table not in self.tables:
+            raise KeyError(f"no sharded table {table!r}; the model has {sorted(self.tables)}")
+        return [shard for shard in self.shards if shard.table == table]
+
+
+def _as_ids(rows: RowIds) -> torch.Tensor:
+    return torch.as_tensor(rows, dtype=torch.int64).reshape(-1)
