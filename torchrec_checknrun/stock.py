@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, cast
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.stateful import Stateful
+from typing_extensions import Self
 
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport
@@ -26,7 +28,26 @@ from torchrec_checknrun.report import CheckpointReport, RestoreReport
 _NAME = re.compile(r"step-(\d{8})")
 
 
-class NoCheckpointer:
+class _Closing:
+    """A context manager that closes at the end, but waits for nobody after an error."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+
+
+class NoCheckpointer(_Closing):
     """``checkpoint=off``."""
 
     def __init__(self) -> None:
@@ -47,9 +68,6 @@ class NoCheckpointer:
     def wait(self) -> None:
         """Nothing to wait for."""
 
-    def close(self) -> None:
-        """Nothing to close."""
-
 
 class _Steps:
     """The step counter as a Stateful."""
@@ -64,7 +82,7 @@ class _Steps:
         self.value = state_dict["steps"]
 
 
-class DcpCheckpointer:
+class DcpCheckpointer(_Closing):
     """``checkpoint=dcp`` and ``checkpoint=dcp_async``: all of the model, every time, in fp32.
 
     Args:
@@ -123,11 +141,12 @@ class DcpCheckpointer:
         self.wait()
         path = self._root / f"step-{self.steps:08d}"
         if self._asynchronous:
-            self._running = dcp.async_save(
+            response = dcp.async_save(
                 self._state,
                 storage_writer=FileSystemWriter(path),
                 process_group=self._background.group,
             )
+            self._running = cast("Future[Any]", response)
         else:
             dcp.save(self._state, checkpoint_id=path, process_group=self._ranks.group)
         stall = time.perf_counter() - started

@@ -23,7 +23,10 @@ import torch.distributed as dist
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import (
+    DefaultDataParallelWrapper,
+    DistributedModelParallel,
+)
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -64,7 +67,18 @@ def build(
         tables.func, model.model.sparse_arch.parameters(), dict(tables.keywords)
     )
     plan = instantiate(cfg.sharding)(model, device)
-    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[Sharder()])
+    sharded = DistributedModelParallel(
+        model,
+        device=device,
+        plan=plan,
+        sharders=[Sharder()],
+        data_parallel_wrapper=DefaultDataParallelWrapper(
+            # Else DDP reorders its buckets after an attempt's first step, and with them the order in which three or more
+            # ranks' gradients are added up: a resumed run would not repeat the bits of an uninterrupted one.
+            static_graph=False,
+            find_unused_parameters=True,
+        ),
+    )
     initialise_tables(sharded, cfg.seed)
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(sharded.named_parameters())),

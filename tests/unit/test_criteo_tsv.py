@@ -188,7 +188,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "blank": (b"", "it is blank"),
     "too few columns": (b"1\t2\t3", "it has 3 tab-separated columns; expected 40"),
     "too many columns": (changed(39, "a\tb"), "it has 41 tab-separated columns; expected 40"),
-    "no label column": ("\t".join(good_line()[1:]).encode(), r"39 .*columns \(Kaggle's test\.txt"),
+    "no label column": ("\t".join(good_line()[1:]).encode(), r"it has 39 .*\(Kaggle's test\.txt"),
     "commas": (",".join(good_line()).encode(), "it has 1 tab-separated columns"),
     "label 2": (changed(0, "2"), "the label is '2'; expected 0 or 1"),
     "label -1": (changed(0, "-1"), "the label is '-1'; expected 0 or 1"),
