@@ -35,13 +35,13 @@ env: $(STAMP)
 ifneq ($(CHOICE),$(MADE))
 .PHONY: $(STAMP)
 endif
-$(STAMP): setup.py pyproject.toml install.py Makefile
+$(STAMP): setup.py pyproject.toml recipes/install.py Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo '$(PYTHON) is missing or older than 3.10. Give another: make PYTHON=python3.12'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' || \
 		{ echo '$(PYTHON) has no venv module. On Debian: apt install python3-venv'; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PY) install.py --device $(DEVICE) --extras recipes,test --editable
+	$(PY) recipes/install.py --device $(DEVICE) --extras recipes,test --editable
 	@echo '$(CHOICE)' > $@
 
 demo: $(STAMP)

@@ -1,8 +1,8 @@
 """What the package is called, what it needs and what goes into its wheel.
 
 TorchRec and FBGEMM are missing from the requirements on purpose: TorchRec's own metadata asks for
-the CUDA build of FBGEMM, which a machine without a GPU must not have. install.py brings both, in
-the build that fits the machine.
+the CUDA build of FBGEMM, which a machine without a GPU must not have. recipes/install.py brings
+both, in the build that fits the machine.
 """
 
 import runpy

@@ -1,4 +1,4 @@
-"""Which checkpoints a restore needs, in order: from the full one a chain starts with to its head."""
+"""Which checkpoints a restore needs, in order: from a chain's full checkpoint to its head."""
 
 from __future__ import annotations
 

@@ -235,8 +235,8 @@ class Checkpointer:
             else:
                 raise
             raise SaveFailed(
-                f"the checkpoint at step {self.steps} was not committed: {cause!r}. Its rows are kept "
-                "for the next one; mend the storage and save again"
+                f"the checkpoint at step {self.steps} was not committed: {cause!r}. Its rows are "
+                "kept for the next one; mend the storage and save again"
             ) from error
         manifest: Manifest = metadata.planner_data
         self._lineage.committed(manifest)
@@ -313,8 +313,8 @@ class Checkpointer:
     def _refuse_if_partly_restored(self) -> None:
         if self._partly_restored is not None:
             raise ModelPartlyRestored(
-                "a restore failed half-way, and the model is no longer one state: restore again, or "
-                f"start from a new model. {self._partly_restored}"
+                "a restore failed half-way, and the model is no longer one state: restore again, "
+                f"or start from a new model. {self._partly_restored}"
             )
 
     def _log(self, message: str, *values: object, level: int = logging.INFO) -> None:

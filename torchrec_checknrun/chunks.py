@@ -1,7 +1,8 @@
 """A chunk: some rows of one shard, or one state object, as one run of bytes with its index entry.
 
-The entry (JSON, in the rank file's index) says what the bytes are; the storage layer adds where they
-are and their checksum. A rows chunk is row ids, then encoded weights, then each optimizer state.
+The entry (JSON, in the rank file's index) says what the bytes are; the storage layer adds where
+they are and their checksum. A rows chunk is row ids, then encoded weights, then each optimizer
+state.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
 def state_chunk(
     name: str, rank: int | None, tree: Tree, pieces: list[bytes | memoryview]
 ) -> EncodedChunk:
-    """An encoded state object as a chunk; ``rank`` is None for one that is the same on all ranks."""
+    """An encoded state object as a chunk; ``rank`` is None for one that all ranks have alike."""
     return EncodedChunk({"kind": "state", "name": name, "rank": rank, "tree": tree}, pieces)
 
 

@@ -1,4 +1,4 @@
-"""Every error a user can meet, in one place: each names the thing, what was expected and the remedy."""
+"""Every error a user can meet, in one place: each names the thing, the expectation, the remedy."""
 
 from __future__ import annotations
 

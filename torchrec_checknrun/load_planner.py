@@ -188,8 +188,8 @@ class LoadPlanner(DcpLoadPlanner):
             if head.states[name] and head.world_size != world:
                 if self._merge.get(name) is None:
                     raise IncompatibleCheckpoint(
-                        f"state {name!r} was saved per rank on {head.world_size} ranks, and there are "
-                        f"{world} now: declare it PerRank(…, merge=function), or restore on "
+                        f"state {name!r} was saved per rank on {head.world_size} ranks, and there "
+                        f"are {world} now: declare it PerRank(…, merge=function), or restore on "
                         f"{head.world_size} ranks"
                     )
                 wanted = range(head.world_size)
@@ -232,8 +232,8 @@ def _check_tables(wanted: dict[str, TableShape], saved: dict[str, TableShape]) -
             )
         if saved[name] != shape:
             raise IncompatibleCheckpoint(
-                f"table {name!r} was saved as {saved[name].rows} × {saved[name].dim}, the model has "
-                f"{shape.rows} × {shape.dim}: build the model with the saved size"
+                f"table {name!r} was saved as {saved[name].rows} × {saved[name].dim}, the model "
+                f"has {shape.rows} × {shape.dim}: build the model with the saved size"
             )
     if missing := sorted(saved.keys() - wanted.keys()):
         raise IncompatibleCheckpoint(
@@ -248,20 +248,20 @@ def _check_fit(shard: LocalShard, header: RowsHeader) -> bool:
     converted = columns != (shard.rectangle.col_start, shard.rectangle.col_stop)
     if header.dtype != shard.weight.dtype:
         raise IncompatibleCheckpoint(
-            f"table {shard.table!r} was saved as {header.dtype}, the model has {shard.weight.dtype}: "
-            "build the model with the saved data type"
+            f"table {shard.table!r} was saved as {header.dtype}, the model has "
+            f"{shard.weight.dtype}: build the model with the saved data type"
         )
     wanted = {name: (s.dtype, s.dim() == 1) for name, s in shard.optimizer.items()}
     if wanted != header.optimizer:
         raise IncompatibleCheckpoint(
-            f"table {shard.table!r} was saved with optimizer state {_describe(header.optimizer)}, the "
-            f"model's optimizer has {_describe(wanted)}: use the optimizer it was trained with"
+            f"table {shard.table!r} was saved with optimizer state {_describe(header.optimizer)}, "
+            f"the model's optimizer has {_describe(wanted)}: use the optimizer it was trained with"
         )
     if converted and any(rowwise for _, rowwise in wanted.values()):
         raise IncompatibleCheckpoint(
-            f"table {shard.table!r} was saved with columns {list(columns)} on a rank, here a rank has "
-            f"{[shard.rectangle.col_start, shard.rectangle.col_stop]}: row-wise optimizer state is "
-            "kept per column shard; restore with the saved column sharding"
+            f"table {shard.table!r} was saved with columns {list(columns)} on a rank, here a rank "
+            f"has {[shard.rectangle.col_start, shard.rectangle.col_stop]}: row-wise optimizer state "
+            "is kept per column shard; restore with the saved column sharding"
         )
     return converted
 

@@ -1,8 +1,8 @@
 """A checkpoint's manifest: small, JSON, and the last thing written. Where it is, the checkpoint is.
 
 The file is ``{"checksum": …, "manifest": {…}}``; the checksum (xxh3, 128 bit) is over the manifest
-written canonically: keys sorted, no spaces, UTF-8. A child names its parent by id *and* checksum, so
-a chain can't be made of checkpoints that were replaced.
+written canonically: keys sorted, no spaces, UTF-8. A child names its parent by id *and* checksum,
+so a chain can't be made of checkpoints that were replaced.
 """
 
 from __future__ import annotations

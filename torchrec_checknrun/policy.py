@@ -1,7 +1,7 @@
 """When a checkpoint holds all rows and when only modified ones (Check-N-Run, section 5.1).
 
-A policy is any object with ``decide``: it sees what was committed since the last full checkpoint and
-says what the next one should be. It runs on rank 0 only; the other ranks hear the decision.
+A policy is any object with ``decide``: it sees what was committed since the last full checkpoint
+and says what the next one should be. It runs on rank 0 only; the other ranks hear the decision.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OneShot:
 
 @dataclass(frozen=True)
 class Consecutive:
-    """Only rows modified since the last checkpoint: the fewest bytes; a restore reads all of them."""
+    """Only rows modified since the last checkpoint: the fewest bytes; a restore reads them all."""
 
     def decide(self, history: Sequence[Manifest]) -> Decision:
         return Decision.SINCE_LAST

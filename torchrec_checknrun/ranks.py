@@ -17,7 +17,7 @@ T = TypeVar("T")
 class Ranks:
     """The ranks of a job, and a gloo group of their own for control messages.
 
-    Made on all ranks at once. Without torch.distributed there is one rank, which agrees with itself.
+    Made on all ranks at once. Without torch.distributed one rank is there, and agrees with itself.
 
     Args:
         timeout: how long a collective may wait for a rank that doesn't come.

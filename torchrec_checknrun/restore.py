@@ -85,8 +85,8 @@ def restore(
         passed_over += [problem for problem in problems if problem not in passed_over]
         if chain is None and changed:
             raise ModelPartlyRestored(
-                "a restore failed half-way and no other whole chain is left; the model is no longer "
-                f"one state. Start again from a new model. {'; '.join(passed_over)}"
+                "a restore failed half-way and no other whole chain is left; the model is no "
+                f"longer one state. Start again from a new model. {'; '.join(passed_over)}"
             )
         if chain is None and passed_over:
             raise ChainBroken(
@@ -172,8 +172,8 @@ def _hand_back(target: Target, live: dict[str, Any], ranks: Ranks) -> None:
         ranks.everywhere(hand_back)
     except Exception as error:
         raise ModelPartlyRestored(
-            f"a state object refused what was restored: {error!r}. The model is no longer one state: "
-            "start again from a new model"
+            f"a state object refused what was restored: {error!r}. The model is no longer one "
+            "state: start again from a new model"
         ) from error
 
 

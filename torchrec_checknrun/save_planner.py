@@ -12,11 +12,15 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 
@@ -231,7 +235,9 @@ class DirectInterval:
     by then the manifest is there, or the rows are marked again.
     """
 
-    _of: weakref.WeakKeyDictionary[TrackedModel, DirectInterval] = weakref.WeakKeyDictionary()
+    _of: ClassVar[weakref.WeakKeyDictionary[TrackedModel, DirectInterval]] = (
+        weakref.WeakKeyDictionary()
+    )
 
     def __init__(self) -> None:
         self._parent: tuple[str, Link] | None = None
@@ -294,8 +300,9 @@ def _check_agreement(summaries: list[PlanSummary]) -> None:
             first, other = getattr(summaries[0], what), getattr(summary, what)
             if first != other:
                 raise InvalidPlan(
-                    f"ranks 0 and {rank} don't save the same checkpoint: {what} is {first} there and "
-                    f"{other} here; call save on all ranks at the same step with the same arguments"
+                    f"ranks 0 and {rank} don't save the same checkpoint: {what} is {first} there "
+                    f"and {other} here; call save on all ranks at the same step with the same "
+                    "arguments"
                 )
 
 
@@ -322,8 +329,8 @@ def _check_coverage(summaries: list[PlanSummary]) -> None:
         if covered != shape.rows * shape.dim:
             raise InvalidPlan(
                 f"{table}: the ranks hold {covered} of {shape.rows} × {shape.dim} values, as "
-                f"{[str(rectangle) for rectangle, _ in rectangles]}; every rank must take part in the "
-                "save, with the process group the model is sharded over"
+                f"{[str(rectangle) for rectangle, _ in rectangles]}; every rank must take part in "
+                "the save, with the process group the model is sharded over"
             )
 
 

@@ -64,8 +64,8 @@ def drop_tables(value: Any, holds: Callable[[torch.Tensor], bool], path: str) ->
     if is_sharded(value):
         if not all(holds(tensor) for _, tensor in _local_shards(value)):
             raise UnsupportedState(
-                f"{path} is a {type(value).__name__} of shape {tuple(value.size())} that belongs to "
-                "no table this package tracks: it can't be stored yet"
+                f"{path} is a {type(value).__name__} of shape {tuple(value.size())} that belongs "
+                "to no table this package tracks: it can't be stored yet"
             )
         return None
     if not isinstance(value, dict):
@@ -133,8 +133,8 @@ def _join(
             _, part = state.shards[i]
             if part.shape not in (tensor.shape[:1], tensor.shape):
                 raise UnsupportedState(
-                    f"{state.name}: local shard {i} has shape {tuple(part.shape)}, which is neither "
-                    f"row-wise nor pointwise for a weight shard {tuple(tensor.shape)}"
+                    f"{state.name}: local shard {i} has shape {tuple(part.shape)}, which is "
+                    f"neither row-wise nor pointwise for a weight shard {tuple(tensor.shape)}"
                 )
             optimizer[state_name] = part
         row, col = offset

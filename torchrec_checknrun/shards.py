@@ -251,9 +251,9 @@ def _kernel(module: Any, prefix: str) -> Kernel:
     names = [table.name for table in module._config.embedding_tables]
     if type(module) not in (BatchedFusedEmbeddingBag, BatchedFusedEmbedding):
         raise UnsupportedTable(
-            f"tables {[prefix + name for name in names]} are held by {type(module).__name__}, whose "
-            "rows can't be read and written in place: shard them with compute kernel 'fused', "
-            "'fused_uvm' or 'fused_uvm_caching'"
+            f"tables {[prefix + name for name in names]} are held by {type(module).__name__}, "
+            "whose rows can't be read and written in place: shard them with compute kernel "
+            "'fused', 'fused_uvm' or 'fused_uvm_caching'"
         )
     tbe = module._emb_module
     if tbe.optimizer == EmbOptimType.NONE:

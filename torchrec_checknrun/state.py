@@ -173,8 +173,8 @@ def _slice(payload: memoryview, span: list[int]) -> memoryview:
 def check_state(current: object, tree: Tree, path: str, covered: Callable[[object], bool]) -> None:
     """Refuses a saved tree that doesn't fit the live object, before anything is changed.
 
-    A dict that has lost keys, or a tensor of another shape or dtype, doesn't fit. Keys that only the
-    checkpoint has are fine: some objects create their state late.
+    A dict that has lost keys, or a tensor of another shape or dtype, doesn't fit. Keys that only
+    the checkpoint has are fine: some objects create their state late.
 
     Args:
         covered: tells leaves of ``current`` that are restored as table rows.

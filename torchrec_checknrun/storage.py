@@ -1,8 +1,8 @@
 """DCP's storage protocol: one file per rank that ends in its own index, and the manifest, last.
 
 A rank file is chunks, then the index (JSON), then a fixed footer that says where the index is. A
-checksum per chunk stands in the index, the index's in the footer and in the manifest; reading checks
-all that it uses. Nothing is ever unpickled.
+checksum per chunk stands in the index, the index's in the footer and in the manifest; reading
+checks all that it uses. Nothing is ever unpickled.
 """
 
 from __future__ import annotations

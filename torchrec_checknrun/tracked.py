@@ -89,8 +89,8 @@ class TrackedShard:
         weight = self.read_rows(rows).weight
         if not codec.accepts(weight):
             raise ValueError(
-                f"{self.local}: a row holds a value that {bits}-bit rows can't hold (NaN, infinity or "
-                "too large): find it with read_rows, or read the rows unencoded"
+                f"{self.local}: a row holds a value that {bits}-bit rows can't hold (NaN, infinity "
+                "or too large): find it with read_rows, or read the rows unencoded"
             )
         return codec.encode(weight)
 

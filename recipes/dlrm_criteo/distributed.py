@@ -1,8 +1,9 @@
-"""The process group of a job that is killed and restarted: rendezvous of every attempt, clean exit, quick failure.
+"""The process group of a job that is killed and restarted: rendezvous, clean exit, quick failure.
 
-Three things go wrong with torchrun and gloo out of the box, and each looks like a hang: after a restart the workers find their dead
-predecessors' addresses in the agent's store, which outlives them; a rank that fails can wait, while it exits, for transfers that its
-peers will never finish; and a rank that finishes early tears down connections that the others still use.
+Three things go wrong with torchrun and gloo out of the box, and each looks like a hang: after a
+restart the workers find their dead predecessors' addresses in the agent's store, which outlives
+them; a rank that fails can wait, while it exits, for transfers that its peers will never finish;
+and a rank that finishes early tears down connections that the others still use.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Worker:
 def process_group(timeout_seconds: float) -> Iterator[Worker]:
     """The default process group, for torchrun's workers or for one process without torchrun.
 
-    When the body raises, a worker prints the error and exits at once, waiting for nobody; torchrun ends the others.
+    When the body raises, a worker prints the error and exits at once, waiting for nobody; torchrun
+    ends the others.
     """
     worker = _init_process_group(timedelta(seconds=timeout_seconds))
     try:
@@ -93,8 +95,9 @@ def _device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise RuntimeError(
-            f"local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}; "
-            "lower --nproc_per_node, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+            f"local rank {local_rank} has no GPU of its own: this machine has "
+            f"{torch.cuda.device_count()}; lower --nproc_per_node, or hide the GPUs with "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

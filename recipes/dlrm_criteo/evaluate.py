@@ -1,6 +1,7 @@
 """How good the model is on samples that it was not trained on: logloss and AUC over all ranks.
 
-The AUC is exact: rank 0 collects every prediction. Evaluation sets are bounded by `trainer.eval_samples`, so this stays small.
+The AUC is exact: rank 0 collects every prediction. Evaluation sets are bounded by
+`trainer.eval_samples`, so this stays small.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def evaluate(model: nn.Module, pipeline: Pipeline, batches: Iterator[Batch]) -> Score | None:
-    """The score, on rank 0; None on the other ranks, and where there are no batches. All ranks give equally many samples."""
+    """The score, on rank 0; None on the other ranks, and where there are no batches.
+
+    All ranks must give equally many samples.
+    """
     model.eval()
     logits, labels = [], []
     for output in outputs(pipeline, batches):
@@ -42,12 +46,11 @@ def evaluate(model: nn.Module, pipeline: Pipeline, batches: Iterator[Batch]) -> 
 
 
 def score(logits: torch.Tensor, labels: torch.Tensor) -> Score:
+    """The quality of predictions in double precision, which is fine enough for the AUC's ties."""
     return Score(
         eval_samples=len(labels),
         logloss=F.binary_cross_entropy_with_logits(logits, labels).item(),
-        auc=binary_auroc(logits.sigmoid(), labels.long()).item()
-        if 0 < labels.mean() < 1
-        else None,
+        auc=binary_auroc(logits.sigmoid(), labels.long()).item() if 0 < labels.mean() < 1 else None,
     )
 
 

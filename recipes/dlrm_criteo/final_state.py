@@ -1,11 +1,12 @@
-"""The whole state of a job at its end, written without any of the package's code, and a comparison bit for bit.
+"""The whole state of a job at its end, without any of the package's code, compared bit for bit.
 
 This is how a resumed run is shown to be equal to one that was never interrupted:
 
     python -m recipes.dlrm_criteo.final_state runs/a/final runs/b/final
 
-The state is read from TorchRec's kernels and PyTorch's optimizer, not from what a checkpoint would see, so that an error there cannot
-hide itself. Tables are put together from the ranks' shards: the two runs may have had different plans and numbers of ranks.
+The state is read from TorchRec's kernels and PyTorch's optimizer, not from what a checkpoint would
+see, so that an error there cannot hide itself. Tables are put together from the ranks' shards: the
+two runs may have had different plans and numbers of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def save(
 
 
 def _shards(model: DistributedModelParallel) -> Iterator[dict[str, Any]]:
-    """This rank's shards of the tables that are split over the ranks, each with its optimizer state."""
+    """This rank's shards of the split tables, each with its optimizer state."""
     for kernel in _kernels(model):
         weights = kernel.split_embedding_weights()
         if any(table.local_metadata is None for table in kernel.config.embedding_tables):
@@ -153,8 +154,8 @@ def _load(directory: Path) -> list[dict[str, Any]]:
     if not states or {state["world_size"] for state in states} != {len(states)}:
         raise FileNotFoundError(
             f"{directory} holds {len(states)} rank files, of runs on "
-            f"{sorted({state['world_size'] for state in states}) or 'no'} ranks; expected every rank's file of one run, "
-            "as written with trainer.final_state"
+            f"{sorted({state['world_size'] for state in states}) or 'no'} ranks; expected every "
+            "rank's file of one run, as written with trainer.final_state"
         )
     return states
 
@@ -204,9 +205,10 @@ def _kind(values: torch.Tensor) -> str:
 
 
 def main() -> int:
+    """Exit status: 0 equal, 1 different, 2 no comparison possible."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.dlrm_criteo.final_state",
-        description="Compares the final states of two runs bit for bit; exit status 1 if they differ.",
+        description="Compares two final states bit for bit; exit status 1 if they differ.",
     )
     parser.add_argument("a", type=Path, help="trainer.final_state of one run")
     parser.add_argument("b", type=Path, help="trainer.final_state of the other")
@@ -221,8 +223,8 @@ def main() -> int:
         print(json.dumps(result.to_json(), indent=2))
     elif result.equal:
         print(
-            f"EQUAL bit for bit: {result.tables} tables with {result.rows} rows and their optimizer states, "
-            f"{result.dense_tensors} dense parameters and optimizer states"
+            f"EQUAL bit for bit: {result.tables} tables with {result.rows} rows and their "
+            f"optimizer states, {result.dense_tensors} dense parameters and optimizer states"
         )
     else:
         print(f"DIFFERENT in {result.different} tensors:")

@@ -1,8 +1,9 @@
-"""The DLRM of the job, from a few numbers in `configs/model/`, and starting weights that depend on the seed alone.
+"""The DLRM of the job, from `configs/model/`, with starting weights that depend on the seed alone.
 
-Two runs can only be compared if they start from the same bits, also on another number of ranks and with another sharding plan.
-Therefore every table's content is a function of (seed, table, global row, column), written into whatever rectangle of the table a
-rank happens to hold, and every dense parameter one of (seed, name).
+Two runs can only be compared if they start from the same bits, also on another number of ranks and
+with another sharding plan. Therefore every table's content is a function of (seed, table, global
+row, column), written into whatever rectangle of the table a rank happens to hold, and every dense
+parameter one of (seed, name).
 """
 
 from __future__ import annotations
@@ -50,19 +51,20 @@ class Architecture:
     def __post_init__(self) -> None:
         if len(self.cardinalities) != CAT_FEATURE_COUNT or min(self.cardinalities) < 1:
             raise ValueError(
-                f"model.cardinalities is {list(self.cardinalities)}; expected {CAT_FEATURE_COUNT} numbers of at least 1, "
-                "one per categorical feature of Criteo"
+                f"model.cardinalities is {list(self.cardinalities)}; expected "
+                f"{CAT_FEATURE_COUNT} numbers of at least 1, one per categorical feature of Criteo"
             )
         if not self.scale > 0:
             raise ValueError(f"model.scale is {self.scale}; expected a positive factor")
         if not self.bottom_mlp or self.bottom_mlp[-1] != self.embedding_dim:
             raise ValueError(
-                f"model.bottom_mlp is {list(self.bottom_mlp)}; its last layer must have the size of "
-                f"model.embedding_dim, {self.embedding_dim}"
+                f"model.bottom_mlp is {list(self.bottom_mlp)}; its last layer must have the size "
+                f"of model.embedding_dim, {self.embedding_dim}"
             )
         if len(self.top_mlp) < 2 or self.top_mlp[-1] != 1:
             raise ValueError(
-                f"model.top_mlp is {list(self.top_mlp)}; expected at least two layers, the last of size 1 (the logit)"
+                f"model.top_mlp is {list(self.top_mlp)}; expected at least two layers, the last "
+                "of size 1 (the logit)"
             )
 
     @property
@@ -70,7 +72,10 @@ class Architecture:
         return [max(SMALLEST_TABLE, round(n * self.scale)) for n in self.cardinalities]
 
     def build(self, dense_device: torch.device) -> DLRMTrain:
-        """The model with its loss. The tables are on the meta device: sharding allocates what a rank holds of them."""
+        """The model with its loss.
+
+        The tables are on the meta device: sharding allocates what a rank holds of them.
+        """
         tables = EmbeddingBagCollection(
             tables=[
                 EmbeddingBagConfig(
@@ -112,7 +117,8 @@ class Architecture:
 def initialise_dense(model: nn.Module, seed: int) -> None:
     """Starting values of everything that is not on the meta device, as in the DLRM reference.
 
-    Matrices (m, n): N(0, sqrt(2 / (m + n))); biases of m values: N(0, sqrt(1 / m)), but zero in a cross network.
+    Matrices (m, n): N(0, sqrt(2 / (m + n))); biases of m values: N(0, sqrt(1 / m)), but zero in a
+    cross network.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -128,16 +134,22 @@ def initialise_dense(model: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def initialise_tables(model: DistributedModelParallel, seed: int) -> None:
     """Starting values U(-1 / sqrt(rows), 1 / sqrt(rows)) of this rank's part of every table."""
-    for name, (rows, dim), part, (row, column) in _table_parts(model):
-        bound = 1 / math.sqrt(rows)
-        last, width = row + part.shape[0], part.shape[1]
-        for chunk in range(row // CHUNK_ROWS, -(-last // CHUNK_ROWS)):
-            first = chunk * CHUNK_ROWS
-            start, stop = max(row, first), min(last, first + CHUNK_ROWS)
-            # Whole rows, as what a column holds must not depend on how the columns are split.
-            values = _random(seed, name, chunk).random((stop - first, dim), dtype=np.float32)
-            values = values[start - first :, column : column + width]
-            part[start - row : stop - row] = torch.from_numpy(values * (2 * bound) - bound)
+    for name, shape, part, (row, column) in _table_parts(model):
+        for first, values in table_values(seed, name, shape, row, part.shape[0]):
+            rows = slice(first - row, first - row + len(values))
+            part[rows] = torch.from_numpy(values[:, column : column + part.shape[1]])
+
+
+def table_values(
+    seed: int, name: str, shape: Sequence[int], row: int, rows: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The starting values of `rows` rows from `row` on, as (first row, values of whole rows)."""
+    bound = 1 / math.sqrt(shape[0])
+    for chunk in range(row // CHUNK_ROWS, -(-(row + rows) // CHUNK_ROWS)):
+        start = chunk * CHUNK_ROWS
+        first, stop = max(row, start), min(row + rows, start + CHUNK_ROWS)
+        values = _random(seed, name, chunk).random((stop - start, shape[1]), dtype=np.float32)
+        yield first, values[first - start :] * np.float32(2 * bound) - np.float32(bound)
 
 
 def _table_parts(

@@ -1,20 +1,21 @@
 """Training steps as a stream: TorchRec's pipelines, with the ends that they leave to their caller.
 
-TorchRec's pipelines read ahead: they hold batches that were read and not yet trained. Whoever counts progress must therefore count
-what comes out here, once per optimizer step, and not what was read.
+TorchRec's pipelines read ahead: they hold batches that were read and not yet trained. Whoever
+counts progress must therefore count what comes out here, once per optimizer step, and not what was
+read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
-Pipeline = TrainPipelineBase[Batch, Any] | TrainPipelineSparseDist[Batch, Any]
+Pipeline: TypeAlias = TrainPipelineBase[Batch, Any] | TrainPipelineSparseDist[Batch, Any]
 
 
 class Output(NamedTuple):
@@ -28,7 +29,11 @@ class Output(NamedTuple):
 def make_pipeline(
     kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> Pipeline:
-    """`base` runs one batch at a time, `sparse_dist` also distributes the next one's ids; `auto` decides by the device."""
+    """TorchRec's pipeline of that name.
+
+    `base` runs one batch at a time, `sparse_dist` meanwhile distributes the ids of the next one;
+    `auto` decides by the device.
+    """
     if kind == "auto":
         kind = "sparse_dist" if device.type == "cuda" else "base"
     if kind == "base":
@@ -39,7 +44,10 @@ def make_pipeline(
 
 
 def outputs(pipeline: Pipeline, batches: Iterator[Batch]) -> Iterator[Output]:
-    """One output per batch, until the batches end and none is in flight; trains if the model is in training mode."""
+    """One output per batch, until the batches end and none is in flight.
+
+    Trains if the model is in training mode.
+    """
     while True:
         try:
             output = pipeline.progress(batches)

@@ -1,8 +1,9 @@
-"""What a run leaves behind for those who watch it: a JSON line per event, TensorBoard scalars, a progress bar.
+"""What a run shows to those who watch it: JSON lines, TensorBoard scalars, a progress bar.
 
-`train.jsonl` is appended to over restarts and each line is one write to the file, so that another process can follow it, and a
-killed worker leaves no torn line. `samples-rank*.jsonl` is written from what the dataset really handed out, not from the
-position that the reader believes in: it is there to find out when the two differ.
+`train.jsonl` is appended to over restarts and each line is one write to the file, so that another
+process can follow it, and a killed worker leaves no torn line. `samples-rank*.jsonl` is written
+from what the dataset really handed out, not from the position that the reader believes in: it is
+there to find out when the two differ.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -46,10 +48,12 @@ class RunLog:
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.enabled = rank == 0
+        self._run_dir = run_dir
+        self._resources = ExitStack()
         if self.enabled:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._lines = JsonLines(run_dir / "train.jsonl")
-        self._run_dir = run_dir
+            self._resources.callback(self._lines.close)
 
     def __enter__(self) -> RunLog:
         return self
@@ -60,10 +64,7 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.enabled and hasattr(self, "_bar"):
-            self._bar.close()
-            self._scalars.close()
-            self._lines.close()
+        self._resources.close()
 
     def start(
         self,
@@ -82,6 +83,8 @@ class RunLog:
         )
         # disable=None: no bar where nobody watches (stderr is not a terminal)
         self._bar = tqdm(initial=step, total=steps, unit="step", disable=None, mininterval=0.5)
+        self._resources.callback(self._scalars.close)
+        self._resources.callback(self._bar.close)
         self._first_samples, self._start = samples, time.monotonic()
         self._write(
             "start",
@@ -136,7 +139,7 @@ class RunLog:
 
 
 class LoggedDataset:
-    """A dataset that remembers which samples it handed out, and writes down those that were then trained."""
+    """A dataset that writes down which of the samples it handed out were trained."""
 
     def __init__(self, dataset: Dataset, run_dir: Path, rank: int, attempt: int) -> None:
         self._dataset = dataset

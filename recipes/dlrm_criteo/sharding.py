@@ -1,8 +1,8 @@
 """Which rank holds which part of which table: TorchRec's planner, or one way for all tables.
 
-The fixed plans are made with TorchRec's plan constructors, which also make plans that its planner does not consider on a CPU
-(row-wise). A plan that cannot be made is an error on every rank: TorchRec's own collective planning raises on rank 0 only, and leaves
-the others waiting.
+The fixed plans are made with TorchRec's plan constructors, which also make plans that its planner
+does not consider on a CPU (row-wise). A plan that cannot be made is an error on every rank:
+TorchRec's own collective planning raises on rank 0 only, and leaves the others waiting.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ def planner(
 
 
 def row_wise(model: nn.Module, device: torch.device) -> ShardingPlan:
+    """Every rank holds a block of rows of every table."""
     return _every_table(model, device, lambda name, table: by_rows())
 
 
 def table_wise(model: nn.Module, device: torch.device) -> ShardingPlan:
+    """Every table is on one rank; the largest are placed first, on the emptiest rank."""
     loads = [0] * dist.get_world_size()
     ranks: dict[str, int] = {}
     for name, table in sorted(_tables(model).items(), key=lambda t: -t[1].numel()):
@@ -62,6 +64,7 @@ def table_wise(model: nn.Module, device: torch.device) -> ShardingPlan:
 
 
 def column_wise(model: nn.Module, device: torch.device) -> ShardingPlan:
+    """Every table is split by columns over as many ranks as its width allows."""
     world_size = dist.get_world_size()
     turn = 0  # where the next table starts: narrow tables must not all end up on the first ranks
 
@@ -70,7 +73,8 @@ def column_wise(model: nn.Module, device: torch.device) -> ShardingPlan:
         width = table.shape[1]
         if width % COLUMN_MULTIPLE:
             raise ValueError(
-                f"sharding=column_wise: table {name} has {width} columns; expected a multiple of {COLUMN_MULTIPLE}"
+                f"sharding=column_wise: table {name} has {width} columns; expected a multiple of "
+                f"{COLUMN_MULTIPLE}"
             )
         parts = max(n for n in range(1, world_size + 1) if width % (COLUMN_MULTIPLE * n) == 0)
         ranks = sorted((turn + part) % world_size for part in range(parts))
@@ -146,8 +150,8 @@ def _same_on_all_ranks(make: Callable[[], ShardingPlan]) -> ShardingPlan:
     (plan,) = outcome
     if not isinstance(plan, ShardingPlan):
         raise RuntimeError(
-            f"TorchRec's planner found no sharding plan: {plan}\nGive it more ranks or memory, a smaller model.scale, "
-            "or choose sharding=row_wise"
+            f"TorchRec's planner found no sharding plan: {plan}\n"
+            "Give it more ranks or memory, a smaller model.scale, or choose sharding=row_wise"
         )
     return plan
 

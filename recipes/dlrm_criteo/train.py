@@ -1,9 +1,10 @@
-r"""The main job: trains a DLRM on Criteo data, checkpoints it, and after a restart goes on from the newest checkpoint.
+r"""The main job: trains a DLRM on Criteo data, with checkpoints, and goes on after a restart.
 
-    torchrun --nproc_per_node 2 -m recipes.dlrm_criteo.train dataset=criteo_tsv dataset.path=train.txt \
-        model=dlrm_kaggle checkpoint=check_n_run
+    torchrun --nproc_per_node 2 -m recipes.dlrm_criteo.train \
+        dataset=criteo_tsv dataset.path=train.txt model=dlrm_kaggle checkpoint=check_n_run
 
-Also runs without torchrun, as one process. `configs/train.yaml` and the groups it names list everything that can be set.
+Also runs without torchrun, as one process. `configs/train.yaml` and the groups it names list
+everything that can be set.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ logger = logging.getLogger("recipes.dlrm_criteo.train")  # __name__ is __main__ 
 
 @hydra.main(version_base=None, config_path=str(CONFIGS), config_name="train")
 def main(cfg: DictConfig) -> None:
+    """Train in the process group that the environment describes."""
     with process_group(cfg.trainer.timeout_seconds) as worker:
         if worker.rank != 0:
             logging.disable(logging.INFO)
@@ -61,7 +63,7 @@ def build(
     """The sharded model and its optimizer, at their start."""
     model = architecture.build(device)
     initialise_dense(model, cfg.seed)
-    # Partials of optimizer classes: the tables' runs inside their backward, so only its settings are used here.
+    # Of the tables' optimizer only the class and its settings: FBGEMM runs it in their backward.
     tables: partial[torch.optim.Optimizer] = instantiate(cfg.optimizer.tables)
     apply_optimizer_in_backward(
         tables.func, model.model.sparse_arch.parameters(), dict(tables.keywords)
@@ -73,10 +75,11 @@ def build(
         plan=plan,
         sharders=[Sharder()],
         data_parallel_wrapper=DefaultDataParallelWrapper(
-            # Else DDP reorders its buckets after an attempt's first step, and with them the order in which three or more
-            # ranks' gradients are added up: a resumed run would not repeat the bits of an uninterrupted one.
             static_graph=False,
-            find_unused_parameters=True,
+            # Else DDP reorders its buckets after an attempt's first step, and with them the order
+            # in which more than two ranks' gradients are added up: a resumed run would not repeat
+            # the bits of an uninterrupted one.
+            find_unused_parameters=dist.get_world_size() > 2,
         ),
     )
     initialise_tables(sharded, cfg.seed)
@@ -87,10 +90,19 @@ def build(
     return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])
 
 
+def check(settings: DictConfig) -> None:
+    """Refuse a `trainer` group that no run can obey."""
+    for name in ("batch_size", "log_every", "eval_every", "steps"):
+        value = settings[name]
+        if value is not None and value < 1:
+            raise ValueError(f"trainer.{name} is {value}; expected at least 1")
+
+
 class Training:
     """One attempt at the job: from the newest checkpoint, or the start, to the last step."""
 
     def __init__(self, cfg: DictConfig, worker: Worker) -> None:
+        check(cfg.trainer)
         torch.manual_seed(cfg.seed)
         self.cfg = cfg
         self.worker = worker
@@ -117,10 +129,11 @@ class Training:
         )
 
     def run(self) -> None:
+        """Restore, train, evaluate, and leave the final state where it is asked for."""
         with self.log:
             if self.worker.rank == 0:
                 OmegaConf.save(self.cfg, self.run_dir / "config.yaml", resolve=True)
-            # A partial: as arguments of instantiate() the model and the state would become nodes of a config.
+            # A partial: instantiate() would turn the model and the state into nodes of a config.
             checkpointer_of = instantiate(self.cfg.checkpoint, _partial_=True)
             with checkpointer_of(
                 model=self.model,
@@ -148,20 +161,18 @@ class Training:
             logger.info("restored step %d: going on at sample %d", step, samples)
         pids = [0] * self.worker.world_size
         dist.all_gather_object(pids, os.getpid())
-        self.log.start(
-            pids, self.worker.attempt, restored, step, self.cfg.trainer.steps, samples
-        )
+        self.log.start(pids, self.worker.attempt, restored, step, self.cfg.trainer.steps, samples)
 
     def _train(self, checkpointer: Any) -> None:
-        """Trains until `trainer.steps` steps are done, counted over all attempts, or the dataset ends."""
+        """Until `trainer.steps` steps are done, counted over all attempts, or the dataset ends."""
         last = sys.maxsize if self.cfg.trainer.steps is None else self.cfg.trainer.steps
         batches = iter(self.reader)
         while checkpointer.steps < last:
-            # The pipeline runs dry before an evaluation: a batch in flight would be taken for one of the evaluation's.
+            # The pipeline runs dry before an evaluation, which uses it too.
             until = min(last, self._next_evaluation(checkpointer.steps))
             for output in outputs(self.pipeline, islice(batches, until - checkpointer.steps)):
                 self.reader.trained()
-                # Written down before the checkpointer can make it durable, else a kill in between would hide the step.
+                # Before the checkpointer can make the step durable: a kill must not hide it.
                 self._log_step(checkpointer.steps + 1, output.loss)
                 checkpointer.step()
             if checkpointer.steps < until:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-import install
+from recipes import install
 from torchrec_checknrun.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
+MADE_FROM = ["Makefile", "recipes/install.py", "pyproject.toml", "setup.py"]
 SOURCES = ["LICENSE", "README.md", "pyproject.toml", "setup.py", "torchrec_checknrun"]
 
 APP = """
@@ -126,7 +127,7 @@ def test_an_outside_script_imports_this_checkout(tmp_path: Path) -> None:
     script.write_text("import torchrec_checknrun.version as v; print(v.__file__)")
     result = run(sys.executable, script, cwd=tmp_path, env=clean_environment())
     assert result.stdout.strip() == str(ROOT / "torchrec_checknrun" / "version.py"), (
-        f"Install the checkout in place: python install.py --editable\n{result.stderr}"
+        f"Install the checkout in place: python recipes/install.py --editable\n{result.stderr}"
     )
 
 
@@ -186,7 +187,7 @@ class TestOtherHydraApp:
 
 
 class TestInstall:
-    """install.py chooses exactly one build of FBGEMM."""
+    """recipes/install.py chooses exactly one build of FBGEMM."""
 
     @pytest.fixture
     def commands(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -253,7 +254,8 @@ class TestMakefile:
     @pytest.fixture
     def made(self, tmp_path: Path) -> Path:
         """A checkout whose environment was made by python3 and is newer than its sources."""
-        for name in ["Makefile", "install.py", "pyproject.toml", "setup.py"]:
+        (tmp_path / "recipes").mkdir()
+        for name in MADE_FROM:
             (tmp_path / name).touch()
             os.utime(tmp_path / name, (1, 1))
         (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
@@ -277,7 +279,7 @@ class TestMakefile:
         assert self.is_up_to_date(made)
         assert self.is_up_to_date(made, "PYTHON=python3")
 
-    @pytest.mark.parametrize("name", ["Makefile", "install.py", "pyproject.toml", "setup.py"])
+    @pytest.mark.parametrize("name", MADE_FROM)
     def test_is_made_again_when_a_file_changed(self, made: Path, name: str) -> None:
         os.utime(made / name)
         later = (made / ".venv" / ".made").stat().st_mtime + 10

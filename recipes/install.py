@@ -5,8 +5,8 @@ TorchRec requires the distribution `fbgemm-gpu`. Without a GPU its place is take
 one over the other. Hence TorchRec is installed without its dependencies, exactly one FBGEMM beside
 it, and the rest of TorchRec's needs by name. README and Makefile both install this way:
 
-    python install.py                 # a GPU is looked for
-    python install.py --device cpu    # or said: cpu, cuda
+    python recipes/install.py                 # a GPU is looked for
+    python recipes/install.py --device cpu    # or said: cpu, cuda
 
 Which index the packages come from is pip's own setting (see README).
 """
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 
 BUILD = ["setuptools>=77.0.3", "wheel"]
 TORCH = "torch==2.13.0"

@@ -1,0 +1,1 @@
+"""Measurements behind the figures that README and docs print."""

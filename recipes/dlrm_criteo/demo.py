@@ -1,0 +1,282 @@
+"""The main job, shown: a rank is killed, training resumes, and ends where it would have ended.
+
+    python -m recipes.dlrm_criteo.demo [--data train.txt] [--bits 8]
+
+Three runs of the trainer, each in processes of its own: two that are never interrupted (they show
+that the job is reproducible), and one that loses a rank to SIGKILL in the middle of an interval and
+is restarted by torchrun. Every claim is checked; the last line is `DEMO OK` with the figures, or the
+command fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from recipes.dlrm_criteo.final_state import compare
+from recipes.dlrm_criteo.job import Event, Job, JobFailed, is_alive
+
+KILLED_RANK = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long the runs are, and where the kill falls: between two checkpoints."""
+
+    steps: int
+    interval: int
+    kill_at: int
+    overrides: tuple[str, ...]
+
+
+SYNTHETIC = Plan(
+    steps=110,
+    interval=20,
+    kill_at=70,
+    overrides=("dataset=synthetic", "dataset.samples=200_000", "trainer.batch_size=1024"),
+)
+# A small file is read over and over, and its few different ids go into smaller tables.
+TSV = Plan(
+    steps=66,
+    interval=12,
+    kill_at=42,
+    overrides=(
+        "dataset=criteo_tsv",
+        "dataset.epochs=1000",
+        "model.scale=0.0005",
+        "trainer.batch_size=64",
+        "trainer.eval_samples=128",
+    ),
+)
+
+
+@dataclass
+class Run:
+    """What was seen of a run."""
+
+    directory: Path
+    checkpoints: list[Event] = field(default_factory=list)
+    starts: list[Event] = field(default_factory=list)
+    evaluations: list[Event] = field(default_factory=list)
+    killed_pid: int | None = None
+    step_at_kill: int = 0
+
+    @property
+    def final_state(self) -> Path:
+        return self.directory / "final"
+
+
+class Unmet(AssertionError):
+    """A claim of the demo doesn't hold."""
+
+
+def check(holds: bool, claim: str) -> None:
+    """Raises `Unmet` unless a claim holds."""
+    if not holds:
+        raise Unmet(claim)
+
+
+def train(name: str, root: Path, plan: Plan, overrides: list[str], module: str, kill: bool) -> Run:
+    """Runs the job to its end; with `kill`, one rank dies on the way."""
+    run = Run(root / name)
+    settings = [
+        *plan.overrides,
+        f"trainer.steps={plan.steps}",
+        "trainer.log_samples=true",
+        f"trainer.final_state={run.final_state}",
+        "checkpoint=check_n_run",
+        "checkpoint.policy=consecutive",
+        f"checkpoint.every_steps={plan.interval}",
+        *overrides,
+    ]
+    bar = tqdm(total=plan.steps, desc=name, unit="step", file=sys.stderr)
+    with bar, Job(run.directory, settings, max_restarts=1 if kill else 0, module=module) as job:
+        for event in job.events():
+            what = event["event"]
+            if what == "start":
+                run.starts.append(event)
+            elif what == "checkpoint":
+                run.checkpoints.append(event)
+            elif what == "eval":
+                run.evaluations.append(event)
+            elif what == "step":
+                bar.update(event["step"] - bar.n)
+                if run.killed_pid is None:
+                    run.step_at_kill = event["step"]
+                if kill and run.killed_pid is None and event["step"] >= plan.kill_at:
+                    run.killed_pid = job.kill(KILLED_RANK)
+                    bar.write(
+                        f"SIGKILL to rank {KILLED_RANK} (pid {run.killed_pid}) in step "
+                        f"{event['step']}; torchrun restarts the workers",
+                        file=sys.stderr,
+                    )
+    return run
+
+
+def check_resumed(run: Run, plan: Plan) -> None:
+    """The kill was real, and training resumed from a checkpoint before it."""
+    assert run.killed_pid is not None
+    deadline = time.monotonic() + 10
+    while is_alive(run.killed_pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    check(not is_alive(run.killed_pid), f"the killed process {run.killed_pid} is gone")
+    check(len(run.starts) == 2, f"the workers started twice, not {len(run.starts)} times")
+    first, second = run.starts
+    check(first["restored"] is None, "the first attempt began at the beginning")
+    check(second["restored"] is not None, "the second attempt restored a checkpoint")
+    check(run.killed_pid in first["pids"], "the killed process was a worker of the first attempt")
+    check(run.killed_pid not in second["pids"], "and none of the second's")
+    restored = second["restored"]
+    check(
+        0 < restored["step"] < run.step_at_kill,
+        f"the restored step {restored['step']} lies before the kill in step {run.step_at_kill}",
+    )
+    kinds = [event["kind"] for event in run.checkpoints if event["id"] in restored["chain"]]
+    check(
+        kinds[:1] == ["full"] and kinds.count("differential") >= 2,
+        f"the chain {kinds} has a baseline and two differentials",
+    )
+
+
+def check_samples(run: Run) -> int:
+    """No sample was lost or trained twice, over all attempts; returns how many were trained.
+
+    What an attempt trained after the step that the next one restored did not happen.
+    """
+    restored = [
+        0 if start["restored"] is None else start["restored"]["step"] for start in run.starts
+    ]
+    kept_until = [*restored[1:], sys.maxsize]
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for path in sorted(run.directory.glob("samples-rank*.jsonl")):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            if entry["step"] <= kept_until[entry["attempt"]]:
+                span = (entry["first"], entry["first"] + entry["count"])
+                spans.setdefault(entry["step"], []).append(span)
+    position = 0
+    for step in range(1, max(spans) + 1):
+        for first, last in sorted(spans.get(step, [])):
+            check(first == position, f"step {step} goes on at sample {position}, not {first}")
+            position = last
+    return position
+
+
+def check_bytes(run: Run) -> None:
+    """The reported bytes are those that a listing of the store finds."""
+    for event in run.checkpoints:
+        folder = run.directory / "checkpoints" / event["id"]
+        listed = sum(path.stat().st_size for path in folder.iterdir())
+        check(
+            listed == event["total_bytes"],
+            f"{event['id']}: {event['total_bytes']} bytes reported, {listed} in the store",
+        )
+
+
+def table(run: Run) -> Table:
+    """What the checkpoints of a run cost."""
+    result = Table(title=f"checkpoints of {run.directory}", title_justify="left")
+    for name in ("step", "seq", "kind", "parent", "modified", "tables+ids", "dense", "manifest"):
+        result.add_column(name, justify="left" if name in ("kind", "parent") else "right")
+    for name in ("total bytes", "of full fp32", "stall ms"):
+        result.add_column(name, justify="right")
+    sequences = {event["id"]: event["sequence"] for event in run.checkpoints}
+    for event in run.checkpoints:
+        stored = event["bytes"]
+        tables = stored["weights"] + stored["ids"] + stored["optimizer"]
+        result.add_row(
+            str(event["step"]),
+            str(event["sequence"]),
+            event["kind"],
+            f"seq {sequences[event['parent']]}" if event["parent"] else "-",
+            f"{event['modified_fraction']:.1%}",
+            f"{tables:,}",
+            f"{stored['dense']:,}",
+            f"{stored['manifest'] + stored['other']:,}",
+            f"{event['total_bytes']:,}",
+            f"{event['total_bytes'] / event['full_fp32_bytes']:.1%}",
+            f"{event['stall_seconds'] * 1e3:.1f}",
+        )
+    result.caption = "manifest: with the rank files' chunk indexes. stall: on rank 0."
+    return result
+
+
+def demonstrate(root: Path, plan: Plan, overrides: list[str], module: str, exact: bool) -> str:
+    """Runs everything and checks every claim; returns the figures for the last line."""
+    console = Console(width=140)
+    first = train("uninterrupted", root, plan, overrides, module, kill=False)
+    if exact:
+        second = train("uninterrupted-again", root, plan, overrides, module, kill=False)
+        same = compare(first.final_state, second.final_state)
+        check(same.equal, f"two uninterrupted runs are equal, but: {same.differences}")
+        console.print("two uninterrupted runs end bit for bit equal")
+    killed = train("killed", root, plan, overrides, module, kill=True)
+    check_resumed(killed, plan)
+    console.print(table(killed))
+    trained = check_samples(killed)
+    check(trained == check_samples(first), "both runs trained the same samples")
+    for run in (first, killed):
+        check_bytes(run)
+    fractions = [
+        event["modified_fraction"] for event in killed.checkpoints if event["kind"] != "full"
+    ]
+    check(
+        all(0.05 <= fraction <= 0.6 for fraction in fractions),
+        f"every interval modifies between 5 and 60 % of the rows: {fractions}",
+    )
+    restored = killed.starts[1]["restored"]
+    figures = (
+        f"killed in step {killed.step_at_kill}, resumed from step {restored['step']}, "
+        f"{trained} samples, none lost or repeated; differentials "
+        f"{min(fractions):.1%} to {max(fractions):.1%} of the rows; "
+    )
+    result = compare(first.final_state, killed.final_state)
+    if exact:
+        check(result.equal, f"the resumed run ends where the others do, but: {result.differences}")
+        return figures + (
+            f"{result.rows} rows of {result.tables} tables with their optimizer state and "
+            f"{result.dense_tensors} dense tensors equal bit for bit"
+        )
+    scores = [run.evaluations[-1]["logloss"] for run in (first, killed)]
+    return figures + f"logloss {scores[0]:.5f} uninterrupted, {scores[1]:.5f} resumed (lossy)"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.dlrm_criteo.demo", description=__doc__)
+    parser.add_argument("--data", type=Path, help="a Criteo TSV file; synthetic data without it")
+    parser.add_argument("--bits", type=int, choices=(8, 4, 2), help="quantize; exact without it")
+    parser.add_argument("--runs", type=Path, default=Path("runs/demo"), help="where to write")
+    parser.add_argument(
+        "--module", default="recipes.dlrm_criteo.train", help="the trainer (tests sabotage it)"
+    )
+    options = parser.parse_args(arguments)
+    plan, overrides = SYNTHETIC, []
+    if options.data is not None:
+        if not options.data.is_file():
+            parser.error(f"--data {options.data}: no such file")
+        plan, overrides = TSV, [f"dataset.path={options.data.resolve()}"]
+    if options.bits is not None:
+        overrides.append(f"checkpoint.bits={options.bits}")
+    root = options.runs.resolve()
+    shutil.rmtree(root, ignore_errors=True)
+    try:
+        figures = demonstrate(root, plan, overrides, options.module, exact=options.bits is None)
+    except (Unmet, JobFailed) as error:
+        print(f"DEMO FAILED: {error}", file=sys.stderr)
+        return 1
+    print(f"DEMO OK: {figures}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

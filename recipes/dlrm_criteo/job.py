@@ -1,0 +1,128 @@
+"""A training job seen from outside: a torchrun process, its events, and a hand that kills a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+Event = dict[str, Any]
+_POLL_SECONDS = 0.002
+
+
+class JobFailed(RuntimeError):
+    """The job ended with an error, or didn't do what was expected of it."""
+
+
+class Job:
+    """One `torchrun` of the trainer; as a context manager it leaves no process behind.
+
+    Args:
+        run_dir: where the trainer writes (`run_dir=`), and its output (`output.log`).
+        overrides: Hydra overrides of the trainer.
+        ranks: worker processes.
+        max_restarts: how often torchrun restarts the workers after one has died.
+        module: the trainer; tests put a sabotaged one in its place.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        overrides: Sequence[str],
+        *,
+        ranks: int = 2,
+        max_restarts: int = 0,
+        module: str = "recipes.dlrm_criteo.train",
+    ) -> None:
+        self.run_dir = run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += [f"--nproc_per_node={ranks}", f"--max-restarts={max_restarts}", "-m", module]
+        self._output = (run_dir / "output.log").open("ab")
+        self._process = subprocess.Popen(
+            [*torchrun, f"run_dir={run_dir}", *overrides],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            start_new_session=True,
+        )
+        self._pids: list[int] = []
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process.poll() is None:
+            # torchrun ends its workers on SIGTERM; each worker is in a session of its own.
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=40)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        for pid in self._pids:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self._output.close()
+
+    def events(self) -> Iterator[Event]:
+        """The lines of `train.jsonl` as they appear, until the job has ended well.
+
+        Raises:
+            JobFailed: it ended with an error; shows the end of its output.
+        """
+        path = self.run_dir / "train.jsonl"
+        while not path.exists():
+            if self._process.poll() is not None:
+                self._check_exit()
+            time.sleep(_POLL_SECONDS)
+        with path.open() as lines:
+            while True:
+                ended = self._process.poll() is not None
+                line = lines.readline()
+                if line:
+                    event = json.loads(line)
+                    if event["event"] == "start":
+                        self._pids = event["pids"]
+                    yield event
+                elif ended:
+                    break
+                else:
+                    time.sleep(_POLL_SECONDS)
+        self._check_exit()
+
+    def kill(self, rank: int) -> int:
+        """Sends SIGKILL to a rank's process; returns its pid."""
+        pid = self._pids[rank]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def _check_exit(self) -> None:
+        if self._process.returncode != 0:
+            tail = (self.run_dir / "output.log").read_text(errors="replace").splitlines()[-40:]
+            raise JobFailed(
+                f"the job in {self.run_dir} ended with exit status {self._process.returncode}:\n"
+                + "\n".join(tail)
+            )
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and not a zombie that only waits to be reaped."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,0 +1,80 @@
+"""What every rank of a worker pool runs: takes cases from pytest, runs them, says what came out.
+
+Started by ``torchrun -m tests.distributed.worker SOCKET``. Each case gets a process group of its own,
+so that one case's collectives and groups are nothing to the next.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CASE_TIMEOUT = timedelta(seconds=60)
+
+
+def main(address: str) -> None:
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    with Client(address, family="AF_UNIX") as connection:
+        connection.send_bytes(json.dumps({"rank": rank, "pid": os.getpid()}).encode())
+        cases: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=_receive, args=(connection, cases), daemon=True).start()
+        number = 0
+        while True:
+            case = cases.get()
+            number += 1
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"case{number}", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=CASE_TIMEOUT,
+            )
+            answer = _run(case)
+            connection.send_bytes(json.dumps(answer).encode())
+            if "error" in answer:
+                os._exit(1)  # the ranks may be out of step now: pytest starts new ones
+            gc.collect()
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def _receive(connection: Connection[Any, Any], cases: queue.Queue[dict[str, Any]]) -> None:
+    """Ends the process when pytest is gone, also in the middle of a case."""
+    try:
+        while True:
+            cases.put(json.loads(connection.recv_bytes()))
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _run(case: dict[str, Any]) -> dict[str, Any]:
+    try:
+        function: Callable[..., Any] = getattr(
+            importlib.import_module(case["module"]), case["function"]
+        )
+        return {"result": function(**case["arguments"])}
+    except BaseException:
+        return {"error": traceback.format_exc()}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

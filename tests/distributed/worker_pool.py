@@ -1,0 +1,117 @@
+"""Real torchrun workers that stay: started once per number of ranks, sent one case after another.
+
+Importing TorchRec costs a process seconds and 300 MB, a case only milliseconds. A case that fails or
+hangs fails its own test; the workers are replaced for the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+START_SECONDS = 120.0
+GRACE_SECONDS = 3.0
+"""After one rank has failed, what the others may take to say something as well."""
+
+
+class CaseFailed(Exception):
+    """A case raised on some rank, hung, or killed a worker; the message has the tracebacks."""
+
+
+class WorkerPool:
+    """``world_size`` processes that run the same function together."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._torchrun: subprocess.Popen[bytes] | None = None
+        self._connections: list[Connection[Any, Any]] = []
+        self._pids: list[int] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="workers-")
+        self._starts = 0
+
+    def run(
+        self, function: Callable[..., Any], *, timeout: float = 90.0, **arguments: Any
+    ) -> list[Any]:
+        """Calls a module's function with JSON arguments on all ranks; their (JSON) results.
+
+        Raises:
+            CaseFailed: it raised or did not end in time on some rank.
+        """
+        if self._torchrun is None:
+            self._start()
+        case = {
+            "module": function.__module__,
+            "function": function.__qualname__,
+            "arguments": arguments,
+        }
+        for connection in self._connections:
+            connection.send_bytes(json.dumps(case).encode())
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < self.world_size and time.monotonic() < deadline:
+            missing = [c for r, c in enumerate(self._connections) if r not in answers]
+            for ready in wait(missing, timeout=deadline - time.monotonic()):
+                assert isinstance(ready, Connection)
+                rank = self._connections.index(ready)
+                try:
+                    answers[rank] = json.loads(ready.recv_bytes())
+                except (EOFError, OSError):
+                    answers[rank] = {"error": "the worker died"}
+                if "error" in answers[rank]:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        for rank in range(self.world_size):
+            answers.setdefault(rank, {"error": f"no answer (in {timeout:g} s, or after a failure)"})
+        errors = [f"rank {r}: {a['error']}" for r, a in sorted(answers.items()) if "error" in a]
+        if errors:
+            self.stop()
+            raise CaseFailed("\n".join([f"{function.__qualname__}({arguments})", *errors]))
+        return [answers[rank]["result"] for rank in range(self.world_size)]
+
+    def stop(self) -> None:
+        """Kills the workers; the next case gets new ones."""
+        for connection in self._connections:
+            connection.close()
+        if self._torchrun is not None:
+            self._torchrun.kill()
+            self._torchrun.wait()
+        for pid in self._pids:  # torchrun puts them in sessions of their own
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._torchrun, self._connections, self._pids = None, [], []
+
+    def _start(self) -> None:
+        self._starts += 1
+        folder = Path(self._folder.name)
+        address, log = str(folder / f"socket{self._starts}"), folder / f"log{self._starts}"
+        with Listener(address, family="AF_UNIX") as listener, open(log, "wb") as output:
+            # A private attribute, but without it a worker that doesn't start is waited for forever.
+            listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
+            self._torchrun = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                + [f"--nproc-per-node={self.world_size}", "-m", __package__ + ".worker", address],
+                cwd=REPOSITORY,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                found = [listener.accept() for _ in range(self.world_size)]
+                hellos = [(json.loads(connection.recv_bytes()), connection) for connection in found]
+            except (OSError, EOFError) as error:
+                self.stop()
+                text = log.read_text(errors="replace")
+                raise CaseFailed(f"the workers don't start: {error!r}\n{text[-4000:]}") from error
+        hellos.sort(key=lambda hello: hello[0]["rank"])
+        self._connections = [connection for _, connection in hellos]
+        self._pids = [hello["pid"] for hello, _ in hellos]
