@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchrec_checknrun.chain import highest_sequence
 from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored, SaveFailed
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.gradients import PendingGradients
 from torchrec_checknrun.lineage import Lineage, Proposal
 from torchrec_checknrun.load_planner import Merge
 from torchrec_checknrun.manifest import Manifest
@@ -28,7 +29,7 @@ from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport, checkpoint_report
 from torchrec_checknrun.restore import MODEL, Target, own_error, restore
 from torchrec_checknrun.save_planner import CHUNK_BYTES, SavePlanner
-from torchrec_checknrun.sharded_state import Memory, drop_tables
+from torchrec_checknrun.sharded_state import StoredTables, drop_tables
 from torchrec_checknrun.snapshot import Snapshot, take_rows
 from torchrec_checknrun.storage import StorageWriter
 from torchrec_checknrun.tracked import Cut, RowIds, track
@@ -128,6 +129,8 @@ class Checkpointer:
         self._lineage = Lineage()
         self._sequence: int | None = None
         """The highest sequence number in use in the root; known on rank 0 after the first look."""
+        self._gradients = PendingGradients(self._target.states.values())
+        self._deferred = False
         self._partly_restored: str | None = None
 
     def restore(
@@ -185,19 +188,25 @@ class Checkpointer:
         return report
 
     def step(self) -> CheckpointReport | None:
-        """To be called after every optimizer step; saves when one is due.
+        """To be called after every training step; saves when a checkpoint is due.
+
+        While gradients of dense parameters wait for their optimizer (gradient accumulation), a
+        checkpoint that is due is put off until a step at whose end none does.
 
         Raises:
             ModelPartlyRestored, CheckNRunError: as ``save``.
         """
         self._refuse_if_partly_restored()
         self.steps += 1
-        if self._every_steps is None or self.steps % self._every_steps:
-            return None
-        return self.save()
+        due = self._every_steps is not None and self.steps % self._every_steps == 0
+        return self.save() if due or self._deferred else None
 
-    def save(self) -> CheckpointReport:
+    def save(self) -> CheckpointReport | None:
         """Saves now. When it returns, the checkpoint is durable.
+
+        Returns:
+            What was saved; None if gradients wait for their optimizer on any rank: then ``step``
+            will save as soon as none does.
 
         Raises:
             SaveFailed: it was not committed, on no rank; its rows stay marked and the next
@@ -208,6 +217,10 @@ class Checkpointer:
         self._refuse_if_partly_restored()
         started = time.perf_counter()
         proposal = self._agree()
+        self._deferred = proposal is None
+        if proposal is None:
+            self._log("gradients wait for their optimizer: the checkpoint is put off")
+            return None
         cut: list[Cut] = []
         planner = SavePlanner.decided(
             proposal.header,
@@ -261,7 +274,7 @@ class Checkpointer:
     def close(self) -> None:
         """Waits, and takes the hooks off the model."""
         self.wait()
-        self._target.tracked.close()
+        self._remove_hooks()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -275,16 +288,23 @@ class Checkpointer:
         if error is None:
             self.close()
         else:  # the other ranks may never come: wait for nobody
-            self._target.tracked.close()
+            self._remove_hooks()
 
-    def _agree(self) -> Proposal:
-        """Rank 0 decides on the next checkpoint; all hear it."""
-        steps = self._ranks.gather(self.steps)
+    def _remove_hooks(self) -> None:
+        self._target.tracked.close()
+        self._gradients.close()
+
+    def _agree(self) -> Proposal | None:
+        """Rank 0 decides on the next checkpoint; all hear it. None: not now."""
+        facts = self._ranks.gather((self.steps, self._gradients.waiting))
+        steps = [steps for steps, _ in facts]
         if len(set(steps)) > 1:
             raise SaveFailed(
                 f"the ranks are at different steps {steps}: call step() or save() on all ranks at "
                 "the same point of the training loop"
             )
+        if any(waiting for _, waiting in facts):
+            return None
         return self._ranks.from_rank_0(self._decide)
 
     def _decide(self) -> Proposal:
@@ -304,8 +324,8 @@ class Checkpointer:
         tracked = self._target.tracked
         states: dict[str, Any] = {MODEL: self._target.model.state_dict()}
         states |= {name: stateful.state_dict() for name, stateful in self._target.states.items()}
-        memory = Memory([tensor for shard in tracked.shards for tensor in shard.local.tensors])
-        dense = {name: drop_tables(value, memory.holds, name) for name, value in states.items()}
+        stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
+        dense = {name: drop_tables(value, stored, name) for name, value in states.items()}
         shards, taken = take_rows(tracked, _MARKS[proposal.decision])
         cut.append(taken)
         return Snapshot(shards, tracked.tables, dense, frozenset(self._target.per_rank))

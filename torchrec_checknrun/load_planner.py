@@ -260,8 +260,8 @@ def _check_fit(shard: LocalShard, header: RowsHeader) -> bool:
     if converted and any(rowwise for _, rowwise in wanted.values()):
         raise IncompatibleCheckpoint(
             f"table {shard.table!r} was saved with columns {list(columns)} on a rank, here a rank "
-            f"has {[shard.rectangle.col_start, shard.rectangle.col_stop]}: row-wise optimizer state "
-            "is kept per column shard; restore with the saved column sharding"
+            f"has {[shard.rectangle.col_start, shard.rectangle.col_stop]}: row-wise optimizer "
+            "state is kept per column shard; restore with the saved column sharding"
         )
     return converted
 

@@ -30,7 +30,7 @@ from torchrec_checknrun.errors import CheckpointNotFound, InvalidPlan
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import Header, Kind, Link
 from torchrec_checknrun.quantization import Quantization
-from torchrec_checknrun.sharded_state import Memory, drop_tables, find_shards
+from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_shards
 from torchrec_checknrun.shards import Rectangle, TableShape
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot, take_rows
 from torchrec_checknrun.state import Tree, encode_state
@@ -160,8 +160,8 @@ class SavePlanner(DcpSavePlanner):
             self._header = dataclasses.replace(
                 self._header, kind=kind, parent=parent, previous=parent
             )
-        memory = Memory([tensor for s in shards for tensor in s.shard.tensors])
-        states = drop_tables(state_dict, memory.holds, "state_dict")
+        stored = StoredTables(tables, (snapshot.shard for snapshot in shards))
+        states = drop_tables(state_dict, stored, "state_dict")
         self._snapshot = Snapshot(shards, tables, states, self._per_rank & states.keys())
 
     def create_local_plan(self) -> SavePlan:

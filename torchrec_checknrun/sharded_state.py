@@ -8,7 +8,7 @@ again, and what remains is the dense part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +36,27 @@ class _Sharded:
         return ".".join(str(key) for key in self.path)
 
 
-class Memory:
-    """The memory that is written as table rows."""
+class StoredTables:
+    """What is written as table rows, to tell it from the rest of a state dict.
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    Args:
+        tables: names of all tables, whichever rank holds them.
+        shards: the local shards that are written.
+    """
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of it (one without elements needs none)."""
-        return not tensor.numel() or tensor.untyped_storage().data_ptr() in self._storages
+    def __init__(self, tables: Iterable[str], shards: Iterable[LocalShard]) -> None:
+        self._weights = {table + _WEIGHT for table in tables}
+        self._memory = {
+            tensor.untyped_storage().data_ptr() for shard in shards for tensor in shard.tensors
+        }
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether a local tensor is a view of that memory (one without elements needs none)."""
+        return not tensor.numel() or tensor.untyped_storage().data_ptr() in self._memory
+
+    def name(self, key: object) -> bool:
+        """Whether a key is a table's weight, under which its optimizer state is kept."""
+        return key in self._weights
 
 
 def is_sharded(value: object) -> bool:
@@ -52,17 +64,14 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
-def drop_tables(value: Any, holds: Callable[[torch.Tensor], bool], path: str) -> Any:
-    """A copy of a state dict without its table leaves (dicts that held nothing else go, too).
-
-    Args:
-        holds: whether a local tensor is memory that is written as table rows.
+def drop_tables(value: Any, stored: StoredTables, path: str) -> Any:
+    """A copy of a state dict without its table leaves, and without their optimizer's entries.
 
     Raises:
         UnsupportedState: a sharded tensor holds anything else: it would be lost.
     """
     if is_sharded(value):
-        if not all(holds(tensor) for _, tensor in _local_shards(value)):
+        if not all(stored.hold(tensor) for _, tensor in _local_shards(value)):
             raise UnsupportedState(
                 f"{path} is a {type(value).__name__} of shape {tuple(value.size())} that belongs "
                 "to no table this package tracks: it can't be stored yet"
@@ -72,9 +81,9 @@ def drop_tables(value: Any, holds: Callable[[torch.Tensor], bool], path: str) ->
         return value
     kept = {}
     for key, item in value.items():
-        dropped = drop_tables(item, holds, f"{path}.{key}")
-        held_tables_only = isinstance(item, dict) and bool(item) and not dropped
-        if not is_sharded(item) and not held_tables_only:
+        dropped = drop_tables(item, stored, f"{path}.{key}")
+        of_table = isinstance(item, dict) and not dropped and stored.name(key)
+        if not is_sharded(item) and not of_table:
             kept[key] = dropped
     return kept
 

@@ -110,19 +110,20 @@ def train(name: str, root: Path, plan: Plan, overrides: list[str], module: str, 
                 run.evaluations.append(event)
             elif what == "step":
                 bar.update(event["step"] - bar.n)
-                if run.killed_pid is None:
-                    run.step_at_kill = event["step"]
+                if len(run.starts) == 1:
+                    # Also what is read after the kill: the worker may have logged it before.
+                    run.step_at_kill = event["step"] + 1
                 if kill and run.killed_pid is None and event["step"] >= plan.kill_at:
                     run.killed_pid = job.kill(KILLED_RANK)
                     bar.write(
-                        f"SIGKILL to rank {KILLED_RANK} (pid {run.killed_pid}) in step "
+                        f"SIGKILL to rank {KILLED_RANK} (pid {run.killed_pid}) after step "
                         f"{event['step']}; torchrun restarts the workers",
                         file=sys.stderr,
                     )
     return run
 
 
-def check_resumed(run: Run, plan: Plan) -> None:
+def check_resumed(run: Run) -> None:
     """The kill was real, and training resumed from a checkpoint before it."""
     assert run.killed_pid is not None
     deadline = time.monotonic() + 10
@@ -152,10 +153,11 @@ def check_samples(run: Run) -> int:
 
     What an attempt trained after the step that the next one restored did not happen.
     """
-    restored = [
-        0 if start["restored"] is None else start["restored"]["step"] for start in run.starts
-    ]
-    kept_until = [*restored[1:], sys.maxsize]
+    # An attempt that died before it had restored anything has no start, and trained nothing.
+    attempts = [start["attempt"] for start in run.starts]
+    kept_until = dict(
+        zip(attempts, [start["step"] for start in run.starts[1:]] + [sys.maxsize], strict=True)
+    )
     spans: dict[int, list[tuple[int, int]]] = {}
     for path in sorted(run.directory.glob("samples-rank*.jsonl")):
         for line in path.read_text().splitlines():
@@ -211,7 +213,7 @@ def table(run: Run) -> Table:
 
 
 def demonstrate(root: Path, plan: Plan, overrides: list[str], module: str, exact: bool) -> str:
-    """Runs everything and checks every claim; returns the figures for the last line."""
+    """Makes all runs and checks every claim; returns the figures for the last line."""
     console = Console(width=140)
     first = train("uninterrupted", root, plan, overrides, module, kill=False)
     if exact:
@@ -220,8 +222,13 @@ def demonstrate(root: Path, plan: Plan, overrides: list[str], module: str, exact
         check(same.equal, f"two uninterrupted runs are equal, but: {same.differences}")
         console.print("two uninterrupted runs end bit for bit equal")
     killed = train("killed", root, plan, overrides, module, kill=True)
-    check_resumed(killed, plan)
     console.print(table(killed))
+    return check_runs(first, killed, exact)
+
+
+def check_runs(first: Run, killed: Run, exact: bool) -> str:
+    """Checks the killed run, and that it ends as the uninterrupted one; returns the figures."""
+    check_resumed(killed)
     trained = check_samples(killed)
     check(trained == check_samples(first), "both runs trained the same samples")
     for run in (first, killed):

@@ -46,11 +46,14 @@ def evaluate(model: nn.Module, pipeline: Pipeline, batches: Iterator[Batch]) -> 
 
 
 def score(logits: torch.Tensor, labels: torch.Tensor) -> Score:
-    """The quality of predictions in double precision, which is fine enough for the AUC's ties."""
+    """The quality of predictions."""
+    # Ranks, since torchmetrics wants 0 to 1, and sigmoid() can make equal logits unequal by a bit.
+    order = torch.unique(logits, return_inverse=True)[1].double() / len(logits)
+    one_sided = labels.min() == labels.max()
     return Score(
         eval_samples=len(labels),
         logloss=F.binary_cross_entropy_with_logits(logits, labels).item(),
-        auc=binary_auroc(logits.sigmoid(), labels.long()).item() if 0 < labels.mean() < 1 else None,
+        auc=None if one_sided else binary_auroc(order, labels.long()).item(),
     )
 
 

@@ -144,6 +144,8 @@ def table_values(
     seed: int, name: str, shape: Sequence[int], row: int, rows: int
 ) -> Iterator[tuple[int, np.ndarray]]:
     """The starting values of `rows` rows from `row` on, as (first row, values of whole rows)."""
+    if not rows:
+        return
     bound = 1 / math.sqrt(shape[0])
     for chunk in range(row // CHUNK_ROWS, -(-(row + rows) // CHUNK_ROWS)):
         start = chunk * CHUNK_ROWS

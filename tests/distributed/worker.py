@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import logging
 import os
 import queue
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import torch
@@ -33,37 +34,39 @@ def main(address: str) -> None:
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
     )
-    with Client(address, family="AF_UNIX") as connection:
-        connection.send_bytes(json.dumps({"rank": rank, "pid": os.getpid()}).encode())
-        cases: queue.Queue[dict[str, Any]] = queue.Queue()
-        threading.Thread(target=_receive, args=(connection, cases), daemon=True).start()
-        number = 0
-        while True:
-            case = cases.get()
-            number += 1
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore(f"case{number}", store),
-                rank=rank,
-                world_size=world_size,
-                timeout=CASE_TIMEOUT,
-            )
-            answer = _run(case)
-            connection.send_bytes(json.dumps(answer).encode())
-            if "error" in answer:
-                os._exit(1)  # the ranks may be out of step now: pytest starts new ones
-            gc.collect()
-            dist.barrier()
-            dist.destroy_process_group()
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    _send(connection, {"rank": rank, "pid": os.getpid()})
+    cases: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_receive, args=(connection, cases), daemon=True).start()
+    for number in itertools.count():
+        case = cases.get()
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"case{number}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=CASE_TIMEOUT,
+        )
+        answer = _run(case)
+        if "error" in answer:
+            _send(connection, answer)
+            os._exit(1)  # the ranks may be out of step now: pytest starts new ones
+        gc.collect()
+        dist.barrier()
+        dist.destroy_process_group()
+        _send(connection, answer)
 
 
-def _receive(connection: Connection[Any, Any], cases: queue.Queue[dict[str, Any]]) -> None:
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(connection: socket.socket, cases: queue.Queue[dict[str, Any]]) -> None:
     """Ends the process when pytest is gone, also in the middle of a case."""
-    try:
-        while True:
-            cases.put(json.loads(connection.recv_bytes()))
-    except (EOFError, OSError):
-        os._exit(0)
+    for line in connection.makefile("rb"):
+        cases.put(json.loads(line))
+    os._exit(0)
 
 
 def _run(case: dict[str, Any]) -> dict[str, Any]:

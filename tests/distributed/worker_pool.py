@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
+WORKER = "tests.distributed.worker"
 START_SECONDS = 120.0
 GRACE_SECONDS = 3.0
 """After one rank has failed, what the others may take to say something as well."""
@@ -35,7 +37,7 @@ class WorkerPool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._torchrun: subprocess.Popen[bytes] | None = None
-        self._connections: list[Connection[Any, Any]] = []
+        self._connections: list[socket.socket] = []
         self._pids: list[int] = []
         self._folder = tempfile.TemporaryDirectory(prefix="workers-")
         self._starts = 0
@@ -56,18 +58,15 @@ class WorkerPool:
             "arguments": arguments,
         }
         for connection in self._connections:
-            connection.send_bytes(json.dumps(case).encode())
+            connection.sendall(json.dumps(case).encode() + b"\n")
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < self.world_size and time.monotonic() < deadline:
             missing = [c for r, c in enumerate(self._connections) if r not in answers]
-            for ready in wait(missing, timeout=deadline - time.monotonic()):
-                assert isinstance(ready, Connection)
+            left = max(0.0, deadline - time.monotonic())
+            for ready in select.select(missing, [], [], left)[0]:
                 rank = self._connections.index(ready)
-                try:
-                    answers[rank] = json.loads(ready.recv_bytes())
-                except (EOFError, OSError):
-                    answers[rank] = {"error": "the worker died"}
+                answers[rank] = _receive(ready) or {"error": "the worker died"}
                 if "error" in answers[rank]:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         for rank in range(self.world_size):
@@ -94,24 +93,39 @@ class WorkerPool:
         self._starts += 1
         folder = Path(self._folder.name)
         address, log = str(folder / f"socket{self._starts}"), folder / f"log{self._starts}"
-        with Listener(address, family="AF_UNIX") as listener, open(log, "wb") as output:
-            # A private attribute, but without it a worker that doesn't start is waited for forever.
-            listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
+        with socket.socket(socket.AF_UNIX) as listener, open(log, "wb") as output:
+            listener.bind(address)
+            listener.listen()
+            listener.settimeout(START_SECONDS)
             self._torchrun = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-                + [f"--nproc-per-node={self.world_size}", "-m", __package__ + ".worker", address],
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                    *(f"--nproc-per-node={self.world_size}", "-m", WORKER, address),
+                ],
                 cwd=REPOSITORY,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
             try:
-                found = [listener.accept() for _ in range(self.world_size)]
-                hellos = [(json.loads(connection.recv_bytes()), connection) for connection in found]
-            except (OSError, EOFError) as error:
+                found = [listener.accept()[0] for _ in range(self.world_size)]
+            except OSError as error:
                 self.stop()
                 text = log.read_text(errors="replace")
                 raise CaseFailed(f"the workers don't start: {error!r}\n{text[-4000:]}") from error
-        hellos.sort(key=lambda hello: hello[0]["rank"])
-        self._connections = [connection for _, connection in hellos]
-        self._pids = [hello["pid"] for hello, _ in hellos]
+        hellos = {connection: _receive(connection) for connection in found}
+        self._connections = sorted(found, key=lambda connection: hellos[connection]["rank"])
+        self._pids = [hello["pid"] for hello in hellos.values()]
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    """The next message; empty if the worker is gone."""
+    data = b""
+    with suppress(OSError):
+        while not data.endswith(b"\n"):
+            part = connection.recv(1 << 16)
+            if not part:
+                return {}
+            data += part
+    message: dict[str, Any] = json.loads(data) if data.endswith(b"\n") else {}
+    return message

@@ -1,0 +1,64 @@
+"""Whether dense gradients wait for their optimizer: then a checkpoint would lose them.
+
+Fused tables are updated within backward, dense parameters only when their optimizer steps. With
+gradient accumulation, or a gradient scaler that skips a step, what has been accumulated so far is
+in no checkpoint, though the samples behind it count as trained. So a checkpoint is put off until no
+gradient waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+
+class PendingGradients:
+    """Watches the optimizers among state objects, by hooks on their parameters and steps.
+
+    Args:
+        states: state objects; those that are optimizers (torch's, or TorchRec's wrappers) count.
+    """
+
+    def __init__(self, states: Iterable[object]) -> None:
+        self._waiting: set[Optimizer] = set()
+        self._handles: list[RemovableHandle] = []
+        for optimizer in {o for state in states for o in _torch_optimizers(state)}:
+            self._watch(optimizer)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an optimizer's parameters have got gradients since it last stepped."""
+        return bool(self._waiting)
+
+    def close(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        def accumulated(_parameter: torch.Tensor) -> None:
+            self._waiting.add(optimizer)
+
+        def stepped(*_: object) -> None:
+            self._waiting.discard(optimizer)
+
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.is_leaf:
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
+        self._handles.append(optimizer.register_step_post_hook(stepped))
+
+
+def _torch_optimizers(state: object) -> Iterator[Optimizer]:
+    """The optimizers that step dense parameters, inside whatever wraps them."""
+    if isinstance(state, CombinedOptimizer):
+        for _, combined in state.optimizers:
+            yield from _torch_optimizers(combined)
+    elif isinstance(inner := getattr(state, "_optimizer", None), Optimizer):
+        yield from _torch_optimizers(inner)  # TorchRec's KeyedOptimizerWrapper, warm-up, clipping
+    elif isinstance(state, Optimizer) and not isinstance(state, KeyedOptimizer):
+        yield state
