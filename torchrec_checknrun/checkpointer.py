@@ -167,6 +167,7 @@ class Checkpointer:
                 self._partly_restored = str(error)
             raise
         self._partly_restored = None
+        self._deferred = False
         if found is None:
             self._log("no checkpoint in %s: a fresh start", self.root)
             return None

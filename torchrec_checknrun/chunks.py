@@ -23,7 +23,13 @@ from torchrec_checknrun.state import Tree, decode_state
 Entry = dict[str, Any]
 
 _ERROR_SAMPLE_ROWS = 1024
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32),  # counters of some optimizers
+    )
+}
 
 
 class EncodedChunk(io.BytesIO):
@@ -193,7 +199,7 @@ def decode_state_chunk(entry: Entry, payload: bytes | memoryview) -> Any:
     """
     try:
         return decode_state(state_tree(entry), payload)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         name = entry.get("name")
         raise CorruptCheckpoint(f"state {name!r} can't be decoded: {error!r}") from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO
 
 import fsspec
@@ -28,6 +28,9 @@ class Folder:
         self._fs, path = fsspec.core.url_to_fs(self.url)
         self._path = path.rstrip("/")
         self._local = isinstance(self._fs, LocalFileSystem)
+        if self._local:
+            # A relative path must mean the same folder when the process has gone elsewhere.
+            self.url = self._path or "/"
 
     def __str__(self) -> str:
         return self.url
@@ -102,11 +105,16 @@ class Folder:
             self._fs.pipe_file(target, data)
             return
         temporary = f"{self._path}/.{name}.{secrets.token_hex(4)}"
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, target)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(temporary, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
         self._sync_folder(self._path)
 
     def sync(self) -> None:

@@ -26,6 +26,7 @@ from torchrec_checknrun.chunks import (
     rows_header,
     state_tree,
 )
+from torchrec_checknrun.conversion import RowwiseConversion
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.save_planner import DirectInterval
 from torchrec_checknrun.sharded_state import find_shards, is_sharded
@@ -69,6 +70,8 @@ class LoadPlanner(DcpLoadPlanner):
         self._shards: list[LocalShard] = []
         self._tables: dict[str, TableShape] = {}
         self._states_read: dict[str, list[Any]] = {}
+        self._shards_of: dict[str, list[int]] = {}
+        self._conversions: dict[int, RowwiseConversion] = {}
         self._age: dict[str, int] = {}
         self.began = False
         self.converted = False
@@ -92,8 +95,11 @@ class LoadPlanner(DcpLoadPlanner):
         if self._tracked is None:
             self._shards, self._tables = find_shards(state_dict)
         else:
+            self._tracked.flush()
             self._shards = [shard.local for shard in self._tracked.shards]
             self._tables = self._tracked.tables
+        for i, shard in enumerate(self._shards):
+            self._shards_of.setdefault(shard.table, []).append(i)
 
     def create_local_plan(self) -> LoadPlan:
         head = self._content.chain.head
@@ -107,11 +113,15 @@ class LoadPlanner(DcpLoadPlanner):
                     continue
                 header = rows_header(chunk.entry)
                 needed = False
-                for i, shard in enumerate(self._shards):
+                for i in self._shards_of.get(header.table, ()):
+                    shard = self._shards[i]
                     common = shard.rectangle.intersect(header.rectangle)
-                    if shard.table != header.table or common is None:
+                    if common is None:
                         continue
-                    self.converted |= _check_fit(shard, header)
+                    _check_fit(shard, header)
+                    if _is_converted(shard, header):
+                        self.converted = True
+                        self._conversions.setdefault(i, RowwiseConversion(shard))
                     needed = True
                     if age == 0 and header.covers_range:
                         baseline_area[i] += common.area
@@ -135,7 +145,6 @@ class LoadPlanner(DcpLoadPlanner):
             self.began = True
             if self._tracked is not None:
                 DirectInterval.forget(self._tracked)
-                self._tracked.flush()
                 self._tracked.mark_all()
                 self._tracked.clear(Consumer.LAST | Consumer.BASELINE)
         return central_plan
@@ -158,14 +167,23 @@ class LoadPlanner(DcpLoadPlanner):
         rows = decode_rows(chunk.entry, chunk.getbuffer())
         if self._dry_run:
             return
-        for i, shard in enumerate(self._shards):
-            if shard.table == header.table and shard.rectangle.intersect(header.rectangle):
-                ids = _scatter(shard, header, rows)
-                if self._tracked is not None and age > 0:
-                    self._tracked.shards[i].marks.add(shard.local_ids(ids), Consumer.BASELINE)
+        for i in self._shards_of.get(header.table, ()):
+            shard = self._shards[i]
+            if not shard.rectangle.intersect(header.rectangle):
+                continue
+            part = _rows_within(shard, rows)
+            if _is_converted(shard, header):
+                _scatter_columns(shard, header, part, self._conversions[i])
+            else:
+                shard.scatter(part)
+            if self._tracked is not None and age > 0:
+                self._tracked.shards[i].marks.add(shard.local_ids(part.ids), Consumer.BASELINE)
         self._rows_left -= 1
-        if self._tracked is not None and not self._rows_left:
-            self._tracked.purge()
+        if not self._rows_left:
+            for conversion in self._conversions.values():
+                conversion.finish()
+            if self._tracked is not None:
+                self._tracked.purge()
 
     def _plan_states(self) -> Iterable[str]:
         """The chunks of the head's state objects that were asked for, checked against them."""
@@ -242,10 +260,8 @@ def _check_tables(wanted: dict[str, TableShape], saved: dict[str, TableShape]) -
         )
 
 
-def _check_fit(shard: LocalShard, header: RowsHeader) -> bool:
-    """Whether a chunk's rows fit a shard; returns whether they must be converted for that."""
-    columns = (header.rectangle.col_start, header.rectangle.col_stop)
-    converted = columns != (shard.rectangle.col_start, shard.rectangle.col_stop)
+def _check_fit(shard: LocalShard, header: RowsHeader) -> None:
+    """Refuses rows of another data type, or with other optimizer state."""
     if header.dtype != shard.weight.dtype:
         raise IncompatibleCheckpoint(
             f"table {shard.table!r} was saved as {header.dtype}, the model has "
@@ -254,16 +270,16 @@ def _check_fit(shard: LocalShard, header: RowsHeader) -> bool:
     wanted = {name: (s.dtype, s.dim() == 1) for name, s in shard.optimizer.items()}
     if wanted != header.optimizer:
         raise IncompatibleCheckpoint(
-            f"table {shard.table!r} was saved with optimizer state {_describe(header.optimizer)}, "
-            f"the model's optimizer has {_describe(wanted)}: use the optimizer it was trained with"
+            f"table {shard.table!r} was saved with optimizer state "
+            f"{_describe(header.optimizer)}, the model's optimizer has {_describe(wanted)}: use "
+            "the optimizer it was trained with"
         )
-    if converted and any(rowwise for _, rowwise in wanted.values()):
-        raise IncompatibleCheckpoint(
-            f"table {shard.table!r} was saved with columns {list(columns)} on a rank, here a rank "
-            f"has {[shard.rectangle.col_start, shard.rectangle.col_stop]}: row-wise optimizer "
-            "state is kept per column shard; restore with the saved column sharding"
-        )
-    return converted
+
+
+def _is_converted(shard: LocalShard, header: RowsHeader) -> bool:
+    """Whether rows were stored with other columns than the shard has."""
+    stored, own = header.rectangle, shard.rectangle
+    return (stored.col_start, stored.col_stop) != (own.col_start, own.col_stop)
 
 
 def _describe(states: Mapping[str, tuple[torch.dtype, bool]]) -> str:
@@ -275,27 +291,39 @@ def _describe(states: Mapping[str, tuple[torch.dtype, bool]]) -> str:
     )
 
 
-def _scatter(shard: LocalShard, header: RowsHeader, rows: Rows) -> torch.Tensor:
-    """Writes the part of a chunk's rows that belongs into a shard; returns their global ids."""
-    rectangle = shard.rectangle
-    here = (rows.ids >= rectangle.row_start) & (rows.ids < rectangle.row_stop)
-    if not bool(here.all()):
-        rows = Rows(
-            rows.ids[here], rows.weight[here], {n: s[here] for n, s in rows.optimizer.items()}
+def _rows_within(shard: LocalShard, rows: Rows) -> Rows:
+    """Those of a chunk's rows that are in a shard."""
+    here = (rows.ids >= shard.rectangle.row_start) & (rows.ids < shard.rectangle.row_stop)
+    if bool(here.all()):
+        return rows
+    return Rows(
+        rows.ids[here],
+        rows.weight[here],
+        {name: state[here] for name, state in rows.optimizer.items()},
+    )
+
+
+def _scatter_columns(
+    shard: LocalShard, header: RowsHeader, rows: Rows, conversion: RowwiseConversion
+) -> None:
+    """Writes the columns of the rows that a shard has; row-wise state is converted at the end."""
+    own, stored = shard.rectangle, header.rectangle
+    start, stop = max(own.col_start, stored.col_start), min(own.col_stop, stored.col_stop)
+    target = slice(start - own.col_start, stop - own.col_start)
+    source = slice(start - stored.col_start, stop - stored.col_start)
+    for name, state in rows.optimizer.items():
+        if state.dim() == 1:
+            conversion.put((stored.col_start, stored.col_stop), rows.ids, name, state)
+    pointwise = {name: state for name, state in rows.optimizer.items() if state.dim() == 2}
+    columns = replace(
+        shard,
+        weight=shard.weight[:, target],
+        optimizer={name: shard.optimizer[name][:, target] for name in pointwise},
+    )
+    columns.scatter(
+        Rows(
+            rows.ids,
+            rows.weight[:, source],
+            {name: state[:, source] for name, state in pointwise.items()},
         )
-    saved_columns = (header.rectangle.col_start, header.rectangle.col_stop)
-    if saved_columns != (rectangle.col_start, rectangle.col_stop):
-        start = max(saved_columns[0], rectangle.col_start)
-        stop = min(saved_columns[1], rectangle.col_stop)
-        target = slice(start - rectangle.col_start, stop - rectangle.col_start)
-        source = slice(start - saved_columns[0], stop - saved_columns[0])
-        shard = replace(
-            shard,
-            weight=shard.weight[:, target],
-            optimizer={name: state[:, target] for name, state in shard.optimizer.items()},
-        )
-        rows = Rows(
-            rows.ids, rows.weight[:, source], {n: s[:, source] for n, s in rows.optimizer.items()}
-        )
-    shard.scatter(rows)
-    return rows.ids
+    )

@@ -187,8 +187,14 @@ class Kernel:
     touches_other_rows: bool
 
     def flush(self) -> None:
-        """Brings rows that live in a GPU cache back to the memory the shards are views of."""
+        """Brings rows that live in a GPU cache back to memory, and finds that memory again: it may
+        have moved (``model.to``, say).
+        """
         self.module.flush()
+        weights = self.module.split_embedding_weights()
+        states = _optimizer_states(self.module._emb_module, len(weights))
+        for shard, weight, state in zip(self.shards, weights, states, strict=True):
+            shard.weight, shard.optimizer = weight, state
 
     def purge(self) -> None:
         """Drops cached rows after the shards' memory was written, lest stale ones win."""
@@ -256,14 +262,16 @@ def _kernel(module: Any, prefix: str) -> Kernel:
             "'fused', 'fused_uvm' or 'fused_uvm_caching'"
         )
     tbe = module._emb_module
-    if tbe.optimizer == EmbOptimType.NONE:
-        states: list[dict[str, torch.Tensor]] = [{} for _ in names]
-    else:
-        states = _optimizer_states(tbe, len(names))
+    states = _optimizer_states(tbe, len(names))
     shards = []
     for table, weight, state in zip(
         module._config.embedding_tables, module.split_embedding_weights(), states, strict=True
     ):
+        if not weight.dtype.is_floating_point:
+            raise UnsupportedTable(
+                f"table {prefix + table.name} is trained in {weight.dtype}: its rows can't be "
+                "stored yet; use fp32, fp16 or bf16"
+            )
         row, col = table.local_metadata.shard_offsets
         shards.append(
             LocalShard(
@@ -284,7 +292,7 @@ def _kernel(module: Any, prefix: str) -> Kernel:
 
 def _optimizer_states(tbe: Any, tables: int) -> list[dict[str, torch.Tensor]]:
     """Per table, the state views under the names that TorchRec's fused optimizer gives them."""
-    per_table = tbe.split_optimizer_states()
+    per_table = [] if tbe.optimizer == EmbOptimType.NONE else tbe.split_optimizer_states()
     if not per_table:
         return [{} for _ in range(tables)]
     names = list(tbe.get_optimizer_state()[0])

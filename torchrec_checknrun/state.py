@@ -61,11 +61,15 @@ class _Encoder:
         if isinstance(value, (list, tuple)) and kind in (list, tuple):
             letter = "l" if kind is list else "t"
             return {letter: [self.node(v, f"{path}[{i}]") for i, v in enumerate(value)]}
-        if isinstance(value, bytes):
+        if isinstance(value, bytes) and kind is bytes:
             return {"b": self._add(value)}
         if isinstance(value, torch.Tensor) and kind in (torch.Tensor, torch.nn.Parameter):
             return self._tensor(value, path)
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMPY_KINDS:
+        if (
+            isinstance(value, (np.ndarray, np.generic))
+            and not isinstance(value, np.ma.MaskedArray)
+            and value.dtype.kind in _NUMPY_KINDS
+        ):
             array = np.asarray(value)
             array = array.astype(array.dtype.newbyteorder("<"))
             return {

@@ -6,6 +6,7 @@ used as before: tracking only hangs hooks on the kernels.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from torch import nn
 from torchrec_checknrun.codecs import FusedRowwise
 from torchrec_checknrun.shards import Kernel, LocalShard, Rectangle, Rows, TableShape, find_kernels
 from torchrec_checknrun.tracking import Consumer, KernelHook, Marks
+
+logger = logging.getLogger(__name__)
 
 RowIds = torch.Tensor | np.ndarray | Sequence[int]
 
@@ -142,10 +145,19 @@ class Cut:
 class TrackedModel:
     """All local shards of a model, their marks, and the hooks that set them."""
 
+    tables: dict[str, TableShape]
+    """Every sharded table's whole shape, the same on all ranks."""
+    shards: list[TrackedShard]
+    """This rank's parts of them."""
+
     def __init__(self, model: nn.Module) -> None:
-        kernels, self.tables = find_kernels(model)
+        self._model = model
+        self._hook(*find_kernels(model))
+
+    def _hook(self, kernels: list[Kernel], tables: dict[str, TableShape]) -> None:
+        self.tables = tables
+        self.shards = []
         self._kernels = kernels
-        self.shards: list[TrackedShard] = []
         self._hooks: list[KernelHook] = []
         for kernel in kernels:
             marks = [Marks(s.rectangle.rows, s.weight.device) for s in kernel.shards]
@@ -153,9 +165,6 @@ class TrackedModel:
                 TrackedShard(s, m, kernel) for s, m in zip(kernel.shards, marks, strict=True)
             ]
             self._hooks.append(KernelHook(kernel, marks))
-
-    tables: dict[str, TableShape]
-    """Every sharded table's whole shape, the same on all ranks."""
 
     def mark(self, table: str, rows: RowIds) -> None:
         """Marks rows written by hand, global ids; call it on every rank.
@@ -199,7 +208,15 @@ class TrackedModel:
                 shard.marks.merge(mask, consumer)
 
     def flush(self) -> None:
-        """Before the shards' memory is read: brings rows back from GPU caches."""
+        """Before the shards' memory is used: finds it again if it was moved or sharded anew, and
+        brings rows back from GPU caches.
+        """
+        kernels, tables = find_kernels(self._model)
+        if [k.module for k in kernels] != [k.module for k in self._kernels]:
+            logger.warning("the model was sharded anew: all rows count as modified")
+            self.close()
+            self._hook(kernels, tables)
+            self.mark_all()
         for kernel in self._kernels:
             kernel.flush()
 

@@ -151,13 +151,14 @@ def check_resumed(run: Run) -> None:
 def check_samples(run: Run) -> int:
     """No sample was lost or trained twice, over all attempts; returns how many were trained.
 
-    What an attempt trained after the step that the next one restored did not happen.
+    What an attempt trained after the step that a later one resumed from did not happen.
     """
-    # An attempt that died before it had restored anything has no start, and trained nothing.
-    attempts = [start["attempt"] for start in run.starts]
-    kept_until = dict(
-        zip(attempts, [start["step"] for start in run.starts[1:]] + [sys.maxsize], strict=True)
-    )
+    # By attempt: one that died before it had restored anything has no start, and trained nothing.
+    kept_until: dict[int, int] = {}
+    resumed_from = sys.maxsize
+    for start in reversed(run.starts):
+        kept_until[start["attempt"]] = resumed_from
+        resumed_from = min(resumed_from, start["step"])
     spans: dict[int, list[tuple[int, int]]] = {}
     for path in sorted(run.directory.glob("samples-rank*.jsonl")):
         for line in path.read_text().splitlines():

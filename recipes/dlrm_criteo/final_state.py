@@ -40,19 +40,19 @@ def save(
     directory.mkdir(parents=True, exist_ok=True)
     state = {
         "world_size": dist.get_world_size(),
-        "shards": list(_shards(model)),
-        "dense": _dense(model, optimizer),
+        "shards": list(shards_of(model)),
+        "dense": dense_of(model, optimizer),
         "progress": {name: torch.tensor(value) for name, value in progress.items()},
     }
     torch.save(state, directory / f"rank{dist.get_rank()}.pt")
 
 
-def _shards(model: DistributedModelParallel) -> Iterator[dict[str, Any]]:
+def shards_of(model: DistributedModelParallel) -> Iterator[dict[str, Any]]:
     """This rank's shards of the split tables, each with its optimizer state."""
     for kernel in _kernels(model):
         weights = kernel.split_embedding_weights()
         if any(table.local_metadata is None for table in kernel.config.embedding_tables):
-            continue  # data-parallel tables: ordinary parameters, see _dense
+            continue  # data-parallel tables: ordinary parameters, see dense_of
         kernel.flush()  # rows that a GPU holds in its cache
         states = kernel.emb_module.get_optimizer_state() or [{}] * len(weights)
         for table, weight, state in zip(
@@ -77,7 +77,7 @@ def _kernels(model: DistributedModelParallel) -> Iterator[Any]:
             yield from lookup._emb_modules
 
 
-def _dense(model: DistributedModelParallel, optimizer: KeyedOptimizer) -> Tensors:
+def dense_of(model: DistributedModelParallel, optimizer: KeyedOptimizer) -> Tensors:
     """Every parameter that the dense optimizer trains, and its state."""
     states = optimizer.state_dict()["state"]
     dense = {}
@@ -204,7 +204,7 @@ def _kind(values: torch.Tensor) -> str:
     return f"{values.dtype} {tuple(values.shape)}"
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 equal, 1 different, 2 no comparison possible."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.dlrm_criteo.final_state",
@@ -213,13 +213,13 @@ def main() -> int:
     parser.add_argument("a", type=Path, help="trainer.final_state of one run")
     parser.add_argument("b", type=Path, help="trainer.final_state of the other")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
-        result = compare(arguments.a, arguments.b)
+        result = compare(options.a, options.b)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if arguments.json:
+    if options.json:
         print(json.dumps(result.to_json(), indent=2))
     elif result.equal:
         print(

@@ -141,11 +141,13 @@ def random_spec(seed: int) -> ModelSpec:
 def random_plan(spec: ModelSpec, world_size: int, seed: int) -> Plan:
     """``row_wise`` or ``table_wise`` on some rank, for each table."""
     draw = random.Random(seed)
-    return {
-        f"{c.name}.{t.name}": draw.choice(["row_wise", f"table_wise:{draw.randrange(world_size)}"])
-        for c in spec.collections
-        for t in c.tables
-    }
+    plan: Plan = {}
+    for collection in spec.collections:
+        for table in collection.tables:
+            kind = draw.choice(["row_wise", f"table_wise:{draw.randrange(world_size)}"])
+            plan[f"{collection.name}.{table.name}"] = kind
+        _leave_no_kernel_empty(plan, collection, world_size)
+    return plan
 
 
 def uniform_plan(spec: ModelSpec, sharding: str, world_size: int) -> Plan:
@@ -153,7 +155,30 @@ def uniform_plan(spec: ModelSpec, sharding: str, world_size: int) -> Plan:
     names = [f"{c.name}.{t.name}" for c in spec.collections for t in c.tables]
     if sharding == "table_wise":
         return {name: f"table_wise:{i % world_size}" for i, name in enumerate(names)}
-    return dict.fromkeys(names, sharding)
+    plan = dict.fromkeys(names, sharding)
+    for collection in spec.collections:
+        _leave_no_kernel_empty(plan, collection, world_size)
+    return plan
+
+
+def _leave_no_kernel_empty(plan: Plan, collection: CollectionSpec, world_size: int) -> None:
+    """FBGEMM's CPU kernels can't train if their last table has no row on a rank, which happens to
+    row-wise tables with fewer rows than ranks, or nearly; the other tables may be empty there.
+    """
+
+    def on_every_rank(rows: int) -> bool:
+        return rows > -(-rows // world_size) * (world_size - 1)
+
+    tables = [f"{collection.name}.{t.name}" for t in collection.tables]
+    row_wise_tables = [
+        t.rows
+        for t, name in zip(collection.tables, tables, strict=True)
+        if plan[name] == "row_wise"
+    ]
+    if row_wise_tables and not on_every_rank(row_wise_tables[-1]):
+        for i, name in enumerate(tables):
+            if plan[name] == "row_wise":
+                plan[name] = f"table_wise:{i % world_size}"
 
 
 class Model(nn.Module):
@@ -204,7 +229,7 @@ class Model(nn.Module):
             if collection.bag:
                 parts.append(looked_up.values())
             else:
-                parts.append(_pool(list(looked_up.to_dict().values()), dense.shape[0]))
+                parts.append(_pool(list(looked_up.values()), dense.shape[0]))
         hidden = torch.tanh(self.hidden(torch.cat(parts, dim=1)))
         return self.out(hidden).squeeze(1)
 
@@ -265,13 +290,19 @@ class Job:
         optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", dense)])
         return cls(spec, model, optimizer, data_seed)
 
-    def batch(self, step: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
-        """This rank's batch: four samples, bags of zero to three ids, some of them often empty."""
+    def batch(
+        self, step: int, rows: Mapping[str, int] | None = None
+    ) -> tuple[torch.Tensor, KeyedJaggedTensor]:
+        """This rank's batch: four samples, bags of zero to three ids, some of them often empty.
+
+        Args:
+            rows: by feature, ids are drawn below this; by default every table has them.
+        """
         generator = torch.Generator().manual_seed(
             (self.data_seed * 1009 + step) * 64 + dist.get_rank()
         )
         samples = 4
-        features = self.spec.features
+        features = {**self.spec.features, **(rows or {})}
         lengths = torch.randint(0, 4, (len(features) * samples,), generator=generator)
         lengths[torch.rand(lengths.shape, generator=generator) < 0.3] = 0
         values = [
@@ -356,6 +387,18 @@ def gather(job: Job) -> State:
         whole = state.setdefault(name, np.zeros(size, array.dtype))
         whole[tuple(slice(o, o + n) for o, n in zip(offset, array.shape, strict=True))] = array
     return state
+
+
+def row_bytes(spec: ModelSpec, state: State) -> dict[tuple[str, int], tuple[bytes, dict[str, bytes]]]:
+    """Weight and optimizer state of every row, by table and row."""
+    found: dict[tuple[str, int], tuple[bytes, dict[str, bytes]]] = {}
+    for path, table in spec.table_paths.items():
+        prefix = f"optimizer/state/{path}.weight/{table.name}."
+        optimizer = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        for row, weight in enumerate(state[f"model/{path}.weight"]):
+            states = {name: values[row].tobytes() for name, values in optimizer.items()}
+            found[path, row] = (weight.tobytes(), states)
+    return found
 
 
 def local_bytes(job: Job) -> dict[str, bytes]:

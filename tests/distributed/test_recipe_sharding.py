@@ -1,4 +1,4 @@
-"""Every sharding plan of the recipe holds the same model, and a plan that cannot be made fails on all ranks."""
+"""Every sharding plan of the recipe holds the same model; one that cannot be made is an error."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hydra.utils import instantiate
 
 from recipes.dlrm_criteo import final_state
 from recipes.dlrm_criteo.model import table_values
 from recipes.dlrm_criteo.train import build
 from tests.distributed.worker_pool import WorkerPool
-from tests.unit.test_dlrm_model import architecture, configured
+from tests.unit.test_dlrm_model import configured
 
 SEED = 5
 PLANS = ["row_wise", "table_wise", "column_wise", "planner", "everything"]
@@ -25,13 +26,10 @@ def shards_of(plan: str) -> list[dict[str, Any]]:
     overrides = [f"seed={SEED}", "model.scale=1e-4", f"sharding={plan}"]
     if plan == "everything":
         overrides[-1:] = ["sharding=planner", "sharding.sharding_types=null"]
-    model, optimizer = build(
-        configured(*overrides),
-        architecture("dlrm_tiny", "model.scale=1e-4"),
-        torch.device("cpu"),
-    )
-    shards = [s | {"right": _is_right(s)} for s in final_state._shards(model)]
-    for name, parameter in final_state._dense(model, optimizer).items():
+    config = configured(*overrides)
+    model, optimizer = build(config, instantiate(config.model), torch.device("cpu"))
+    shards = [s | {"right": _is_right(s)} for s in final_state.shards_of(model)]
+    for name, parameter in final_state.dense_of(model, optimizer).items():
         if name.endswith(".weight") and ".embedding_bags." in name:  # data-parallel
             table = name.split(".")[-2]
             whole = {"table": table, "shape": tuple(parameter.shape), "row": 0, "column": 0}
@@ -46,12 +44,10 @@ def shards_of(plan: str) -> list[dict[str, Any]]:
 
 def _is_right(shard: dict[str, Any]) -> bool:
     name = f"model.sparse_arch.embedding_bag_collection.embedding_bags.{shard['table']}.weight"
-    (_, rows), *more = table_values(SEED, name, shard["shape"], 0, shard["shape"][0])
-    assert not more
-    rows = torch.from_numpy(rows)
+    ((_, values),) = table_values(SEED, name, shard["shape"], 0, shard["shape"][0])
     row, column, weight = shard["row"], shard["column"], shard["weight"]
-    part = rows[row : row + weight.shape[0], column : column + weight.shape[1]]
-    return torch.equal(weight, part)
+    part = values[row : row + weight.shape[0], column : column + weight.shape[1]]
+    return torch.equal(weight, torch.from_numpy(part))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -81,9 +77,7 @@ def test_plans_spread_the_tables(workers: Callable[[int], WorkerPool]) -> None:
 def plan_the_impossible() -> str:
     config = configured("model=dlrm_terabyte", "model.scale=20", "sharding=planner")
     try:
-        build(
-            config, architecture("dlrm_terabyte", "model.scale=20"), torch.device("cpu")
-        )  # 1.9 TB
+        build(config, instantiate(config.model), torch.device("cpu"))  # 1.9 TB
     except RuntimeError as error:
         dist.barrier()  # the ranks are still in step
         return str(error)
@@ -97,7 +91,7 @@ def test_no_plan_is_an_error_on_every_rank(workers: Callable[[int], WorkerPool])
 
 
 def test_unknown_sharding_types_are_refused(workers: Callable[[int], WorkerPool]) -> None:
-    for message in workers(1).run(plan_with_a_typo):
+    for message in workers(2).run(plan_with_a_typo):
         assert "sharding.sharding_types has ['rowwise']" in message
         assert "row_wise" in message
 
@@ -105,7 +99,7 @@ def test_unknown_sharding_types_are_refused(workers: Callable[[int], WorkerPool]
 def plan_with_a_typo() -> str:
     config = configured("sharding=planner", "sharding.sharding_types=[rowwise,table_wise]")
     try:
-        build(config, architecture("dlrm_tiny"), torch.device("cpu"))
+        build(config, instantiate(config.model), torch.device("cpu"))
     except ValueError as error:
         return str(error)
     return "planned"

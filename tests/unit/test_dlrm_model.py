@@ -1,4 +1,4 @@
-"""The recipe's models have the published sizes, and start from values that only the seed decides."""
+"""The recipe's models have the published sizes, and start from what the seed alone decides."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.dlrm_criteo.final_state import MOST_SHOWN, compare
+from recipes.dlrm_criteo.final_state import MOST_SHOWN, compare, main
 
 ROWS, COLUMNS = 7, 8
 State = dict[str, Any]
@@ -160,19 +158,16 @@ def test_incomplete_states_are_no_states(tmp_path: Path) -> None:
         compare(a, write(tmp_path / "c", half))
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed = by_rows()
     flip_weight(changed)
-    a, b = write(tmp_path / "a", by_rows()), write(tmp_path / "b", changed)
-
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "recipes.dlrm_criteo.final_state", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-    same, different, none = run(a, a), run(a, b, "--json"), run(a, tmp_path / "none")
-    assert (same.returncode, different.returncode, none.returncode) == (0, 1, 2)
-    assert same.stdout.startswith("EQUAL bit for bit: 1 tables with 7 rows")
-    found = json.loads(different.stdout)
-    assert found["equal"] is False
-    assert "row 5" in found["differences"][0]
-    assert "expected every rank's file" in none.stderr
+    a, b = str(write(tmp_path / "a", by_rows())), str(write(tmp_path / "b", changed))
+    assert main([a, a]) == 0
+    assert capsys.readouterr().out.startswith("EQUAL bit for bit: 1 tables with 7 rows")
+    assert main([a, b]) == 1
+    assert "table t weight: 1 of 7 rows differ, first row 5" in capsys.readouterr().out
+    assert main([a, b, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["equal"], found["different"], found["rows"]) == (False, 1, 7)
+    assert main([a, str(tmp_path / "none")]) == 2
+    assert "expected every rank's file" in capsys.readouterr().err

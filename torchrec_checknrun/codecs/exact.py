@@ -32,7 +32,7 @@ class Exact:
         return dim * dtype.itemsize
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        flat = rows.detach().contiguous()
+        flat = rows.detach().reshape(-1).contiguous()
         return flat.view(torch.uint8).reshape(
             rows.shape[0], self.row_bytes(rows.shape[1], rows.dtype)
         )

@@ -1,0 +1,79 @@
+"""What is to be killed when: drawn from a seed, read by the trainer that kills itself."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+RANKS = 2
+
+OUTSIDE = "outside"
+"""Some milliseconds after some step, by another process."""
+IN_RESTORE = "in the middle of a restore"
+BEFORE_FILES = "in a save, before this rank's file"
+IN_FILE = "in a save, in the middle of this rank's file"
+AFTER_FILE = "in a save, after this rank's file"
+BEFORE_MANIFEST = "in a save, between the rank files and the manifest"
+IN_MANIFEST = "in a save, with the manifest under its temporary name"
+AFTER_MANIFEST = "in a save, right after the manifest"
+
+UNCOMMITTED = (BEFORE_FILES, IN_FILE, AFTER_FILE, BEFORE_MANIFEST, IN_MANIFEST)
+_ON_RANK_0 = (BEFORE_MANIFEST, IN_MANIFEST, AFTER_MANIFEST)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One attempt's end.
+
+    Attributes:
+        save: inside which of the attempt's saves, counted from 1.
+        part: which write or chunk of it, for the points in the middle of something.
+        steps: kills from outside: after so many steps of the attempt …
+        delay: … and so many seconds more.
+    """
+
+    point: str
+    rank: int
+    save: int
+    part: int
+    steps: int
+    delay: float
+
+
+def draw(seed: int, interval: int) -> list[Kill]:
+    """Ten kills in random order, one for each attempt: every point once, the rest from outside."""
+    rng = random.Random(seed)
+    points = [*UNCOMMITTED, AFTER_MANIFEST, IN_RESTORE, OUTSIDE, OUTSIDE, OUTSIDE]
+    rng.shuffle(points)
+    free_ranks = list(range(RANKS)) * len(points)  # in turns from a random one on: never all alike
+    del free_ranks[: rng.randrange(RANKS)]
+    kills = [
+        Kill(
+            point=point,
+            rank=0 if point in _ON_RANK_0 else free_ranks.pop(0),
+            save=rng.randint(1, 2),
+            part=rng.randint(1, 20),
+            steps=rng.randint(1, 2 * interval),
+            delay=rng.uniform(0, 0.05),
+        )
+        for point in points
+    ]
+    restore = points.index(IN_RESTORE)
+    if restore == 0:  # nothing to restore yet
+        kills.append(kills.pop(0))
+        restore = len(kills) - 1
+    # The attempt before it leaves a checkpoint in any case.
+    before = kills[restore - 1]
+    kills[restore - 1] = replace(before, save=2, steps=max(before.steps, interval + 1))
+    return kills
+
+
+def write_plan(run_dir: Path, kills: list[Kill]) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "kills.json").write_text(json.dumps([asdict(kill) for kill in kills]))
+
+
+def read_plan(run_dir: Path) -> list[Kill]:
+    return [Kill(**kill) for kill in json.loads((run_dir / "kills.json").read_text())]
