@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import IO
 
 import fsspec
@@ -36,7 +37,7 @@ class Folder:
         return self.url
 
     def __truediv__(self, name: str) -> Folder:
-        return Folder(f"{self.url.rstrip('/')}/{name}")
+        return self._at(f"{self._path}/{name}")
 
     @property
     def name(self) -> str:
@@ -46,7 +47,14 @@ class Folder:
     @property
     def parent(self) -> Folder:
         """The folder that this one is in."""
-        return Folder(self._fs.unstrip_protocol(self._path.rsplit("/", 1)[0] or "/"))
+        return self._at(self._path.rpartition("/")[0])
+
+    def _at(self, path: str) -> Folder:
+        """Another folder of the same store."""
+        folder = copy(self)
+        folder._path = path
+        folder.url = (path or "/") if self._local else self._fs.unstrip_protocol(path)
+        return folder
 
     def names(self) -> list[str]:
         """What is directly in the folder, sorted; nothing where there is no folder."""

@@ -21,7 +21,7 @@ MANIFEST_NAME = "manifest.json"
 
 Kind = Literal["full", "differential"]
 
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)(?!.*::)[^/\\\x00-\x1f]{1,255}")
 _ID = re.compile(r"seq-(\d{6,18})_step-(\d{8,18})_[0-9a-f]{8}")
 
 
@@ -38,6 +38,11 @@ def sequence_of(name: str) -> int | None:
     """The sequence number that a directory name carries, None if it isn't one of ours."""
     match = _ID.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name stays within its folder, on a disk and in every store (no ``/``, ``..`` …)."""
+    return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -193,6 +198,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         document = json.loads(data)
         content = document["manifest"]
         version = content["format_version"]
+        checksum = _checksum(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{where} is not a manifest: {error!r}") from error
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
@@ -200,7 +206,6 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             f"{where} has format version {version!r}; this release reads 1 to {FORMAT_VERSION}: "
             "upgrade torchrec_checknrun"
         )
-    checksum = _checksum(content)
     if document.get("checksum") != checksum:
         raise CorruptCheckpoint(
             f"{where}: its checksum is {document.get('checksum')!r}, its content's is {checksum!r}"
@@ -210,7 +215,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{where}: a field is missing or wrong: {error!r}") from error
     for name in (manifest.id, *(file.name for file in manifest.files)):
-        if not _SAFE_NAME.fullmatch(name):
+        if not is_plain_name(name):
             raise CorruptCheckpoint(f"{where} names a file {name!r}, which is no plain file name")
     return manifest
 
@@ -226,7 +231,7 @@ def _build(content: dict[str, Any], checksum: str) -> Manifest:
     fields["parent"] = None if parent is None else Link(**parent)
     previous = fields["previous"]
     fields["previous"] = None if previous is None else Link(**previous)
-    if fields["parent"] and not _SAFE_NAME.fullmatch(fields["parent"].id):
+    if fields["parent"] and not is_plain_name(fields["parent"].id):
         raise ValueError(f"parent {fields['parent'].id!r}")
     fields["tables"] = {name: TableTotals(**t) for name, t in fields["tables"].items()}
     fields["files"] = tuple(RankFile(**f) for f in fields["files"])

@@ -31,7 +31,13 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
 )
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, RankFile, TableTotals
+from torchrec_checknrun.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    RankFile,
+    TableTotals,
+    is_plain_name,
+)
 from torchrec_checknrun.save_planner import GlobalPlan
 from torchrec_checknrun.version import __version__
 
@@ -93,6 +99,11 @@ class StorageWriter(DcpStorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuses a directory that was used before: its files could be mistaken for new ones."""
+        if not is_plain_name(self._folder.name):
+            raise InvalidPlan(
+                f"{self._folder} can't be a checkpoint: its name {self._folder.name!r} must have 1 "
+                "to 255 characters without backslash, '::' and control characters"
+            )
         if self._is_coordinator and self._folder.names():
             raise CheckpointExists(
                 f"{self._folder} already holds {self._folder.names()[:3]}: a checkpoint directory "

@@ -4,8 +4,8 @@
 
 Three runs of the trainer, each in processes of its own: two that are never interrupted (they show
 that the job is reproducible), and one that loses a rank to SIGKILL in the middle of an interval and
-is restarted by torchrun. Every claim is checked; the last line is `DEMO OK` with the figures, or the
-command fails.
+is restarted by torchrun. Every claim is checked; the last line is `DEMO OK` with the figures, or
+the command fails.
 """
 
 from __future__ import annotations

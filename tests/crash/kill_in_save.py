@@ -146,7 +146,6 @@ def _list_before_restoring() -> None:
 
 if __name__ == "__main__":
     _list_before_restoring()
-    plan = kills.read_plan(RUN_DIR)
-    if ATTEMPT < len(plan):
-        Bomb(plan[ATTEMPT]).arm()
+    for kill in kills.read_plan(RUN_DIR)[ATTEMPT : ATTEMPT + 1]:
+        Bomb(kill).arm()
     main()

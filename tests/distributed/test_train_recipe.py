@@ -167,6 +167,7 @@ def test_a_killed_rank_costs_no_sample_and_no_bit(run: Run, tmp_path: Path) -> N
     assert checkpoints == [10, 20, 30, 40, 50, 60]
 
 
+@pytest.mark.slow
 def test_a_restart_without_checkpoints_begins_again(run: Run, tmp_path: Path) -> None:
     again = train(tmp_path / "again", "checkpoint=off", kill=(5, 1))
     assert [(e["attempt"], e["samples"]) for e in again.named("start")] == [(0, 0), (1, 0)]

@@ -84,6 +84,18 @@ def test_folders_in_folders(folder: Folder) -> None:
     assert str(child).endswith("/seq-1")
 
 
+def test_a_folder_at_the_top_of_a_store() -> None:
+    folder = Folder("memory://run")
+    folder.create()
+    folder.put("a.json", b"x")
+    try:
+        assert "run" in folder.parent.names()
+        assert (folder.parent / "run").read("a.json") == b"x"
+        assert Folder(str(folder.parent / "run")).names() == ["a.json"]
+    finally:
+        fsspec.filesystem("memory").rm("/run", recursive=True)
+
+
 def test_files_of_others_are_seen_at_once(folder: Folder) -> None:
     """Another process writes: nothing may be remembered of an earlier look."""
     folder.create()

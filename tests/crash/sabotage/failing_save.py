@@ -1,0 +1,40 @@
+"""The second differential save fails on one rank, and training goes on. Harmless: no row is lost."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from tests.crash.sabotage import attempt, rank, replace, report, train
+from torchrec_checknrun import Checkpointer, CheckpointReport, SaveFailed
+from torchrec_checknrun.storage import StorageWriter
+
+FAILING = 3  # the baseline is the first
+
+
+def sabotage() -> None:
+    step, write_data = Checkpointer.step, StorageWriter.write_data
+    saves: list[SavePlan] = []
+
+    def write_or_fail(writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> Any:
+        saves.append(plan)
+        if rank() == 1 and attempt() == 0 and len(saves) == FAILING:
+            raise OSError(errno.ENOSPC, "no space left, says the test")
+        return write_data(writer, plan, planner)
+
+    def step_and_go_on(checkpointer: Checkpointer) -> CheckpointReport | None:
+        try:
+            return step(checkpointer)
+        except SaveFailed as error:
+            report(f"going on after: {error}")
+            return None
+
+    replace(StorageWriter, "write_data", write_or_fail)
+    replace(Checkpointer, "step", step_and_go_on)
+
+
+if __name__ == "__main__":
+    sabotage()
+    train()

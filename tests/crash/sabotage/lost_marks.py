@@ -1,0 +1,16 @@
+"""A save fails as in `failing_save`, and the marks that were cleared for it do not come back."""
+
+from __future__ import annotations
+
+from tests.crash.sabotage import failing_save, replace, train
+from torchrec_checknrun.tracked import TrackedModel
+
+
+def sabotage() -> None:
+    failing_save.sabotage()
+    replace(TrackedModel, "merge", lambda *_: None)
+
+
+if __name__ == "__main__":
+    sabotage()
+    train()

@@ -1,0 +1,36 @@
+"""The demo itself, on rows of the real data set where there are any."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from recipes.dlrm_criteo import demo
+from tests.crash.conftest import REPOSITORY
+
+ROWS = Path(os.environ.get("CRITEO_TSV") or REPOSITORY / "../shared/data/criteo_kaggle_head.tsv")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    not ROWS.is_file(), reason=f"no Criteo rows in {ROWS}: set CRITEO_TSV to a TSV file"
+)
+def test_on_real_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--data", str(ROWS), "--runs", str(tmp_path)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("DEMO OK: killed in step ")
+    assert last.endswith("equal bit for bit")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arguments", [[], ["--bits", "8"]], ids=["exact", "8 bit"])
+def test_on_synthetic_rows(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main([*arguments, "--runs", str(tmp_path)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("DEMO OK: killed in step ")
+    assert last.endswith("(lossy)" if arguments else "equal bit for bit")
