@@ -115,8 +115,12 @@ def resolve(root: Folder, name: str) -> Chain:
         }:
             raise ChainBroken(f"{child.id} and its parent {link.id} hold different tables")
         manifests.append(parent)
-    for manifest in manifests:
-        _check_sizes(root, manifest)
+    _check_sizes(root, manifests[0])
+    for parent in manifests[1:]:
+        try:
+            _check_sizes(root, parent)
+        except CorruptCheckpoint as error:
+            raise ChainBroken(f"{name} needs {parent.id}, which is damaged: {error}") from error
     return Chain(tuple(reversed(manifests)))
 
 

@@ -22,7 +22,7 @@ MANIFEST_NAME = "manifest.json"
 Kind = Literal["full", "differential"]
 
 _PLAIN_NAME = re.compile(r"(?!\.{1,2}$)(?!.*::)[^/\\\x00-\x1f]{1,255}")
-_ID = re.compile(r"seq-(\d{6,18})_step-(\d{8,18})_[0-9a-f]{8}")
+_ID = re.compile(r"seq-([0-9]{6,18})_step-([0-9]{8,18})_[0-9a-f]{8}")
 
 
 def checkpoint_id(sequence: int, step: int, attempt: str) -> str:

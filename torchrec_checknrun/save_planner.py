@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 
 from torchrec_checknrun.chain import read_manifest
 from torchrec_checknrun.chunks import EncodedChunk, encode_rows, state_chunk
-from torchrec_checknrun.errors import CheckpointNotFound, InvalidPlan
+from torchrec_checknrun.errors import CheckpointExists, CheckpointNotFound, InvalidPlan
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import Header, Kind, Link
+from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Kind, Link
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_shards
 from torchrec_checknrun.shards import Rectangle, TableShape
@@ -39,6 +39,11 @@ from torchrec_checknrun.tracking import Consumer
 
 CHUNK_BYTES = 8 << 20
 """Rows of about this many bytes in memory make a chunk."""
+
+
+@dataclass
+class OwnStorage(StorageMeta):
+    """Says that this package's StorageWriter writes what is planned; others lose the index."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,11 @@ class SavePlanner(DcpSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         self._items = {}
+        if not isinstance(storage_meta, OwnStorage) or storage_meta.checkpoint_id is None:
+            raise InvalidPlan(
+                "SavePlanner makes chunks that this package's StorageWriter writes: pass "
+                "storage_writer=StorageWriter(path) to dcp.save as well"
+            )
         if self._take is not None:
             self._snapshot = self._take()
             return
@@ -150,9 +160,10 @@ class SavePlanner(DcpSavePlanner):
             local, tables = find_shards(state_dict)
             shards = [ShardSnapshot(shard, None) for shard in local]
         else:
-            path = storage_meta.checkpoint_id if storage_meta else None
+            path = storage_meta.checkpoint_id
             interval = DirectInterval.of(self._tracked)
-            parent = None if self._full else interval.begin(path)
+            beside = interval.begin(path)
+            parent = None if self._full else beside
             shards, cut = take_rows(self._tracked, Consumer.LAST if parent else None)
             interval.pending(path, cut)
             tables = self._tracked.tables
@@ -262,23 +273,23 @@ class DirectInterval:
         """The model was restored or replaced: the next checkpoint can only be full."""
         cls._of.pop(tracked, None)
 
-    def begin(self, path: str | os.PathLike[str] | None) -> Link | None:
-        """The checkpoint that one at ``path`` can be differential to: the last, if beside it."""
-        if self._parent is None or path is None or Folder(path).parent.url != self._parent[0]:
+    def begin(self, path: str | os.PathLike[str]) -> Link | None:
+        """The checkpoint that one at ``path`` can be differential to: the last, if beside it.
+
+        Raises:
+            CheckpointExists: one is at ``path`` already, and would be taken for this one later.
+        """
+        folder = Folder(path)
+        if folder.size(MANIFEST_NAME) is not None:
+            raise CheckpointExists(
+                f"{folder} already holds a checkpoint: save into a new directory"
+            )
+        if self._parent is None or folder.parent.url != self._parent[0]:
             return None
         return self._parent[1]
 
-    def pending(self, path: str | os.PathLike[str] | None, cut: Cut) -> None:
-        """Remembers a cut until it is known whether the checkpoint at ``path`` was committed.
-
-        Raises:
-            InvalidPlan: there is no path, so that could never be known.
-        """
-        if path is None:
-            raise InvalidPlan(
-                "a tracked model's checkpoint needs this package's StorageWriter: pass "
-                "storage_writer=StorageWriter(path) to dcp.save"
-            )
+    def pending(self, path: str | os.PathLike[str], cut: Cut) -> None:
+        """Remembers a cut until it is known whether the checkpoint at ``path`` was committed."""
         self._pending = (Folder(path), cut)
 
 

@@ -38,7 +38,7 @@ from torchrec_checknrun.manifest import (
     TableTotals,
     is_plain_name,
 )
-from torchrec_checknrun.save_planner import GlobalPlan
+from torchrec_checknrun.save_planner import GlobalPlan, OwnStorage
 from torchrec_checknrun.version import __version__
 
 FOOTER = struct.Struct("<QQ16s8s")
@@ -91,7 +91,7 @@ class StorageWriter(DcpStorageWriter):
             self._folder = Folder(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self._folder.url)
+        return OwnStorage(checkpoint_id=self._folder.url)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._is_coordinator = is_coordinator

@@ -19,15 +19,15 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
         yield Folder("memory://tests/filesystem/run")
         fsspec.filesystem("memory").rm("/tests", recursive=True)
         return
-    url: str | Path = {
+    urls: dict[str, str | Path] = {
         "path": tmp_path / "run",
         "str": str(tmp_path / "run"),
         "file url": f"file://{tmp_path}/run",
         "spaces": tmp_path / "my runs" / "a run",
         "glob": tmp_path / "run[1]*",
         "trailing slash": f"{tmp_path}/run/",
-    }[request.param]
-    yield Folder(url)
+    }
+    yield Folder(urls[request.param])
 
 
 def test_files(folder: Folder) -> None:
