@@ -151,6 +151,7 @@ class SavePlanner(DcpSavePlanner):
             shards = [ShardSnapshot(shard, None) for shard in local]
         else:
             path = storage_meta.checkpoint_id if storage_meta else None
+            self._tracked.unite()
             interval = DirectInterval.of(self._tracked)
             parent = None if self._full else interval.begin(path)
             shards, cut = take_rows(self._tracked, Consumer.LAST if parent else None)
