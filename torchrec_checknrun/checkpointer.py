@@ -119,10 +119,11 @@ class Checkpointer:
         self._every_steps = every_steps
         self._callbacks = tuple(callbacks)
         self._chunk_bytes = chunk_bytes
+        states = {n: s.state if isinstance(s, PerRank) else s for n, s in declared.items()}
         self._target = Target(
             model=model,
-            tracked=track(model),
-            states={n: s.state if isinstance(s, PerRank) else s for n, s in declared.items()},
+            tracked=track(model, states.values()),
+            states=states,
             per_rank={n: s.merge for n, s in declared.items() if isinstance(s, PerRank)},
         )
         self._ranks = Ranks(timedelta(seconds=timeout_seconds))
@@ -229,6 +230,7 @@ class Checkpointer:
             self._quantization,
             self._chunk_bytes,
         )
+        self._target.tracked.unite(self._ranks.group)
         try:
             metadata = dcp.save(
                 {},

@@ -8,12 +8,13 @@ gradient waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+from torchrec_checknrun.optimizers import torch_optimizers
 
 
 class PendingGradients:
@@ -26,7 +27,7 @@ class PendingGradients:
     def __init__(self, states: Iterable[object]) -> None:
         self._waiting: set[Optimizer] = set()
         self._handles: list[RemovableHandle] = []
-        for optimizer in {o for state in states for o in _torch_optimizers(state)}:
+        for optimizer in torch_optimizers(states):
             self._watch(optimizer)
 
     @property
@@ -51,14 +52,3 @@ class PendingGradients:
                 if parameter.requires_grad and parameter.is_leaf:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
         self._handles.append(optimizer.register_step_post_hook(stepped))
-
-
-def _torch_optimizers(state: object) -> Iterator[Optimizer]:
-    """The optimizers that step dense parameters, inside whatever wraps them."""
-    if isinstance(state, CombinedOptimizer):
-        for _, combined in state.optimizers:
-            yield from _torch_optimizers(combined)
-    elif isinstance(inner := getattr(state, "_optimizer", None), Optimizer):
-        yield from _torch_optimizers(inner)  # TorchRec's KeyedOptimizerWrapper, warm-up, clipping
-    elif isinstance(state, Optimizer) and not isinstance(state, KeyedOptimizer):
-        yield state

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +25,10 @@ from torchrec_checknrun.chunks import (
     rows_header,
     state_tree,
 )
-from torchrec_checknrun.conversion import RowwiseConversion
+from torchrec_checknrun.conversion import Conversion, is_converted
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.save_planner import DirectInterval
-from torchrec_checknrun.sharded_state import find_shards, is_sharded
+from torchrec_checknrun.sharded_state import StoredTables, find_shards
 from torchrec_checknrun.shards import LocalShard, Rows, TableShape
 from torchrec_checknrun.state import check_state, merge_state
 from torchrec_checknrun.storage import ChainContent, StoredChunk
@@ -71,7 +70,7 @@ class LoadPlanner(DcpLoadPlanner):
         self._tables: dict[str, TableShape] = {}
         self._states_read: dict[str, list[Any]] = {}
         self._shards_of: dict[str, list[int]] = {}
-        self._conversions: dict[int, RowwiseConversion] = {}
+        self._conversions: dict[int, Conversion] = {}
         self._age: dict[str, int] = {}
         self.began = False
         self.converted = False
@@ -100,6 +99,7 @@ class LoadPlanner(DcpLoadPlanner):
             self._tables = self._tracked.tables
         for i, shard in enumerate(self._shards):
             self._shards_of.setdefault(shard.table, []).append(i)
+        self._stored = StoredTables(self._tables, self._shards)
 
     def create_local_plan(self) -> LoadPlan:
         head = self._content.chain.head
@@ -119,9 +119,9 @@ class LoadPlanner(DcpLoadPlanner):
                     if common is None:
                         continue
                     _check_fit(shard, header)
-                    if _is_converted(shard, header):
+                    if is_converted(shard, header):
                         self.converted = True
-                        self._conversions.setdefault(i, RowwiseConversion(shard))
+                        self._conversions.setdefault(i, Conversion(shard))
                     needed = True
                     if age == 0 and header.covers_range:
                         baseline_area[i] += common.area
@@ -172,8 +172,8 @@ class LoadPlanner(DcpLoadPlanner):
             if not shard.rectangle.intersect(header.rectangle):
                 continue
             part = _rows_within(shard, rows)
-            if _is_converted(shard, header):
-                _scatter_columns(shard, header, part, self._conversions[i])
+            if is_converted(shard, header):
+                self._conversions[i].scatter(header, part)
             else:
                 shard.scatter(part)
             if self._tracked is not None and age > 0:
@@ -194,7 +194,7 @@ class LoadPlanner(DcpLoadPlanner):
                 chunks.setdefault(chunk.entry["name"], {})[chunk.entry["rank"]] = chunk
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for name, current in self._state_dict.items():
-            if is_sharded(current):
+            if self._stored.covers(current):
                 continue
             if name not in head.states:
                 raise IncompatibleCheckpoint(
@@ -216,7 +216,7 @@ class LoadPlanner(DcpLoadPlanner):
                     raise CorruptCheckpoint(f"{head.id} lacks state {name!r} of rank {of_rank}")
                 tree = state_tree(stored[of_rank].entry)
                 if len(wanted) == 1:
-                    check_state(current, tree, name, is_sharded)
+                    check_state(current, tree, name, self._stored.covers, self._stored.name)
                 yield stored[of_rank].key
 
     def _load_state(self, chunk: EncodedChunk) -> None:
@@ -233,7 +233,7 @@ class LoadPlanner(DcpLoadPlanner):
             if len(read) < head.world_size:
                 return
             value = merge(read)
-        self._state_dict[name] = merge_state(self._state_dict[name], value)
+        self._state_dict[name] = merge_state(self._state_dict[name], value, self._stored.name)
 
 
 def _read_item(key: str) -> ReadItem:
@@ -268,18 +268,13 @@ def _check_fit(shard: LocalShard, header: RowsHeader) -> None:
             f"{shard.weight.dtype}: build the model with the saved data type"
         )
     wanted = {name: (s.dtype, s.dim() == 1) for name, s in shard.optimizer.items()}
-    if wanted != header.optimizer:
+    stored = {name: dtype for name, (dtype, _) in header.optimizer.items()}
+    if {name: dtype for name, (dtype, _) in wanted.items()} != stored:
         raise IncompatibleCheckpoint(
             f"table {shard.table!r} was saved with optimizer state "
             f"{_describe(header.optimizer)}, the model's optimizer has {_describe(wanted)}: use "
             "the optimizer it was trained with"
         )
-
-
-def _is_converted(shard: LocalShard, header: RowsHeader) -> bool:
-    """Whether rows were stored with other columns than the shard has."""
-    stored, own = header.rectangle, shard.rectangle
-    return (stored.col_start, stored.col_stop) != (own.col_start, own.col_stop)
 
 
 def _describe(states: Mapping[str, tuple[torch.dtype, bool]]) -> str:
@@ -300,30 +295,4 @@ def _rows_within(shard: LocalShard, rows: Rows) -> Rows:
         rows.ids[here],
         rows.weight[here],
         {name: state[here] for name, state in rows.optimizer.items()},
-    )
-
-
-def _scatter_columns(
-    shard: LocalShard, header: RowsHeader, rows: Rows, conversion: RowwiseConversion
-) -> None:
-    """Writes the columns of the rows that a shard has; row-wise state is converted at the end."""
-    own, stored = shard.rectangle, header.rectangle
-    start, stop = max(own.col_start, stored.col_start), min(own.col_stop, stored.col_stop)
-    target = slice(start - own.col_start, stop - own.col_start)
-    source = slice(start - stored.col_start, stop - stored.col_start)
-    for name, state in rows.optimizer.items():
-        if state.dim() == 1:
-            conversion.put((stored.col_start, stored.col_stop), rows.ids, name, state)
-    pointwise = {name: state for name, state in rows.optimizer.items() if state.dim() == 2}
-    columns = replace(
-        shard,
-        weight=shard.weight[:, target],
-        optimizer={name: shard.optimizer[name][:, target] for name in pointwise},
-    )
-    columns.scatter(
-        Rows(
-            rows.ids,
-            rows.weight[:, source],
-            {name: state[:, source] for name, state in pointwise.items()},
-        )
     )

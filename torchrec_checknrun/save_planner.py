@@ -161,6 +161,7 @@ class SavePlanner(DcpSavePlanner):
             shards = [ShardSnapshot(shard, None) for shard in local]
         else:
             path = storage_meta.checkpoint_id
+            self._tracked.unite()
             interval = DirectInterval.of(self._tracked)
             beside = interval.begin(path)
             parent = None if self._full else beside
@@ -169,7 +170,7 @@ class SavePlanner(DcpSavePlanner):
             tables = self._tracked.tables
             kind: Kind = "differential" if parent else "full"
             self._header = dataclasses.replace(
-                self._header, kind=kind, parent=parent, previous=parent
+                self._header, kind=kind, parent=parent, previous=beside
             )
         stored = StoredTables(tables, (snapshot.shard for snapshot in shards))
         states = drop_tables(state_dict, stored, "state_dict")

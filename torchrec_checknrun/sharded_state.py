@@ -54,6 +54,14 @@ class StoredTables:
         """Whether a local tensor is a view of that memory (one without elements needs none)."""
         return not tensor.numel() or tensor.untyped_storage().data_ptr() in self._memory
 
+    def covers(self, value: object) -> bool:
+        """Whether a state-dict leaf is restored as table rows: a sharded tensor, or a data-parallel
+        table or its optimizer state.
+        """
+        return is_sharded(value) or (
+            isinstance(value, torch.Tensor) and value.numel() > 0 and self.hold(value)
+        )
+
     def name(self, key: object) -> bool:
         """Whether a key is a table's weight, under which its optimizer state is kept."""
         return key in self._weights
@@ -83,7 +91,7 @@ def drop_tables(value: Any, stored: StoredTables, path: str) -> Any:
     for key, item in value.items():
         dropped = drop_tables(item, stored, f"{path}.{key}")
         of_table = isinstance(item, dict) and not dropped and stored.name(key)
-        if not is_sharded(item) and not of_table:
+        if not of_table and not stored.covers(item):
             kept[key] = dropped
     return kept
 

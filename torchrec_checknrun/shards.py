@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torchrec.distributed.batched_embedding_kernel import (
     BatchedDenseEmbedding,
     BatchedDenseEmbeddingBag,
@@ -24,9 +28,9 @@ from torchrec.distributed.batched_embedding_kernel import (
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingType
 
 from torchrec_checknrun.errors import UnsupportedTable
+from torchrec_checknrun.optimizers import row_states
 
 # Fused optimizers whose update leaves a row that was not looked up as it is.
 _TOUCHES_LOOKED_UP_ROWS_ONLY = frozenset(
@@ -117,6 +121,7 @@ class LocalShard:
         weight: ``(rows, cols)``, a view of the kernel's memory.
         optimizer: fused optimizer state by TorchRec's name (``momentum1``, ``exp_avg_sq`` …), each
             ``(rows,)`` (row-wise) or ``(rows, cols)`` (pointwise), views as well.
+        replicated: every rank has all of it (data parallel).
     """
 
     table: str
@@ -124,6 +129,7 @@ class LocalShard:
     rectangle: Rectangle
     weight: torch.Tensor
     optimizer: Mapping[str, torch.Tensor]
+    replicated: bool = False
 
     def __str__(self) -> str:
         return f"{self.table}{self.rectangle}"
@@ -137,6 +143,19 @@ class LocalShard:
     def tensors(self) -> list[torch.Tensor]:
         """The weight and the optimizer states."""
         return [self.weight, *self.optimizer.values()]
+
+    def part(self, start: int, stop: int) -> LocalShard:
+        """Its rows from ``start`` to ``stop`` (positions in it) as a shard of their own."""
+        own = self.rectangle
+        return LocalShard(
+            table=self.table,
+            shape=self.shape,
+            rectangle=Rectangle(
+                own.row_start + start, own.row_start + stop, own.col_start, own.col_stop
+            ),
+            weight=self.weight[start:stop],
+            optimizer={name: state[start:stop] for name, state in self.optimizer.items()},
+        )
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Global to shard-local ids, on the weight's device.
@@ -178,13 +197,17 @@ class Kernel:
         shards: its tables' local shards, in the kernel's order.
         feature_to_shard: for each key of that KeyedJaggedTensor, by position, the index in
             ``shards`` (a feature's *name* is ambiguous: two tables may share it).
-        touches_other_rows: whether its optimizer may change rows that were not looked up.
+        touches_other_rows: whether its fused optimizer may change rows that were not looked up.
+        data_parallel: every rank has these tables, and a dense optimizer updates them.
+        optimizers: the dense optimizers that are known, for data-parallel tables' state.
     """
 
     module: Any
     shards: list[LocalShard]
     feature_to_shard: list[int]
     touches_other_rows: bool
+    data_parallel: bool = False
+    optimizers: tuple[Optimizer, ...] = ()
 
     def flush(self) -> None:
         """Brings rows that live in a GPU cache back to memory, and finds that memory again: it may
@@ -192,23 +215,25 @@ class Kernel:
         """
         self.module.flush()
         weights = self.module.split_embedding_weights()
-        states = _optimizer_states(self.module._emb_module, len(weights))
+        states = _optimizer_states(self.module._emb_module, weights, self.optimizers)
         for shard, weight, state in zip(self.shards, weights, states, strict=True):
-            shard.weight, shard.optimizer = weight, state
+            shard.weight, shard.optimizer = weight.detach(), state
 
     def purge(self) -> None:
         """Drops cached rows after the shards' memory was written, lest stale ones win."""
         self.module.purge()
 
 
-def find_kernels(model: nn.Module) -> tuple[list[Kernel], dict[str, TableShape]]:
-    """All fused kernels under ``model`` on this rank, and all tables they share with other ranks.
+def find_kernels(
+    model: nn.Module, optimizers: tuple[Optimizer, ...] = ()
+) -> tuple[list[Kernel], dict[str, TableShape]]:
+    """All kernels under ``model`` on this rank, and all tables they share with other ranks.
 
-    Data-parallel tables are not among them: they are dense parameters, which every checkpoint holds
-    in full.
+    Args:
+        optimizers: dense optimizers, in which data-parallel tables' state is looked for.
 
     Returns:
-        The kernels, and every sharded table's shape by name, the same on all ranks.
+        The kernels, and every table's shape by name, the same on all ranks.
 
     Raises:
         UnsupportedTable: a table is held by a kernel whose rows can't be read and written in place.
@@ -219,16 +244,13 @@ def find_kernels(model: nn.Module) -> tuple[list[Kernel], dict[str, TableShape]]
         is_bag = isinstance(module, ShardedEmbeddingBagCollection)
         prefix = f"{path}." if path else ""
         prefix += "embedding_bags." if is_bag else "embeddings."
-        for name, plan in module.module_sharding_plan.items():
-            if plan.sharding_type != ShardingType.DATA_PARALLEL.value:
-                config = module._table_name_to_config[name]
-                tables[prefix + name] = TableShape(config.num_embeddings, config.embedding_dim)
+        for name in module.module_sharding_plan:
+            config = module._table_name_to_config[name]
+            tables[prefix + name] = TableShape(config.num_embeddings, config.embedding_dim)
         for lookup in module._lookups:
             while isinstance(lookup, DistributedDataParallel):
                 lookup = lookup.module
-            for kernel in lookup._emb_modules:
-                if not isinstance(kernel, (BatchedDenseEmbedding, BatchedDenseEmbeddingBag)):
-                    kernels.append(_kernel(kernel, prefix))
+            kernels += [_kernel(kernel, prefix, optimizers) for kernel in lookup._emb_modules]
     return kernels, tables
 
 
@@ -253,48 +275,55 @@ def _embedding_collections(
         yield from _embedding_collections(child, f"{path}.{name}" if path else name, seen)
 
 
-def _kernel(module: Any, prefix: str) -> Kernel:
+def _kernel(module: Any, prefix: str, optimizers: tuple[Optimizer, ...]) -> Kernel:
     names = [table.name for table in module._config.embedding_tables]
-    if type(module) not in (BatchedFusedEmbeddingBag, BatchedFusedEmbedding):
+    data_parallel = type(module) in (BatchedDenseEmbedding, BatchedDenseEmbeddingBag)
+    if not data_parallel and type(module) not in (BatchedFusedEmbeddingBag, BatchedFusedEmbedding):
         raise UnsupportedTable(
             f"tables {[prefix + name for name in names]} are held by {type(module).__name__}, "
             "whose rows can't be read and written in place: shard them with compute kernel "
             "'fused', 'fused_uvm' or 'fused_uvm_caching'"
         )
     tbe = module._emb_module
-    states = _optimizer_states(tbe, len(names))
+    weights = module.split_embedding_weights()
+    states = _optimizer_states(tbe, weights, optimizers)
     shards = []
-    for table, weight, state in zip(
-        module._config.embedding_tables, module.split_embedding_weights(), states, strict=True
-    ):
+    for table, weight, state in zip(module._config.embedding_tables, weights, states, strict=True):
         if not weight.dtype.is_floating_point:
             raise UnsupportedTable(
                 f"table {prefix + table.name} is trained in {weight.dtype}: its rows can't be "
                 "stored yet; use fp32, fp16 or bf16"
             )
-        row, col = table.local_metadata.shard_offsets
+        row, col = (0, 0) if data_parallel else table.local_metadata.shard_offsets
         shards.append(
             LocalShard(
                 table=prefix + table.name,
                 shape=TableShape(table.num_embeddings, table.embedding_dim),
                 rectangle=Rectangle(row, row + weight.shape[0], col, col + weight.shape[1]),
-                weight=weight,
+                weight=weight.detach(),
                 optimizer=state,
+                replicated=data_parallel,
             )
         )
     return Kernel(
         module=module,
         shards=shards,
         feature_to_shard=list(module._feature_table_map),
-        touches_other_rows=tbe.optimizer not in _TOUCHES_LOOKED_UP_ROWS_ONLY,
+        touches_other_rows=not data_parallel and tbe.optimizer not in _TOUCHES_LOOKED_UP_ROWS_ONLY,
+        data_parallel=data_parallel,
+        optimizers=optimizers,
     )
 
 
-def _optimizer_states(tbe: Any, tables: int) -> list[dict[str, torch.Tensor]]:
+def _optimizer_states(
+    tbe: Any, weights: list[torch.Tensor], optimizers: tuple[Optimizer, ...]
+) -> list[dict[str, torch.Tensor]]:
     """Per table, the state views under the names that TorchRec's fused optimizer gives them."""
+    if not isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen):
+        return [row_states(optimizers, weight) for weight in weights]
     per_table = [] if tbe.optimizer == EmbOptimType.NONE else tbe.split_optimizer_states()
     if not per_table:
-        return [{} for _ in range(tables)]
+        return [{} for _ in weights]
     names = list(tbe.get_optimizer_state()[0])
     names[0] = "momentum1"  # TorchRec's name for every optimizer's first state
     return [dict(zip(names, states, strict=False)) for states in per_table]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from torchrec_checknrun.shards import LocalShard, Rows, TableShape
 from torchrec_checknrun.tracked import Cut, TrackedModel
@@ -88,7 +89,17 @@ def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[Shard
         modified = [shard.marks.modified(since) for shard in tracked.shards]
     cut = tracked.cut(Consumer.LAST if since else Consumer.LAST | Consumer.BASELINE)
     shards = [
-        ShardSnapshot(shard.local, mask)
-        for shard, mask in zip(tracked.shards, modified, strict=True)
+        _own_part(shard.local, mask) for shard, mask in zip(tracked.shards, modified, strict=True)
     ]
     return shards, cut
+
+
+def _own_part(shard: LocalShard, modified: torch.Tensor | None) -> ShardSnapshot:
+    """What this rank writes of a shard: all of it, or its share of one that every rank has."""
+    if not shard.replicated or not dist.is_initialized():
+        return ShardSnapshot(shard, modified)
+    rank, world, rows = dist.get_rank(), dist.get_world_size(), shard.rectangle.rows
+    start, stop = rows * rank // world, rows * (rank + 1) // world
+    return ShardSnapshot(
+        shard.part(start, stop), None if modified is None else modified[start:stop]
+    )

@@ -174,7 +174,17 @@ def _slice(payload: memoryview, span: list[int]) -> memoryview:
     return payload[offset : offset + length]
 
 
-def check_state(current: object, tree: Tree, path: str, covered: Callable[[object], bool]) -> None:
+def _no_table(key: object) -> bool:
+    return False
+
+
+def check_state(
+    current: object,
+    tree: Tree,
+    path: str,
+    covered: Callable[[object], bool],
+    of_table: Callable[[object], bool] = _no_table,
+) -> None:
     """Refuses a saved tree that doesn't fit the live object, before anything is changed.
 
     A dict that has lost keys, or a tensor of another shape or dtype, doesn't fit. Keys that only
@@ -182,6 +192,8 @@ def check_state(current: object, tree: Tree, path: str, covered: Callable[[objec
 
     Args:
         covered: tells leaves of ``current`` that are restored as table rows.
+        of_table: tells keys of a table, under which an optimizer keeps what is not rows (its step
+            counter): that depends on the table's sharding, and what is missing stays as it is.
 
     Raises:
         IncompatibleCheckpoint: names the key, saved and wanted.
@@ -190,8 +202,11 @@ def check_state(current: object, tree: Tree, path: str, covered: Callable[[objec
         saved = {_require_key(k): v for k, v in tree["d"]}
         for key, value in current.items():
             if key in saved:
-                check_state(value, saved[key], f"{path}.{key}", covered)
-            elif not _all_covered(value, covered):
+                if of_table(key) and isinstance(value, dict) and "d" in saved[key]:
+                    known = {k for k, _ in saved[key]["d"]}
+                    value = {k: v for k, v in value.items() if k in known}
+                check_state(value, saved[key], f"{path}.{key}", covered, of_table)
+            elif not of_table(key) and not _all_covered(value, covered):
                 raise IncompatibleCheckpoint(
                     f"{path}.{key} is not in the checkpoint, which has {_some(saved)}: restore "
                     "with the model and state objects it was saved with, or start a fresh run"
@@ -217,7 +232,7 @@ def _some(saved: dict[str | int, Tree]) -> str:
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing there"
 
 
-def merge_state(current: Any, saved: Any) -> Any:
+def merge_state(current: Any, saved: Any, of_table: Callable[[object], bool] = _no_table) -> Any:
     """Puts saved values into a live state dict, in place where it can be, and returns it.
 
     Live tensors keep their identity (they may be a model's parameters) and get the saved content;
@@ -225,7 +240,10 @@ def merge_state(current: Any, saved: Any) -> Any:
     """
     if isinstance(current, dict) and isinstance(saved, dict):
         for key, value in saved.items():
-            current[key] = merge_state(current.get(key), value)
+            if not of_table(key):
+                current[key] = merge_state(current.get(key), value, of_table)
+            elif isinstance(known := current.get(key), dict) and isinstance(value, dict):
+                merge_state(known, {k: v for k, v in value.items() if k in known})
         return current
     if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
         with torch.no_grad():

@@ -12,7 +12,7 @@ import os
 import struct
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -199,7 +199,7 @@ class StorageReader(DcpStorageReader):
             self._chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
         except CheckNRunError as error:
             content = error  # DCP would turn an exception into a message of its own
-        return Metadata({}, planner_data=content)
+        return Metadata(_ForLoadPlannerOnly(), planner_data=content)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -221,6 +221,20 @@ class StorageReader(DcpStorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+class _ForLoadPlannerOnly(dict[str, Any]):
+    """DCP's own planner would look for its keys here; without them it loads nothing, or names a
+    missing key where the planner is what is wrong.
+    """
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise InvalidPlan(
+            "StorageReader reads checkpoints for this package's LoadPlanner: pass "
+            "planner=LoadPlanner() to dcp.load as well"
+        )
+
+    keys = items = __iter__ = __contains__ = __getitem__ = _refuse
 
 
 @dataclass(frozen=True)

@@ -7,32 +7,37 @@ used as before: tracking only hangs hooks on the kernels.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from torchrec_checknrun.codecs import FusedRowwise
+from torchrec_checknrun.optimizers import torch_optimizers
 from torchrec_checknrun.shards import Kernel, LocalShard, Rectangle, Rows, TableShape, find_kernels
-from torchrec_checknrun.tracking import Consumer, KernelHook, Marks
+from torchrec_checknrun.tracking import Consumer, DataParallelHook, KernelHook, Marks
 
 logger = logging.getLogger(__name__)
 
 RowIds = torch.Tensor | np.ndarray | Sequence[int]
 
 
-def track(model: nn.Module) -> TrackedModel:
+def track(model: nn.Module, optimizers: Iterable[object] = ()) -> TrackedModel:
     """Tracks every sharded embedding (bag) collection under ``model`` from now on.
 
     Args:
         model: a DistributedModelParallel, or any module with sharded collections in it.
+        optimizers: the dense optimizers (torch's, or TorchRec's wrappers), if there are data-
+            parallel tables whose optimizer rows should travel with them.
 
     Raises:
         UnsupportedTable: a table is held by a kernel whose rows can't be read and written in place.
     """
-    return TrackedModel(model)
+    return TrackedModel(model, tuple(torch_optimizers(optimizers)))
 
 
 class TrackedShard:
@@ -150,9 +155,10 @@ class TrackedModel:
     shards: list[TrackedShard]
     """This rank's parts of them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...] = ()) -> None:
         self._model = model
-        self._hook(*find_kernels(model))
+        self._optimizers = optimizers
+        self._hook(*find_kernels(model, optimizers))
 
     def _hook(self, kernels: list[Kernel], tables: dict[str, TableShape]) -> None:
         self.tables = tables
@@ -164,7 +170,8 @@ class TrackedModel:
             self.shards += [
                 TrackedShard(s, m, kernel) for s, m in zip(kernel.shards, marks, strict=True)
             ]
-            self._hooks.append(KernelHook(kernel, marks))
+            hook = DataParallelHook if kernel.data_parallel else KernelHook
+            self._hooks.append(hook(kernel, marks))
 
     def mark(self, table: str, rows: RowIds) -> None:
         """Marks rows written by hand, global ids; call it on every rank.
@@ -192,6 +199,20 @@ class TrackedModel:
         for shard in self.shards:
             shard.marks.clear(consumer)
 
+    def unite(self, group: dist.ProcessGroup | None = None) -> None:
+        """Makes every rank's marks of data-parallel tables the union over ranks; a collective.
+
+        Args:
+            group: a gloo group of all ranks; None is the default group.
+        """
+        replicas = [shard.marks for shard in self.shards if shard.local.replicated]
+        if not replicas or not dist.is_initialized():
+            return
+        united = torch.cat([marks.raw.cpu() for marks in replicas])
+        dist.all_reduce(united, op=dist.ReduceOp.BOR, group=group)
+        for marks, own in zip(replicas, united.split([m.rows for m in replicas]), strict=True):
+            marks.raw.copy_(own)
+
     def cut(self, consumers: Consumer) -> Cut:
         """Takes the consumers' marks away; ``merge`` gives them back if they are still needed."""
         taken = {}
@@ -211,7 +232,7 @@ class TrackedModel:
         """Before the shards' memory is used: finds it again if it was moved or sharded anew, and
         brings rows back from GPU caches.
         """
-        kernels, tables = find_kernels(self._model)
+        kernels, tables = find_kernels(self._model, self._optimizers)
         if [k.module for k in kernels] != [k.module for k in self._kernels]:
             logger.warning("the model was sharded anew: all rows count as modified")
             self.close()

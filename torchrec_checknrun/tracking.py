@@ -13,8 +13,11 @@ from enum import IntFlag
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_checknrun.optimizers import group_of, touches_other_rows, wraps_another
 from torchrec_checknrun.shards import Kernel
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,11 @@ class Marks:
     def clear(self, consumer: Consumer) -> None:
         self._bytes.bitwise_and_(int(Consumer.EVERY & ~consumer))
 
+    @property
+    def raw(self) -> torch.Tensor:
+        """The mark bytes themselves, ``(rows,)`` uint8."""
+        return self._bytes[: self.rows]
+
     def merge(self, modified: torch.Tensor, consumer: Consumer) -> None:
         """Marks again what ``modified`` (from ``modified()``) says, beside what is marked now."""
         self._bytes[: self.rows].bitwise_or_(modified.to(torch.uint8) * int(consumer))
@@ -83,6 +91,7 @@ class KernelHook:
         self._handle = kernel.module.register_forward_hook(self._after_forward)
 
     def remove(self) -> None:
+        """Takes the hook off the kernel."""
         self._handle.remove()
 
     def _after_forward(
@@ -105,11 +114,63 @@ class KernelHook:
     def _mark_all(self) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(
-                "optimizer %s may change rows that were not looked up: all rows of %s count as "
-                "modified after every step, and differential checkpoints save nothing there",
+            _warn_all_rows(
                 self._kernel.module._emb_module.optimizer,
                 [shard.table for shard in self._kernel.shards],
             )
         for marks in self._marks:
             marks.mark_all()
+
+
+class DataParallelHook(KernelHook):
+    """Marks the rows of data-parallel tables, which change when their dense optimizer steps.
+
+    Until then a backward pass's rows are pending: with gradient accumulation a step applies those
+    of several passes. Each rank sees the lookups of its own batch only; ``TrackedModel.unite``
+    makes the union before a checkpoint is cut.
+    """
+
+    def __init__(self, kernel: Kernel, marks: list[Marks]) -> None:
+        super().__init__(kernel, marks)
+        self._pending: list[tuple[int, torch.Tensor]] = []
+        self._stepped = register_optimizer_step_post_hook(self._after_step)
+
+    def remove(self) -> None:
+        """Takes the hooks off the kernel and the optimizers."""
+        super().remove()
+        self._stepped.remove()
+
+    def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
+        for feature, shard in enumerate(self._kernel.feature_to_shard):
+            self._pending.append((shard, values[offsets[feature] : offsets[feature + 1]]))
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if wraps_another(optimizer):
+            return  # the one inside has told us
+        stepped = {}
+        for i, shard in enumerate(self._kernel.shards):
+            group = group_of(optimizer, shard.weight)
+            if group is not None:
+                stepped[i] = touches_other_rows(optimizer, group)
+        if not stepped:
+            return
+        for shard_index, ids in self._pending:
+            if shard_index in stepped:
+                self._marks[shard_index].mark(ids)
+        self._pending = [(i, ids) for i, ids in self._pending if i not in stepped]
+        everywhere = [i for i, other_rows in stepped.items() if other_rows]
+        for i in everywhere:
+            self._marks[i].mark_all()
+        if everywhere and not self._warned:
+            self._warned = True
+            tables = [self._kernel.shards[i].table for i in everywhere]
+            _warn_all_rows(type(optimizer).__name__, tables)
+
+
+def _warn_all_rows(optimizer: object, tables: list[str]) -> None:
+    logger.warning(
+        "optimizer %s may change rows that were not looked up: all rows of %s count as modified "
+        "after every step, and differential checkpoints save nothing there",
+        optimizer,
+        tables,
+    )

@@ -22,7 +22,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
-    data_parallel,
     row_wise,
     table_wise,
 )
@@ -45,7 +44,7 @@ CPU = torch.device("cpu")
 DENSE_FEATURES = 3
 
 Plan = dict[str, str]
-"""By ``collection.table``: ``row_wise``, ``table_wise:RANK`` or ``data_parallel``."""
+"""By ``collection.table``: ``row_wise`` or ``table_wise:RANK``."""
 State = dict[str, np.ndarray]
 """A model's whole state: global tensors by name."""
 
@@ -339,7 +338,7 @@ def _generator(sharding: str) -> Any:
     kind, _, rank = sharding.partition(":")
     if kind == "table_wise":
         return table_wise(rank=int(rank))
-    return {"row_wise": row_wise, "data_parallel": data_parallel}[kind]()
+    return row_wise()
 
 
 @dataclass

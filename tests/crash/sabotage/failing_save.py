@@ -1,4 +1,4 @@
-"""The second differential save fails on one rank, and training goes on. Harmless: no row is lost."""
+"""The second differential save fails on one rank and training goes on: harmless, no row is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from tests.crash.sabotage import attempt, rank, replace, report, train
-from torchrec_checknrun import Checkpointer, CheckpointReport, SaveFailed
+from torchrec_checknrun import Checkpointer, CheckpointReport
+from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.storage import StorageWriter
 
 FAILING = 3  # the baseline is the first
