@@ -16,7 +16,7 @@ import torch
 
 from torchrec_checknrun import row_ids
 from torchrec_checknrun.codecs import Codec, Exact, codec_from_spec
-from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 from torchrec_checknrun.state import Tree, decode_state
 
@@ -49,6 +49,8 @@ class RowsHeader:
     rectangle: Rectangle
     """The shard's columns, and the rows from the chunk's first to its last."""
     count: int
+    ids_encoding: str
+    ids_bytes: int
     dtype: torch.dtype
     codec: Codec
     optimizer: dict[str, tuple[torch.dtype, bool]]
@@ -63,7 +65,16 @@ class RowsHeader:
 def encode_rows(shard: LocalShard, rows: Rows, codec: Codec) -> EncodedChunk:
     """Encodes rows of a shard (sorted, at least one); falls back to the exact codec for rows that
     the codec can't hold (NaN, infinity, beyond its range), since a lost row is the worst error.
+
+    Raises:
+        UnsupportedTable: weight or optimizer state is of a data type that can't be read again.
     """
+    for tensor in (rows.weight, *rows.optimizer.values()):
+        if tensor.dtype not in _DTYPES.values():
+            raise UnsupportedTable(
+                f"{shard.table} or its optimizer state is of {tensor.dtype}: its rows can't be "
+                f"stored; use one of {list(_DTYPES)}"
+            )
     weight = rows.weight.detach()
     if codec.lossy and not codec.accepts(weight):
         codec = Exact()
@@ -127,6 +138,8 @@ def rows_header(entry: Entry) -> RowsHeader:
             shape=shape,
             rectangle=rectangle,
             count=count,
+            ids_encoding=str(entry["ids"]["encoding"]),
+            ids_bytes=_count(entry["ids"]["bytes"]),
             dtype=_DTYPES[entry["weight"]["dtype"]],
             codec=codec_from_spec(entry["weight"]["codec"]),
             optimizer={
@@ -134,7 +147,7 @@ def rows_header(entry: Entry) -> RowsHeader:
                 for s in entry["optimizer"]
             },
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"index entry of a rows chunk is malformed: {error!r}") from error
 
 
@@ -148,7 +161,7 @@ def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
     n, cols = header.count, header.rectangle.cols
     view = memoryview(payload)
     row_bytes = header.codec.row_bytes(cols, header.dtype)
-    sizes = [_count(entry["ids"]["bytes"]), n * row_bytes]
+    sizes = [header.ids_bytes, n * row_bytes]
     for dtype, rowwise in header.optimizer.values():
         sizes.append(n * dtype.itemsize * (1 if rowwise else cols))
     if sum(sizes) != len(view):
@@ -158,7 +171,7 @@ def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
     ends = np.cumsum(sizes)
     parts = [view[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     ids = row_ids.decode(
-        entry["ids"]["encoding"],
+        header.ids_encoding,
         parts[0],
         header.rectangle.row_start,
         header.rectangle.row_stop - 1,

@@ -61,12 +61,13 @@ class StoredChunk:
 
     checkpoint: str
     file: str
+    number: int
     entry: Entry = field(hash=False)
 
     @property
     def key(self) -> str:
-        """Names the chunk within a chain."""
-        return f"{self.checkpoint}/{self.file}@{self.entry['offset']}"
+        """Names the chunk within a chain (an offset would not: chunks may be empty)."""
+        return f"{self.checkpoint}/{self.file}#{self.number}"
 
 
 class StorageWriter(DcpStorageWriter):
@@ -276,7 +277,7 @@ def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
                 raise CorruptCheckpoint(
                     f"{where}: a chunk at {entry['offset']} lies outside the file"
                 )
-        chunks += [StoredChunk(manifest.id, file.name, entry) for entry in entries]
+        chunks += [StoredChunk(manifest.id, file.name, i, e) for i, e in enumerate(entries)]
     return tuple(chunks)
 
 

@@ -1,4 +1,4 @@
-"""A training job seen from outside: a torchrun process, its events, and a hand that kills a rank."""
+"""A training job seen from outside: a torchrun process, its events, and a hand to kill a rank."""
 
 from __future__ import annotations
 

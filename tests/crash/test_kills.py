@@ -1,8 +1,8 @@
 """Ten kills in one run, wherever they fall: it ends as if there had been none.
 
 Every kill is a SIGKILL to a real torchrun worker, by another process after a random time or by the
-worker itself at a point inside a save or restore. `CHECKNRUN_KILL_SEED` repeats a run's kills; those
-from outside fall on the same steps then, but not on the same instruction.
+worker itself at a point inside a save or restore. `CHECKNRUN_KILL_SEED` repeats the kills of a run;
+those from outside then fall on the same steps, if not on the same instruction.
 """
 
 from __future__ import annotations

@@ -1,0 +1,347 @@
+"""Chunks come back as they were stored, and entries or bytes that don't fit are refused."""
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_checknrun.chunks import (
+    EncodedChunk,
+    decode_rows,
+    decode_state_chunk,
+    encode_rows,
+    rows_header,
+    state_chunk,
+)
+from torchrec_checknrun.codecs import Codec, Exact, FusedRowwise
+from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat, UnsupportedTable
+from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
+from torchrec_checknrun.state import encode_state
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+STATE_DTYPES = [*DTYPES, torch.int64, torch.int32]
+
+
+def make_shard(
+    rows: int,
+    cols: int,
+    row_start: int = 0,
+    col_start: int = 0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    states: dict[str, tuple[torch.dtype, bool]] | None = None,
+    seed: int = 0,
+) -> LocalShard:
+    """A shard in the middle of a larger table, with row-wise or pointwise optimizer states."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = {
+        name: torch.rand((rows,) if rowwise else (rows, cols), generator=generator).to(of)
+        for name, (of, rowwise) in (states or {}).items()
+    }
+    return LocalShard(
+        table="sparse.ebc.embedding_bags.täble",
+        shape=TableShape(row_start + rows + 5, col_start + cols + 3),
+        rectangle=Rectangle(row_start, row_start + rows, col_start, col_start + cols),
+        weight=torch.randn((rows, cols), generator=generator).to(dtype),
+        optimizer=optimizer,
+    )
+
+
+def stored(chunk: EncodedChunk) -> tuple[dict[str, Any], bytes]:
+    """As it comes back from storage: the entry through JSON, the bytes."""
+    return json.loads(json.dumps(chunk.entry)), chunk.getvalue()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
+        one.contiguous().reshape(-1).view(torch.uint8),
+        other.contiguous().reshape(-1).view(torch.uint8),
+    )
+
+
+@st.composite
+def shards_and_rows(draw: st.DrawFn) -> tuple[LocalShard, Rows]:
+    rows, cols = draw(st.integers(1, 40)), draw(st.integers(1, 20))
+    names = draw(st.lists(st.sampled_from(["momentum1", "exp_avg_sq", "sum"]), unique=True))
+    shard = make_shard(
+        rows,
+        cols,
+        draw(st.sampled_from([0, 7, 2**33])),
+        draw(st.sampled_from([0, 16])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        states={n: (draw(st.sampled_from(STATE_DTYPES)), draw(st.booleans())) for n in names},
+        seed=draw(st.integers(0, 1000)),
+    )
+    local = draw(st.sets(st.integers(0, rows - 1), min_size=1).map(sorted))
+    return shard, shard.gather(torch.tensor(local) + shard.rectangle.row_start)
+
+
+@settings(max_examples=120, deadline=None)
+@given(shards_and_rows(), st.sampled_from([Exact(), *map(FusedRowwise, (8, 4, 2))]))
+def test_round_trip(shard_and_rows: tuple[LocalShard, Rows], codec: Codec) -> None:
+    shard, rows = shard_and_rows
+    entry, payload = stored(encode_rows(shard, rows, codec))
+    decoded = decode_rows(entry, payload)
+    assert decoded.ids.dtype == torch.int64
+    assert decoded.ids.tolist() == rows.ids.tolist()
+    cols, dtype = shard.rectangle.cols, shard.weight.dtype
+    wanted = codec.decode(codec.encode(rows.weight), cols, dtype)
+    assert same_bits(decoded.weight, wanted)
+    assert list(decoded.optimizer) == list(rows.optimizer)
+    for name, state in rows.optimizer.items():
+        assert same_bits(decoded.optimizer[name], state)
+    header = rows_header(entry)
+    assert (header.table, header.shape) == (shard.table, shard.shape)
+    assert header.rectangle == Rectangle(
+        int(rows.ids[0]),
+        int(rows.ids[-1]) + 1,
+        shard.rectangle.col_start,
+        shard.rectangle.col_stop,
+    )
+    assert header.count == len(rows.ids)
+    assert header.covers_range == (len(rows.ids) == int(rows.ids[-1] - rows.ids[0]) + 1)
+    assert header.dtype == dtype
+    assert header.codec.spec() == codec.spec()
+    assert header.optimizer == {n: (s.dtype, s.dim() == 1) for n, s in rows.optimizer.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(shards_and_rows(), st.sampled_from([Exact(), *map(FusedRowwise, (8, 4, 2))]))
+def test_the_entry_accounts_for_every_byte(
+    shard_and_rows: tuple[LocalShard, Rows], codec: Codec
+) -> None:
+    chunk = encode_rows(*shard_and_rows, codec)
+    entry = chunk.entry
+    parts = [entry["ids"]["bytes"], entry["weight"]["bytes"]]
+    parts += [state["bytes"] for state in entry["optimizer"]]
+    assert sum(parts) == len(chunk.getvalue())
+    assert entry["weight"]["value_bits"] == codec.value_bits
+
+
+def test_all_rows_need_no_ids() -> None:
+    shard = make_shard(100, 8)
+    rows = shard.gather(torch.arange(100))
+    chunk = encode_rows(shard, rows, Exact())
+    assert len(chunk.getvalue()) == shard.weight.nbytes
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_rows_that_a_codec_would_destroy_are_stored_exactly(bits: int, value: float) -> None:
+    shard = make_shard(6, 8, states={"momentum1": (torch.float32, True)})
+    shard.weight[3, 5] = value
+    shard.optimizer["momentum1"][2] = float("nan")
+    rows = shard.gather(torch.tensor([1, 3, 4]))
+    entry, payload = stored(encode_rows(shard, rows, FusedRowwise(bits)))
+    assert same_bits(decode_rows(entry, payload).weight, rows.weight)
+    assert entry["weight"]["codec"] == Exact().spec()
+    assert entry["weight"]["value_bits"] == 32
+    assert "error" not in entry
+    unharmed = encode_rows(shard, shard.gather(torch.tensor([0, 1, 2])), FusedRowwise(bits))
+    assert unharmed.entry["weight"]["value_bits"] == bits
+    assert same_bits(
+        decode_rows(*stored(unharmed)).optimizer["momentum1"], shard.optimizer["momentum1"][:3]
+    )
+
+
+def test_the_error_is_measured() -> None:
+    shard = make_shard(3000, 16)
+    shard.weight[5] = 0
+    shard.weight[7] = 2.5
+    for bits, low, high in ((8, 1e-4, 1e-2), (4, 1e-2, 2e-1), (2, 1e-1, 1.0)):
+        codec = FusedRowwise(bits)
+        chunk = encode_rows(shard, shard.gather(torch.arange(3000)), codec)
+        error = chunk.entry["error"]
+        decoded = codec.decode(codec.encode(shard.weight), 16, torch.float32)
+        relative = (decoded - shard.weight).norm(dim=1) / shard.weight.norm(dim=1).clamp(min=1e-30)
+        assert low < error["mean"] < error["max"] < high
+        assert error["mean"] == pytest.approx(float(relative.mean()), rel=0.1)
+        assert error["max"] <= float(relative.max()) * (1 + 1e-6)
+        assert 500 <= error["sampled_rows"] <= 1024
+    one = encode_rows(shard, shard.gather(torch.tensor([9])), FusedRowwise(8))
+    assert one.entry["error"]["sampled_rows"] == 1
+    zeros = encode_rows(shard, shard.gather(torch.tensor([5])), FusedRowwise(8))
+    assert zeros.entry["error"] == {"mean": 0.0, "max": 0.0, "sampled_rows": 1}
+    assert "error" not in encode_rows(shard, shard.gather(torch.arange(9)), Exact()).entry
+
+
+def test_a_part_of_a_larger_table_keeps_its_place() -> None:
+    shard = make_shard(10, 4, row_start=100, col_start=12)
+    entry, _ = stored(encode_rows(shard, shard.gather(torch.tensor([101, 108])), Exact()))
+    assert rows_header(entry).rectangle == Rectangle(101, 109, 12, 16)
+    assert entry["table"] == "sparse.ebc.embedding_bags.täble"
+
+
+@pytest.mark.parametrize("what", ["weight", "state"])
+def test_a_data_type_that_could_not_be_read_again_is_not_written(what: str) -> None:
+    narrow = torch.float8_e4m3fn
+    shard = make_shard(3, 4, states={"momentum1": (torch.float32, True)})
+    if what == "weight":
+        shard.weight = shard.weight.to(narrow)
+    else:
+        shard.optimizer = {"momentum1": shard.optimizer["momentum1"].to(narrow)}
+    with pytest.raises(UnsupportedTable, match=r"täble.*float8_e4m3fn.*'float16', 'bfloat16'"):
+        encode_rows(shard, shard.gather(torch.arange(3)), Exact())
+
+
+def example(codec: Codec | None = None) -> tuple[dict[str, Any], bytes]:
+    states = {"momentum1": (torch.float32, True), "exp_avg_sq": (torch.float16, False)}
+    shard = make_shard(50, 8, 10, 8, states=states)
+    rows = shard.gather(torch.tensor([12, 13, 17, 40]))
+    return stored(encode_rows(shard, rows, codec or Exact()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 500), st.binary(max_size=5))
+def test_a_payload_of_another_length(length: int, more: bytes) -> None:
+    entry, payload = example(FusedRowwise(8))
+    wrong = payload[:length] + more
+    if len(wrong) != len(payload):
+        with pytest.raises(CorruptCheckpoint, match=f"should have {len(payload)} bytes, not"):
+            decode_rows(entry, wrong)
+
+
+def test_ids_that_dont_fit() -> None:
+    entry, payload = example()
+    assert entry["ids"]["encoding"] == "bitmap"
+    with pytest.raises(CorruptCheckpoint, match="don't encode 4 distinct rows from 12 to 40"):
+        decode_rows(entry, b"\xff" + payload[1:])
+
+
+def change(path: str, value: object) -> Callable[[dict[str, Any]], None]:
+    def apply(entry: dict[str, Any]) -> None:
+        *outer, last = path.split(".")
+        node: Any = entry
+        for key in outer:
+            node = node[int(key) if key.isdigit() else key]
+        if value == "missing":
+            del node[last]
+        else:
+            node[last] = value
+
+    apply.__name__ = f"{path}={value!r}"
+    return apply
+
+
+MALFORMED = [
+    *(
+        change(key, "missing")
+        for key in [
+            "table",
+            "table_rows",
+            "table_dim",
+            "columns",
+            "first",
+            "last",
+            "count",
+            "ids",
+            "weight",
+            "optimizer",
+            "ids.bytes",
+            "ids.encoding",
+            "weight.codec",
+            "weight.dtype",
+            "optimizer.0.name",
+            "optimizer.0.dtype",
+            "optimizer.1.rowwise",
+        ]
+    ),
+    change("table_rows", 40),
+    change("table_rows", -1),
+    change("table_rows", "65"),
+    change("table_dim", 15),
+    change("table_dim", 8.0),
+    change("columns", [8]),
+    change("columns", [8, 16, 24]),
+    change("columns", [16, 8]),
+    change("columns", [8, 8]),
+    change("columns", 8),
+    change("first", 41),
+    change("first", -12),
+    change("first", None),
+    change("last", 2**40),
+    change("last", True),
+    change("count", 0),
+    change("count", 30),
+    change("count", 5),
+    change("ids", None),
+    change("ids.bytes", -1),
+    change("ids.bytes", "4"),
+    change("ids.encoding", "runs"),
+    change("ids.encoding", ["bitmap"]),
+    change("weight", []),
+    change("weight.dtype", "float64"),  # the bytes don't fit
+    change("weight.dtype", "uint8"),
+    change("weight.dtype", ["float32"]),
+    change("weight.codec", None),
+    change("optimizer", None),
+    change("optimizer", [5]),
+    change("optimizer.0.dtype", "int64"),  # the bytes don't fit
+    change("optimizer.0.rowwise", False),
+]
+
+
+@pytest.mark.parametrize("damage", MALFORMED, ids=lambda damage: damage.__name__)
+def test_malformed_entries(damage: Callable[[dict[str, Any]], None]) -> None:
+    entry, payload = example()
+    decode_rows(entry, payload)
+    damage(entry)
+    with pytest.raises(CorruptCheckpoint):
+        decode_rows(entry, payload)
+
+
+@pytest.mark.parametrize(
+    "spec", [{"name": "zstd", "version": 1}, {"name": "exact", "version": 2}, {}]
+)
+def test_codecs_of_a_newer_release(spec: dict[str, Any]) -> None:
+    entry, payload = example()
+    entry["weight"]["codec"] = spec
+    with pytest.raises(UnsupportedFormat):
+        decode_rows(entry, payload)
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 70), st.text(max_size=3), st.lists(st.integers(0, 9))
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), JUNK)
+def test_no_field_can_crash_a_reader(data: st.DataObject, junk: object) -> None:
+    """What decodes in spite of another value in a field is still of the promised shape."""
+    entry, payload = example()
+    entry = copy.deepcopy(entry)
+    node: Any = entry
+    while isinstance(node, (dict, list)) and node:
+        keys = sorted(node) if isinstance(node, dict) else range(len(node))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(node[key], (dict, list)) or data.draw(st.booleans()):
+            node[key] = junk
+            break
+        node = node[key]
+    try:
+        decoded = decode_rows(entry, payload)
+    except (CorruptCheckpoint, UnsupportedFormat):
+        return
+    header = rows_header(entry)
+    assert decoded.weight.shape == (header.count, header.rectangle.cols)
+    assert len(decoded.ids) == header.count
+    assert decoded.optimizer.keys() == header.optimizer.keys()
+
+
+def test_state_chunks() -> None:
+    value = {"samples": 7, "rng": np.arange(5), "weight": torch.ones(2)}
+    for rank in (None, 3):
+        chunk = state_chunk("reader", rank, *encode_state(value, "reader"))
+        entry, payload = stored(chunk)
+        assert (entry["kind"], entry["name"], entry["rank"]) == ("state", "reader", rank)
+        decoded = decode_state_chunk(entry, payload)
+        assert decoded["samples"] == 7
+        assert decoded["rng"].tolist() == [0, 1, 2, 3, 4]
+        assert decoded["weight"].tolist() == [1, 1]
