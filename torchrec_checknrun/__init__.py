@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.storage import StorageReader, StorageWriter
     from torchrec_checknrun.tracked import TrackedModel, TrackedShard, track
     from torchrec_checknrun.tracking import Consumer
+    from torchrec_checknrun.warm_start import load_tables
 
 _HOME = {
     "Checkpointer": "checkpointer",
@@ -40,6 +41,7 @@ _HOME = {
     "TrackedModel": "tracked",
     "TrackedShard": "tracked",
     "track": "tracked",
+    "load_tables": "warm_start",
     "Consumer": "tracking",
 }
 
@@ -62,6 +64,7 @@ __all__ = [
     "TrackedModel",
     "TrackedShard",
     "__version__",
+    "load_tables",
     "track",
 ]
 

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchrec_checknrun.chain import highest_sequence
 from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored, SaveFailed
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.gradients import PendingGradients
 from torchrec_checknrun.lineage import Lineage, Proposal
 from torchrec_checknrun.load_planner import Merge
@@ -120,6 +121,7 @@ class Checkpointer:
         self._callbacks = tuple(callbacks)
         self._chunk_bytes = chunk_bytes
         states = {n: s.state if isinstance(s, PerRank) else s for n, s in declared.items()}
+        self._model = model
         self._target = Target(
             model=model,
             tracked=track(model, states.values()),
@@ -135,7 +137,13 @@ class Checkpointer:
         self._partly_restored: str | None = None
 
     def restore(
-        self, checkpoint: str | None = None, *, verify: Literal["read", "all"] = "read"
+        self,
+        checkpoint: str | None = None,
+        *,
+        verify: Literal["read", "all"] = "read",
+        map: Mapping[str, str] | None = None,
+        strict: bool = True,
+        shrink: bool = False,
     ) -> RestoreReport | None:
         """Brings model and state objects to a checkpoint's state.
 
@@ -144,6 +152,12 @@ class Checkpointer:
                 over for the one before it, and the report says why.
             verify: ``read`` verifies each chunk as it is read; ``all`` reads everything twice, so
                 that damaged data is found before anything is changed.
+            map: saved table name to the model's, for tables that were renamed.
+            strict: whether checkpoint and model must have the same tables and state keys; if not,
+                the report lists what was skipped.
+            shrink: whether tables may have fewer rows than were saved. (More are always allowed:
+                new rows keep their initialisation.) After a restore that renames, skips or resizes,
+                or joins or splits columns, the next checkpoint is full.
 
         Returns:
             What was restored; None if the root holds no checkpoint (a fresh start).
@@ -159,8 +173,9 @@ class Checkpointer:
         started = time.perf_counter()
         if verify not in ("read", "all"):
             raise ValueError(f"verify must be 'read' or 'all', not {verify!r}")
+        target = replace(self._target, fit=Fit(map or {}, strict, shrink))
         try:
-            found = restore(self.root, self._target, self._ranks, checkpoint, verify == "all")
+            found = restore(self.root, target, self._ranks, checkpoint, verify == "all")
         except BaseException as error:
             if isinstance(error, ModelPartlyRestored) or not isinstance(
                 error, (CheckNRunError, OSError)
@@ -183,7 +198,10 @@ class Checkpointer:
             passed_over=tuple(found.passed_over),
             lossy=found.chain.lossy,
             seconds=time.perf_counter() - started,
+            skipped=tuple(found.skipped),
         )
+        for what in found.skipped:
+            self._log("skipped: %s", what, level=logging.WARNING)
         for problem in found.passed_over:
             self._log("passed over: %s", problem, level=logging.WARNING)
         self._log("restored %s (step %d) in %.2f s", head.id, head.step, report.seconds)
@@ -325,13 +343,14 @@ class Checkpointer:
 
     def _take_snapshot(self, proposal: Proposal, cut: list[Cut]) -> Snapshot:
         tracked = self._target.tracked
-        states: dict[str, Any] = {MODEL: self._target.model.state_dict()}
+        states: dict[str, Any] = {MODEL: self._model.state_dict()}
         states |= {name: stateful.state_dict() for name, stateful in self._target.states.items()}
         stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
         dense = {name: drop_tables(value, stored, name) for name, value in states.items()}
         shards, taken = take_rows(tracked, _MARKS[proposal.decision])
         cut.append(taken)
-        return Snapshot(shards, tracked.tables, dense, frozenset(self._target.per_rank))
+        per_rank = frozenset(self._target.per_rank)
+        return Snapshot(shards, tracked.tables, dense, per_rank, tracked.progress())
 
     def _refuse_if_partly_restored(self) -> None:
         if self._partly_restored is not None:

@@ -25,10 +25,11 @@ Columns = tuple[int, int]
 def is_converted(shard: LocalShard, header: RowsHeader) -> bool:
     """Whether rows were stored with other columns or another kind of state than a shard has."""
     stored, own = header.rectangle, shard.rectangle
-    kinds = {name: state.dim() == 1 for name, state in shard.optimizer.items()}
-    return (stored.col_start, stored.col_stop) != (own.col_start, own.col_stop) or kinds != {
-        name: rowwise for name, (_, rowwise) in header.optimizer.items()
-    }
+    rowwise = {name: state.dim() == 1 for name, state in shard.optimizer.items()}
+    return (stored.col_start, stored.col_stop) != (own.col_start, own.col_stop) or any(
+        rowwise.get(name, stored_rowwise) != stored_rowwise
+        for name, (_, stored_rowwise) in header.optimizer.items()
+    )
 
 
 class Conversion:

@@ -27,13 +27,16 @@ from torchrec_checknrun.chunks import (
 )
 from torchrec_checknrun.conversion import Conversion, is_converted
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from torchrec_checknrun.fit import Fit, check_rows, match_tables
 from torchrec_checknrun.save_planner import DirectInterval
 from torchrec_checknrun.sharded_state import StoredTables, find_shards
-from torchrec_checknrun.shards import LocalShard, Rows, TableShape
-from torchrec_checknrun.state import check_state, merge_state
+from torchrec_checknrun.shards import FusedProgress, LocalShard, Rectangle, Rows, TableShape
+from torchrec_checknrun.state import check_state, common_state, merge_state
 from torchrec_checknrun.storage import ChainContent, StoredChunk
 from torchrec_checknrun.tracked import TrackedModel
 from torchrec_checknrun.tracking import Consumer
+
+_AS_SAVED = Fit()
 
 Merge = Callable[[list[Any]], Any]
 """Makes one rank's state of all ranks' saved ones (in rank order), for another number of ranks."""
@@ -47,12 +50,14 @@ class LoadPlanner(DcpLoadPlanner):
             it they go into the tables of the state dict.
         per_rank: how to merge states that each rank had its own of, should the number of ranks
             have changed; None or absent makes that an error.
+        fit: what may differ between checkpoint and model.
         dry_run: read, verify and decode everything, but change nothing.
 
     Attributes:
         began: whether anything may have been changed.
-        converted: whether column ranges differ from the saved ones, so that a differential
-            checkpoint can't follow.
+        converted: whether tables differ from the saved ones in more than the ranks that hold their
+            rows, so that a differential checkpoint can't follow.
+        skipped: what was on one side only, where ``fit`` allows that.
     """
 
     def __init__(
@@ -60,20 +65,24 @@ class LoadPlanner(DcpLoadPlanner):
         tracked: TrackedModel | None = None,
         *,
         per_rank: Mapping[str, Merge | None] | None = None,
+        fit: Fit = _AS_SAVED,
         dry_run: bool = False,
     ) -> None:
         self._tracked = tracked
+        self._fit = fit
         self._merge = dict(per_rank or {})
         self._dry_run = dry_run
         self._state_dict: dict[str, Any] = {}
         self._shards: list[LocalShard] = []
         self._tables: dict[str, TableShape] = {}
         self._states_read: dict[str, list[Any]] = {}
+        self._targets: dict[str, str] = {}
         self._shards_of: dict[str, list[int]] = {}
         self._conversions: dict[int, Conversion] = {}
         self._age: dict[str, int] = {}
         self.began = False
         self.converted = False
+        self.skipped: list[str] = []
 
     def set_up_planner(
         self,
@@ -99,12 +108,14 @@ class LoadPlanner(DcpLoadPlanner):
             self._tables = self._tracked.tables
         for i, shard in enumerate(self._shards):
             self._shards_of.setdefault(shard.table, []).append(i)
-        self._stored = StoredTables(self._tables, self._shards)
 
     def create_local_plan(self) -> LoadPlan:
         head = self._content.chain.head
         saved = {name: TableShape(t.rows, t.dim) for name, t in head.tables.items()}
-        _check_tables(self._tables, saved)
+        self._stored = StoredTables(self._tables.keys() | saved.keys(), self._shards)
+        match = match_tables(self._tables, saved, self._fit)
+        self._targets = match.target
+        self.converted, self.skipped = match.resized, match.skipped
         items = []
         baseline_area = [0] * len(self._shards)
         for age, chunks in enumerate(self._content.chunks):
@@ -113,12 +124,12 @@ class LoadPlanner(DcpLoadPlanner):
                     continue
                 header = rows_header(chunk.entry)
                 needed = False
-                for i in self._shards_of.get(header.table, ()):
+                for i in self._shards_into(header):
                     shard = self._shards[i]
                     common = shard.rectangle.intersect(header.rectangle)
                     if common is None:
                         continue
-                    _check_fit(shard, header)
+                    check_rows(shard, header, self._fit)
                     if is_converted(shard, header):
                         self.converted = True
                         self._conversions.setdefault(i, Conversion(shard))
@@ -128,12 +139,16 @@ class LoadPlanner(DcpLoadPlanner):
                 if needed:
                     self._age[chunk.key] = age
                     items.append(_read_item(chunk.key))
-        for shard, area in zip(self._shards, baseline_area, strict=True):
-            if area != shard.rectangle.area:
-                raise CorruptCheckpoint(
-                    f"{self._content.chain.baseline.id} holds {area} of the {shard.rectangle.area} "
-                    f"values of {shard}: the full checkpoint is not full"
-                )
+        for name, into in self._targets.items():
+            whole = Rectangle(0, saved[name].rows, 0, saved[name].dim)
+            for i in self._shards_of.get(into, ()):
+                common = self._shards[i].rectangle.intersect(whole)
+                area = common.area if common else 0
+                if baseline_area[i] != area:
+                    raise CorruptCheckpoint(
+                        f"{self._content.chain.baseline.id} holds {baseline_area[i]} of the {area} "
+                        f"values of {self._shards[i]}: the full checkpoint is not full"
+                    )
         return LoadPlan(items + [_read_item(key) for key in self._plan_states()])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -167,7 +182,9 @@ class LoadPlanner(DcpLoadPlanner):
         rows = decode_rows(chunk.entry, chunk.getbuffer())
         if self._dry_run:
             return
-        for i in self._shards_of.get(header.table, ()):
+        if not self._fit.optimizer:
+            rows.optimizer = {}
+        for i in self._shards_into(header):
             shard = self._shards[i]
             if not shard.rectangle.intersect(header.rectangle):
                 continue
@@ -184,6 +201,23 @@ class LoadPlanner(DcpLoadPlanner):
                 conversion.finish()
             if self._tracked is not None:
                 self._tracked.purge()
+                if self._fit.optimizer:
+                    self._tracked.set_progress(self._saved_progress())
+
+    def _saved_progress(self) -> dict[str, FusedProgress]:
+        """The fused optimizers' counters and learning rates at the head, by the model's tables."""
+        tables = self._content.chain.head.tables
+        return {
+            into: FusedProgress(table.optimizer_step, table.learning_rate)
+            for name, into in self._targets.items()
+            if (table := tables[name]).optimizer_step is not None
+            and table.learning_rate is not None
+        }
+
+    def _shards_into(self, header: RowsHeader) -> Sequence[int]:
+        """The local shards, by index, of the table that a chunk's rows go into."""
+        target = self._targets.get(header.table)
+        return self._shards_of.get(target, ()) if target is not None else ()
 
     def _plan_states(self) -> Iterable[str]:
         """The chunks of the head's state objects that were asked for, checked against them."""
@@ -195,6 +229,9 @@ class LoadPlanner(DcpLoadPlanner):
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for name, current in self._state_dict.items():
             if self._stored.covers(current):
+                continue
+            if name not in head.states and not self._fit.strict:
+                self.skipped.append(f"state {name!r}: not in the checkpoint")
                 continue
             if name not in head.states:
                 raise IncompatibleCheckpoint(
@@ -215,7 +252,7 @@ class LoadPlanner(DcpLoadPlanner):
                 if of_rank not in stored:
                     raise CorruptCheckpoint(f"{head.id} lacks state {name!r} of rank {of_rank}")
                 tree = state_tree(stored[of_rank].entry)
-                if len(wanted) == 1:
+                if len(wanted) == 1 and self._fit.strict:
                     check_state(current, tree, name, self._stored.covers, self._stored.name)
                 yield stored[of_rank].key
 
@@ -233,57 +270,15 @@ class LoadPlanner(DcpLoadPlanner):
             if len(read) < head.world_size:
                 return
             value = merge(read)
-        self._state_dict[name] = merge_state(self._state_dict[name], value, self._stored.name)
+        current = self._state_dict[name]
+        if not self._fit.strict:
+            value = common_state(current, value, name, self.skipped)
+        self._state_dict[name] = merge_state(current, value, self._stored.name)
 
 
 def _read_item(key: str) -> ReadItem:
     index, nothing = MetadataIndex(key), torch.Size((0,))
     return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-
-
-def _check_tables(wanted: dict[str, TableShape], saved: dict[str, TableShape]) -> None:
-    for name, shape in wanted.items():
-        if name not in saved:
-            raise IncompatibleCheckpoint(
-                f"table {name!r} ({shape.rows} × {shape.dim}) is not in the checkpoint, which has "
-                f"{sorted(saved)}: restore into the model that was saved, or start a fresh run"
-            )
-        if saved[name] != shape:
-            raise IncompatibleCheckpoint(
-                f"table {name!r} was saved as {saved[name].rows} × {saved[name].dim}, the model "
-                f"has {shape.rows} × {shape.dim}: build the model with the saved size"
-            )
-    if missing := sorted(saved.keys() - wanted.keys()):
-        raise IncompatibleCheckpoint(
-            f"the checkpoint holds tables {missing} that the model hasn't got (sharded): restore "
-            "into the model that was saved, with the same tables sharded"
-        )
-
-
-def _check_fit(shard: LocalShard, header: RowsHeader) -> None:
-    """Refuses rows of another data type, or with other optimizer state."""
-    if header.dtype != shard.weight.dtype:
-        raise IncompatibleCheckpoint(
-            f"table {shard.table!r} was saved as {header.dtype}, the model has "
-            f"{shard.weight.dtype}: build the model with the saved data type"
-        )
-    wanted = {name: (s.dtype, s.dim() == 1) for name, s in shard.optimizer.items()}
-    stored = {name: dtype for name, (dtype, _) in header.optimizer.items()}
-    if {name: dtype for name, (dtype, _) in wanted.items()} != stored:
-        raise IncompatibleCheckpoint(
-            f"table {shard.table!r} was saved with optimizer state "
-            f"{_describe(header.optimizer)}, the model's optimizer has {_describe(wanted)}: use "
-            "the optimizer it was trained with"
-        )
-
-
-def _describe(states: Mapping[str, tuple[torch.dtype, bool]]) -> str:
-    if not states:
-        return "none"
-    return ", ".join(
-        f"{name} ({'row-wise' if rowwise else 'pointwise'} {str(dtype).removeprefix('torch.')})"
-        for name, (dtype, rowwise) in states.items()
-    )
 
 
 def _rows_within(shard: LocalShard, rows: Rows) -> Rows:

@@ -95,6 +95,7 @@ class TableTotals:
         value_bits: the narrowest codec among its chunks.
         error_mean, error_max: measured relative l2 error of rows, None if exact.
         error_rows: how many rows that was measured on.
+        optimizer_step, learning_rate: the fused optimizer's, None if there is none.
     """
 
     rows: int
@@ -108,6 +109,8 @@ class TableTotals:
     error_mean: float | None = None
     error_max: float | None = None
     error_rows: int = 0
+    optimizer_step: int | None = None
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class RestoreReport:
     Attributes:
         chain: ids of the checkpoints read, oldest first.
         passed_over: newer checkpoints that could not be used, and why.
+        skipped: what only the checkpoint or only the model has (with ``strict=False``).
         seconds: from the call to the end, on this rank.
     """
 
@@ -76,6 +77,7 @@ class RestoreReport:
     passed_over: tuple[str, ...]
     lossy: bool
     seconds: float
+    skipped: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only."""

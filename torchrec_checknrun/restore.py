@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -25,6 +25,7 @@ from torchrec_checknrun.errors import (
     ModelPartlyRestored,
 )
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.load_planner import LoadPlanner, Merge
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.storage import StorageReader
@@ -43,11 +44,13 @@ class Restored:
     Attributes:
         converted: rows lie in other column ranges than stored, on any rank.
         passed_over: newer checkpoints that could not be used, and why.
+        skipped: what only the checkpoint or only the model has.
     """
 
     chain: Chain
     converted: bool
     passed_over: list[str]
+    skipped: list[str]
 
 
 @dataclass
@@ -55,13 +58,16 @@ class Target:
     """What is to be restored.
 
     Attributes:
+        model: None: only the tables, not the dense parameters.
         per_rank: merge functions of the states that each rank has its own of.
+        fit: what may differ between checkpoint and model.
     """
 
-    model: nn.Module
+    model: nn.Module | None
     tracked: TrackedModel
     states: Mapping[str, Stateful]
     per_rank: Mapping[str, Merge | None]
+    fit: Fit = field(default_factory=Fit)
 
 
 def restore(
@@ -98,7 +104,9 @@ def restore(
         try:
             converted = False
             for dry_run in (True, False) if verify_all else (False,):
-                planner = LoadPlanner(target.tracked, per_rank=target.per_rank, dry_run=dry_run)
+                planner = LoadPlanner(
+                    target.tracked, per_rank=target.per_rank, fit=target.fit, dry_run=dry_run
+                )
                 try:
                     live = _load(root, chain, target, ranks, planner)
                 finally:
@@ -120,7 +128,7 @@ def restore(
                 raise ModelPartlyRestored(str(error)) from error
             raise
         _hand_back(target, live, ranks)
-        return Restored(chain, converted, passed_over)
+        return Restored(chain, converted, passed_over, sorted(set(planner.skipped)))
 
 
 def _find(
@@ -137,11 +145,12 @@ def _load(
     live: dict[str, Any] = {}
 
     def read_live() -> None:
-        live[MODEL] = target.model.state_dict()
+        if target.model is not None:
+            live[MODEL] = target.model.state_dict()
         live.update((name, stateful.state_dict()) for name, stateful in target.states.items())
 
     ranks.everywhere(read_live)
-    for name in chain.head.states.keys() - live.keys():
+    for name in chain.head.states.keys() - live.keys() if target.model is not None else ():
         logger.warning(
             "%s holds state %r, which is not restored: it was not given to the Checkpointer",
             chain.head.id,

@@ -31,7 +31,7 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Kind, Link
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_shards
-from torchrec_checknrun.shards import Rectangle, TableShape
+from torchrec_checknrun.shards import FusedProgress, Rectangle, TableShape
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot, take_rows
 from torchrec_checknrun.state import Tree, encode_state
 from torchrec_checknrun.tracked import Cut, TrackedModel
@@ -54,6 +54,7 @@ class PlanSummary:
     tables: dict[str, TableShape]
     shards: list[tuple[str, Rectangle]]
     fp32_bytes: dict[str, int]
+    progress: dict[str, FusedProgress]
     replicated: dict[str, int]
     """Bytes of each state that all ranks have alike: only one of them will write it."""
     per_rank: tuple[str, ...]
@@ -66,6 +67,7 @@ class GlobalPlan:
     header: Header
     tables: dict[str, TableShape]
     fp32_bytes: dict[str, int]
+    progress: dict[str, FusedProgress]
     states: dict[str, bool]
     """By name, whether each rank has its own."""
     chunks: tuple[int, ...]
@@ -174,7 +176,9 @@ class SavePlanner(DcpSavePlanner):
             )
         stored = StoredTables(tables, (snapshot.shard for snapshot in shards))
         states = drop_tables(state_dict, stored, "state_dict")
-        self._snapshot = Snapshot(shards, tables, states, self._per_rank & states.keys())
+        progress = self._tracked.progress() if self._tracked is not None else {}
+        per_rank = self._per_rank & states.keys()
+        self._snapshot = Snapshot(shards, tables, states, per_rank, progress)
 
     def create_local_plan(self) -> SavePlan:
         assert self._snapshot is not None
@@ -194,6 +198,7 @@ class SavePlanner(DcpSavePlanner):
             tables=self._snapshot.tables,
             shards=[(s.shard.table, s.shard.rectangle) for s in self._snapshot.shards],
             fp32_bytes=_fp32_bytes(self._snapshot.shards),
+            progress=dict(self._snapshot.progress),
             replicated=replicated,
             per_rank=tuple(sorted(self._snapshot.per_rank)),
         )
@@ -211,6 +216,7 @@ class SavePlanner(DcpSavePlanner):
         for rank, plan in enumerate(all_plans):
             items = [i for i in plan.items if writers.get(i.index.fqn, rank) == rank]
             plans.append(dataclasses.replace(plan, items=items, planner_data=None))
+        progress = {table: p for s in summaries for table, p in s.progress.items()}
         fp32_bytes = dict.fromkeys(summaries[0].tables, 0)
         for summary in summaries:
             for table, size in summary.fp32_bytes.items():
@@ -223,6 +229,7 @@ class SavePlanner(DcpSavePlanner):
                 header=summaries[0].header,
                 tables=summaries[0].tables,
                 fp32_bytes=fp32_bytes,
+                progress=progress,
                 states=states,
                 chunks=tuple(len(plan.items) for plan in plans),
             ),

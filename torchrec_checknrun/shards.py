@@ -188,6 +188,19 @@ class LocalShard:
             self.optimizer[name].index_copy_(0, local, state.to(self.optimizer[name]))
 
 
+@dataclass(frozen=True)
+class FusedProgress:
+    """What a fused optimizer knows besides its rows; TorchRec keeps it in no state dict.
+
+    Attributes:
+        step: its step counter (Adam and LAMB correct their bias by it).
+        learning_rate: as schedulers have set it.
+    """
+
+    step: int
+    learning_rate: float
+
+
 @dataclass
 class Kernel:
     """One table-batched embedding module: the tables it holds and which feature feeds which.
@@ -218,6 +231,23 @@ class Kernel:
         states = _optimizer_states(self.module._emb_module, weights, self.optimizers)
         for shard, weight, state in zip(self.shards, weights, states, strict=True):
             shard.weight, shard.optimizer = weight.detach(), state
+
+    @property
+    def progress(self) -> FusedProgress | None:
+        """The fused optimizer's counter and learning rate; None if there is no fused optimizer."""
+        tbe = self.module._emb_module
+        if self.data_parallel or tbe.optimizer == EmbOptimType.NONE:
+            return None
+        group = self.module.fused_optimizer.param_groups[0]
+        return FusedProgress(int(tbe.iter[0]), float(group["lr"]))
+
+    @progress.setter
+    def progress(self, progress: FusedProgress) -> None:
+        tbe = self.module._emb_module
+        tbe.iter.fill_(progress.step)
+        tbe.iter_cpu.zero_()  # taken from iter again at the next forward
+        self.module.fused_optimizer.param_groups[0]["lr"] = progress.learning_rate
+        tbe.set_learning_rate(progress.learning_rate)
 
     def purge(self) -> None:
         """Drops cached rows after the shards' memory was written, lest stale ones win."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchrec_checknrun.shards import LocalShard, Rows, TableShape
+from torchrec_checknrun.shards import FusedProgress, LocalShard, Rows, TableShape
 from torchrec_checknrun.tracked import Cut, TrackedModel
 from torchrec_checknrun.tracking import Consumer
 
@@ -64,12 +64,14 @@ class Snapshot:
         tables: all tables, the same on all ranks: what the ranks' parts must add up to.
         states: state dicts by name, without table rows.
         per_rank: names of states that each rank keeps its own of; the others are the same on all.
+        progress: of the fused optimizers, by table with a shard here.
     """
 
     shards: list[ShardSnapshot]
     tables: dict[str, TableShape]
     states: Mapping[str, object]
     per_rank: frozenset[str] = frozenset()
+    progress: Mapping[str, FusedProgress] = field(default_factory=dict)
 
 
 def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[ShardSnapshot], Cut]:

@@ -232,6 +232,28 @@ def _some(saved: dict[str | int, Tree]) -> str:
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing there"
 
 
+def common_state(current: Any, saved: Any, path: str, skipped: list[str]) -> Any:
+    """What of ``saved`` fits a live state dict, for restores that aren't strict.
+
+    Args:
+        skipped: gets what doesn't fit: keys only one side has, tensors of another shape or dtype.
+    """
+    if isinstance(current, dict) and isinstance(saved, dict):
+        skipped += [f"state {path}.{key}: only in the checkpoint" for key in saved.keys() - current]
+        return {
+            key: common_state(current[key], value, f"{path}.{key}", skipped)
+            for key, value in saved.items()
+            if key in current
+        }
+    if isinstance(current, torch.Tensor) and not (
+        isinstance(saved, torch.Tensor)
+        and (saved.shape, saved.dtype) == (current.shape, current.dtype)
+    ):
+        skipped.append(f"state {path}: of another shape or type than the model's")
+        return current
+    return saved
+
+
 def merge_state(current: Any, saved: Any, of_table: Callable[[object], bool] = _no_table) -> Any:
     """Puts saved values into a live state dict, in place where it can be, and returns it.
 

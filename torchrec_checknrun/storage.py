@@ -376,5 +376,11 @@ def _sum_tables(plan: GlobalPlan, parts: list[dict[str, TableTotals]]) -> dict[s
         for part in parts:
             if name in part:
                 total = _add(total, part[name])
-        tables[name] = replace(total, fp32_bytes=plan.fp32_bytes[name])
+        progress = plan.progress.get(name)
+        tables[name] = replace(
+            total,
+            fp32_bytes=plan.fp32_bytes[name],
+            optimizer_step=progress.step if progress else None,
+            learning_rate=progress.learning_rate if progress else None,
+        )
     return tables

@@ -7,8 +7,10 @@ used as before: tracking only hangs hooks on the kernels.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +20,15 @@ from torch.optim import Optimizer
 
 from torchrec_checknrun.codecs import FusedRowwise
 from torchrec_checknrun.optimizers import torch_optimizers
-from torchrec_checknrun.shards import Kernel, LocalShard, Rectangle, Rows, TableShape, find_kernels
+from torchrec_checknrun.shards import (
+    FusedProgress,
+    Kernel,
+    LocalShard,
+    Rectangle,
+    Rows,
+    TableShape,
+    find_kernels,
+)
 from torchrec_checknrun.tracking import Consumer, DataParallelHook, KernelHook, Marks
 
 logger = logging.getLogger(__name__)
@@ -150,6 +160,8 @@ class Cut:
 class TrackedModel:
     """All local shards of a model, their marks, and the hooks that set them."""
 
+    _alive: ClassVar[weakref.WeakSet[TrackedModel]] = weakref.WeakSet()
+
     tables: dict[str, TableShape]
     """Every sharded table's whole shape, the same on all ranks."""
     shards: list[TrackedShard]
@@ -159,6 +171,7 @@ class TrackedModel:
         self._model = model
         self._optimizers = optimizers
         self._hook(*find_kernels(model, optimizers))
+        self._alive.add(self)
 
     def _hook(self, kernels: list[Kernel], tables: dict[str, TableShape]) -> None:
         self.tables = tables
@@ -198,6 +211,13 @@ class TrackedModel:
         """Starts the consumer's next interval."""
         for shard in self.shards:
             shard.marks.clear(consumer)
+
+    def mark_all_elsewhere(self, table: str) -> None:
+        """Tells all who track the same kernels that a table was written through this one."""
+        kernels = {id(kernel.module) for kernel in self._kernels}
+        for other in self._alive:
+            if kernels & {id(kernel.module) for kernel in other._kernels}:
+                other.mark_all(table)
 
     def unite(self, group: dist.ProcessGroup | None = None) -> None:
         """Makes every rank's marks of data-parallel tables the union over ranks; a collective.
@@ -240,6 +260,22 @@ class TrackedModel:
             self.mark_all()
         for kernel in self._kernels:
             kernel.flush()
+
+    def progress(self) -> dict[str, FusedProgress]:
+        """Step counter and learning rate of the fused optimizers, by table with a shard here."""
+        found = {}
+        for kernel in self._kernels:
+            progress = kernel.progress
+            if progress is not None:
+                found.update({shard.table: progress for shard in kernel.shards})
+        return found
+
+    def set_progress(self, progress: Mapping[str, FusedProgress]) -> None:
+        """Sets them; a kernel with several tables takes the furthest of theirs."""
+        for kernel in self._kernels:
+            known = [progress[s.table] for s in kernel.shards if s.table in progress]
+            if known and kernel.progress is not None:
+                kernel.progress = max(known, key=lambda p: p.step)
 
     def purge(self) -> None:
         """After the shards' memory was written: drops rows from GPU caches."""
