@@ -269,7 +269,8 @@ class Job:
                 t.name: _generator(plan[f"{collection.name}.{t.name}"]) for t in collection.tables
             }
             tables = getattr(module, collection.name)
-            apply_optimizer_in_backward(FUSED[spec.fused], tables.parameters(), {"lr": 0.1})
+            if spec.fused != "none":
+                apply_optimizer_in_backward(FUSED[spec.fused], tables.parameters(), {"lr": 0.1})
             plans[collection.name] = construct_module_sharding_plan(
                 tables,
                 shardings,

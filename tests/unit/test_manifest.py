@@ -134,13 +134,15 @@ def test_every_flipped_bit_is_detected() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0), st.integers(0, 40), st.binary(max_size=40))
 def test_other_damage_is_detected(place: int, length: int, content: bytes) -> None:
+    """What is read in spite of it (a space more, say) is what was written."""
     data = EXAMPLE.to_bytes()
     place %= len(data)
     damaged = data[:place] + content + data[place + length :]
-    if damaged == data:
+    try:
+        parsed = parse_manifest(damaged, "here")
+    except (CorruptCheckpoint, UnsupportedFormat):
         return
-    with pytest.raises((CorruptCheckpoint, UnsupportedFormat), match="here"):
-        parse_manifest(damaged, "here")
+    assert parsed == EXAMPLE
 
 
 @pytest.mark.parametrize(
