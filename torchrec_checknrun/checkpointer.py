@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from torchrec_checknrun.save_planner import CHUNK_BYTES, SavePlanner
 from torchrec_checknrun.sharded_state import StoredTables, drop_tables
 from torchrec_checknrun.snapshot import Snapshot, take_rows
 from torchrec_checknrun.storage import StorageWriter
-from torchrec_checknrun.tracked import Cut, RowIds, track
+from torchrec_checknrun.tracked import Cut, RowIds, TrackedModel, track
 from torchrec_checknrun.tracking import Consumer
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,6 @@ _MARKS = {
 }
 
 
-@dataclass(frozen=True)
 class PerRank:
     """Declares that a state object differs between ranks: each rank's own is saved.
 
@@ -57,8 +56,10 @@ class PerRank:
             only to restore on another number of ranks, which is an error without it.
     """
 
-    state: Stateful
-    merge: Merge | None = None
+    # No dataclass: hydra.utils.instantiate would make a config of it.
+    def __init__(self, state: Stateful, merge: Merge | None = None) -> None:
+        self.state = state
+        self.merge = merge
 
 
 class Checkpointer:
@@ -78,7 +79,8 @@ class Checkpointer:
         every_steps: ``step`` saves at every so many steps; None: only ``save`` does.
         callbacks: called on all ranks with the report of every committed checkpoint.
         timeout_seconds: how long a rank waits for the others in a save or restore.
-        chunk_bytes: rows move in chunks of about this size.
+        chunk_bytes: memory for the rows on their way to storage; a restore takes as much as the
+            save did.
 
     Raises:
         UnsupportedTable: see ``track``.
@@ -122,13 +124,15 @@ class Checkpointer:
         self._chunk_bytes = chunk_bytes
         states = {n: s.state if isinstance(s, PerRank) else s for n, s in declared.items()}
         self._model = model
+        self._ranks = Ranks(timedelta(seconds=timeout_seconds))
+        tracked: list[TrackedModel] = []  # a table may be unsupported where it is: on one rank
+        self._ranks.everywhere(lambda: tracked.append(track(model, states.values())))
         self._target = Target(
             model=model,
-            tracked=track(model, states.values()),
+            tracked=tracked[0],
             states=states,
             per_rank={n: s.merge for n, s in declared.items() if isinstance(s, PerRank)},
         )
-        self._ranks = Ranks(timedelta(seconds=timeout_seconds))
         self._lineage = Lineage()
         self._sequence: int | None = None
         """The highest sequence number in use in the root; known on rank 0 after the first look."""

@@ -33,11 +33,19 @@ _DTYPES = {
 
 
 class EncodedChunk(io.BytesIO):
-    """A chunk's bytes, as DCP's planners hand them over, and its index entry."""
+    """A chunk's index entry and its bytes, which stay in pieces: joined, they would be there twice.
+
+    A BytesIO because DCP's planners hand those over; this package uses ``pieces``.
+    """
 
     def __init__(self, entry: Entry, pieces: list[bytes | memoryview]) -> None:
-        super().__init__(b"".join(pieces))
+        super().__init__()
         self.entry = entry
+        self.pieces = pieces
+
+    def getvalue(self) -> bytes:
+        """All bytes; no copy of a single piece."""
+        return b"".join(self.pieces)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +94,7 @@ def make_check_n_run(
     return package.Checkpointer(
         root,
         model=model,
-        state=state,
+        state=_objects(state),
         policy=getattr(package, policy.value)(),
         quantization=package.Quantization(bits=bits),
         every_steps=every_steps,
@@ -118,7 +118,7 @@ def make_dcp(
     return DcpCheckpointer(
         root,
         model=model,
-        state=state,
+        state=_objects(state),
         every_steps=every_steps,
         asynchronous=asynchronous,
         callbacks=callbacks,
@@ -137,3 +137,18 @@ def make_off(
     from torchrec_checknrun.stock import NoCheckpointer
 
     return NoCheckpointer()
+
+
+def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state objects as they were given to ``instantiate``.
+
+    Raises:
+        ValueError: one is a dataclass: Hydra has made a config, and so a copy, of it.
+    """
+    for name, item in state.items():
+        if OmegaConf.is_config(item):
+            raise ValueError(
+                f"state {name!r} is a dataclass or a dict, which hydra.utils.instantiate copies "
+                "into a config: pass state=types.MappingProxyType({...}), which it leaves alone"
+            )
+    return dict(state)

@@ -51,6 +51,7 @@ class LoadPlanner(DcpLoadPlanner):
         per_rank: how to merge states that each rank had its own of, should the number of ranks
             have changed; None or absent makes that an error.
         fit: what may differ between checkpoint and model.
+        exact: states that load only keys they have: a key that only the checkpoint has is an error.
         dry_run: read, verify and decode everything, but change nothing.
 
     Attributes:
@@ -66,11 +67,13 @@ class LoadPlanner(DcpLoadPlanner):
         *,
         per_rank: Mapping[str, Merge | None] | None = None,
         fit: Fit = _AS_SAVED,
+        exact: Iterable[str] = (),
         dry_run: bool = False,
     ) -> None:
         self._tracked = tracked
         self._fit = fit
         self._merge = dict(per_rank or {})
+        self._exact = frozenset(exact)
         self._dry_run = dry_run
         self._state_dict: dict[str, Any] = {}
         self._shards: list[LocalShard] = []
@@ -179,7 +182,7 @@ class LoadPlanner(DcpLoadPlanner):
 
     def _load_rows(self, chunk: EncodedChunk, age: int) -> None:
         header = rows_header(chunk.entry)
-        rows = decode_rows(chunk.entry, chunk.getbuffer())
+        rows = decode_rows(chunk.entry, chunk.getvalue())
         if self._dry_run:
             return
         if not self._fit.optimizer:
@@ -253,12 +256,13 @@ class LoadPlanner(DcpLoadPlanner):
                     raise CorruptCheckpoint(f"{head.id} lacks state {name!r} of rank {of_rank}")
                 tree = state_tree(stored[of_rank].entry)
                 if len(wanted) == 1 and self._fit.strict:
-                    check_state(current, tree, name, self._stored.covers, self._stored.name)
+                    covers, of_table = self._stored.covers, self._stored.name
+                    check_state(current, tree, name, covers, of_table, name in self._exact)
                 yield stored[of_rank].key
 
     def _load_state(self, chunk: EncodedChunk) -> None:
         name = chunk.entry["name"]
-        value = decode_state_chunk(chunk.entry, chunk.getbuffer())
+        value = decode_state_chunk(chunk.entry, chunk.getvalue())
         if self._dry_run:
             return
         head = self._content.chain.head

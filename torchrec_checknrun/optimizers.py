@@ -7,6 +7,7 @@ dense parameter, and its optimizer state is here, under other names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,49 @@ def _unwrap(state: object) -> Iterator[Optimizer]:
         yield from _unwrap(inner)  # TorchRec's KeyedOptimizerWrapper, warm-up, clipping
     elif isinstance(state, Optimizer) and not isinstance(state, KeyedOptimizer):
         yield state
+
+
+def is_keyed(state: object) -> bool:
+    """Whether it is one of TorchRec's optimizers, which load only what they have state for."""
+    return isinstance(state, KeyedOptimizer)
+
+
+@contextmanager
+def complete_state(states: Iterable[object]) -> Iterator[None]:
+    """Gives TorchRec's wrappers the dense state that is created at an optimizer's first step only
+    (Adam's moments), so that it can be restored; parameters stay as they are. Should the block
+    fail, that state is taken away again.
+    """
+    created = []
+    for optimizer in torch_optimizers(state for state in states if is_keyed(state)):
+        if not optimizer.state and _step_without_effect(optimizer):
+            created.append(optimizer)
+    try:
+        yield
+    except BaseException:
+        for optimizer in created:
+            optimizer.state.clear()
+        raise
+
+
+def _step_without_effect(optimizer: Optimizer) -> bool:
+    """A step with gradients and learning rates of zero; not where gradients wait."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(parameter.grad is not None for parameter in parameters):
+        return False
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter in parameters:
+            parameter.grad = None
+    return True
 
 
 def wraps_another(optimizer: Optimizer) -> bool:

@@ -27,6 +27,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.load_planner import LoadPlanner, Merge
+from torchrec_checknrun.optimizers import complete_state, is_keyed
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.storage import StorageReader
 from torchrec_checknrun.tracked import TrackedModel
@@ -105,10 +106,15 @@ def restore(
             converted = False
             for dry_run in (True, False) if verify_all else (False,):
                 planner = LoadPlanner(
-                    target.tracked, per_rank=target.per_rank, fit=target.fit, dry_run=dry_run
+                    target.tracked,
+                    per_rank=target.per_rank,
+                    fit=target.fit,
+                    exact=[name for name, state in target.states.items() if is_keyed(state)],
+                    dry_run=dry_run,
                 )
                 try:
-                    live = _load(root, chain, target, ranks, planner)
+                    with complete_state(target.states.values()):
+                        live = _load(root, chain, target, ranks, planner)
                 finally:
                     changed = changed or any(ranks.gather(planner.began))
                 converted = any(ranks.gather(planner.converted))
@@ -145,6 +151,7 @@ def _load(
     live: dict[str, Any] = {}
 
     def read_live() -> None:
+        target.tracked.flush()
         if target.model is not None:
             live[MODEL] = target.model.state_dict()
         live.update((name, stateful.state_dict()) for name, stateful in target.states.items())

@@ -24,9 +24,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 
-from torchrec_checknrun.chain import read_manifest
+from torchrec_checknrun.chain import Chain, read_manifest
 from torchrec_checknrun.chunks import EncodedChunk, encode_rows, state_chunk
-from torchrec_checknrun.errors import CheckpointExists, CheckpointNotFound, InvalidPlan
+from torchrec_checknrun.errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    InvalidPlan,
+)
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Kind, Link
 from torchrec_checknrun.quantization import Quantization
@@ -37,8 +42,8 @@ from torchrec_checknrun.state import Tree, encode_state
 from torchrec_checknrun.tracked import Cut, TrackedModel
 from torchrec_checknrun.tracking import Consumer
 
-CHUNK_BYTES = 8 << 20
-"""Rows of about this many bytes in memory make a chunk."""
+CHUNK_BYTES = 16 << 20
+"""Memory for a chunk's rows while they are saved or restored, with every copy of them."""
 
 
 @dataclass
@@ -102,7 +107,8 @@ class SavePlanner(DcpSavePlanner):
         quantization: width of the stored rows.
         per_rank: top-level state-dict keys whose content differs between ranks.
         full: a full checkpoint even where a differential one could be.
-        chunk_bytes: memory of the rows in a chunk.
+        chunk_bytes: memory for the rows on their way to storage (and later back, since rows are
+            read as they were written); a chunk holds up to a third of that.
     """
 
     def __init__(
@@ -166,7 +172,9 @@ class SavePlanner(DcpSavePlanner):
             self._tracked.unite()
             interval = DirectInterval.of(self._tracked)
             beside = interval.begin(path)
-            parent = None if self._full else beside
+            # Rows not written again would stay in the fewer bits they have now.
+            rise = self._quantization.codec.value_bits > interval.value_bits
+            parent = None if self._full or rise else beside
             shards, cut = take_rows(self._tracked, Consumer.LAST if parent else None)
             interval.pending(path, cut)
             tables = self._tracked.tables
@@ -252,6 +260,9 @@ class DirectInterval:
 
     ``dcp.save`` tells a planner nothing of its end, so that is looked up when the next one begins:
     by then the manifest is there, or the rows are marked again.
+
+    Attributes:
+        value_bits: the narrowest width since the last full checkpoint.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[TrackedModel, DirectInterval]] = (
@@ -261,6 +272,7 @@ class DirectInterval:
     def __init__(self) -> None:
         self._parent: tuple[str, Link] | None = None
         self._pending: tuple[Folder, Cut] | None = None
+        self.value_bits = 0
 
     @classmethod
     def of(cls, tracked: TrackedModel) -> DirectInterval:
@@ -269,9 +281,12 @@ class DirectInterval:
         if interval._pending is not None:
             folder, cut = interval._pending
             try:
-                link = read_manifest(folder.parent, folder.name).link
-                interval._parent = (folder.parent.url, link)
-            except CheckpointNotFound:
+                manifest = read_manifest(folder.parent, folder.name)
+                interval._parent = (folder.parent.url, manifest.link)
+                width = Chain((manifest,)).value_bits
+                is_full = manifest.kind == "full"
+                interval.value_bits = width if is_full else min(width, interval.value_bits)
+            except (CheckpointNotFound, CorruptCheckpoint):
                 tracked.merge(cut)
             interval._pending = None
         return interval

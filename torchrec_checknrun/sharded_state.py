@@ -63,8 +63,14 @@ class StoredTables:
         )
 
     def name(self, key: object) -> bool:
-        """Whether a key is a table's weight, under which its optimizer state is kept."""
-        return key in self._weights
+        """Whether a key is a table's weight, under which its optimizer state is kept; a combined
+        optimizer puts the name of its part before it.
+        """
+        while isinstance(key, str) and key:
+            if key in self._weights:
+                return True
+            key = key.partition(".")[2]
+        return False
 
 
 def is_sharded(value: object) -> bool:

@@ -135,11 +135,6 @@ class LocalShard:
         return f"{self.table}{self.rectangle}"
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one row here with its optimizer state, as it is in memory."""
-        return sum(t.element_size() * (t.shape[1] if t.dim() == 2 else 1) for t in self.tensors)
-
-    @property
     def tensors(self) -> list[torch.Tensor]:
         """The weight and the optimizer states."""
         return [self.weight, *self.optimizer.values()]
@@ -307,12 +302,15 @@ def _embedding_collections(
 
 def _kernel(module: Any, prefix: str, optimizers: tuple[Optimizer, ...]) -> Kernel:
     names = [table.name for table in module._config.embedding_tables]
-    data_parallel = type(module) in (BatchedDenseEmbedding, BatchedDenseEmbeddingBag)
+    data_parallel = type(module) in (BatchedDenseEmbedding, BatchedDenseEmbeddingBag) and all(
+        table.local_metadata is None for table in module._config.embedding_tables
+    )
     if not data_parallel and type(module) not in (BatchedFusedEmbeddingBag, BatchedFusedEmbedding):
         raise UnsupportedTable(
             f"tables {[prefix + name for name in names]} are held by {type(module).__name__}, "
-            "whose rows can't be read and written in place: shard them with compute kernel "
-            "'fused', 'fused_uvm' or 'fused_uvm_caching'"
+            "whose rows can't be tracked, read and written in place: shard them with compute "
+            "kernel 'fused', 'fused_uvm' or 'fused_uvm_caching', which needs a fused optimizer "
+            "(apply_optimizer_in_backward)"
         )
     tbe = module._emb_module
     weights = module.split_embedding_weights()

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.shards import FusedProgress, LocalShard, Rows, TableShape
-from torchrec_checknrun.tracked import Cut, TrackedModel
+from torchrec_checknrun.tracked import Cut, TrackedModel, TrackedShard
 from torchrec_checknrun.tracking import Consumer
 
 
@@ -25,34 +25,33 @@ class ShardSnapshot:
 
     Attributes:
         shard: where they are.
-        modified: ``(rows,)`` bool, or None for all rows.
+        modified: which of its rows, by position; None for all.
     """
 
     shard: LocalShard
-    modified: torch.Tensor | None
-    _ids: np.ndarray | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        if self.modified is not None:
-            self._ids = np.flatnonzero(self.modified.cpu().numpy())
-
-    @property
-    def count(self) -> int:
-        return self.shard.rectangle.rows if self._ids is None else len(self._ids)
+    modified: RowSet | None
 
     def spans(self, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-        """Half-open spans of row positions that make chunks of about ``chunk_bytes`` in memory."""
-        rows = max(1, chunk_bytes // max(1, self.shard.row_bytes))
-        for start in range(0, self.count, rows):
-            yield start, min(start + rows, self.count)
+        """Half-open ranges of rows that make chunks, each of at least one row to be written.
+
+        Args:
+            chunk_bytes: memory for all copies of a chunk that saving it makes, or restoring it.
+        """
+        size = max(1, chunk_bytes // _row_memory(self.shard))
+        if self.modified is not None:
+            yield from self.modified.spans(size)
+            return
+        rows = self.shard.rectangle.rows
+        for start in range(0, rows, size):
+            yield start, min(start + size, rows)
 
     def read(self, start: int, stop: int) -> Rows:
-        """The rows at these positions, global ids."""
-        if self._ids is None:
-            ids = torch.arange(start, stop, dtype=torch.int64)
+        """Those of the rows in this range that are to be written, global ids."""
+        if self.modified is None:
+            positions = torch.arange(start, stop, dtype=torch.int64)
         else:
-            ids = torch.from_numpy(self._ids[start:stop])
-        return self.shard.gather(ids + self.shard.rectangle.row_start)
+            positions = torch.from_numpy(self.modified.positions(start, stop))
+        return self.shard.gather(positions + self.shard.rectangle.row_start)
 
 
 @dataclass
@@ -86,22 +85,29 @@ def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[Shard
         baseline.
     """
     tracked.flush()
-    modified: list[torch.Tensor | None] = [None] * len(tracked.shards)
-    if since is not None:
-        modified = [shard.marks.modified(since) for shard in tracked.shards]
-    cut = tracked.cut(Consumer.LAST if since else Consumer.LAST | Consumer.BASELINE)
-    shards = [
-        _own_part(shard.local, mask) for shard, mask in zip(tracked.shards, modified, strict=True)
-    ]
-    return shards, cut
+    shards = [_own_part(shard, since) for shard in tracked.shards]
+    return shards, tracked.cut(Consumer.LAST if since else Consumer.LAST | Consumer.BASELINE)
 
 
-def _own_part(shard: LocalShard, modified: torch.Tensor | None) -> ShardSnapshot:
+def _own_part(shard: TrackedShard, since: Consumer | None) -> ShardSnapshot:
     """What this rank writes of a shard: all of it, or its share of one that every rank has."""
-    if not shard.replicated or not dist.is_initialized():
-        return ShardSnapshot(shard, modified)
-    rank, world, rows = dist.get_rank(), dist.get_world_size(), shard.rectangle.rows
-    start, stop = rows * rank // world, rows * (rank + 1) // world
-    return ShardSnapshot(
-        shard.part(start, stop), None if modified is None else modified[start:stop]
+    local, marks = shard.local, shard.marks.raw
+    if local.replicated and dist.is_initialized():
+        rank, world, rows = dist.get_rank(), dist.get_world_size(), local.rectangle.rows
+        start, stop = rows * rank // world, rows * (rank + 1) // world
+        local, marks = local.part(start, stop), marks[start:stop]
+    return ShardSnapshot(local, None if since is None else RowSet(marks, int(since)))
+
+
+def _row_memory(shard: LocalShard) -> int:
+    """Bytes that a row of a chunk takes at most while it is saved or restored.
+
+    It is there as the kernel has it and twice as it is stored (as read, and cut into tensors), at
+    most as fp32; memory that the allocator keeps in between is within that, too, as benchmarked by
+    ``recipes.benchmarks.memory``. And its id: int64 several times, or a sparse chunk's bitmap.
+    """
+    values = sum(
+        max(4, tensor.element_size()) * (tensor.shape[1] if tensor.dim() == 2 else 1)
+        for tensor in shard.tensors
     )
+    return 3 * values + 48

@@ -7,7 +7,7 @@ readers, progress. The tree stands in the chunk index, so shapes are known befor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -184,11 +184,12 @@ def check_state(
     path: str,
     covered: Callable[[object], bool],
     of_table: Callable[[object], bool] = _no_table,
+    exact: bool = False,
 ) -> None:
     """Refuses a saved tree that doesn't fit the live object, before anything is changed.
 
     A dict that has lost keys, or a tensor of another shape or dtype, doesn't fit. Keys that only
-    the checkpoint has are fine: some objects create their state late.
+    the checkpoint has are fine, unless ``exact``: some objects create their state late.
 
     Args:
         covered: tells leaves of ``current`` that are restored as table rows.
@@ -205,12 +206,20 @@ def check_state(
                 if of_table(key) and isinstance(value, dict) and "d" in saved[key]:
                     known = {k for k, _ in saved[key]["d"]}
                     value = {k: v for k, v in value.items() if k in known}
-                check_state(value, saved[key], f"{path}.{key}", covered, of_table)
+                    check_state(value, saved[key], f"{path}.{key}", covered, of_table)
+                else:
+                    check_state(value, saved[key], f"{path}.{key}", covered, of_table, exact)
             elif not of_table(key) and not _all_covered(value, covered):
                 raise IncompatibleCheckpoint(
                     f"{path}.{key} is not in the checkpoint, which has {_some(saved)}: restore "
                     "with the model and state objects it was saved with, or start a fresh run"
                 )
+        extra = [key for key in saved.keys() - current.keys() if not of_table(key)]
+        if exact and extra:
+            raise IncompatibleCheckpoint(
+                f"{path}.{extra[0]} is in the checkpoint only; the model's has {_some(current)}: "
+                "restore with the state objects (the optimizer) it was saved with"
+            )
     elif isinstance(current, torch.Tensor) and not covered(current):
         wanted = f"{str(current.dtype).removeprefix('torch.')} {list(current.shape)}"
         found = f"{tree['dtype']} {tree['shape']}" if "x" in tree else f"no tensor ({sorted(tree)})"
@@ -227,7 +236,7 @@ def _all_covered(value: object, covered: Callable[[object], bool]) -> bool:
     return covered(value)
 
 
-def _some(saved: dict[str | int, Tree]) -> str:
+def _some(saved: Mapping[Any, object]) -> str:
     names = [str(key) for key in saved]
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing there"
 

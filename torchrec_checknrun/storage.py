@@ -130,6 +130,7 @@ class StorageWriter(DcpStorageWriter):
                         "planner=SavePlanner() to dcp.save as well"
                     )
                 index.append(_write_chunk(file, chunk))
+                del chunk  # before the next one is made
             rank_file = _write_index(file, name, self._rank, index)
         summary = FileSummary(rank_file, *_totals(index))
         done: Future[list[WriteResult]] = Future()
@@ -303,15 +304,12 @@ def read_chunk(root: Folder, chunk: StoredChunk) -> bytes:
 
 
 def _write_chunk(file: IO[bytes], chunk: EncodedChunk) -> Entry:
-    data = chunk.getbuffer()
-    entry = {
-        **chunk.entry,
-        "offset": file.tell(),
-        "length": data.nbytes,
-        "checksum": xxhash.xxh3_64_hexdigest(data),
-    }
-    file.write(data)
-    return entry
+    offset, checksum = file.tell(), xxhash.xxh3_64()
+    for piece in chunk.pieces:
+        checksum.update(piece)
+        file.write(piece)
+    length = file.tell() - offset
+    return {**chunk.entry, "offset": offset, "length": length, "checksum": checksum.hexdigest()}
 
 
 def _write_index(file: IO[bytes], name: str, rank: int, index: list[Entry]) -> RankFile:

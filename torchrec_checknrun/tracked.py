@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from torchrec_checknrun.codecs import FusedRowwise
 from torchrec_checknrun.optimizers import torch_optimizers
+from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.shards import (
     FusedProgress,
     Kernel,
@@ -151,10 +152,10 @@ class Cut:
     """Marks taken away at one instant, until it is known that what they name is durable.
 
     Attributes:
-        taken: per shard (in ``TrackedModel.shards`` order) and consumer, ``(rows,)`` bool.
+        taken: by consumer, the rows of each shard (in ``TrackedModel.shards`` order).
     """
 
-    taken: dict[Consumer, list[torch.Tensor]]
+    taken: dict[Consumer, list[RowSet]]
 
 
 class TrackedModel:
@@ -238,15 +239,14 @@ class TrackedModel:
         taken = {}
         for consumer in (Consumer.LAST, Consumer.BASELINE):
             if consumer & consumers:
-                taken[consumer] = [shard.marks.modified(consumer) for shard in self.shards]
-                self.clear(consumer)
+                taken[consumer] = [shard.marks.take(consumer) for shard in self.shards]
         return Cut(taken)
 
     def merge(self, cut: Cut) -> None:
         """Marks a cut's rows again, beside those marked since: a superset is always right."""
-        for consumer, masks in cut.taken.items():
-            for shard, mask in zip(self.shards, masks, strict=True):
-                shard.marks.merge(mask, consumer)
+        for consumer, taken in cut.taken.items():
+            for shard, rows in zip(self.shards, taken, strict=True):
+                shard.marks.merge(rows, consumer)
 
     def flush(self) -> None:
         """Before the shards' memory is used: finds it again if it was moved or sharded anew, and
@@ -294,4 +294,7 @@ class TrackedModel:
 
 
 def _as_ids(rows: RowIds) -> torch.Tensor:
-    return torch.as_tensor(rows, dtype=torch.int64).reshape(-1)
+    ids = torch.as_tensor(rows).reshape(-1)
+    if len(ids) and (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex()):
+        raise TypeError(f"expected integer row ids, not {ids.dtype}; of a mask, pass its nonzero()")
+    return ids.to(torch.int64)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_checknrun.optimizers import group_of, touches_other_rows, wraps_another
+from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.shards import Kernel
 
 logger = logging.getLogger(__name__)
@@ -76,9 +77,17 @@ class Marks:
         """The mark bytes themselves, ``(rows,)`` uint8."""
         return self._bytes[: self.rows]
 
-    def merge(self, modified: torch.Tensor, consumer: Consumer) -> None:
-        """Marks again what ``modified`` (from ``modified()``) says, beside what is marked now."""
-        self._bytes[: self.rows].bitwise_or_(modified.to(torch.uint8) * int(consumer))
+    def take(self, consumer: Consumer) -> RowSet:
+        """The consumer's marks, taken away."""
+        taken = RowSet(self.raw, int(consumer))
+        self.clear(consumer)
+        return taken
+
+    def merge(self, taken: RowSet, consumer: Consumer) -> None:
+        """Marks again what was taken, beside what is marked now."""
+        for start, mask in taken.masks():
+            again = torch.from_numpy(mask).to(self._bytes.device, torch.uint8) * int(consumer)
+            self._bytes[start : start + len(mask)].bitwise_or_(again)
 
 
 class KernelHook:

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 from unittest import mock
 
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 
 from recipes.dlrm_criteo.train import main
 from tests.crash import kills
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.load_planner import LoadPlanner
-from torchrec_checknrun.storage import StorageWriter
+from torchrec_checknrun.storage import StorageReader, StorageWriter
 
 RUN_DIR = Path(next(a.split("=", 1)[1] for a in sys.argv if a.startswith("run_dir=")))
 RANK = int(os.environ["RANK"])
@@ -36,14 +36,12 @@ class TornFile:
     def __init__(self, file: IO[bytes], bomb: Bomb) -> None:
         self._file = file
         self._bomb = bomb
-        self._writes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
     def write(self, data: Any) -> int:
-        self._writes += 1
-        if self._writes == self._bomb.kill.part:
+        if self._bomb.is_last_chunk():
             view = memoryview(data)
             self._file.write(view[: len(view) // 2])
             self._file.flush()
@@ -57,7 +55,7 @@ class Bomb:
     def __init__(self, kill: kills.Kill) -> None:
         self.kill = kill
         self._saves = 0
-        self._chunks = 0
+        self._chunks_left = 0
         self._checkpoint = ""
 
     def arm(self) -> None:
@@ -71,6 +69,14 @@ class Bomb:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("not reached")
 
+    def is_last_chunk(self) -> bool:
+        """Counts the chunks of a file or restore, down to the one that is not to be outlived."""
+        self._chunks_left -= 1
+        return self._chunks_left == 0
+
+    def _will_have(self, chunks: int) -> None:
+        self._chunks_left = int(self.kill.part * chunks) + 1
+
     def _is_at(self, point: str) -> bool:
         return (self.kill.point, self.kill.save) == (point, self._saves)
 
@@ -79,6 +85,7 @@ class Bomb:
 
         def write_data_or_die(writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> Any:
             self._saves += 1
+            self._will_have(len(plan.items))
             self._checkpoint = Path(writer.storage_meta().checkpoint_id or "").name
             if self._is_at(kills.BEFORE_FILES):
                 self.explode()
@@ -107,15 +114,19 @@ class Bomb:
             _replace(Folder, "put", put_or_die)
 
     def _arm_restore(self) -> None:
-        load_bytes = LoadPlanner.load_bytes
+        read_data, load_bytes = StorageReader.read_data, LoadPlanner.load_bytes
+
+        def read_data_and_count(reader: StorageReader, plan: LoadPlan, planner: LoadPlanner) -> Any:
+            self._will_have(len(plan.items))
+            return read_data(reader, plan, planner)
 
         def load_bytes_or_die(planner: LoadPlanner, item: Any, value: Any) -> None:
             load_bytes(planner, item, value)
-            self._chunks += 1
-            if self._chunks == self.kill.part:
+            if self.is_last_chunk():
                 self.explode()
 
         if self.kill.point == kills.IN_RESTORE and self.kill.rank == RANK:
+            _replace(StorageReader, "read_data", read_data_and_count)
             _replace(LoadPlanner, "load_bytes", load_bytes_or_die)
 
 

@@ -29,7 +29,7 @@ class Kill:
 
     Attributes:
         save: inside which of the attempt's saves, counted from 1.
-        part: which write or chunk of it, for the points in the middle of something.
+        part: how much of it is done, 0 to 1, for the points in the middle of something.
         steps: kills from outside: after so many steps of the attempt …
         delay: … and so many seconds more.
     """
@@ -37,7 +37,7 @@ class Kill:
     point: str
     rank: int
     save: int
-    part: int
+    part: float
     steps: int
     delay: float
 
@@ -54,7 +54,7 @@ def draw(seed: int, interval: int) -> list[Kill]:
             point=point,
             rank=0 if point in _ON_RANK_0 else free_ranks.pop(0),
             save=rng.randint(1, 2),
-            part=rng.randint(1, 20),
+            part=rng.random(),
             steps=rng.randint(1, 2 * interval),
             delay=rng.uniform(0, 0.05),
         )

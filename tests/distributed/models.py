@@ -39,7 +39,11 @@ FUSED: dict[str, Any] = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adagrad": torch.optim.Adagrad,
 }
-DENSE: dict[str, Any] = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
+DENSE: dict[str, Any] = {
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
 CPU = torch.device("cpu")
 DENSE_FEATURES = 3
 

@@ -32,6 +32,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Link, Manifest
 from torchrec_checknrun.report import checkpoint_report
+from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.save_planner import GlobalPlan, PlanSummary
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot
@@ -423,7 +424,7 @@ def save_rows(
         if modified is not None:
             mask = torch.zeros(shard.rectangle.rows, dtype=torch.bool)
             mask[modified[i]] = True
-        snapshots.append(ShardSnapshot(shard, mask))
+        snapshots.append(ShardSnapshot(shard, None if mask is None else RowSet(mask)))
     snapshot = Snapshot(snapshots, TABLES, {"reader": {"samples": 5}, "w": torch.ones(10)})
     planner = SavePlanner.decided(
         header or Header(bits=bits), lambda: snapshot, Quantization(bits=bits), chunk_bytes=500

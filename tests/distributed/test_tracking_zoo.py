@@ -1,0 +1,332 @@
+"""Which rows a checkpoint holds against which have changed, over all that TorchRec looks rows up with.
+
+None may be missed; extra rows are those whose gradient was zero, or whose update was rounded away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
+
+from tests.distributed.worker_pool import WorkerPool
+from tests.distributed.zoo import (
+    CPU,
+    Rows,
+    Zoo,
+    ZooBatch,
+    build_zoo,
+    changed_rows,
+    stored_rows,
+    table_arrays,
+)
+from torchrec_checknrun import Checkpointer, Consecutive
+
+Workers = Callable[[int], WorkerPool]
+
+PLANS = {
+    "rows": {"t0": "row_wise", "t1": "row_wise", "t2": "row_wise"},
+    "one_rank": {"t0": "table_wise:0", "t1": "table_wise:0", "t2": "table_wise:0"},
+    "columns": {"t0": "column_wise:0,0", "t1": "column_wise:1,0", "t2": "table_wise:1"},
+    "replicas": {"t0": "data_parallel", "t1": "data_parallel", "t2": "data_parallel"},
+    "mixed": {"t0": "data_parallel", "t1": "column_wise:1,0", "t2": "row_wise"},
+}
+
+
+class Watch:
+    """Counts what the checkpoints of a run hold beside and without what has changed."""
+
+    def __init__(self, zoo: Zoo, root: str) -> None:
+        self.zoo = zoo
+        self.saver = Checkpointer(
+            root,
+            model=zoo.model,
+            state={"optimizer": zoo.optimizer},
+            policy=Consecutive(),
+            chunk_bytes=700,
+        )
+        self._root = Path(root)
+        assert self.saver.save() is not None
+        self._before = table_arrays(zoo)
+        self.stored: Rows = set()
+        self.counts = {"changed": 0, "missed": 0, "extra": 0, "wrong": 0}
+
+    def check(self) -> None:
+        """Saves a differential checkpoint and compares."""
+        report = self.saver.save()
+        assert report is not None
+        self.compare(report)
+
+    def compare(self, report: Any) -> None:
+        assert report.kind == "differential"
+        after = table_arrays(self.zoo)
+        changed = changed_rows(self._before, after)
+        self.stored, wrong = stored_rows(self._root / report.id, after)
+        self.counts["changed"] += len(changed)
+        self.counts["missed"] += len(changed - self.stored)
+        self.counts["extra"] += len(self.stored - changed)
+        self.counts["wrong"] += len(wrong)
+        self._before = after
+        dist.barrier()
+
+
+def judge(counts: dict[str, int], extra: int = 0) -> None:
+    """Fails unless all changed rows were stored, and at most so many others."""
+    ratio = (counts["changed"] + counts["extra"]) / max(1, counts["changed"])
+    print(f"over-marking ratio {ratio:.3f} of {counts['changed']} changed rows")
+    assert counts["changed"] > 0
+    assert (counts["missed"], counts["wrong"]) == (0, 0)
+    assert counts["extra"] <= extra
+
+
+def plain_loop(root: str, kind: str, plan: dict[str, str], fused: str) -> dict[str, int]:
+    zoo = build_zoo(kind, plan, fused)
+    watch = Watch(zoo, root)
+    for _ in range(2):
+        zoo.train(3)
+        watch.check()
+    zoo.model.eval()
+    with torch.no_grad():
+        zoo.model(zoo.batch(99))
+    zoo.model.train()
+    zoo.model(zoo.batch(98))  # without a backward pass
+    watch.check()
+    assert not watch.stored
+    zoo.train(3)  # one of them has an empty batch
+    watch.check()
+    watch.saver.close()
+    return watch.counts
+
+
+@pytest.mark.parametrize("plan", sorted(PLANS))
+@pytest.mark.parametrize("kind", ["bags", "weighted", "sequence", "feature_processed", "vbe"])
+def test_plain_loop(workers: Workers, tmp_path: Path, kind: str, plan: str) -> None:
+    if kind == "sequence" and plan in ("replicas", "mixed"):
+        pytest.skip("FBGEMM can't train a data-parallel EmbeddingCollection on a CPU")
+    counts = workers(2).run(
+        plain_loop, root=str(tmp_path), kind=kind, plan=PLANS[plan], fused="rowwise_adagrad"
+    )[0]
+    judge(counts)
+
+
+@pytest.mark.parametrize("fused", ["sgd", "adagrad"])
+def test_plain_loop_with_other_optimizers(workers: Workers, tmp_path: Path, fused: str) -> None:
+    counts = workers(2).run(
+        plain_loop, root=str(tmp_path), kind="bags", plan=PLANS["mixed"], fused=fused
+    )[0]
+    judge(counts, extra=3)
+
+
+def test_managed_collisions(workers: Workers, tmp_path: Path) -> None:
+    counts = workers(2).run(
+        plain_loop,
+        root=str(tmp_path),
+        kind="managed_collision",
+        plan=PLANS["rows"],
+        fused="rowwise_adagrad",
+    )[0]
+    judge(counts)
+
+
+class _Stream:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def wait_event(self, _: object) -> None: ...
+
+    def record_event(self, _: object = None) -> None: ...
+
+
+class _Device:
+    """Of the CPU: everything in one stream."""
+
+    Stream = Event = staticmethod(lambda *_, **__: _Stream())
+    stream = staticmethod(lambda *_, **__: _Stream())
+    current_stream = staticmethod(lambda *_, **__: _Stream())
+
+
+@contextmanager
+def no_streams() -> Iterator[None]:
+    """Lets pipelines that overlap streams run on a CPU, in order."""
+    patch = pytest.MonkeyPatch()
+    with patch.context() as stubs:
+        stubs.setattr(torch, "get_device_module", lambda *_: _Device)
+        stubs.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        yield
+
+
+def pipelined(root: str, pipeline: str, plan: dict[str, str]) -> dict[str, int]:
+    zoo = build_zoo("bags", plan)
+    watch = Watch(zoo, root)
+    batches: Iterator[ZooBatch] = iter([zoo.batch(i) for i in range(12)])
+    kinds = {"base": TrainPipelineBase, "sparse_dist": TrainPipelineSparseDist}
+    runner: Any
+    with no_streams():
+        if pipeline == "semi_sync":
+            runner = TrainPipelineSemiSync(zoo.model, zoo.optimizer, device=CPU, start_batch=0)
+        else:
+            runner = kinds[pipeline](zoo.model, zoo.optimizer, device=CPU)
+        for step in range(10):
+            runner.progress(batches)
+            if step % 2:
+                watch.check()
+    watch.saver.close()
+    return watch.counts
+
+
+@pytest.mark.parametrize("plan", ["rows", "columns"])
+@pytest.mark.parametrize("pipeline", ["base", "sparse_dist", "semi_sync"])
+def test_pipelines(workers: Workers, tmp_path: Path, pipeline: str, plan: str) -> None:
+    judge(workers(2).run(pipelined, root=str(tmp_path), pipeline=pipeline, plan=PLANS[plan])[0])
+
+
+def accumulate(root: str, plan: dict[str, str]) -> dict[str, int]:
+    """Several backward passes for a dense step, and a save asked for after each of them."""
+    zoo = build_zoo("bags", plan)
+    watch = Watch(zoo, root)
+    for _ in range(3):
+        zoo.optimizer.zero_grad()
+        for _ in range(3):
+            zoo.model(zoo.batch())[0].backward()
+            zoo.steps += 1
+            assert watch.saver.save() is None
+            assert watch.saver.step() is None
+        zoo.optimizer.step()
+        report = watch.saver.step()  # the one put off
+        assert report is not None
+        watch.compare(report)
+    watch.saver.close()
+    return watch.counts
+
+
+@pytest.mark.parametrize("plan", ["rows", "replicas", "mixed"])
+def test_gradient_accumulation(workers: Workers, tmp_path: Path, plan: str) -> None:
+    judge(workers(2).run(accumulate, root=str(tmp_path), plan=PLANS[plan])[0])
+
+
+def scaler_skips(root: str, plan: dict[str, str]) -> dict[str, int]:
+    """A gradient scaler that finds infinity lets no dense optimizer step, fused ones have."""
+    zoo = build_zoo("bags", plan)
+    watch = Watch(zoo, root)
+    for step in range(6):
+        zoo.optimizer.zero_grad()
+        zoo.model(zoo.batch())[0].backward()
+        zoo.steps += 1
+        if step % 2:  # skipped
+            assert watch.saver.save() is None
+            continue
+        zoo.optimizer.step()
+        report = watch.saver.step() if step else watch.saver.save()
+        assert report is not None
+        watch.compare(report)
+    watch.saver.close()
+    return watch.counts
+
+
+@pytest.mark.parametrize("plan", ["rows", "mixed"])
+def test_gradient_scaler_that_skips(workers: Workers, tmp_path: Path, plan: str) -> None:
+    counts = workers(2).run(scaler_skips, root=str(tmp_path), plan=PLANS[plan])[0]
+    judge(counts, extra=0 if plan == "rows" else 60)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def warnings_said() -> Iterator[list[str]]:
+    lines, logger, disabled = _Lines(), logging.getLogger("torchrec_checknrun"), logging.root.manager
+    level = disabled.disable
+    logging.disable(logging.NOTSET)
+    logger.addHandler(lines)
+    try:
+        yield lines.lines
+    finally:
+        logger.removeHandler(lines)
+        logging.disable(level)
+
+
+DENSE: dict[str, Any] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "decay": lambda p: torch.optim.Adagrad(p, lr=0.01, weight_decay=0.1),
+    "unknown": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+def all_rows(root: str, dense: str) -> dict[str, Any]:
+    """Dense optimizers that change rows which were not looked up; restored on another layout."""
+    zoo = build_zoo("bags", PLANS["mixed"], dense=DENSE[dense])
+    zoo.train(1)
+    with warnings_said() as said:
+        watch = Watch(zoo, root)
+        for _ in range(2):
+            zoo.train(2)
+            watch.check()
+            assert {row for row in watch.stored if row[0].endswith("t0")} == {
+                ("embeddings.embedding_bags.t0", row) for row in range(43)
+            }
+    watch.saver.close()
+    wanted = table_arrays(zoo)
+    again = build_zoo("bags", PLANS["mixed"], dense=DENSE[dense])
+    again.optimizer.optimizers[1][1].init_state()  # KeyedOptimizer loads into existing state only
+    with Checkpointer(root, model=again.model, state={"optimizer": again.optimizer}) as saver:
+        assert saver.restore() is not None
+    found = table_arrays(again)
+    different = changed_rows(wanted, found)
+    again.steps = zoo.steps
+    for job in (zoo, again):
+        job.train(3)
+    different |= changed_rows(table_arrays(zoo), table_arrays(again))
+    warned = [line for line in said if "all rows" in line]
+    return {**watch.counts, "warned": len(warned), "different": len(different)}
+
+
+@pytest.mark.parametrize("dense", sorted(DENSE))
+def test_optimizers_that_change_other_rows(workers: Workers, tmp_path: Path, dense: str) -> None:
+    counts = workers(2).run(all_rows, root=str(tmp_path), dense=dense)[0]
+    warned, different = counts.pop("warned"), counts.pop("different")
+    judge(counts, extra=200)
+    assert warned == 1
+    assert different == 0
+
+
+def by_hand(root: str, plan: dict[str, str]) -> None:
+    zoo = build_zoo("bags", plan)
+    watch = Watch(zoo, root)
+    zoo.train(1)
+    watch.check()
+    table = "embeddings.embedding_bags.t0"
+    watch.saver.mark(table, [0, 7, 42])
+    watch.check()
+    assert watch.stored == {(table, row) for row in (0, 7, 42)}
+    watch.saver.mark_all("embeddings.embedding_bags.t2")
+    watch.check()
+    assert watch.stored == {("embeddings.embedding_bags.t2", row) for row in range(21)}
+    watch.saver.mark_all()
+    watch.check()
+    assert len(watch.stored) == 43 + 32 + 21
+    with pytest.raises(KeyError, match="no sharded table 't9'"):
+        watch.saver.mark("t9", [0])
+    watch.saver.close()
+
+
+@pytest.mark.parametrize("plan", ["rows", "columns", "mixed"])
+def test_rows_marked_by_hand(workers: Workers, tmp_path: Path, plan: str) -> None:
+    workers(2).run(by_hand, root=str(tmp_path), plan=PLANS[plan])

@@ -1,0 +1,53 @@
+"""Sets of rows, a bit each: the same rows as plain numpy finds, also over the edges of blocks."""
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_checknrun import row_set
+from torchrec_checknrun.row_set import RowSet
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 0, 1, 2, 3, 255]), max_size=70),
+    st.sampled_from([1, 2, 255]),
+    st.integers(1, 20),
+    st.sampled_from([8, 16, 1 << 20]),
+    st.data(),
+)
+def test_it_holds_what_the_marks_say(
+    marks: list[int], bits: int, size: int, block: int, data: st.DataObject
+) -> None:
+    wanted = np.flatnonzero(np.array(marks, np.uint8) & bits)
+    with patch.object(row_set, "_BLOCK", block):
+        rows = RowSet(torch.tensor(marks, dtype=torch.uint8), bits)
+        assert len(rows) == len(wanted)
+        masks = [mask for _, mask in rows.masks()]
+        assert np.flatnonzero(np.concatenate([[], *masks])).tolist() == wanted.tolist()
+        start = data.draw(st.integers(0, len(marks)))
+        stop = data.draw(st.integers(start, len(marks)))
+        found = rows.positions(start, stop)
+        assert found.dtype == np.int64
+        assert found.tolist() == [i for i in wanted if start <= i < stop]
+        spans = list(rows.spans(size))
+        parts = [rows.positions(*span).tolist() for span in spans]
+    assert [i for part in parts for i in part] == wanted.tolist()
+    assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
+    assert all(1 <= len(part) <= size for part in parts)
+    assert [stop for _, stop in spans[:-1]] == [start for start, _ in spans[1:]]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_bool_marks(marked: bool) -> None:
+    rows = RowSet(torch.full((13,), marked))
+    assert len(rows) == (13 if marked else 0)
+    assert list(rows.spans(5)) == ([(0, 5), (5, 10), (10, 13)] if marked else [])
+
+
+def test_it_takes_a_bit_for_a_row() -> None:
+    assert RowSet(torch.ones(8001, dtype=torch.uint8))._bits.nbytes == 1001

@@ -1,0 +1,73 @@
+"""Some of a shard's rows, kept from the cut until the checkpoint is durable: one bit for each row.
+
+As int64 ids, or as a byte for each row, they could outweigh the chunks of a narrow table; so they
+are looked at a block of rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+_BLOCK = 1 << 20
+"""Rows looked at together; a multiple of 8, so that blocks begin at a byte."""
+
+
+class RowSet:
+    """A set of row positions in ``[0, rows)``, in CPU memory.
+
+    Args:
+        marks: ``(rows,)`` bool or uint8, on any device.
+        bits: a row is in the set if its mark has any of these bits.
+    """
+
+    def __init__(self, marks: torch.Tensor, bits: int = 255) -> None:
+        self.rows = len(marks)
+        self._bits = np.empty((self.rows + 7) // 8, dtype=np.uint8)
+        for start, stop in self._blocks(0, self.rows):
+            block = marks[start:stop].view(torch.uint8).bitwise_and(bits).cpu().numpy()
+            self._bits[start // 8 : (stop + 7) // 8] = np.packbits(block, bitorder="little")
+
+    def __len__(self) -> int:
+        return sum(int(mask.sum()) for _, mask in self.masks())
+
+    def masks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Blocks as bool masks, each with its first row."""
+        for start, stop in self._blocks(0, self.rows):
+            yield start, self._mask(start, stop)
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """Those from ``start`` to ``stop``, sorted, int64."""
+        found = [
+            first + np.flatnonzero(self._mask(first, end))
+            for first, end in self._blocks(start, stop)
+        ]
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
+    def spans(self, size: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows that hold ``size`` of the set each; the last may hold fewer, not none."""
+        start = held = 0
+        for first, mask in self.masks():
+            positions = first + np.flatnonzero(mask)
+            begins = range(size - held, len(positions), size)
+            for begin in begins:
+                yield start, int(positions[begin])
+                start = int(positions[begin])
+            held = len(positions) - begins[-1] if begins else held + len(positions)
+        if held:
+            yield start, self.rows
+
+    def _mask(self, start: int, stop: int) -> np.ndarray:
+        packed = self._bits[start // 8 : (stop + 7) // 8]
+        skip = start % 8
+        unpacked = np.unpackbits(packed, bitorder="little", count=skip + stop - start)
+        return unpacked[skip:].view(np.bool_)
+
+    @staticmethod
+    def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+        while start < stop:
+            end = min(stop, (start // _BLOCK + 1) * _BLOCK)
+            yield start, end
+            start = end
