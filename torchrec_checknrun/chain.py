@@ -54,7 +54,8 @@ def read_manifest(root: Folder, name: str) -> Manifest:
         data = (root / name).read(MANIFEST_NAME)
     except FileNotFoundError:
         raise CheckpointNotFound(
-            f"no committed checkpoint {name!r} in {root} (no {MANIFEST_NAME}): see what is there"
+            f"no committed checkpoint {name!r} in {root} (no {MANIFEST_NAME}): its "
+            "save was interrupted, or the name or the root is another"
         ) from None
     manifest = parse_manifest(data, where)
     if manifest.id != name:

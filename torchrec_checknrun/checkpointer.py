@@ -11,13 +11,19 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.chain import highest_sequence
-from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored, SaveFailed
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    ModelPartlyRestored,
+    SaveFailed,
+    UnsupportedState,
+)
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.gradients import PendingGradients
@@ -256,7 +262,7 @@ class Checkpointer:
         try:
             metadata = dcp.save(
                 {},
-                storage_writer=StorageWriter(f"{self.root}/{proposal.id}"),
+                storage_writer=StorageWriter((self.root / proposal.id).url),
                 planner=planner,
                 process_group=self._ranks.group,
                 no_dist=self._ranks.group is None,
@@ -351,6 +357,12 @@ class Checkpointer:
         states |= {name: stateful.state_dict() for name, stateful in self._target.states.items()}
         stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
         dense = {name: drop_tables(value, stored, name) for name, value in states.items()}
+        for name, value in dense[MODEL].items():
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedState(
+                    f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
+                    "which can't be given back to it: put it into a state object of its own"
+                )
         shards, taken = take_rows(tracked, _MARKS[proposal.decision])
         cut.append(taken)
         per_rank = frozenset(self._target.per_rank)

@@ -163,7 +163,7 @@ def _load(
             chain.head.id,
             name,
         )
-    reader = StorageReader(f"{root}/{chain.head.id}", chain)
+    reader = StorageReader((root / chain.head.id).url, chain)
     try:
         dcp.load(
             live,

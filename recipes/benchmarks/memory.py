@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,11 +68,12 @@ class Measured:
     of_budget: float
 
 
-def cases(budget: int, times: int) -> list[Case]:
-    """The widths and codecs; a bitmap of every third row is what row ids take most for."""
-    choices: list[tuple[int, int | None, int]] = [(16, None, 1), (16, None, 3), (64, None, 3)]
-    choices += [(64, 8, 1), (64, 2, 3)]
-    return [Case(dim, bits, stride, budget, times) for dim, bits, stride in choices]
+def cases(budget: int, times: int, dims: Sequence[int]) -> list[Case]:
+    """Exact rows and both extremes of quantization; all rows again, or every third of them, which
+    is what row ids take most for (a bitmap).
+    """
+    choices: list[tuple[int | None, int]] = [(None, 1), (None, 3), (8, 1), (2, 3)]
+    return [Case(dim, bits, stride, budget, times) for dim in dims for bits, stride in choices]
 
 
 def peak_of(call: Callable[[], object]) -> int:
@@ -211,11 +212,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--budget-mib", type=int, default=64, help="chunk_bytes, in MiB")
     parser.add_argument("--times", type=int, default=10, help="the table's size in budgets")
+    parser.add_argument("--dims", type=int, nargs="+", default=[16, 64], help="columns")
     options = parser.parse_args()
     budget = options.budget_mib << 20
     measured = [
         one
-        for case in tqdm(cases(budget, options.times), desc="tables", unit="table")
+        for case in tqdm(cases(budget, options.times, options.dims), desc="tables", unit="table")
         for one in measure(case)
     ]
     table = Table(

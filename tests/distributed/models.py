@@ -1,8 +1,8 @@
 """Small sharded models for the tests: described by JSON, built on every rank, compared as bytes.
 
 A ``ModelSpec`` and a plan say all there is to know; a worker builds a ``Job`` from them. ``gather``
-puts the whole state (tables, fused optimizer state, dense part, dense optimizer) together on rank 0,
-from TorchRec's own state dicts, so that it says nothing about how this package sees the tables.
+puts the whole state (tables, fused optimizer state, dense part, dense optimizer) together, from
+TorchRec's own state dicts, so that it says nothing about how this package sees the tables.
 """
 
 from __future__ import annotations
@@ -253,15 +253,16 @@ class Job:
     spec: ModelSpec
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
-    data_seed: int = 0
+    samples: int = 4
     steps: int = 0
 
     @classmethod
-    def build(cls, spec: ModelSpec, plan: Plan, seed: int = 0, data_seed: int = 0) -> Job:
+    def build(cls, spec: ModelSpec, plan: Plan, seed: int = 0, samples: int = 4) -> Job:
         """Shards the model over all ranks.
 
         Args:
             seed: of the starting weights.
+            samples: in a rank's batch.
         """
         torch.manual_seed(seed)
         world = dist.get_world_size()
@@ -292,20 +293,18 @@ class Job:
             lambda parameters: DENSE[spec.dense](parameters, lr=0.05),
         )
         optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", dense)])
-        return cls(spec, model, optimizer, data_seed)
+        return cls(spec, model, optimizer, samples)
 
     def batch(
         self, step: int, rows: Mapping[str, int] | None = None
     ) -> tuple[torch.Tensor, KeyedJaggedTensor]:
-        """This rank's batch: four samples, bags of zero to three ids, some of them often empty.
+        """This rank's batch: bags of zero to three ids, some of them often empty.
 
         Args:
             rows: by feature, ids are drawn below this; by default every table has them.
         """
-        generator = torch.Generator().manual_seed(
-            (self.data_seed * 1009 + step) * 64 + dist.get_rank()
-        )
-        samples = 4
+        generator = torch.Generator().manual_seed(step * 64 + dist.get_rank())
+        samples = self.samples
         features = {**self.spec.features, **(rows or {})}
         lengths = torch.randint(0, 4, (len(features) * samples,), generator=generator)
         lengths[torch.rand(lengths.shape, generator=generator) < 0.3] = 0
@@ -393,7 +392,9 @@ def gather(job: Job) -> State:
     return state
 
 
-def row_bytes(spec: ModelSpec, state: State) -> dict[tuple[str, int], tuple[bytes, dict[str, bytes]]]:
+def row_bytes(
+    spec: ModelSpec, state: State
+) -> dict[tuple[str, int], tuple[bytes, dict[str, bytes]]]:
     """Weight and optimizer state of every row, by table and row."""
     found: dict[tuple[str, int], tuple[bytes, dict[str, bytes]]] = {}
     for path, table in spec.table_paths.items():

@@ -28,7 +28,9 @@ def read_rows(checkpoint: str | Path) -> dict[StoredRow, list[StoredPart]]:
             if chunk["ids"]["encoding"] == "range":
                 ids = np.arange(chunk["count"])
             elif chunk["ids"]["encoding"] == "bitmap":
-                ids = np.flatnonzero(np.unpackbits(np.frombuffer(pieces[0], "u1"), bitorder="little"))
+                ids = np.flatnonzero(
+                    np.unpackbits(np.frombuffer(pieces[0], "u1"), bitorder="little")
+                )
             else:
                 ids = np.frombuffer(pieces[0], "<u4")
             widths = [len(piece) // chunk["count"] for piece in pieces]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,10 @@ from tests.distributed.models import State
 
 
 def store(path: Path, state: State) -> None:
-    np.savez(path, **{name.replace("/", "|"): value for name, value in state.items()})
+    with zipfile.ZipFile(path, "w") as file:
+        for name, value in state.items():
+            with file.open(f"{name.replace('/', '|')}.npy", "w") as member:
+                np.lib.format.write_array(member, value)
 
 
 def load(path: Path) -> State:
@@ -33,8 +37,8 @@ def narrowest_bits(root: Path, checkpoint: str) -> int | None:
 def error_bound(rows: np.ndarray, bits: int) -> np.ndarray:
     """How far ``(n, dim)`` values may be off in FBGEMM's rowwise formats, ``(n, 1)``.
 
-    Half a step, and the rounding of scale and bias: fp32 (and 1e-8 in a divisor) at 8 bit, fp16 at 4
-    and 2 bit, where the last code is wrong by the scale's rounding as often as there are codes.
+    Half a step, and the rounding of scale and bias: fp32 (and 1e-8 in a divisor) at 8 bit, fp16 at
+    4 and 2 bit, where the last code is wrong by the scale's rounding as often as there are codes.
     """
     low, high = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)
     largest, spread = np.maximum(abs(low), abs(high)), high - low
@@ -56,7 +60,9 @@ def differences(found: State, wanted: State, bits: int | None) -> list[str]:
         elif ".embedding" in name and name.startswith("model/") and bits is not None:
             worse = abs(a.astype(np.float64) - b) > error_bound(b.astype(np.float64), bits)
             if worse.any():
-                problems.append(f"{name}: rows {np.flatnonzero(worse.any(axis=1))} beyond {bits} bits")
+                problems.append(
+                    f"{name}: rows {np.flatnonzero(worse.any(axis=1))} beyond {bits} bits"
+                )
         elif a.tobytes() != b.tobytes():
             rows = np.flatnonzero((a != b).reshape(len(a), -1).any(axis=1)) if a.ndim else [0]
             problems.append(f"{name}: rows {list(rows)} differ")

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -44,6 +44,11 @@ from torchrec_checknrun import (
 )
 
 Workers = Callable[[int], WorkerPool]
+
+
+class Made(Protocol):
+    def __call__(self, tmp_path: Path, full: bool = False) -> list[str]: ...
+
 
 TABLES = (TableSpec("t0", 40, 8, ("f0", "f1")), TableSpec("t1", 30, 4, ("f1",)))
 SPEC = ModelSpec((CollectionSpec("a", TABLES), CollectionSpec("b", TABLES[:1])))
@@ -97,6 +102,22 @@ def three_checkpoints(root: str, spec: dict[str, Any], plan: Plan, full: bool = 
     return names
 
 
+@pytest.fixture(scope="module")
+def made(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Puts three checkpoints, and copies of their states, into a folder; trained once for all."""
+    folders: dict[bool, tuple[Path, list[str]]] = {}
+
+    def make(tmp_path: Path, full: bool = False) -> list[str]:
+        if full not in folders:
+            folder = tmp_path_factory.mktemp("made")
+            names = workers(2).run(three_checkpoints, **where(folder), full=full)[0]
+            folders[full] = (folder, names)
+        shutil.copytree(folders[full][0], tmp_path, dirs_exist_ok=True)
+        return list(folders[full][1])
+
+    return make
+
+
 def restore_is_refused(
     root: str,
     spec: dict[str, Any],
@@ -122,8 +143,8 @@ def restore_is_refused(
 # A checkpoint that doesn't fit.
 
 
-def resized(**size: int) -> ModelSpec:
-    tables = (replace(TABLES[0], **size), TABLES[1])
+def resized(rows: int = 40, dim: int = 8) -> ModelSpec:
+    tables = (replace(TABLES[0], rows=rows, dim=dim), TABLES[1])
     return ModelSpec((CollectionSpec("a", tables), SPEC.collections[1]))
 
 
@@ -141,9 +162,9 @@ def resized(**size: int) -> ModelSpec:
 )
 @pytest.mark.parametrize("by_id", [False, True])
 def test_another_model(
-    workers: Workers, tmp_path: Path, spec: ModelSpec, match: str, by_id: bool
+    workers: Workers, made: Made, tmp_path: Path, spec: ModelSpec, match: str, by_id: bool
 ) -> None:
-    names = workers(2).run(three_checkpoints, **where(tmp_path))[0]
+    names = made(tmp_path)
     workers(2).run(
         restore_is_refused,
         **where(tmp_path, spec),
@@ -178,9 +199,9 @@ def restores_in_a_new_process(root: str, spec: dict[str, Any], plan: Plan) -> No
 
 def dense_optimizer_is_refused(root: str, spec: dict[str, Any], plan: Plan) -> None:
     job, same = build(spec, plan, seed=5), build(spec, plan, seed=5)
-    with checkpointer(root, job) as saver:
-        with pytest.raises(errors.IncompatibleCheckpoint, match=r"optimizer\.state\.dense\."):
-            saver.restore()
+    refused = pytest.raises(errors.IncompatibleCheckpoint, match=r"optimizer\.state\.dense\.")
+    with checkpointer(root, job) as saver, refused:
+        saver.restore()
     for either in (job, same):
         either.train(2)
     assert local_bytes(job) == local_bytes(same)
@@ -211,8 +232,8 @@ class Note:
 
 
 @pytest.mark.parametrize("only_rank", [-1, 0, 1])
-def test_missing_state(workers: Workers, tmp_path: Path, only_rank: int) -> None:
-    workers(2).run(three_checkpoints, **where(tmp_path))
+def test_missing_state(workers: Workers, made: Made, tmp_path: Path, only_rank: int) -> None:
+    made(tmp_path)
     workers(2).run(key_is_missing, **where(tmp_path), only_rank=only_rank)
 
 
@@ -270,21 +291,19 @@ def damage(checkpoint: Path, how: str) -> None:
 def chunks_of(checkpoint: Path, kind: str) -> list[tuple[Path, dict[str, Any]]]:
     files = sorted(checkpoint.glob("rank-*.bin"))
     found = [(file, chunk) for file in files for chunk in index_of(file)[1]]
-    return [
-        (file, chunk) for file, chunk in found if chunk["kind"] == kind and chunk["length"] > 0
-    ]
+    return [(file, chunk) for file, chunk in found if chunk["kind"] == kind and chunk["length"] > 0]
 
 
-FOUND_BEFORE = ["manifest", "manifest_cut", "manifest_empty", "index", "truncated", "missing"] + [
-    "longer",
-    "format",
+FOUND_BEFORE = [
+    *("manifest", "manifest_cut", "manifest_empty", "format"),
+    *("index", "truncated", "longer", "missing"),
 ]
 FOUND_WHEN_READ = ["first_rows", "last_rows", "state"]
 
 
 @pytest.mark.parametrize("how", FOUND_BEFORE)
-def test_damaged_checkpoint_named(workers: Workers, tmp_path: Path, how: str) -> None:
-    names = workers(2).run(three_checkpoints, **where(tmp_path))[0]
+def test_damaged_checkpoint_named(workers: Workers, made: Made, tmp_path: Path, how: str) -> None:
+    names = made(tmp_path)
     damage(tmp_path / "root" / names[1], how)
     damaged = "UnsupportedFormat" if how == "format" else "CorruptCheckpoint"
     for name, error in ((names[1], damaged), (names[2], "ChainBroken")):
@@ -296,8 +315,8 @@ def test_damaged_checkpoint_named(workers: Workers, tmp_path: Path, how: str) ->
 
 
 @pytest.mark.parametrize("how", ["gone", "uncommitted"])
-def test_parent_is_missing(workers: Workers, tmp_path: Path, how: str) -> None:
-    names = workers(2).run(three_checkpoints, **where(tmp_path))[0]
+def test_parent_is_missing(workers: Workers, made: Made, tmp_path: Path, how: str) -> None:
+    names = made(tmp_path)
     damage(tmp_path / "root" / names[0], how)
     for name in (names[1], None):
         workers(2).run(
@@ -312,8 +331,8 @@ def test_parent_is_missing(workers: Workers, tmp_path: Path, how: str) -> None:
     )
 
 
-def test_parent_was_replaced(workers: Workers, tmp_path: Path) -> None:
-    names = workers(2).run(three_checkpoints, **where(tmp_path))[0]
+def test_parent_was_replaced(workers: Workers, made: Made, tmp_path: Path) -> None:
+    names = made(tmp_path)
     other = tmp_path / "other"
     others = workers(2).run(three_checkpoints, **{**where(tmp_path), "root": str(other)})[0]
     shutil.rmtree(tmp_path / "root" / names[0])
@@ -375,12 +394,14 @@ def falls_back(
         return list(found.chain)
 
 
-@pytest.mark.parametrize("how", [*FOUND_BEFORE, *FOUND_WHEN_READ])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [(2, how) for how in (*FOUND_BEFORE, *FOUND_WHEN_READ)] + [(1, how) for how in FOUND_WHEN_READ],
+)
 def test_falls_back_to_the_newest_whole_chain(
-    workers: Workers, tmp_path: Path, how: str, ranks: int
+    workers: Workers, made: Made, tmp_path: Path, how: str, ranks: int
 ) -> None:
-    names = workers(2).run(three_checkpoints, **where(tmp_path))[0]
+    names = made(tmp_path)
     damage(tmp_path / "root" / names[2], how)
     chain = workers(ranks).run(
         falls_back, **where(tmp_path, ranks=ranks), to=names[1], passed_over=[names[2]]
@@ -390,9 +411,9 @@ def test_falls_back_to_the_newest_whole_chain(
     assert names[2] not in chain
 
 
-@pytest.mark.parametrize("how", [*FOUND_BEFORE, *FOUND_WHEN_READ])
-def test_falls_back_over_several(workers: Workers, tmp_path: Path, how: str) -> None:
-    names = workers(2).run(three_checkpoints, **where(tmp_path), full=True)[0]
+@pytest.mark.parametrize("how", ["manifest", "index", *FOUND_WHEN_READ])
+def test_falls_back_over_several(workers: Workers, made: Made, tmp_path: Path, how: str) -> None:
+    names = made(tmp_path, True)
     for name in names[1:]:
         damage(tmp_path / "root" / name, how)
     workers(2).run(falls_back, **where(tmp_path), to=names[0], passed_over=[names[2], names[1]])
@@ -421,20 +442,23 @@ def mend(root: str, spec: dict[str, Any], plan: Plan, name: str, sound: str) -> 
 
 
 @pytest.mark.parametrize("how", FOUND_WHEN_READ)
-def test_damage_met_midway(workers: Workers, tmp_path: Path, how: str) -> None:
-    first, second, third = workers(2).run(three_checkpoints, **where(tmp_path), full=True)[0]
+def test_damage_met_midway(workers: Workers, made: Made, tmp_path: Path, how: str) -> None:
+    first, _, third = made(tmp_path, True)
     damage(tmp_path / "root" / third, how)
     workers(2).run(mend, **where(tmp_path), name=third, sound=first)
     shutil.rmtree(tmp_path / "root")
-    names = workers(2).run(three_checkpoints, **where(tmp_path))[0]
+    names = made(tmp_path)
     damage(tmp_path / "root" / names[0], how)
-    for name in (names[1], None) if how != "state" else (names[0],):
+    newest = [names[1], None] if how != "state" else [names[0]]
+    for name in newest:
         workers(2).run(only_one_is_damaged, **where(tmp_path), name=name)
 
 
 @pytest.mark.parametrize("how", FOUND_WHEN_READ)
-def test_verify_all_finds_damage_before(workers: Workers, tmp_path: Path, how: str) -> None:
-    names = workers(2).run(three_checkpoints, **where(tmp_path))[0]
+def test_verify_all_finds_damage_before(
+    workers: Workers, made: Made, tmp_path: Path, how: str
+) -> None:
+    names = made(tmp_path)
     for name in names:
         damage(tmp_path / "root" / name, how)
     for name, error in ((names[0], "CorruptCheckpoint"), (None, "ChainBroken")):
@@ -459,8 +483,10 @@ def load_is_refused(root: str, spec: dict[str, Any], plan: Plan, name: str, matc
 
 
 @pytest.mark.parametrize("how", [*FOUND_BEFORE, "gone", "uncommitted"])
-def test_damaged_checkpoint_through_dcp_load(workers: Workers, tmp_path: Path, how: str) -> None:
-    names = workers(2).run(three_checkpoints, **where(tmp_path))[0]
+def test_damaged_checkpoint_through_dcp_load(
+    workers: Workers, made: Made, tmp_path: Path, how: str
+) -> None:
+    names = made(tmp_path)
     damage(tmp_path / "root" / names[2], how)
     error = {
         "format": "UnsupportedFormat",
@@ -490,8 +516,8 @@ def read_fails_on_one_rank(root: str, spec: dict[str, Any], plan: Plan, names: l
             saver.restore(names[2])
 
 
-def test_reading_fails_on_one_rank(workers: Workers, tmp_path: Path) -> None:
-    names = workers(2).run(three_checkpoints, **where(tmp_path))[0]
+def test_reading_fails_on_one_rank(workers: Workers, made: Made, tmp_path: Path) -> None:
+    names = made(tmp_path)
     workers(2).run(read_fails_on_one_rank, **where(tmp_path), names=names)
 
 
@@ -592,9 +618,8 @@ def test_save_that_fails_loses_no_row(workers: Workers, tmp_path: Path, how: str
 
 def root_is_a_file(root: str, spec: dict[str, Any], plan: Plan) -> None:
     job = build(spec, plan)
-    with checkpointer(root, job) as saver:
-        with pytest.raises(errors.SaveFailed):
-            saver.save()
+    with checkpointer(root, job) as saver, pytest.raises(errors.SaveFailed):
+        saver.save()
 
 
 def test_root_is_a_file(workers: Workers, tmp_path: Path) -> None:

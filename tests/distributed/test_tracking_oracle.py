@@ -1,8 +1,8 @@
 """Which rows a differential checkpoint holds, against what a comparison of the bytes finds changed.
 
 The comparison uses TorchRec's state dicts before and after, the stored rows are read by
-``reader30``: neither knows of marks. None may be missed; an extra row is one that was trained with a
-gradient of zero.
+``reader30``: neither knows of marks. None may be missed; an extra row is one that was trained with
+a gradient of zero.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchrec_checknrun import Checkpointer, Consecutive, OneShot
 
 Workers = Callable[[int], WorkerPool]
 
-# f0 feeds two tables, f1 two of different sizes; t0 and t1 are in two collections and a sequence one.
+# f0 feeds several tables, f1 two of different sizes; t0 and t1 are in all three collections.
 SPEC = ModelSpec(
     (
         CollectionSpec(
@@ -68,6 +68,7 @@ def compare(
         for action in actions:
             since |= act(job, action)
         report = checkpointer.save()
+        assert report is not None
         assert report.kind == "differential"
         after = row_bytes(job.spec, gather(job))
         if dist.get_rank() == 0:
@@ -113,7 +114,7 @@ def act(job: Job, action: str) -> set[tuple[str, int]]:
     loss.backward()
     job.optimizer.step()
     looked_up: list[Any] = [None] * dist.get_world_size()
-    values = {feature: sparse[feature].values().tolist() for feature in sparse.keys()}
+    values = {feature: sparse[feature].values().tolist() for feature in job.spec.features}
     dist.all_gather_object(looked_up, values)
     return {
         (path, row)

@@ -1,7 +1,7 @@
 """What every rank of a worker pool runs: takes cases from pytest, runs them, says what came out.
 
-Started by ``torchrun -m tests.distributed.worker SOCKET``. Each case gets a process group of its own,
-so that one case's collectives and groups are nothing to the next.
+Started by ``torchrun -m tests.distributed.worker SOCKET``. Each case gets a process group of its
+own, so that one case's collectives and groups are nothing to the next.
 """
 
 from __future__ import annotations

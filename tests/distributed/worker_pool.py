@@ -1,7 +1,7 @@
 """Real torchrun workers that stay: started once per number of ranks, sent one case after another.
 
-Importing TorchRec costs a process seconds and 300 MB, a case only milliseconds. A case that fails or
-hangs fails its own test; the workers are replaced for the next one.
+Importing TorchRec costs a process seconds and 300 MB, a case only milliseconds. A case that fails
+or hangs fails its own test; the workers are replaced for the next one.
 """
 
 from __future__ import annotations

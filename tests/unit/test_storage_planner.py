@@ -417,6 +417,7 @@ def save_rows(
     modified: list[list[int]] | None = None,
     header: Header | None = None,
     bits: int | None = None,
+    chunk_bytes: int = 500,
 ) -> Manifest:
     snapshots = []
     for i, shard in enumerate(shards):
@@ -427,7 +428,7 @@ def save_rows(
         snapshots.append(ShardSnapshot(shard, None if mask is None else RowSet(mask)))
     snapshot = Snapshot(snapshots, TABLES, {"reader": {"samples": 5}, "w": torch.ones(10)})
     planner = SavePlanner.decided(
-        header or Header(bits=bits), lambda: snapshot, Quantization(bits=bits), chunk_bytes=500
+        header or Header(bits=bits), lambda: snapshot, Quantization(bits=bits), chunk_bytes
     )
     return save(root, name, {}, planner)
 
@@ -488,7 +489,7 @@ def test_full_and_differential_rows(root: Folder) -> None:
         shard.weight[rows] += 1
     put_wanted()
     header = Header(kind="differential", parent=full.link, previous=full.link, step=10)
-    second = save_rows(root, "second", shards, modified, header)
+    second = save_rows(root, "second", shards, modified, header, chunk_bytes=1 << 20)
     for table, values in read_tables(root, "second").items():
         assert torch.equal(values, wanted[table])
     assert (second.kind, second.parent, second.step) == ("differential", full.link, 10)
