@@ -8,6 +8,7 @@ state.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from torchrec_checknrun.state import Tree, decode_state
 Entry = dict[str, Any]
 
 _ERROR_SAMPLE_ROWS = 1024
+_BLOCK_BYTES = 1 << 20
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -165,6 +167,21 @@ def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
     Raises:
         CorruptCheckpoint: entry and payload don't fit each other.
     """
+    (rows,) = decode_blocks(entry, payload, rows_header(entry).count)
+    return rows
+
+
+def decode_blocks(
+    entry: Entry, payload: bytes | memoryview, block_rows: int | None = None
+) -> Iterator[Rows]:
+    """The rows again, on the CPU, some at a time: blocks that stay small are memory used again.
+
+    Args:
+        block_rows: how many at a time; None for about a megabyte.
+
+    Raises:
+        CorruptCheckpoint: entry and payload don't fit each other.
+    """
     header = rows_header(entry)
     n, cols = header.count, header.rectangle.cols
     view = memoryview(payload)
@@ -185,12 +202,20 @@ def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
         header.rectangle.row_stop - 1,
         n,
     )
-    encoded = torch.frombuffer(bytearray(parts[1]), dtype=torch.uint8).view(n, row_bytes)
-    optimizer = {}
-    for (name, (dtype, rowwise)), part in zip(header.optimizer.items(), parts[2:], strict=True):
-        state = torch.frombuffer(bytearray(part), dtype=dtype)
-        optimizer[name] = state if rowwise else state.view(n, cols)
-    return Rows(torch.from_numpy(ids), header.codec.decode(encoded, cols, header.dtype), optimizer)
+    size = block_rows or max(1, _BLOCK_BYTES // (4 * cols))
+    for start in range(0, n, size):
+        count = min(size, n - start)
+        encoded = _rows_of(parts[1], start, count, row_bytes)
+        optimizer = {}
+        for (name, (dtype, rowwise)), part in zip(header.optimizer.items(), parts[2:], strict=True):
+            width = 1 if rowwise else cols
+            state = _rows_of(part, start, count, width * dtype.itemsize).view(dtype)
+            optimizer[name] = state.reshape(-1) if rowwise else state
+        yield Rows(
+            torch.from_numpy(ids[start : start + count]),
+            header.codec.decode(encoded, cols, header.dtype),
+            optimizer,
+        )
 
 
 def state_chunk(
@@ -243,6 +268,12 @@ def _relative_error(weight: torch.Tensor, encoded: torch.Tensor, codec: Codec) -
 def _bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+def _rows_of(data: memoryview, start: int, count: int, row_bytes: int) -> torch.Tensor:
+    """A copy of some rows, ``(count, row_bytes)`` uint8: tensors must be aligned and writable."""
+    part = bytearray(data[start * row_bytes : (start + count) * row_bytes])
+    return torch.frombuffer(part, dtype=torch.uint8).view(count, row_bytes)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -43,6 +43,7 @@ class Conversion:
     def __init__(self, shard: LocalShard) -> None:
         self._shard = shard
         self._parts: dict[str, dict[Columns, torch.Tensor]] = {}
+        self._restored = torch.zeros(shard.rectangle.rows, dtype=torch.bool)
         self._approximated = False
 
     def scatter(self, header: RowsHeader, rows: Rows) -> None:
@@ -79,8 +80,8 @@ class Conversion:
             joined = torch.zeros(own.rows, dtype=torch.float64)
             for (start, stop), values in parts.items():
                 joined.add_(values, alpha=(stop - start) / own.cols)
-            target = self._shard.optimizer[name]
-            target.copy_(joined.to(target))
+            target = self._shard.optimizer[name]  # new rows of a table that grew stay as they are
+            target.copy_(torch.where(self._restored.to(target.device), joined.to(target), target))
         if self._shard.optimizer and self._approximated:
             logger.warning(
                 "%s: optimizer state was kept per row for more columns than these, or is pointwise "
@@ -98,3 +99,4 @@ class Conversion:
             parts[columns] = torch.zeros(self._shard.rectangle.rows, dtype=torch.float32)
         local = ids - self._shard.rectangle.row_start
         parts[columns].index_copy_(0, local, values.to(torch.float32))
+        self._restored[local] = True

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torchrec_checknrun.chunks import (
     EncodedChunk,
     RowsHeader,
-    decode_rows,
+    decode_blocks,
     decode_state_chunk,
     rows_header,
     state_tree,
@@ -182,9 +182,19 @@ class LoadPlanner(DcpLoadPlanner):
 
     def _load_rows(self, chunk: EncodedChunk, age: int) -> None:
         header = rows_header(chunk.entry)
-        rows = decode_rows(chunk.entry, chunk.getvalue())
-        if self._dry_run:
-            return
+        for rows in decode_blocks(chunk.entry, chunk.getvalue()):
+            if not self._dry_run:
+                self._scatter(header, rows, age)
+        self._rows_left -= 1
+        if not self._rows_left and not self._dry_run:
+            for conversion in self._conversions.values():
+                conversion.finish()
+            if self._tracked is not None:
+                self._tracked.purge()
+                if self._fit.optimizer:
+                    self._tracked.set_progress(self._saved_progress())
+
+    def _scatter(self, header: RowsHeader, rows: Rows, age: int) -> None:
         if not self._fit.optimizer:
             rows.optimizer = {}
         for i in self._shards_into(header):
@@ -198,14 +208,6 @@ class LoadPlanner(DcpLoadPlanner):
                 shard.scatter(part)
             if self._tracked is not None and age > 0:
                 self._tracked.shards[i].marks.add(shard.local_ids(part.ids), Consumer.BASELINE)
-        self._rows_left -= 1
-        if not self._rows_left:
-            for conversion in self._conversions.values():
-                conversion.finish()
-            if self._tracked is not None:
-                self._tracked.purge()
-                if self._fit.optimizer:
-                    self._tracked.set_progress(self._saved_progress())
 
     def _saved_progress(self) -> dict[str, FusedProgress]:
         """The fused optimizers' counters and learning rates at the head, by the model's tables."""

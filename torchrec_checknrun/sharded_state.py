@@ -184,4 +184,5 @@ def _local_shards(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
             "tables can be stored so far; keep dense parameters replicated"
         )
     offsets = [tuple(offset) for offset in local.local_offsets()]
-    return list(zip(offsets, [s.detach() for s in local.local_shards()], strict=True))
+    # On a rank without a shard there is still an offset.
+    return list(zip(offsets, [s.detach() for s in local.local_shards()], strict=False))

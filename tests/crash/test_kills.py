@@ -69,6 +69,7 @@ def test_ten_kills(seed: int, uninterrupted: demo.Run, tmp_path: Path) -> None:
     be_killed("consecutive", (), planned, uninterrupted, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kills_with_one_shot(seed: int, uninterrupted: demo.Run, tmp_path: Path) -> None:
     be_killed("one_shot", (), kills.draw(seed, INTERVAL)[:5], uninterrupted, tmp_path)

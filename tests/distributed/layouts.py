@@ -8,6 +8,7 @@ from a state that was put together from TorchRec's own state dicts.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -44,6 +46,7 @@ from tests.distributed.models import (
     ModelSpec,
     Plan,
     TableSpec,
+    _pool,
     gather,
 )
 
@@ -64,8 +67,9 @@ class Layout:
     """Where the rows are.
 
     Attributes:
-        plan: by ``collection.table``: ``table_wise:RANK``, ``row_wise``, ``column_wise:RANK,RANK…``,
-            ``columns:SIZE,SIZE…`` (one shard on each rank), ``table_row_wise:NODE``,
+        plan: by ``collection.table``: ``table_wise:RANK``, ``row_wise``,
+            ``column_wise:RANK,RANK…``, ``columns:SIZE,SIZE…`` (one shard on each rank),
+            ``table_row_wise:NODE``,
             ``grid_shard:NODE,NODE…`` or ``data_parallel``.
         local_size: ranks per node.
         prefix: of the names of data-parallel tables in the combined optimizer.
@@ -102,6 +106,23 @@ def table_names(spec: ModelSpec) -> dict[str, tuple[str, TableSpec]]:
     """By state-dict name without ``.weight``, the name in plans, and the table."""
     names = [f"{c.name}.{t.name}" for c in spec.collections for t in c.tables]
     return {p: (n, t) for (p, t), n in zip(spec.table_paths.items(), names, strict=True)}
+
+
+class OrderedModel(Model):
+    """Takes what was looked up by name: TorchRec's own order depends on the sharding."""
+
+    def forward(self, dense: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
+        parts = [dense]
+        for collection in self._collections:
+            looked_up = getattr(self, collection.name)(features)
+            if not collection.bag:
+                parts.append(_pool(list(looked_up.values()), dense.shape[0]))
+                continue
+            pairs = [(t.name, f) for t in collection.tables for f in t.features]
+            uses = Counter(feature for _, feature in pairs)
+            parts += [looked_up[f"{f}@{t}" if uses[f] > 1 else f] for t, f in pairs]
+        hidden = torch.tanh(self.hidden(torch.cat(parts, dim=1)))
+        return self.out(hidden).squeeze(1)
 
 
 @dataclass
@@ -161,11 +182,11 @@ def build(
     """
     model_spec, where = ModelSpec.from_json(spec), Layout.from_json(layout)
     assert dist.get_world_size() == where.world_size
-    # The groups within and across nodes are kept for the process; those of an earlier case are gone.
+    # Groups within and across nodes are kept for the process; an earlier case's are gone.
     torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
     os.environ["LOCAL_WORLD_SIZE"] = str(where.ranks_per_node)
     torch.manual_seed(seed)
-    module = Model(model_spec)
+    module = OrderedModel(model_spec)
     sharders: list[Any] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
     plans = {}
     optimizer_type, options = OPTIMIZERS[model_spec.fused]
@@ -173,6 +194,8 @@ def build(
         tables = getattr(module, collection.name)
         if half:
             tables.half()
+            for config in tables.embedding_bag_configs():
+                config.data_type = DataType.FP16
         shardings = {}
         for path, (name, table) in table_names(model_spec).items():
             if not path.startswith(f"{collection.name}."):
@@ -242,10 +265,12 @@ class Whole:
 
     def store(self, path: str | Path) -> None:
         parts = {"weights": self.weights, "states": self.states, "rest": self.rest}
-        np.savez(
-            path,
-            **{f"{p}:{k}".replace("/", "|"): v for p, part in parts.items() for k, v in part.items()},
-        )
+        arrays: dict[str, Any] = {
+            f"{part}:{key}".replace("/", "|"): value
+            for part, values in parts.items()
+            for key, value in values.items()
+        }
+        np.savez(path, **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> Whole:
@@ -310,8 +335,8 @@ def differences(found: Whole, wanted: Whole, converted: set[str], exact: bool = 
             if exact and not (part == "states" and name in converted):
                 equal = a[name].tobytes() == b[name].tobytes()
             else:
-                tolerance = {"rtol": 3e-7, "atol": 0.0} if exact else {"rtol": 1e-6, "atol": 1e-6}
-                equal = np.allclose(a[name], b[name], **tolerance)
+                rtol, atol = (3e-7, 0.0) if exact else (1e-6, 1e-6)
+                equal = np.allclose(a[name], b[name], rtol=rtol, atol=atol)
             if not equal:
                 error = abs(a[name].astype(np.float64) - b[name]).max()
                 problems.append(f"{part} {name}: off by {error:.3g}")
@@ -326,9 +351,11 @@ class Reference:
         self.whole = whole.copy()
 
     def train(self, first: int, steps: int) -> None:
-        """Trains those batches; row-wise Adagrad per column shard of the layout, as TorchRec does."""
+        """Trains those batches; row-wise Adagrad per column shard of the layout."""
         for step in range(first, first + steps):
-            tables = {k: torch.from_numpy(v).requires_grad_() for k, v in self.whole.weights.items()}
+            tables = {
+                k: torch.from_numpy(v).requires_grad_() for k, v in self.whole.weights.items()
+            }
             dense = {
                 k: torch.from_numpy(v).requires_grad_()
                 for k, v in self.whole.rest.items()
@@ -350,7 +377,7 @@ class Reference:
         for collection in self._spec.collections:
             pooled = [
                 torch.stack([tables[path][ids].sum(dim=0) for ids in features[feature]])
-                for table, path in zip(collection.tables, paths)
+                for table, path in zip(collection.tables, paths, strict=False)
                 for feature in table.features
             ]
             parts.append(torch.cat(pooled, dim=1) if collection.bag else torch.stack(pooled).sum(0))

@@ -253,6 +253,7 @@ class Job:
     spec: ModelSpec
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
+    data_seed: int = 0
     samples: int = 4
     steps: int = 0
 
@@ -293,7 +294,7 @@ class Job:
             lambda parameters: DENSE[spec.dense](parameters, lr=0.05),
         )
         optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", dense)])
-        return cls(spec, model, optimizer, samples)
+        return cls(spec, model, optimizer, samples=samples)
 
     def batch(
         self, step: int, rows: Mapping[str, int] | None = None
@@ -303,7 +304,9 @@ class Job:
         Args:
             rows: by feature, ids are drawn below this; by default every table has them.
         """
-        generator = torch.Generator().manual_seed(step * 64 + dist.get_rank())
+        generator = torch.Generator().manual_seed(
+            (self.data_seed * 1009 + step) * 64 + dist.get_rank()
+        )
         samples = self.samples
         features = {**self.spec.features, **(rows or {})}
         lengths = torch.randint(0, 4, (len(features) * samples,), generator=generator)

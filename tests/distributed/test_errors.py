@@ -461,13 +461,17 @@ def test_verify_all_finds_damage_before(
     names = made(tmp_path)
     for name in names:
         damage(tmp_path / "root" / name, how)
-    for name, error in ((names[0], "CorruptCheckpoint"), (None, "ChainBroken")):
+    refusals: list[tuple[str | None, str]] = [
+        (names[0], "CorruptCheckpoint"),
+        (None, "ChainBroken"),
+    ]
+    for damaged, error in refusals:
         workers(2).run(
             restore_is_refused,
             **where(tmp_path),
             error=error,
             match=names[0],
-            name=name,
+            name=damaged,
             verify="all",
         )
 

@@ -153,7 +153,7 @@ quick = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=12,
+    max_examples=25,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

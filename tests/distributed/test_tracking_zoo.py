@@ -1,4 +1,4 @@
-"""Which rows a checkpoint holds against which have changed, over all that TorchRec looks rows up with.
+"""Which rows a checkpoint holds against which have changed, whatever looks rows up.
 
 None may be missed; extra rows are those whose gradient was zero, or whose update was rounded away.
 """
@@ -28,7 +28,7 @@ from tests.distributed.zoo import (
     stored_rows,
     table_arrays,
 )
-from torchrec_checknrun import Checkpointer, Consecutive
+from torchrec_checknrun import Checkpointer, Consecutive, Consumer, track
 
 Workers = Callable[[int], WorkerPool]
 
@@ -109,12 +109,13 @@ def plain_loop(root: str, kind: str, plan: dict[str, str], fused: str) -> dict[s
 @pytest.mark.parametrize("plan", sorted(PLANS))
 @pytest.mark.parametrize("kind", ["bags", "weighted", "sequence", "feature_processed", "vbe"])
 def test_plain_loop(workers: Workers, tmp_path: Path, kind: str, plan: str) -> None:
-    if kind == "sequence" and plan in ("replicas", "mixed"):
-        pytest.skip("FBGEMM can't train a data-parallel EmbeddingCollection on a CPU")
+    if kind in ("sequence", "vbe") and plan in ("replicas", "mixed"):
+        pytest.skip("needs a CUDA GPU: data-parallel tables of this kind don't train on a CPU")
     counts = workers(2).run(
         plain_loop, root=str(tmp_path), kind=kind, plan=PLANS[plan], fused="rowwise_adagrad"
     )[0]
-    judge(counts)
+    # A variable batch may hold bags that no sample uses: their gradient is zero.
+    judge(counts, extra=30 if kind == "vbe" else 0)
 
 
 @pytest.mark.parametrize("fused", ["sgd", "adagrad"])
@@ -125,15 +126,29 @@ def test_plain_loop_with_other_optimizers(workers: Workers, tmp_path: Path, fuse
     judge(counts, extra=3)
 
 
-def test_managed_collisions(workers: Workers, tmp_path: Path) -> None:
-    counts = workers(2).run(
-        plain_loop,
-        root=str(tmp_path),
-        kind="managed_collision",
-        plan=PLANS["rows"],
-        fused="rowwise_adagrad",
-    )[0]
-    judge(counts)
+def managed_collisions(plan: dict[str, str]) -> dict[str, int]:
+    """The wrapper's own state can't be stored, so the marks themselves are compared."""
+    zoo = build_zoo("managed_collision", plan)
+    tracked = track(zoo.model)
+    counts = {"changed": 0, "missed": 0, "extra": 0, "wrong": 0}
+    for _ in range(2):
+        before = table_arrays(zoo)
+        tracked.clear(Consumer.USER)
+        zoo.train(3)
+        own = {(t, int(r)) for t, rows in tracked.modified_rows().items() for r in rows}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        marked = set().union(*everyone)
+        changed = changed_rows(before, table_arrays(zoo))
+        counts["changed"] += len(changed)
+        counts["missed"] += len(changed - marked)
+        counts["extra"] += len(marked - changed)
+    tracked.close()
+    return counts
+
+
+def test_managed_collisions(workers: Workers) -> None:
+    judge(workers(2).run(managed_collisions, plan=PLANS["rows"])[0])
 
 
 class _Stream:
@@ -146,6 +161,10 @@ class _Stream:
     def wait_event(self, _: object) -> None: ...
 
     def record_event(self, _: object = None) -> None: ...
+
+    def record(self, _: object = None) -> None: ...
+
+    def wait(self, _: object = None) -> None: ...
 
 
 class _Device:
@@ -251,7 +270,11 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def warnings_said() -> Iterator[list[str]]:
-    lines, logger, disabled = _Lines(), logging.getLogger("torchrec_checknrun"), logging.root.manager
+    lines, logger, disabled = (
+        _Lines(),
+        logging.getLogger("torchrec_checknrun"),
+        logging.root.manager,
+    )
     level = disabled.disable
     logging.disable(logging.NOTSET)
     logger.addHandler(lines)

@@ -74,16 +74,17 @@ class ZooBatch(Pipelineable):
 class Net(nn.Module):
     """Any embedding module, a linear layer, and the loss, as TorchRec's pipelines want it."""
 
-    def __init__(self, embeddings: nn.Module, width: int) -> None:
+    def __init__(self, embeddings: nn.Module, width: int, sequence: bool) -> None:
         super().__init__()
         self.embeddings = embeddings
+        self._sequence = sequence
         self.out = nn.Linear(width + 2, 1)
 
     def forward(self, batch: ZooBatch) -> tuple[torch.Tensor, torch.Tensor]:
         looked_up = self.embeddings(batch.features)
         if isinstance(looked_up, tuple):  # managed collisions return the remapped ids as well
             looked_up = looked_up[0]
-        if isinstance(looked_up, dict):  # per id: as a mean, sample by sample isn't needed here
+        if self._sequence:  # per id; which sample an id is of doesn't matter here
             pooled = torch.stack([j.values().sum(dim=0) for j in looked_up.values()]).sum(dim=0)
             values = pooled.expand(batch.dense.shape[0], -1)
         else:
@@ -227,7 +228,7 @@ def build_zoo(
     for name, parameter in collection.named_parameters():
         if plan[name.split(".")[-2]] != "data_parallel":
             apply_optimizer_in_backward(optimizer, [parameter], dict(options))
-    net = Net(module, width)
+    net = Net(module, width, kind == "sequence")
     sharding = construct_module_sharding_plan(
         module,
         {table: generator_of(kind) for table, kind in plan.items()},
@@ -263,7 +264,7 @@ def table_arrays(zoo: Any) -> dict[str, dict[str, np.ndarray]]:
             if not name.startswith("optimizer/") or f"{key}/" not in name or value.size < rows:
                 continue
             row_first = value.reshape(-1, rows).T if value.ndim == 1 else value
-            arrays[name.rsplit("/", 1)[-1]] = row_first
+            arrays[name.rsplit("/", 1)[-1]] = np.ascontiguousarray(row_first)
         found[key.removesuffix(".weight")] = arrays
     return found
 

@@ -6,29 +6,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from recipes.benchmarks.memory import peak_of
+from recipes.benchmarks.memory import Case, measure, peak_of
 from recipes.benchmarks.tracking import Cost, interval, meets_target
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def run(name: str, out: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
-    """A benchmark's figures and what it prints; 1 is the exit code of a target missed."""
-    command = [sys.executable, "-m", f"recipes.benchmarks.{name}", "--json", str(out), *options]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode in (0, 1), done.stderr
-    return json.loads(out.read_text()), done.stdout
-
-
 def test_tracking(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
     options = ["--rows-cap", "200", "--steps", "6", "--rounds", "2", "--batch", "16", "--dims", "8"]
-    figures, printed = run("tracking", tmp_path / "out.json", *options)
+    command = [sys.executable, "-m", "recipes.benchmarks.tracking", "--json", str(out), *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode in (0, 1), done.stderr  # 1: the target is missed, on a busy machine
+    figures, printed = json.loads(out.read_text()), done.stdout
     costs = {figure["tracker"]: Cost(**figure) for figure in figures}
     assert list(costs) == ["none", "this package", "TorchRec ID_ONLY", "TorchRec auto_compact"]
     assert all(name in printed for name in costs)
@@ -44,17 +39,15 @@ def test_tracking(tmp_path: Path) -> None:
     assert all(cost.in_situ_low <= cost.in_situ <= cost.in_situ_high for cost in costs.values())
 
 
-def test_memory(tmp_path: Path) -> None:
-    options = ["--budget-mib", "4", "--times", "2", "--dims", "16"]
-    figures, printed = run("memory", tmp_path / "out.json", *options)
-    assert [figure["call"] for figure in figures[:3]] == [
-        "save full",
-        "save differential",
-        "restore both",
-    ]
-    assert figures[0]["rows"] == 2 * (4 << 20) // (4 * 16)
-    assert all(figure["of_budget"] == figure["peak"] / (4 << 20) for figure in figures)
-    assert "of the budget; allowed 110%" in printed
+def test_memory() -> None:
+    case = Case(dim=16, bits=8, stride=3, budget=4 << 20, times=2)
+    full, differential, restore = measure(case)
+    assert (full.call, differential.call) == ("save full", "save differential")
+    assert (full.rows, differential.rows) == (131072, 43691)
+    # Code loaded late may count in so small a table's peak, a table that is there twice may not.
+    for one in (full, differential, restore):
+        assert 0 < one.peak < 8 << 20
+        assert one.of_budget == one.peak / (4 << 20)
 
 
 def test_a_peak_is_what_a_call_held_at_once() -> None:
