@@ -249,7 +249,8 @@ class Checkpointer:
         proposal = self._agree()
         self._deferred = proposal is None
         if proposal is None:
-            self._log("gradients wait for their optimizer: the checkpoint is put off")
+            message = "gradients wait for their optimizer: the checkpoint of step %d is put off"
+            self._log(message, self.steps, level=logging.WARNING)
             return None
         cut: list[Cut] = []
         planner = SavePlanner.decided(
@@ -327,14 +328,15 @@ class Checkpointer:
 
     def _agree(self) -> Proposal | None:
         """Rank 0 decides on the next checkpoint; all hear it. None: not now."""
-        facts = self._ranks.gather((self.steps, self._gradients.waiting))
+        waiting = self._gradients.waiting or self._target.tracked.waiting
+        facts = self._ranks.gather((self.steps, waiting))
         steps = [steps for steps, _ in facts]
         if len(set(steps)) > 1:
             raise SaveFailed(
                 f"the ranks are at different steps {steps}: call step() or save() on all ranks at "
                 "the same point of the training loop"
             )
-        if any(waiting for _, waiting in facts):
+        if any(waits for _, waits in facts):
             return None
         return self._ranks.from_rank_0(self._decide)
 

@@ -220,6 +220,11 @@ class TrackedModel:
             if kernels & {id(kernel.module) for kernel in other._kernels}:
                 other.mark_all(table)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients of data-parallel tables wait for their optimizer."""
+        return any(hook.waiting for hook in self._hooks if isinstance(hook, DataParallelHook))
+
     def unite(self, group: dist.ProcessGroup | None = None) -> None:
         """Makes every rank's marks of data-parallel tables the union over ranks; a collective.
 

@@ -141,8 +141,18 @@ class DataParallelHook(KernelHook):
 
     def __init__(self, kernel: Kernel, marks: list[Marks]) -> None:
         super().__init__(kernel, marks)
-        self._pending: list[tuple[int, torch.Tensor]] = []
+        self._pending = [Marks(each.rows, each.raw.device) for each in marks]
+        self._touched: set[int] = set()
         self._stepped = register_optimizer_step_post_hook(self._after_step)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients wait for one of the dense optimizers that are known."""
+        return any(
+            group_of(optimizer, self._kernel.shards[i].weight) is not None
+            for i in self._touched
+            for optimizer in self._kernel.optimizers
+        )
 
     def remove(self) -> None:
         """Takes the hooks off the kernel and the optimizers."""
@@ -151,7 +161,8 @@ class DataParallelHook(KernelHook):
 
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
         for feature, shard in enumerate(self._kernel.feature_to_shard):
-            self._pending.append((shard, values[offsets[feature] : offsets[feature + 1]]))
+            self._pending[shard].mark(values[offsets[feature] : offsets[feature + 1]])
+            self._touched.add(shard)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if wraps_another(optimizer):
@@ -163,10 +174,10 @@ class DataParallelHook(KernelHook):
                 stepped[i] = touches_other_rows(optimizer, group)
         if not stepped:
             return
-        for shard_index, ids in self._pending:
-            if shard_index in stepped:
-                self._marks[shard_index].mark(ids)
-        self._pending = [(i, ids) for i, ids in self._pending if i not in stepped]
+        for i in self._touched & stepped.keys():
+            self._marks[i].raw.bitwise_or_(self._pending[i].raw)
+            self._pending[i].clear(Consumer.EVERY)
+        self._touched -= stepped.keys()
         everywhere = [i for i, other_rows in stepped.items() if other_rows]
         for i in everywhere:
             self._marks[i].mark_all()
