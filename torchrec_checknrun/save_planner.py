@@ -42,7 +42,7 @@ from torchrec_checknrun.state import Tree, encode_state
 from torchrec_checknrun.tracked import Cut, TrackedModel
 from torchrec_checknrun.tracking import Consumer
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 32 << 20
 """Memory for a chunk's rows while they are saved or restored, with every copy of them."""
 
 
@@ -108,7 +108,7 @@ class SavePlanner(DcpSavePlanner):
         per_rank: top-level state-dict keys whose content differs between ranks.
         full: a full checkpoint even where a differential one could be.
         chunk_bytes: memory for the rows on their way to storage (and later back, since rows are
-            read as they were written); a chunk holds up to a third of that.
+            read as they were written); a chunk holds up to a fifth of that.
     """
 
     def __init__(

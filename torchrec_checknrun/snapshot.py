@@ -102,12 +102,12 @@ def _own_part(shard: TrackedShard, since: Consumer | None) -> ShardSnapshot:
 def _row_memory(shard: LocalShard) -> int:
     """Bytes that a row of a chunk takes at most while it is saved or restored.
 
-    It is there as the kernel has it and as it is stored, at most as fp32, and the allocator may
-    keep as much that a chunk before it has left (``recipes.benchmarks.memory`` measures it). And
-    its id: int64 several times, or as up to 32 bools of a sparse chunk's span.
+    It is there as the kernel has it and as it is stored, at most as fp32; and the allocator keeps
+    up to three times as much of what chunks before it have left, whose places don't fit again
+    (``recipes.benchmarks.memory`` measures it). And its id: int64 several times, or as up to 32 bools of a sparse chunk's span.
     """
     values = sum(
         max(4, tensor.element_size()) * (tensor.shape[1] if tensor.dim() == 2 else 1)
         for tensor in shard.tensors
     )
-    return 3 * values + 48
+    return 5 * values + 48
