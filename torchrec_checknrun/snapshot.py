@@ -104,7 +104,8 @@ def _row_memory(shard: LocalShard) -> int:
 
     It is there as the kernel has it and as it is stored, at most as fp32; and the allocator keeps
     up to three times as much of what chunks before it have left, whose places don't fit again
-    (``recipes.benchmarks.memory`` measures it). And its id: int64 several times, or as up to 32 bools of a sparse chunk's span.
+    (``recipes.benchmarks.memory`` measures it). And its id: int64 several times, or as up to 32
+    bools of a sparse chunk's span.
     """
     values = sum(
         max(4, tensor.element_size()) * (tensor.shape[1] if tensor.dim() == 2 else 1)
