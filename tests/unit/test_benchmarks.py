@@ -39,6 +39,7 @@ def test_tracking(tmp_path: Path) -> None:
     assert all(cost.in_situ_low <= cost.in_situ <= cost.in_situ_high for cost in costs.values())
 
 
+@pytest.mark.slow
 def test_memory() -> None:
     case = Case(dim=16, bits=8, stride=3, budget=4 << 20, times=2)
     full, differential, restore = measure(case)
