@@ -50,17 +50,19 @@ class Ranks:
         Raises:
             Exception: the first rank's that failed, on every rank.
         """
-        outcome: tuple[T | None, Exception | None]
+        outcome: list[T] | Exception
         try:
-            outcome = (act(), None)
+            outcome = [act()]
         except Exception as error:
-            outcome = (None, error)
-        outcomes = self.gather(outcome)
-        for _, failure in outcomes:
-            if failure is not None:
-                raise failure
-        return [value for value, _ in outcomes]  # type: ignore[misc]
+            outcome = error
+        results: list[T] = []
+        for of_rank in self.gather(outcome):
+            if isinstance(of_rank, Exception):
+                raise of_rank
+            results += of_rank
+        return results
 
     def from_rank_0(self, decide: Callable[[], T]) -> T:
         """Runs ``decide`` on rank 0 only and gives its result, or its error, to all ranks."""
-        return self.everywhere(lambda: decide() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+        decided = self.everywhere(lambda: [decide()] if self.rank == 0 else [])
+        return decided[0][0]

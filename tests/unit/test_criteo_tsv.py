@@ -57,14 +57,14 @@ def good_line() -> list[str]:
 
 def test_values_of_a_handwritten_line(tmp_path: Path) -> None:
     dense = ["0", "1", "", "-1", "-2", "1382", "00012", "1015215", "-0", "4", "15", "", "2"]
-    ids = ["00000000", "00000001", "", "ffffffff", "FFFFFFFF", "a", "68fd1e64", *["80000000"] * 19]
+    ids = ["00000000", "00000001", "", "ffffffff", "FFFFFFFF", "a", "0badc0de", *["80000000"] * 19]
     path = write(tmp_path / "train.txt", ["\t".join(["1", *dense, *ids]).encode()])
     sizes = [1000] * 25 + [7]
     samples = everything(CriteoTsv(sizes, path, holdout_every=0))
     counts = [0, 1, 0, 0, 0, 1382, 12, 1015215, 0, 4, 15, 0, 2]
     np.testing.assert_allclose(samples.dense, [[log(c + 1) for c in counts]], rtol=1e-6)
     assert samples.sparse.tolist() == [
-        [0, 1, 0, 295, 295, 10, 0x68FD1E64 % 1000, *[648] * 18, 2147483648 % 7]
+        [0, 1, 0, 295, 295, 10, 0x0BADC0DE % 1000, *[648] * 18, 2147483648 % 7]
     ]
     assert samples.labels.tolist() == [1.0]
     assert [a.dtype for a in samples] == [np.float32, np.int64, np.float32]
@@ -201,8 +201,8 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "a blank in it": (changed(3, " 5"), "integer column I3 is ' 5'"),
     "hex for an integer": (changed(5, "ff"), "integer column I5 is 'ff'"),
     "huge integer": (changed(5, "9" * 19), "integer column I5 is '9999999999999999999'"),
-    "not hexadecimal": (changed(14, "68fd1e6g"), "category column C1 is '68fd1e6g'; expected"),
-    "prefix": (changed(39, "0x68fd1e"), "category column C26 is '0x68fd1e'"),
+    "not hexadecimal": (changed(14, "0badc0dg"), "category column C1 is '0badc0dg'; expected"),
+    "prefix": (changed(39, "0x0badc0"), "category column C26 is '0x0badc0'"),
     "negative id": (changed(20, "-8fd1e64"), "category column C7 is '-8fd1e64'"),
     "huge id": (changed(20, "1" * 17), "category column C7 is '11111111111111111'"),
     "not UTF-8": (b"\xff\xfe" + changed(0, "1"), r"the label is '\\xff\\xfe1'"),
