@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
@@ -11,33 +13,111 @@ from torchrec_checknrun.errors import UnsupportedFormat
 CodecSpec = dict[str, object]
 """What a chunk's index entry says of its codec: ``name``, ``version`` and parameters (JSON)."""
 
+Parameters = dict[str, object]
+"""What encoding a block of rows has found out and decoding it needs (JSON)."""
+
+
+@dataclass(frozen=True)
+class RowContext:
+    """What a codec may look at beside the rows' values.
+
+    Attributes:
+        optimizer: the rows' optimizer state by TorchRec's names, ``(n,)`` or ``(n, dim)``.
+        previous: ``(n, dim)``, the rows as the checkpoint before restores them; only for codecs
+            that ask for it (``needs_base``).
+    """
+
+    optimizer: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    previous: torch.Tensor | None = None
+
+
+NO_CONTEXT = RowContext()
+
+
+@dataclass
+class Encoded:
+    """A block of rows as bytes.
+
+    Attributes:
+        data: contiguous uint8, on the CPU.
+        parameters: of this block; what ``decode`` needs beside the codec's own.
+        exceptions: sorted int64 positions of rows that are not held within the codec's error bound
+            (NaN, infinity, out of range): whoever calls stores them exactly, or they are lost.
+    """
+
+    data: torch.Tensor
+    parameters: Parameters
+    exceptions: torch.Tensor
+
 
 class Codec(Protocol):
-    """Turns a block of rows into bytes of a fixed width per row, and back."""
+    """Turns a block of rows into bytes, and back."""
 
     name: ClassVar[str]
     version: ClassVar[int]
     lossy: ClassVar[bool]
     """Whether decoding may differ from what was encoded."""
+    needs_base: ClassVar[bool]
+    """Whether it encodes differences to the rows as they were restored before."""
 
     @property
     def value_bits(self) -> int:
         """Bits of one stored value, without what a row adds; a measure of the codec's width."""
 
-    def accepts(self, rows: torch.Tensor) -> bool:
-        """Whether these rows ``(n, dim)`` can be encoded within the codec's error bound."""
+    def encode(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        context: RowContext = NO_CONTEXT,
+        out: torch.Tensor | None = None,
+    ) -> Encoded:
+        """Encodes ``rows[ids]``, or all rows, in one pass.
 
-    def row_bytes(self, dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one encoded row of ``dim`` values of ``dtype``."""
+        Args:
+            rows: ``(m, dim)`` floating point, on any device.
+            ids: ``(n,)`` int64; which rows, in which order.
+            context: of the rows that are encoded.
+            out: uint8 memory for the data, used where it is big enough.
+        """
 
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """``(n, dim)`` floating point -> contiguous ``(n, row_bytes)`` uint8."""
+    def decode(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        start: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Decodes rows ``start`` to ``start + len(out)`` of a block.
 
-    def decode(self, data: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """``(n, row_bytes)`` uint8 -> ``(n, dim)`` of ``dtype``."""
+        Args:
+            data: 1-D uint8 on the CPU, what ``encode`` gave.
+            rows: how many the whole block has.
+            out: ``(n, dim)`` of the dtype that was encoded, on the CPU.
+
+        Raises:
+            ValueError: data or parameters are not of such a block.
+        """
 
     def spec(self) -> CodecSpec:
         """What ``codec_from_spec`` needs to build this codec again."""
+
+
+def output(size: int, out: torch.Tensor | None) -> torch.Tensor:
+    """``size`` bytes of ``out``, or new ones."""
+    if out is not None and out.numel() >= size:
+        return out.view(-1)[:size]
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def require_size(data: torch.Tensor, size: int, what: str) -> None:
+    """Refuses data of another length.
+
+    Raises:
+        ValueError: it hasn't ``size`` bytes.
+    """
+    if data.numel() != size:
+        raise ValueError(f"{what} take {size} bytes, not {data.numel()}")
 
 
 def require_version(spec: CodecSpec, name: str, known: int) -> None:

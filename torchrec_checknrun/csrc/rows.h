@@ -1,0 +1,58 @@
+// Row-wise quantization of embedding rows: what the three builds of the kernel have in common.
+#pragma once
+
+#include <cstdint>
+
+namespace checknrun {
+
+enum class Method : int { asymmetric = 0, symmetric = 1, greedy = 2, adaptive = 3 };
+enum class Value : int { fp32 = 0, fp16 = 1, bf16 = 2 };
+
+// Why a row was not encoded; its bytes are zero then, and the caller stores it otherwise.
+enum Refusal : uint8_t { encoded = 0, not_finite = 1, too_large = 2, too_small = 3 };
+
+struct EncodeJob {
+  const void* rows;     // (table rows, row_stride) values
+  Value value;
+  const int64_t* ids;   // which rows, or null: all from the first
+  int64_t row_stride;   // in values
+  int64_t dim;
+  int bits;             // 2, 3, 4 or 8
+  Method method;
+  int num_bins;         // greedy: the range is cut in so many steps
+  float ratio;          // greedy: which part of the range may be cut away
+  float factor;         // a power of two that values are multiplied by first
+  uint8_t* out;
+  int64_t row_bytes;
+  uint8_t* refused;     // (rows,) Refusal
+};
+
+struct DecodeJob {
+  const uint8_t* data;
+  int64_t row_bytes;
+  int64_t dim;
+  int bits;
+  float factor;         // what the result is multiplied by
+  const int64_t* ids;   // which rows of out, or null: all from the first
+  void* out;
+  Value value;
+  int64_t row_stride;   // of out, in values
+};
+
+struct Kernels {
+  // Rows begin to end of the job; returns how many were refused.
+  int64_t (*encode)(const EncodeJob&, int64_t begin, int64_t end);
+  void (*decode)(const DecodeJob&, int64_t begin, int64_t end);
+};
+
+// Bytes of a row's codes, without scale and bias.
+inline int64_t code_bytes(int64_t dim, int bits) { return (dim * bits + 7) / 8; }
+
+extern const Kernels plain_kernels;
+#if defined(__x86_64__) && defined(__GNUC__)
+#define CHECKNRUN_X86 1
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
+#endif
+
+}  // namespace checknrun

@@ -1,0 +1,14 @@
+// What the kernel includes, before any target attribute: those would spoil the library's functions.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "rows.h"
