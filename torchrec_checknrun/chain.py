@@ -37,9 +37,13 @@ class Chain:
         return any(manifest.lossy for manifest in self.manifests)
 
     @property
-    def value_bits(self) -> int:
-        """The narrowest width any row of the chain may be stored in."""
-        return min((t.value_bits for m in self.manifests for t in m.tables.values()), default=32)
+    def widths(self) -> dict[str, int]:
+        """By table, the fewest bits that a value in the chain may be stored in."""
+        widths: dict[str, int] = {}
+        for manifest in self.manifests:
+            for name, table in manifest.tables.items():
+                widths[name] = min(table.value_bits, widths.get(name, table.value_bits))
+        return widths
 
 
 def read_manifest(root: Folder, name: str) -> Manifest:

@@ -256,7 +256,7 @@ class Checkpointer:
         planner = SavePlanner.decided(
             proposal.header,
             lambda: self._take_snapshot(proposal, cut),
-            self._quantization,
+            self._resolved_quantization(),
             self._chunk_bytes,
         )
         self._target.tracked.unite(self._ranks.group)
@@ -344,14 +344,18 @@ class Checkpointer:
         if self._sequence is None:
             self._sequence = highest_sequence(self.root)
         self._sequence += 1
-        quantization = self._quantization
+        quantization = self._resolved_quantization()
+        rows = {name: shape.rows for name, shape in self._target.tracked.tables.items()}
         return self._lineage.propose(
             self._policy,
-            quantization.bits,
-            quantization.codec.value_bits,
+            quantization.width,
+            quantization.widths(rows),
             self.steps,
             self._sequence,
         )
+
+    def _resolved_quantization(self) -> Quantization:
+        return self._quantization.resolved(self._lineage.lossy_restores)
 
     def _take_snapshot(self, proposal: Proposal, cut: list[Cut]) -> Snapshot:
         tracked = self._target.tracked

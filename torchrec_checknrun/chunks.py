@@ -14,16 +14,28 @@ from typing import Any
 
 import numpy as np
 import torch
+import zstandard
 
 from torchrec_checknrun import row_ids
-from torchrec_checknrun.codecs import Codec, Exact, codec_from_spec
+from torchrec_checknrun.codecs import (
+    Codec,
+    Encoded,
+    Exact,
+    Parameters,
+    RowContext,
+    codec_from_spec,
+)
+from torchrec_checknrun.codecs.row_state import EXACT_STATE, decode_state, encode_state
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
+from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 from torchrec_checknrun.state import Tree, decode_state
 
 Entry = dict[str, Any]
 
 _ERROR_SAMPLE_ROWS = 1024
+_ERROR_SAMPLE_RUN = 32
+_ZSTD_LEVEL = 1  # of quantized rows a higher level makes nothing smaller
 _BLOCK_BYTES = 1 << 20
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -51,6 +63,23 @@ class EncodedChunk(io.BytesIO):
 
 
 @dataclass(frozen=True)
+class StateHeader:
+    """One optimizer state of a chunk: its values, whether one a row or one an element, how."""
+
+    dtype: torch.dtype
+    rowwise: bool
+    encoding: Parameters
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a chunk: its bytes, and how many they were before compression, if it was."""
+
+    stored: int
+    raw: int | None
+
+
+@dataclass(frozen=True)
 class RowsHeader:
     """What a restore must know of a rows chunk before it reads it."""
 
@@ -60,11 +89,14 @@ class RowsHeader:
     """The shard's columns, and the rows from the chunk's first to its last."""
     count: int
     ids_encoding: str
-    ids_bytes: int
     dtype: torch.dtype
     codec: Codec
-    optimizer: dict[str, tuple[torch.dtype, bool]]
-    """By state name: dtype, and whether it is row-wise (one value a row)."""
+    parameters: Parameters
+    exceptions: int
+    """How many rows are stored exactly, beside the codec."""
+    optimizer: dict[str, StateHeader]
+    sections: tuple[Section, ...]
+    """Ids, weights, exceptions if there are any, optimizer states: as they lie in the chunk."""
 
     @property
     def covers_range(self) -> bool:
@@ -72,36 +104,60 @@ class RowsHeader:
         return self.count == self.rectangle.rows
 
 
-def encode_rows(shard: LocalShard, rows: Rows, codec: Codec) -> EncodedChunk:
-    """Encodes rows of a shard (sorted, at least one); falls back to the exact codec for rows that
-    the codec can't hold (NaN, infinity, beyond its range), since a lost row is the worst error.
+def encode_rows(shard: LocalShard, ids: torch.Tensor, encoding: Encoding) -> EncodedChunk:
+    """Encodes rows of a shard. What the codec can't hold (NaN, infinity, out of its range) is stored
+    exactly beside it, since a lost row is the worst error.
+
+    Args:
+        ids: global, sorted, at least one.
 
     Raises:
         UnsupportedTable: weight or optimizer state is of a data type that can't be read again.
     """
-    for tensor in (rows.weight, *rows.optimizer.values()):
+    for tensor in shard.tensors:
         if tensor.dtype not in _DTYPES.values():
             raise UnsupportedTable(
                 f"{shard.table} or its optimizer state is of {tensor.dtype}: its rows can't be "
                 f"stored; use one of {list(_DTYPES)}"
             )
-    weight = rows.weight.detach()
-    if codec.lossy and not codec.accepts(weight):
+    weight, local = shard.weight, shard.local_ids(ids)
+    states = {name: state.index_select(0, local) for name, state in shard.optimizer.items()}
+    codec = encoding.codec
+    encoded = codec.encode(weight, local, RowContext(states))
+    exceptions = encoded.exceptions
+    row_bytes = weight.shape[1] * weight.element_size()
+    if encoded.data.numel() + len(exceptions) * (row_bytes + 4) > len(ids) * row_bytes:
         codec = Exact()
-    ids = rows.ids.cpu().numpy()
-    ids_encoding, ids_bytes = row_ids.encode(ids)
-    encoded = codec.encode(weight)
-    pieces: list[bytes | memoryview] = [ids_bytes, _bytes(encoded)]
+        encoded = codec.encode(weight, local)
+        exceptions = encoded.exceptions
+    sections = _Sections(encoding.compress)
+    ids_encoding, ids_bytes = row_ids.encode(ids.cpu().numpy())
+    sections.add(ids_bytes, compress=False)  # it has its own
+    weight_entry: Entry = {
+        "codec": codec.spec(),
+        "dtype": _dtype_name(weight.dtype),
+        "value_bits": codec.value_bits,
+        **sections.add(_bytes(encoded.data)),
+    }
+    if encoded.parameters:
+        weight_entry["parameters"] = encoded.parameters
+    if len(exceptions):
+        positions = exceptions.numpy().astype("<u4").tobytes()
+        values = _bytes(weight.index_select(0, local[exceptions.to(local.device)]))
+        weight_entry["exceptions"] = {
+            "rows": len(exceptions),
+            **sections.add(b"".join((positions, values))),
+        }
     optimizer = []
-    for name, state in rows.optimizer.items():
-        data = _bytes(state)
-        pieces.append(data)
+    for name, state in states.items():
+        data, scheme = encode_state(state, encoding.optimizer)
         optimizer.append(
             {
                 "name": name,
                 "dtype": _dtype_name(state.dtype),
                 "rowwise": state.dim() == 1,
-                "bytes": data.nbytes,
+                **({"encoding": scheme} if scheme["scheme"] != EXACT_STATE else {}),
+                **sections.add(_bytes(data)),
             }
         )
     entry: Entry = {
@@ -114,17 +170,12 @@ def encode_rows(shard: LocalShard, rows: Rows, codec: Codec) -> EncodedChunk:
         "last": int(ids[-1]),
         "count": len(ids),
         "ids": {"encoding": ids_encoding, "bytes": len(ids_bytes)},
-        "weight": {
-            "codec": codec.spec(),
-            "dtype": _dtype_name(weight.dtype),
-            "value_bits": codec.value_bits,
-            "bytes": encoded.numel(),
-        },
+        "weight": weight_entry,
         "optimizer": optimizer,
     }
     if codec.lossy:
-        entry["error"] = _relative_error(weight, encoded, codec)
-    return EncodedChunk(entry, pieces)
+        entry["error"] = _relative_error(weight, local, encoded, codec)
+    return EncodedChunk(entry, sections.pieces)
 
 
 def rows_header(entry: Entry) -> RowsHeader:
@@ -143,19 +194,34 @@ def rows_header(entry: Entry) -> RowsHeader:
         whole = Rectangle(0, shape.rows, 0, shape.dim)
         if rectangle.intersect(whole) != rectangle or not 1 <= count <= rectangle.rows:
             raise ValueError(f"{count} rows in {rectangle} of a table {shape}")
+        weight = entry["weight"]
+        sections = [entry["ids"], weight]
+        exceptions = 0
+        if "exceptions" in weight:
+            exceptions = _count(weight["exceptions"]["rows"])
+            sections.append(weight["exceptions"])
         return RowsHeader(
             table=str(entry["table"]),
             shape=shape,
             rectangle=rectangle,
             count=count,
             ids_encoding=str(entry["ids"]["encoding"]),
-            ids_bytes=_count(entry["ids"]["bytes"]),
-            dtype=_DTYPES[entry["weight"]["dtype"]],
-            codec=codec_from_spec(entry["weight"]["codec"]),
+            dtype=_DTYPES[weight["dtype"]],
+            codec=codec_from_spec(weight["codec"]),
+            parameters=dict(weight.get("parameters", {})),
+            exceptions=exceptions,
             optimizer={
-                str(s["name"]): (_DTYPES[s["dtype"]], bool(s["rowwise"]))
+                str(s["name"]): StateHeader(
+                    _DTYPES[s["dtype"]],
+                    bool(s["rowwise"]),
+                    dict(s.get("encoding", {"scheme": EXACT_STATE})),
+                )
                 for s in entry["optimizer"]
             },
+            sections=tuple(
+                Section(_count(s["bytes"]), _count(s["raw"]) if "raw" in s else None)
+                for s in (*sections, *entry["optimizer"])
+            ),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"index entry of a rows chunk is malformed: {error!r}") from error
@@ -184,38 +250,39 @@ def decode_blocks(
     """
     header = rows_header(entry)
     n, cols = header.count, header.rectangle.cols
-    view = memoryview(payload)
-    row_bytes = header.codec.row_bytes(cols, header.dtype)
-    sizes = [header.ids_bytes, n * row_bytes]
-    for dtype, rowwise in header.optimizer.values():
-        sizes.append(n * dtype.itemsize * (1 if rowwise else cols))
-    if sum(sizes) != len(view):
+    parts = _open_sections(header, memoryview(payload))
+    first, last = header.rectangle.row_start, header.rectangle.row_stop - 1
+    ids = row_ids.decode(header.ids_encoding, next(parts), first, last, n)
+    data = _tensor(next(parts))
+    try:
+        positions, exact = _exceptions(header, next(parts) if header.exceptions else b"")
+        states = {
+            name: decode_state(
+                _tensor(part), state.encoding, n * (1 if state.rowwise else cols), state.dtype
+            )
+            for (name, state), part in zip(header.optimizer.items(), parts, strict=True)
+        }
+        size = block_rows or max(1, _BLOCK_BYTES // (4 * cols))
+        for start in range(0, n, size):
+            stop = min(start + size, n)
+            weight = torch.empty((stop - start, cols), dtype=header.dtype)
+            header.codec.decode(data, header.parameters, n, start, weight)
+            here = slice(*np.searchsorted(positions, (start, stop)))
+            weight[torch.from_numpy(positions[here] - start)] = exact[here]
+            yield Rows(
+                torch.from_numpy(ids[start:stop]),
+                weight,
+                {
+                    name: state[start:stop]
+                    if header.optimizer[name].rowwise
+                    else state.view(n, cols)[start:stop]
+                    for name, state in states.items()
+                },
+            )
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise CorruptCheckpoint(
-            f"a chunk of {n} rows of {header.table} should have {sum(sizes)} bytes, not {len(view)}"
-        )
-    ends = np.cumsum(sizes)
-    parts = [view[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    ids = row_ids.decode(
-        header.ids_encoding,
-        parts[0],
-        header.rectangle.row_start,
-        header.rectangle.row_stop - 1,
-        n,
-    )
-    size = block_rows or max(1, _BLOCK_BYTES // (4 * cols))
-    for start in range(0, n, size):
-        count = min(size, n - start)
-        encoded = _rows_of(parts[1], start, count, row_bytes)
-        optimizer = {}
-        for (name, (dtype, rowwise)), part in zip(header.optimizer.items(), parts[2:], strict=True):
-            width = 1 if rowwise else cols
-            state = _rows_of(part, start, count, width * dtype.itemsize).view(dtype)
-            optimizer[name] = state.reshape(-1) if rowwise else state
-        yield Rows(
-            torch.from_numpy(ids[start : start + count]),
-            header.codec.decode(encoded, cols, header.dtype),
-            optimizer,
-        )
+            f"a chunk of {n} rows of {header.table} can't be decoded: {error}"
+        ) from error
 
 
 def state_chunk(
@@ -250,19 +317,91 @@ def decode_state_chunk(entry: Entry, payload: bytes | memoryview) -> Any:
         raise CorruptCheckpoint(f"state {name!r} can't be decoded: {error!r}") from error
 
 
-def _relative_error(weight: torch.Tensor, encoded: torch.Tensor, codec: Codec) -> Entry:
+def _relative_error(
+    weight: torch.Tensor, local: torch.Tensor, encoded: Encoded, codec: Codec
+) -> Entry:
     """Mean and maximum over rows of ‖ŵ − w‖/‖w‖, from evenly spaced rows where there are many."""
-    stride = -(-weight.shape[0] // _ERROR_SAMPLE_ROWS)
-    sample = weight[::stride].to(torch.float32)
-    decoded = codec.decode(encoded[::stride].contiguous(), weight.shape[1], torch.float32)
-    norm = sample.norm(dim=1)
-    error = (decoded - sample).norm(dim=1)
-    relative = torch.where(norm > 0, error / norm, torch.where(error > 0, 1.0, 0.0))
+    n = len(local)
+    run = min(n, _ERROR_SAMPLE_RUN)
+    starts = range(0, n - run + 1, max(run, -(-n // (_ERROR_SAMPLE_ROWS // run))))
+    exact = torch.zeros(n, dtype=torch.bool)
+    exact[encoded.exceptions] = True
+    relative = []
+    for start in starts:
+        decoded = torch.empty((run, weight.shape[1]), dtype=weight.dtype)
+        codec.decode(encoded.data.view(-1), encoded.parameters, n, start, decoded)
+        sample = weight.index_select(0, local[start : start + run]).cpu().to(torch.float32)
+        norm = sample.norm(dim=1)
+        error = (decoded.to(torch.float32) - sample).norm(dim=1)
+        one = torch.where(norm > 0, error / norm, torch.where(error > 0, 1.0, 0.0))
+        relative.append(torch.where(exact[start : start + run], 0.0, one))
+    every = torch.cat(relative)
     return {
-        "mean": float(relative.mean()),
-        "max": float(relative.max()),
-        "sampled_rows": sample.shape[0],
+        "mean": float(every.mean()),
+        "max": float(every.max()),
+        "sampled_rows": len(every),
     }
+
+
+class _Sections:
+    """The parts of a chunk's payload, one after another."""
+
+    def __init__(self, compress: bool) -> None:
+        self.pieces: list[bytes | memoryview] = []
+        self._compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL) if compress else None
+
+    def add(self, data: bytes | memoryview, compress: bool = True) -> Entry:
+        """Appends one; returns what decoding needs: its bytes, and those before compression."""
+        raw = memoryview(data).nbytes
+        if compress and self._compressor is not None:
+            smaller = self._compressor.compress(data)
+            if len(smaller) < raw:
+                self.pieces.append(smaller)
+                return {"bytes": len(smaller), "raw": raw}
+        self.pieces.append(data)
+        return {"bytes": raw}
+
+
+def _open_sections(header: RowsHeader, payload: memoryview) -> Iterator[memoryview]:
+    """The parts of a payload, decompressed one by one."""
+    total = sum(section.stored for section in header.sections)
+    if total != len(payload):
+        raise CorruptCheckpoint(
+            f"a chunk of {header.count} rows of {header.table} should have {total} bytes, not "
+            f"{len(payload)}"
+        )
+    at = 0
+    for section in header.sections:
+        part = payload[at : at + section.stored]
+        at += section.stored
+        if section.raw is None:
+            yield part
+            continue
+        most = header.count * (header.rectangle.cols * 8 + 64)
+        if section.raw > most:
+            raise CorruptCheckpoint(f"a section of {header.table} claims {section.raw} bytes")
+        try:
+            opened = zstandard.ZstdDecompressor().decompress(part, max_output_size=section.raw)
+        except zstandard.ZstdError as error:
+            raise CorruptCheckpoint(f"a section of {header.table}: {error}") from error
+        if len(opened) != section.raw:
+            raise CorruptCheckpoint(
+                f"a section of {header.table} has {len(opened)} bytes, not {section.raw}"
+            )
+        yield memoryview(opened)
+
+
+def _exceptions(header: RowsHeader, data: bytes | memoryview) -> tuple[np.ndarray, torch.Tensor]:
+    """Positions in the chunk, sorted, of rows stored exactly, and the rows."""
+    count, cols = header.exceptions, header.rectangle.cols
+    size = count * (4 + cols * header.dtype.itemsize)
+    if len(data) != size:
+        raise ValueError(f"{count} exact rows take {size} bytes, not {len(data)}")
+    positions = np.frombuffer(data, "<u4", count).astype(np.int64)
+    if count and (positions[-1] >= header.count or not bool((np.diff(positions) > 0).all())):
+        raise ValueError("positions of exact rows are out of order or out of range")
+    values = _tensor(memoryview(data)[4 * count :]).view(header.dtype)
+    return positions, values.view(count, cols)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -270,10 +409,11 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _rows_of(data: memoryview, start: int, count: int, row_bytes: int) -> torch.Tensor:
-    """A copy of some rows, ``(count, row_bytes)`` uint8: tensors must be aligned and writable."""
-    part = bytearray(data[start * row_bytes : (start + count) * row_bytes])
-    return torch.frombuffer(part, dtype=torch.uint8).view(count, row_bytes)
+def _tensor(data: memoryview) -> torch.Tensor:
+    """A copy, uint8: tensors must be aligned and writable."""
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ full whatever the policy says.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrec_checknrun.chain import Chain
@@ -51,7 +52,12 @@ class Lineage:
         return length
 
     def propose(
-        self, policy: Policy, bits: int | None, value_bits: int, step: int, sequence: int
+        self,
+        policy: Policy,
+        bits: int | None,
+        widths: Mapping[str, int],
+        step: int,
+        sequence: int,
     ) -> Proposal:
         """Decides on the next checkpoint (on rank 0).
 
@@ -60,7 +66,7 @@ class Lineage:
             value_bits: the width that means.
             sequence: its sequence number, used by no attempt before.
         """
-        decision = Decision.FULL if self._must_be_full(value_bits) else policy.decide(self.history)
+        decision = Decision.FULL if self._must_be_full(widths) else policy.decide(self.history)
         parent: Link | None = None
         if decision is Decision.SINCE_BASELINE:
             parent = self.history[0].link
@@ -92,8 +98,9 @@ class Lineage:
         self.lossy_restores = chain.head.lossy_restores + int(chain.lossy)
         self._converted = converted
 
-    def _must_be_full(self, value_bits: int) -> bool:
+    def _must_be_full(self, widths: Mapping[str, int]) -> bool:
         if not self.history or self._converted:
             return True
         # Rows not written again would stay in the fewer bits they have now.
-        return value_bits > Chain(self.history).value_bits
+        stored = Chain(self.history).widths
+        return any(bits > stored.get(table, bits) for table, bits in widths.items())

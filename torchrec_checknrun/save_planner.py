@@ -121,12 +121,12 @@ class SavePlanner(DcpSavePlanner):
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._tracked = tracked
-        self._quantization = quantization or Quantization()
+        self._quantization = (quantization or Quantization()).resolved(lossy_restores=0)
         self._per_rank = frozenset(per_rank)
         self._full = full
         self._chunk_bytes = chunk_bytes
         self._take: Callable[[], Snapshot] | None = None
-        self._header = Header(bits=self._quantization.bits)
+        self._header = Header(bits=self._quantization.width)
         self._snapshot: Snapshot | None = None
         self._items: dict[str, _RowsItem | _StateItem] = {}
 
@@ -173,7 +173,9 @@ class SavePlanner(DcpSavePlanner):
             interval = DirectInterval.of(self._tracked)
             beside = interval.begin(path)
             # Rows not written again would stay in the fewer bits they have now.
-            rise = self._quantization.codec.value_bits > interval.value_bits
+            rows = {name: shape.rows for name, shape in self._tracked.tables.items()}
+            widths = self._quantization.widths(rows)
+            rise = any(bits > interval.widths.get(table, 0) for table, bits in widths.items())
             parent = None if self._full or rise else beside
             shards, cut = take_rows(self._tracked, Consumer.LAST if parent else None)
             interval.pending(path, cut)
@@ -251,8 +253,9 @@ class SavePlanner(DcpSavePlanner):
         item = self._items[write_item.index.fqn]
         if isinstance(item, _StateItem):
             return state_chunk(item.name, item.rank, item.tree, item.pieces)
-        rows = item.shard.read(item.start, item.stop)
-        return encode_rows(item.shard.shard, rows, self._quantization.codec)
+        shard = item.shard.shard
+        encoding = self._quantization.for_table(shard.table, shard.shape.rows)
+        return encode_rows(shard, item.shard.ids(item.start, item.stop), encoding)
 
 
 class DirectInterval:
@@ -262,7 +265,7 @@ class DirectInterval:
     by then the manifest is there, or the rows are marked again.
 
     Attributes:
-        value_bits: the narrowest width since the last full checkpoint.
+        widths: the fewest bits of a value since the last full checkpoint, by table.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[TrackedModel, DirectInterval]] = (
@@ -272,7 +275,7 @@ class DirectInterval:
     def __init__(self) -> None:
         self._parent: tuple[str, Link] | None = None
         self._pending: tuple[Folder, Cut] | None = None
-        self.value_bits = 0
+        self.widths: dict[str, int] = {}
 
     @classmethod
     def of(cls, tracked: TrackedModel) -> DirectInterval:
@@ -283,9 +286,10 @@ class DirectInterval:
             try:
                 manifest = read_manifest(folder.parent, folder.name)
                 interval._parent = (folder.parent.url, manifest.link)
-                width = Chain((manifest,)).value_bits
-                is_full = manifest.kind == "full"
-                interval.value_bits = width if is_full else min(width, interval.value_bits)
+                widths = Chain((manifest,)).widths
+                if manifest.kind == "differential":
+                    widths = {t: min(bits, interval.widths[t]) for t, bits in widths.items()}
+                interval.widths = widths
             except (CheckpointNotFound, CorruptCheckpoint):
                 tracked.merge(cut)
             interval._pending = None

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_checknrun.row_set import RowSet
-from torchrec_checknrun.shards import FusedProgress, LocalShard, Rows, TableShape
+from torchrec_checknrun.shards import FusedProgress, LocalShard, TableShape
 from torchrec_checknrun.tracked import Cut, TrackedModel, TrackedShard
 from torchrec_checknrun.tracking import Consumer
 
@@ -45,13 +45,13 @@ class ShardSnapshot:
         for start in range(0, rows, size):
             yield start, min(start + size, rows)
 
-    def read(self, start: int, stop: int) -> Rows:
-        """Those of the rows in this range that are to be written, global ids."""
+    def ids(self, start: int, stop: int) -> torch.Tensor:
+        """Those of the rows in this range that are to be written, global, sorted, int64."""
         if self.modified is None:
             positions = torch.arange(start, stop, dtype=torch.int64)
         else:
             positions = torch.from_numpy(self.modified.positions(start, stop))
-        return self.shard.gather(positions + self.shard.rectangle.row_start)
+        return positions + self.shard.rectangle.row_start
 
 
 @dataclass

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from torchrec_checknrun.codecs import FusedRowwise
+from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.optimizers import torch_optimizers
 from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.shards import (
@@ -104,14 +104,17 @@ class TrackedShard:
             ValueError: other ``bits``, or a row holds a value that the layout can't hold (NaN,
                 infinity, or beyond fp16 at 4 and 2 bit).
         """
-        codec = FusedRowwise(bits)
-        weight = self.read_rows(rows).weight
-        if not codec.accepts(weight):
+        if bits not in (8, 4, 2):
+            raise ValueError(f"bits must be 8, 4 or 2, FBGEMM's widths, not {bits!r}")
+        self._kernel.flush()
+        ids = self.local.local_ids(_as_ids(rows))
+        encoded = Rowwise(bits, "asymmetric").encode(self.local.weight, ids)
+        if len(encoded.exceptions) or encoded.parameters:
             raise ValueError(
-                f"{self.local}: a row holds a value that {bits}-bit rows can't hold (NaN, infinity "
-                "or too large): find it with read_rows, or read the rows unencoded"
+                f"{self.local}: a row holds a value that {bits}-bit rows can't hold (NaN, infinity, "
+                "too large or too small): find it with read_rows, or read the rows unencoded"
             )
-        return codec.encode(weight)
+        return encoded.data
 
     def write_rows(
         self,

@@ -6,13 +6,31 @@ parameters and version, so that old chunks stay readable when a codec changes.
 
 from __future__ import annotations
 
-from torchrec_checknrun.codecs.base import Codec, CodecSpec
+from typing import Protocol
+
+from torchrec_checknrun.codecs.base import (
+    NO_CONTEXT,
+    Codec,
+    CodecSpec,
+    Encoded,
+    Parameters,
+    RowContext,
+)
 from torchrec_checknrun.codecs.exact import Exact
-from torchrec_checknrun.codecs.rowwise import FusedRowwise
+from torchrec_checknrun.codecs.importance import ImportanceWeighted
+from torchrec_checknrun.codecs.kernel import Method
+from torchrec_checknrun.codecs.rowwise import Rowwise
 from torchrec_checknrun.errors import UnsupportedFormat
 
-_CODECS: dict[str, type[Exact] | type[FusedRowwise]] = {
-    codec.name: codec for codec in (Exact, FusedRowwise)
+
+class _CodecClass(Protocol):
+    name: str
+
+    def from_spec(self, spec: CodecSpec) -> Codec: ...
+
+
+_CODECS: dict[str, _CodecClass] = {
+    codec.name: codec for codec in (Exact, Rowwise, ImportanceWeighted)
 }
 
 
@@ -31,4 +49,16 @@ def codec_from_spec(spec: CodecSpec) -> Codec:
     return _CODECS[name].from_spec(spec)
 
 
-__all__ = ["Codec", "CodecSpec", "Exact", "FusedRowwise", "codec_from_spec"]
+__all__ = [
+    "NO_CONTEXT",
+    "Codec",
+    "CodecSpec",
+    "Encoded",
+    "Exact",
+    "ImportanceWeighted",
+    "Method",
+    "Parameters",
+    "RowContext",
+    "Rowwise",
+    "codec_from_spec",
+]

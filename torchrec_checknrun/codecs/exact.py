@@ -6,7 +6,16 @@ from typing import ClassVar
 
 import torch
 
-from torchrec_checknrun.codecs.base import CodecSpec, require_version
+from torchrec_checknrun.codecs.base import (
+    NO_CONTEXT,
+    CodecSpec,
+    Encoded,
+    Parameters,
+    RowContext,
+    output,
+    require_size,
+    require_version,
+)
 
 
 class Exact:
@@ -15,6 +24,7 @@ class Exact:
     name: ClassVar[str] = "exact"
     version: ClassVar[int] = 1
     lossy: ClassVar[bool] = False
+    needs_base: ClassVar[bool] = False
 
     @classmethod
     def from_spec(cls, spec: CodecSpec) -> Exact:
@@ -25,20 +35,35 @@ class Exact:
     def value_bits(self) -> int:
         return 32
 
-    def accepts(self, rows: torch.Tensor) -> bool:
-        return True
+    def encode(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        context: RowContext = NO_CONTEXT,
+        out: torch.Tensor | None = None,
+    ) -> Encoded:
+        rows = rows.detach()
+        n = len(rows) if ids is None else len(ids)
+        none = torch.empty(0, dtype=torch.int64)
+        if out is None or rows.is_cuda or ids is None:
+            taken = rows if ids is None else rows.index_select(0, ids)
+            return Encoded(taken.cpu().contiguous().view(-1).view(torch.uint8), {}, none)
+        data = output(n * rows.shape[1] * rows.element_size(), out)
+        torch.index_select(rows, 0, ids, out=data.view(rows.dtype).view(n, rows.shape[1]))
+        return Encoded(data, {}, none)
 
-    def row_bytes(self, dim: int, dtype: torch.dtype) -> int:
-        return dim * dtype.itemsize
-
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        flat = rows.detach().reshape(-1).contiguous()
-        return flat.view(torch.uint8).reshape(
-            rows.shape[0], self.row_bytes(rows.shape[1], rows.dtype)
-        )
-
-    def decode(self, data: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-        return data.contiguous().view(dtype).reshape(data.shape[0], dim)
+    def decode(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        start: int,
+        out: torch.Tensor,
+    ) -> None:
+        row_bytes = out.shape[1] * out.element_size()
+        require_size(data, rows * row_bytes, f"{rows} exact rows")
+        part = data[start * row_bytes : (start + len(out)) * row_bytes]
+        out.view(-1).view(torch.uint8).copy_(part)
 
     def spec(self) -> CodecSpec:
         return {"name": self.name, "version": self.version}

@@ -1,94 +1,194 @@
-"""Row-wise uniform quantization in FBGEMM's fused layouts (Check-N-Run, section 4.2, asymmetric).
+"""Row-wise uniform quantization in FBGEMM's fused layouts (Check-N-Run, section 4.2).
 
-The bytes of a row are exactly what ``torch.ops.fbgemm`` produces, so that inference can use them as
-they are: 8 bit = codes, then fp32 scale and bias; 4 and 2 bit = packed codes, then fp16 scale and
-bias. FBGEMM refuses some dims and turns a row with a NaN into a row of zeros without a word; the
-first is mended here by zero-padding, the second by ``accepts``: such rows are stored exactly.
+A row is ``value = code * scale + bias`` with codes of 2, 3, 4 or 8 bits. At 8, 4 and 2 bit its
+bytes are as ``torch.ops.fbgemm`` lays them out, so that inference can use them as they are: packed
+codes, then scale and bias, in fp32 at 8 bit and in fp16 otherwise; the method ``asymmetric`` gives
+exactly FBGEMM's bytes. Where FBGEMM refuses a dim, zero codes fill the last 16-bit word. At 3 bit,
+which FBGEMM doesn't know, 8 codes take 3 bytes.
+
+What FBGEMM gets wrong in silence is mended here: a row that is not finite, or beyond fp16's range,
+is an exception that the caller stores exactly; rows so small that a fp16 scale loses its bits are
+multiplied by a power of two, the same for the whole block, before they are encoded.
 """
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
-import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
 import torch
 
-from torchrec_checknrun.codecs.base import CodecSpec, require_version
+from torchrec_checknrun.codecs.base import (
+    NO_CONTEXT,
+    CodecSpec,
+    Encoded,
+    Parameters,
+    RowContext,
+    output,
+    require_size,
+    require_version,
+)
+from torchrec_checknrun.codecs.greedy import choose_greedy
+from torchrec_checknrun.codecs.kernel import (
+    WIDTHS,
+    Method,
+    Refusal,
+    decode_rows,
+    encode_rows,
+    row_bytes,
+)
 from torchrec_checknrun.errors import UnsupportedFormat
 
-WIDTHS = (8, 4, 2)
-_FP16_MAX = 65504.0
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FEW = 64
+"""One row in so many may be stored exactly before the whole block is scaled for them."""
 
 
-class FusedRowwise:
-    """Asymmetric min/max quantization of every row to ``bits`` in 8, 4, 2.
+class Rowwise:
+    """Uniform quantization of every row to ``bits`` in 2, 3, 4, 8.
 
-    Error of an element: at most half a step, ``(max - min) / (2**bits - 1) / 2``, plus the rounding
-    of scale and bias (fp32 and 1e-8 at 8 bit, fp16 at 4 and 2 bit).
+    Error of an element, asymmetric and symmetric: at most half a step, ``range / (2**bits - 1) /
+    2``, plus the rounding of scale and bias (fp32 and 1e-8 at 8 bit, otherwise fp16). Greedy and
+    adaptive: of a row's l2 error, at most the asymmetric one. Encoding what was decoded gives the
+    same values again.
+
+    Args:
+        bits: width of a code.
+        method: how scale and bias are found; ``adaptive`` gains nothing at 8 bit and is asymmetric
+            there.
+        num_bins: greedy: steps that the range is cut in; None: chosen on a sample of each block.
+        ratio: greedy: how much of the range may be cut away; None: likewise.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     name: ClassVar[str] = "fbgemm_rowwise"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     lossy: ClassVar[bool] = True
+    needs_base: ClassVar[bool] = False
 
-    def __init__(self, bits: int) -> None:
+    def __init__(
+        self,
+        bits: int,
+        method: Method | str = Method.ADAPTIVE,
+        num_bins: int | None = None,
+        ratio: float | None = None,
+    ) -> None:
         if bits not in WIDTHS:
             raise ValueError(f"bits must be one of {WIDTHS}, not {bits!r}")
+        if isinstance(method, str):
+            names = [known.name.lower() for known in Method]
+            if method not in names:
+                raise ValueError(f"method must be one of {names}, not {method!r}")
+            method = Method[method.upper()]
+        if num_bins is not None and num_bins < 1:
+            raise ValueError(f"num_bins must be at least 1, not {num_bins}")
+        if ratio is not None and not 0 <= ratio <= 1:
+            raise ValueError(f"ratio must be between 0 and 1, not {ratio}")
         self.bits = bits
+        self.method = method
+        self.num_bins = num_bins
+        self.ratio = ratio
 
     @classmethod
-    def from_spec(cls, spec: CodecSpec) -> FusedRowwise:
+    def from_spec(cls, spec: CodecSpec) -> Rowwise:
         require_version(spec, cls.name, cls.version)
-        bits = spec.get("bits")
-        if type(bits) is not int or bits not in WIDTHS:
-            raise UnsupportedFormat(
-                f"codec {cls.name!r}: bits must be one of {WIDTHS}, not {bits!r}"
-            )
-        return cls(bits)
+        bits, method = spec.get("bits"), spec.get("method", "asymmetric")  # version 1 had no other
+        try:
+            if type(bits) is not int or not isinstance(method, str):
+                raise ValueError(f"bits {bits!r}, method {method!r}")
+            return cls(bits, method)
+        except ValueError as error:
+            raise UnsupportedFormat(f"codec {cls.name!r}: {error}") from error
 
     @property
     def value_bits(self) -> int:
         return self.bits
 
-    def padded_dim(self, dim: int) -> int:
-        """Columns that FBGEMM packs: the packed codes of a row must fill whole 16-bit words."""
-        multiple = 1 if self.bits == 8 else 16 // self.bits
-        return -(-dim // multiple) * multiple
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of an encoded row."""
+        return row_bytes(dim, self.bits)
 
-    def row_bytes(self, dim: int, dtype: torch.dtype) -> int:
-        tail = 8 if self.bits == 8 else 4
-        return self.padded_dim(dim) * self.bits // 8 + tail
+    def encode(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        context: RowContext = NO_CONTEXT,
+        out: torch.Tensor | None = None,
+    ) -> Encoded:
+        rows = rows.detach()
+        if rows.dtype not in _KERNEL_DTYPES:
+            rows, ids = (rows if ids is None else rows[ids]).to(torch.float32), None
+        if rows.shape[1] > 1 and rows.stride(1) != 1:
+            rows = rows.contiguous()
+        n = len(rows) if ids is None else len(ids)
+        size = row_bytes(rows.shape[1], self.bits)
+        data = output(n * size, out).view(n, size)
+        if not n:
+            return Encoded(data, {}, torch.empty(0, dtype=torch.int64))
+        parameters: Parameters = {}
+        num_bins, ratio = self.num_bins or 1, self.ratio or 0.0
+        if self.method == Method.GREEDY and (self.num_bins is None or self.ratio is None):
+            num_bins, ratio = choose_greedy(rows, ids, self.bits, self.num_bins, self.ratio)
+            parameters |= {"num_bins": num_bins, "ratio": ratio}
 
-    def accepts(self, rows: torch.Tensor) -> bool:
-        if rows.numel() == 0:
-            return True
-        # One pass: a NaN anywhere makes both extremes NaN. The limit keeps scale and bias finite.
-        low, high = torch.aminmax(rows.detach())
-        limit = torch.finfo(torch.float32).max / 4 if self.bits == 8 else _FP16_MAX
-        return bool(torch.isfinite(high - low)) and max(abs(float(low)), abs(float(high))) <= limit
+        def attempt(factor: float, into: torch.Tensor) -> torch.Tensor:
+            return encode_rows(rows, ids, self.bits, self.method, num_bins, ratio, factor, into)
 
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        n, dim = rows.shape
-        if n == 0:
-            return torch.empty((0, self.row_bytes(dim, rows.dtype)), dtype=torch.uint8)
-        values = rows.detach().to(torch.float32)
-        padding = self.padded_dim(dim) - dim
-        if padding:
-            # Repeating a value of the row keeps its min and max; zeros would widen the range.
-            values = torch.cat([values, values[:, :1].expand(n, padding)], dim=1)
-        values = values.contiguous()
-        if self.bits == 8:
-            return torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(values)
-        return torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(values, self.bits)
+        refused = attempt(1.0, data)
+        outside = int((refused > Refusal.NOT_FINITE).sum())
+        if outside * _FEW > n:
+            exponent = _exponent(rows if ids is None else rows[ids], refused)
+            scaled = torch.empty_like(data)
+            still_refused = attempt(2.0**exponent, scaled)
+            if int((still_refused > 0).sum()) < int((refused > 0).sum()):
+                data.copy_(scaled)
+                refused = still_refused
+                parameters["exponent"] = exponent
+        return Encoded(data, parameters, refused.nonzero().view(-1))
 
-    def decode(self, data: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-        if data.shape[0] == 0:
-            return torch.empty((0, dim), dtype=dtype)
-        if self.bits == 8:
-            values = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(data)
+    def decode(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        start: int,
+        out: torch.Tensor,
+    ) -> None:
+        size = row_bytes(out.shape[1], self.bits)
+        require_size(data, rows * size, f"{rows} rows of {out.shape[1]} × {self.bits} bit")
+        exponent = parameters.get("exponent", 0)
+        if type(exponent) is not int or abs(exponent) > 126:
+            raise ValueError(f"exponent {exponent!r}")
+        part = data.view(rows, size)[start : start + len(out)]
+        if out.dtype in _KERNEL_DTYPES:
+            decode_rows(part, self.bits, 2.0**-exponent, out)
         else:
-            values = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(data, self.bits)
-        return values[:, :dim].to(dtype)
+            values = torch.empty(out.shape, dtype=torch.float32)
+            decode_rows(part, self.bits, 2.0**-exponent, values)
+            out.copy_(values)
 
     def spec(self) -> CodecSpec:
-        return {"name": self.name, "version": self.version, "bits": self.bits}
+        return {
+            "name": self.name,
+            "version": self.version,
+            "bits": self.bits,
+            "method": self.method.name.lower(),
+        }
+
+
+def _exponent(rows: torch.Tensor, refused: torch.Tensor) -> int:
+    """Brings the largest magnitude of a block to between 2^14 and 2^15.
+
+    Rows too large for fp16 count only if they are most of those in question.
+    """
+    magnitude = rows.to(torch.float32).abs().amax(dim=1).cpu()
+    large = refused == Refusal.TOO_LARGE
+    counted = magnitude.isfinite() & (refused != Refusal.NOT_FINITE)
+    if int(large.sum()) * 2 <= len(rows):
+        counted &= ~large
+    largest = float(magnitude[counted].max()) if bool(counted.any()) else 0.0
+    if largest == 0.0:
+        return 0
+    return max(-126, min(126, 15 - math.frexp(largest)[1]))

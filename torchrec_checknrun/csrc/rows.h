@@ -45,8 +45,10 @@ struct Kernels {
   void (*decode)(const DecodeJob&, int64_t begin, int64_t end);
 };
 
-// Bytes of a row's codes, without scale and bias.
-inline int64_t code_bytes(int64_t dim, int bits) { return (dim * bits + 7) / 8; }
+// Bytes of a row's codes, without scale and bias; FBGEMM wants whole 16-bit words of its widths.
+inline int64_t code_bytes(int64_t dim, int bits) {
+  return bits == 2 || bits == 4 ? (dim * bits + 15) / 16 * 2 : (dim * bits + 7) / 8;
+}
 
 extern const Kernels plain_kernels;
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -1,0 +1,209 @@
+"""More bits for rows that the loss cares about, fewer for the rest.
+
+The accumulator of row-wise Adagrad is a row's empirical Fisher information: how much the loss
+changes when the row does. Multiplied by the row's squared norm it says what a relative error there
+costs. So the width of a row, 2, 4 or 8 bit, is ``log2(G / median G) / 2 + log2(rms(row))`` plus a
+constant; the constant is a parameter, or what a budget of bits leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from torchrec_checknrun.codecs.base import (
+    NO_CONTEXT,
+    CodecSpec,
+    Encoded,
+    Parameters,
+    RowContext,
+    output,
+    require_version,
+)
+from torchrec_checknrun.codecs.rowwise import Rowwise
+from torchrec_checknrun.errors import UnsupportedFormat
+
+logger = logging.getLogger(__name__)
+
+WIDTHS = (2, 4, 8)
+DEFAULT_OFFSET = 7.0
+_BORDERS = torch.tensor([3.0, 6.0])
+"""Up to which number of bits a row gets the first and the second width."""
+
+
+class ImportanceWeighted:
+    """Adaptive rows of 2, 4 and 8 bit, grouped by width within a block.
+
+    Block layout: two bits per row for its width (the first row in the lowest bits), then the rows
+    of 2 bit, of 4 bit and of 8 bit, each group in order.
+
+    Args:
+        offset: the constant; one more gives every row a bit more. 7 if neither is given.
+        mean_bits: a budget instead: as many bits per value as fit it, on average over a block's
+            rows, without what a row adds.
+
+    Raises:
+        ValueError: both are given, or a budget outside 2 to 8.
+    """
+
+    name: ClassVar[str] = "importance"
+    version: ClassVar[int] = 1
+    lossy: ClassVar[bool] = True
+    needs_base: ClassVar[bool] = False
+
+    def __init__(self, offset: float | None = None, mean_bits: float | None = None) -> None:
+        if offset is not None and mean_bits is not None:
+            raise ValueError("give offset or mean_bits, not both")
+        if mean_bits is not None and not 2 <= mean_bits <= 8:
+            raise ValueError(f"mean_bits must be between 2 and 8, not {mean_bits}")
+        self.offset = DEFAULT_OFFSET if offset is None and mean_bits is None else offset
+        self.mean_bits = mean_bits
+
+    @classmethod
+    def from_spec(cls, spec: CodecSpec) -> ImportanceWeighted:
+        require_version(spec, cls.name, cls.version)
+        offset, mean_bits = spec.get("offset"), spec.get("mean_bits")
+        if not all(value is None or type(value) in (int, float) for value in (offset, mean_bits)):
+            raise UnsupportedFormat(f"codec {cls.name!r}: offset {offset!r}, mean_bits {mean_bits}")
+        try:
+            return cls(offset, mean_bits)  # type: ignore[arg-type]  # checked above
+        except ValueError as error:
+            raise UnsupportedFormat(f"codec {cls.name!r}: {error}") from error
+
+    @property
+    def value_bits(self) -> int:
+        """Of the width that rows without a known importance get."""
+        return 4 if self.mean_bits is None else self._fixed_width
+
+    @property
+    def _fixed_width(self) -> int:
+        assert self.mean_bits is not None
+        return max(width for width in WIDTHS if width <= self.mean_bits)
+
+    def encode(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        context: RowContext = NO_CONTEXT,
+        out: torch.Tensor | None = None,
+    ) -> Encoded:
+        rows = rows.detach()
+        if ids is None:
+            ids = torch.arange(len(rows), device=rows.device)
+        widths = self._widths(rows, ids, context.optimizer)
+        kinds = torch.bucketize(widths, torch.tensor(WIDTHS)).to(torch.uint8)
+        parts = [_pack_kinds(kinds)]
+        groups: list[Parameters] = []
+        exceptions = []
+        for kind, bits in enumerate(WIDTHS):
+            members = (kinds == kind).nonzero().view(-1)
+            encoded = Rowwise(bits).encode(rows, ids[members.to(ids.device)])
+            parts.append(encoded.data.view(-1))
+            groups.append({"rows": len(members), **encoded.parameters})
+            exceptions.append(members[encoded.exceptions])
+        data = output(sum(part.numel() for part in parts), out)
+        torch.cat(parts, out=data)
+        return Encoded(data, {"groups": groups}, torch.cat(exceptions).sort().values)
+
+    def decode(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        start: int,
+        out: torch.Tensor,
+    ) -> None:
+        groups = parameters.get("groups")
+        if not isinstance(groups, list) or len(groups) != len(WIDTHS):
+            raise ValueError(f"groups {groups!r}")
+        kinds = _unpack_kinds(data, rows)
+        at = -(-rows // 4)
+        wanted = kinds[start : start + len(out)]
+        for kind, (bits, group) in enumerate(zip(WIDTHS, groups, strict=True)):
+            codec, count = Rowwise(bits), int((kinds == kind).sum())
+            if not isinstance(group, dict) or group.get("rows") != count:
+                raise ValueError(f"group {group!r} of {count} rows of {bits} bit")
+            size = count * codec.row_bytes(out.shape[1])
+            members = (wanted == kind).nonzero().view(-1)
+            if len(members):
+                before = int((kinds[:start] == kind).sum())
+                values = torch.empty((len(members), out.shape[1]), dtype=out.dtype)
+                codec.decode(data[at : at + size], group, count, before, values)
+                out.index_copy_(0, members, values)
+            at += size
+        if at != data.numel():
+            raise ValueError(f"{rows} rows of mixed width take {at} bytes, not {data.numel()}")
+
+    def spec(self) -> CodecSpec:
+        spec: CodecSpec = {"name": self.name, "version": self.version}
+        if self.mean_bits is not None:
+            return {**spec, "mean_bits": self.mean_bits}
+        return {**spec, "offset": self.offset}
+
+    def _widths(
+        self, rows: torch.Tensor, ids: torch.Tensor, optimizer: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Bits of each row, ``(n,)`` int64 on the CPU."""
+        accumulator = optimizer.get("momentum1")
+        if accumulator is None or accumulator.dim() != 1:
+            _warn_fixed_width(self.value_bits)
+            return torch.full((len(ids),), self.value_bits)
+        score = _importance(rows, ids, accumulator)
+        offset = self.offset if self.mean_bits is None else _fitting_offset(score, self.mean_bits)
+        assert offset is not None
+        return torch.tensor(WIDTHS)[torch.bucketize(score + offset, _BORDERS)]
+
+
+def _importance(rows: torch.Tensor, ids: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
+    """``log2(G / median G) / 2 + log2(rms)`` per row, ``(n,)`` float32 on the CPU; the least where
+    a row was never trained or is not finite.
+    """
+    squares = [
+        rows.index_select(0, part).to(torch.float32).square().mean(dim=1).cpu()
+        for part in ids.split(4096)
+    ]
+    mean_square = torch.cat(squares) if squares else torch.empty(0)
+    trained = accumulator.detach().to(torch.float32).cpu()
+    positive = trained[(trained > 0) & trained.isfinite()]
+    median = positive.median() if len(positive) else torch.tensor(1.0)
+    score = 0.5 * (torch.log2(trained / median) + torch.log2(mean_square))
+    return score.nan_to_num(nan=-1e6, posinf=-1e6, neginf=-1e6)
+
+
+def _fitting_offset(score: torch.Tensor, mean_bits: float) -> float:
+    """The highest offset at which the rows' mean width is within the budget."""
+    low, high = -64.0, 64.0
+    widths = torch.tensor(WIDTHS, dtype=torch.float64)
+    if not len(score):
+        return low
+    for _ in range(30):
+        middle = (low + high) / 2
+        mean = float(widths[torch.bucketize(score + middle, _BORDERS)].mean())
+        low, high = (middle, high) if mean <= mean_bits else (low, middle)
+    return low
+
+
+def _pack_kinds(kinds: torch.Tensor) -> torch.Tensor:
+    padded = torch.zeros(-(-len(kinds) // 4) * 4, dtype=torch.uint8)
+    padded[: len(kinds)] = kinds
+    four = padded.view(-1, 4)
+    return four[:, 0] | four[:, 1] << 2 | four[:, 2] << 4 | four[:, 3] << 6
+
+
+def _unpack_kinds(data: torch.Tensor, rows: int) -> torch.Tensor:
+    packed = data[: -(-rows // 4)]
+    four = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=1)
+    return four.view(-1)[:rows]
+
+
+@functools.cache
+def _warn_fixed_width(bits: int) -> None:
+    logger.warning(
+        "importance-weighted width needs row-wise Adagrad's state (momentum1, a value per row): "
+        "tables with another optimizer are stored with %d bit",
+        bits,
+    )
