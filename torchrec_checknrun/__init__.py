@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torchrec_checknrun.version import __version__
 
 if TYPE_CHECKING:
+    from torchrec_checknrun.bitwidth import expected_restores
     from torchrec_checknrun.checkpointer import Checkpointer, PerRank
     from torchrec_checknrun.load_planner import LoadPlanner
     from torchrec_checknrun.policy import Consecutive, Decision, Full, OneShot, Policy
@@ -41,6 +42,7 @@ _HOME = {
     "TrackedModel": "tracked",
     "TrackedShard": "tracked",
     "track": "tracked",
+    "expected_restores": "bitwidth",
     "load_tables": "warm_start",
     "Consumer": "tracking",
 }
@@ -64,6 +66,7 @@ __all__ = [
     "TrackedModel",
     "TrackedShard",
     "__version__",
+    "expected_restores",
     "load_tables",
     "track",
 ]

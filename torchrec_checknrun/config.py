@@ -8,7 +8,7 @@ chosen has the same methods. The configs are structured: a misspelt key fails at
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +34,34 @@ class PolicyName(Enum):
 
 
 @dataclass
+class TableConfig:
+    """How the tables that a pattern names are stored; see ``Quantization``."""
+
+    bits: int | None = None
+    method: str = "adaptive"
+    mean_bits: float | None = None
+    optimizer_state: str = "fp32"
+    compress: bool = False
+
+
+@dataclass
 class CheckNRunConfig:
-    """``checkpoint: check_n_run``. The arguments of ``Checkpointer``, as plain values."""
+    """``checkpoint: check_n_run``. The arguments of ``Checkpointer``, and of its ``Quantization``,
+    as plain values; ``bits`` is a number, null or ``auto``.
+    """
 
     _target_: str = "torchrec_checknrun.config.make_check_n_run"
     root: str = MISSING
     every_steps: int = 1000
     policy: PolicyName = PolicyName.one_shot
-    bits: int | None = None
+    bits: Any = None
+    method: str = "adaptive"
+    expected_restores: float | None = None
+    mean_bits: float | None = None
+    optimizer_state: str = "fp32"
+    compress: bool = False
+    exact_below_rows: int = 1000
+    tables: dict[str, TableConfig] = field(default_factory=dict)
     timeout_seconds: float = 1800.0
 
 
@@ -82,21 +102,28 @@ def make_check_n_run(
     root: str,
     every_steps: int,
     policy: PolicyName,
-    bits: int | None,
+    tables: Mapping[str, Mapping[str, Any]],
     timeout_seconds: float,
     model: nn.Module,
     state: Mapping[str, Any],
     callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
+    **quantization: Any,
 ) -> Checkpointer:
     """A ``Checkpointer`` from a ``CheckNRunConfig`` and what only the app has."""
     import torchrec_checknrun as package
+
+    def choice(values: Mapping[str, Any], **more: Any) -> package.Quantization:
+        named = {key: value for key, value in values.items() if key != "optimizer_state"}
+        return package.Quantization(optimizer=values["optimizer_state"], **named, **more)
 
     return package.Checkpointer(
         root,
         model=model,
         state=_objects(state),
         policy=getattr(package, policy.value)(),
-        quantization=package.Quantization(bits=bits),
+        quantization=choice(
+            quantization, tables={pattern: choice(values) for pattern, values in tables.items()}
+        ),
         every_steps=every_steps,
         timeout_seconds=timeout_seconds,
         callbacks=callbacks,
