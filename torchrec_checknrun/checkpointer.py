@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.chain import highest_sequence
+from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import (
     CheckNRunError,
     ModelPartlyRestored,
@@ -360,7 +361,9 @@ class Checkpointer:
     def _take_snapshot(self, proposal: Proposal, cut: list[Cut]) -> Snapshot:
         tracked = self._target.tracked
         states: dict[str, Any] = {MODEL: self._model.state_dict()}
-        states |= {name: stateful.state_dict() for name, stateful in self._target.states.items()}
+        optimizers = DenseStates(self._model, self._target.states)
+        states |= optimizers.stored()
+        states |= {n: s.state_dict() for n, s in self._target.states.items() if n not in optimizers}
         stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
         dense = {name: drop_tables(value, stored, name) for name, value in states.items()}
         for name, value in dense[MODEL].items():

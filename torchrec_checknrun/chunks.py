@@ -63,15 +63,6 @@ class EncodedChunk(io.BytesIO):
 
 
 @dataclass(frozen=True)
-class StateHeader:
-    """One optimizer state of a chunk: its values, whether one a row or one an element, how."""
-
-    dtype: torch.dtype
-    rowwise: bool
-    encoding: Parameters
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of a chunk: its bytes, and how many they were before compression, if it was."""
 
@@ -94,7 +85,9 @@ class RowsHeader:
     parameters: Parameters
     exceptions: int
     """How many rows are stored exactly, beside the codec."""
-    optimizer: dict[str, StateHeader]
+    optimizer: dict[str, tuple[torch.dtype, bool]]
+    """By state name: dtype, and whether it is row-wise (one value a row)."""
+    state_encodings: dict[str, Parameters]
     sections: tuple[Section, ...]
     """Ids, weights, exceptions if there are any, optimizer states: as they lie in the chunk."""
 
@@ -211,11 +204,11 @@ def rows_header(entry: Entry) -> RowsHeader:
             parameters=dict(weight.get("parameters", {})),
             exceptions=exceptions,
             optimizer={
-                str(s["name"]): StateHeader(
-                    _DTYPES[s["dtype"]],
-                    bool(s["rowwise"]),
-                    dict(s.get("encoding", {"scheme": EXACT_STATE})),
-                )
+                str(s["name"]): (_DTYPES[s["dtype"]], bool(s["rowwise"]))
+                for s in entry["optimizer"]
+            },
+            state_encodings={
+                str(s["name"]): dict(s.get("encoding", {"scheme": EXACT_STATE}))
                 for s in entry["optimizer"]
             },
             sections=tuple(
@@ -258,9 +251,9 @@ def decode_blocks(
         positions, exact = _exceptions(header, next(parts) if header.exceptions else b"")
         states = {
             name: decode_state(
-                _tensor(part), state.encoding, n * (1 if state.rowwise else cols), state.dtype
+                _tensor(part), header.state_encodings[name], n * (1 if rowwise else cols), dtype
             )
-            for (name, state), part in zip(header.optimizer.items(), parts, strict=True)
+            for (name, (dtype, rowwise)), part in zip(header.optimizer.items(), parts, strict=True)
         }
         size = block_rows or max(1, _BLOCK_BYTES // (4 * cols))
         for start in range(0, n, size):
@@ -274,7 +267,7 @@ def decode_blocks(
                 weight,
                 {
                     name: state[start:stop]
-                    if header.optimizer[name].rowwise
+                    if header.optimizer[name][1]
                     else state.view(n, cols)[start:stop]
                     for name, state in states.items()
                 },

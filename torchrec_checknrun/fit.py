@@ -95,8 +95,17 @@ def match_tables(
     return Match(target, resized or bool(skipped) or only is not None, skipped)
 
 
-def check_rows(shard: LocalShard, header: RowsHeader, fit: Fit) -> None:
+def check_rows(
+    shard: LocalShard, header: RowsHeader, fit: Fit, with_state: bool = False
+) -> str | None:
     """Refuses rows of another data type, or with other optimizer state.
+
+    Args:
+        with_state: whether the checkpoint has the table's optimizer state, if not in these rows:
+            they are older than its optimizer's first step, and newer ones replace them.
+
+    Returns:
+        What is left out, for the user; None if nothing is.
 
     Raises:
         IncompatibleCheckpoint: names the table, saved and wanted.
@@ -106,16 +115,32 @@ def check_rows(shard: LocalShard, header: RowsHeader, fit: Fit) -> None:
             f"table {shard.table!r} was saved as {header.dtype}, the model has "
             f"{shard.weight.dtype}: build the model with the saved data type"
         )
-    if not fit.optimizer:
-        return
+    if not fit.optimizer or (with_state and not header.optimizer):
+        return None
     wanted = {name: (s.dtype, s.dim() == 1) for name, s in shard.optimizer.items()}
     stored = {name: dtype for name, (dtype, _) in header.optimizer.items()}
-    if {name: dtype for name, (dtype, _) in wanted.items()} != stored:
+    if {name: dtype for name, (dtype, _) in wanted.items()} == stored:
+        return None
+    saved, live = _describe(header.optimizer), _describe(wanted)
+    if fit.strict:
         raise IncompatibleCheckpoint(
-            f"table {shard.table!r} was saved with optimizer state "
-            f"{_describe(header.optimizer)}, the model's optimizer has {_describe(wanted)}: use "
-            "the optimizer it was trained with, or load the weights alone with load_tables"
+            f"table {shard.table!r} was saved with optimizer state {saved}, the model's optimizer "
+            f"has {live}: use the optimizer it was trained with, skip what only one of them has "
+            "with strict=False, or load the weights alone with load_tables"
         )
+    return f"table {shard.table!r}: optimizer state was saved as {saved}, the model has {live}"
+
+
+def common_states(shard: LocalShard, header: RowsHeader, fit: Fit) -> set[str]:
+    """Names of the optimizer states that are restored with some rows.
+
+    ``momentum1`` is the first state of any fused optimizer, so of different ones it is the same
+    thing only if both have Adam's second moment beside it, or neither has.
+    """
+    own, stored = shard.optimizer.keys(), header.optimizer.keys()
+    if not fit.optimizer or ("exp_avg_sq" in own) != ("exp_avg_sq" in stored):
+        return set()
+    return own & stored
 
 
 def _full_name(name: str, tables: Mapping[str, TableShape], where: str) -> str:

@@ -26,11 +26,13 @@ from torchrec_checknrun.chunks import (
     state_tree,
 )
 from torchrec_checknrun.conversion import Conversion, is_converted
+from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.fit import Fit, check_rows, match_tables
+from torchrec_checknrun.fit import Fit, check_rows, common_states, match_tables
+from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.save_planner import DirectInterval
 from torchrec_checknrun.sharded_state import StoredTables, find_shards
-from torchrec_checknrun.shards import FusedProgress, LocalShard, Rectangle, Rows, TableShape
+from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 from torchrec_checknrun.state import check_state, common_state, merge_state
 from torchrec_checknrun.storage import ChainContent, StoredChunk
 from torchrec_checknrun.tracked import TrackedModel
@@ -51,7 +53,9 @@ class LoadPlanner(DcpLoadPlanner):
         per_rank: how to merge states that each rank had its own of, should the number of ranks
             have changed; None or absent makes that an error.
         fit: what may differ between checkpoint and model.
-        exact: states that load only keys they have: a key that only the checkpoint has is an error.
+        optimizers: the dense ones among the state objects, which are fitted to the checkpoint;
+            the caller hands back to them what was restored, and then ``progress``. Without them
+            (``dcp.load``) they must have made their state already.
         dry_run: read, verify and decode everything, but change nothing.
 
     Attributes:
@@ -67,19 +71,20 @@ class LoadPlanner(DcpLoadPlanner):
         *,
         per_rank: Mapping[str, Merge | None] | None = None,
         fit: Fit = _AS_SAVED,
-        exact: Iterable[str] = (),
+        optimizers: DenseStates | None = None,
         dry_run: bool = False,
     ) -> None:
         self._tracked = tracked
         self._fit = fit
         self._merge = dict(per_rank or {})
-        self._exact = frozenset(exact)
+        self._optimizers = optimizers
         self._dry_run = dry_run
         self._state_dict: dict[str, Any] = {}
         self._shards: list[LocalShard] = []
         self._tables: dict[str, TableShape] = {}
         self._states_read: dict[str, list[Any]] = {}
         self._targets: dict[str, str] = {}
+        self._without_state: set[str] = set()
         self._shards_of: dict[str, list[int]] = {}
         self._conversions: dict[int, Conversion] = {}
         self._age: dict[str, int] = {}
@@ -106,19 +111,23 @@ class LoadPlanner(DcpLoadPlanner):
         if self._tracked is None:
             self._shards, self._tables = find_shards(state_dict)
         else:
+            self._tables = self._tracked.tables
+        saved = {n: TableShape(t.rows, t.dim) for n, t in content.chain.head.tables.items()}
+        match = match_tables(self._tables, saved, self._fit)
+        self._saved, self._targets = saved, match.target
+        self.converted, self.skipped = match.resized, match.skipped
+        self._states_of = self._stored_states()
+        if self._optimizers is not None:
+            state_dict.update(self._fit_optimizers(self._optimizers))
+        if self._tracked is not None:
             self._tracked.flush()
             self._shards = [shard.local for shard in self._tracked.shards]
-            self._tables = self._tracked.tables
         for i, shard in enumerate(self._shards):
             self._shards_of.setdefault(shard.table, []).append(i)
 
     def create_local_plan(self) -> LoadPlan:
-        head = self._content.chain.head
-        saved = {name: TableShape(t.rows, t.dim) for name, t in head.tables.items()}
+        saved = self._saved
         self._stored = StoredTables(self._tables.keys() | saved.keys(), self._shards)
-        match = match_tables(self._tables, saved, self._fit)
-        self._targets = match.target
-        self.converted, self.skipped = match.resized, match.skipped
         items = []
         baseline_area = [0] * len(self._shards)
         for age, chunks in enumerate(self._content.chunks):
@@ -132,7 +141,7 @@ class LoadPlanner(DcpLoadPlanner):
                     common = shard.rectangle.intersect(header.rectangle)
                     if common is None:
                         continue
-                    check_rows(shard, header, self._fit)
+                    self._check_rows(shard, header)
                     if is_converted(shard, header):
                         self.converted = True
                         self._conversions.setdefault(i, Conversion(shard))
@@ -191,17 +200,15 @@ class LoadPlanner(DcpLoadPlanner):
                 conversion.finish()
             if self._tracked is not None:
                 self._tracked.purge()
-                if self._fit.optimizer:
-                    self._tracked.set_progress(self._saved_progress())
+                if self._optimizers is None:
+                    self._tracked.set_progress(self.progress)
 
     def _scatter(self, header: RowsHeader, rows: Rows, age: int) -> None:
-        if not self._fit.optimizer:
-            rows.optimizer = {}
         for i in self._shards_into(header):
             shard = self._shards[i]
             if not shard.rectangle.intersect(header.rectangle):
                 continue
-            part = _rows_within(shard, rows)
+            part = _rows_within(shard, rows, common_states(shard, header, self._fit))
             if is_converted(shard, header):
                 self._conversions[i].scatter(header, part)
             else:
@@ -209,15 +216,50 @@ class LoadPlanner(DcpLoadPlanner):
             if self._tracked is not None and age > 0:
                 self._tracked.shards[i].marks.add(shard.local_ids(part.ids), Consumer.BASELINE)
 
-    def _saved_progress(self) -> dict[str, FusedProgress]:
-        """The fused optimizers' counters and learning rates at the head, by the model's tables."""
+    @property
+    def progress(self) -> dict[str, OptimizerProgress]:
+        """The tables' optimizer counters and learning rates at the head, by the model's tables."""
+        if not self._fit.optimizer:
+            return {}
         tables = self._content.chain.head.tables
         return {
-            into: FusedProgress(table.optimizer_step, table.learning_rate)
+            into: OptimizerProgress(table.optimizer_step, table.learning_rate)
             for name, into in self._targets.items()
-            if (table := tables[name]).optimizer_step is not None
-            and table.learning_rate is not None
+            if (table := tables[name]).learning_rate is not None and into not in self._without_state
         }
+
+    def _stored_states(self) -> dict[str, set[str]]:
+        """By the model's tables, names of the optimizer state that any rows were stored with."""
+        headers = (
+            rows_header(chunk.entry)
+            for chunks in self._content.chunks
+            for chunk in chunks
+            if chunk.entry["kind"] == "rows"
+        )
+        found: dict[str, set[str]] = {into: set() for into in self._targets.values()}
+        for header in headers:
+            if header.table in self._targets:
+                found[self._targets[header.table]].update(header.optimizer)
+        return found
+
+    def _fit_optimizers(self, optimizers: DenseStates) -> dict[str, Any]:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        trees = {}
+        for name, by_rank in self._state_chunks().items():
+            chunk = by_rank.get(None) or by_rank.get(rank) or next(iter(by_rank.values()))
+            trees[name] = state_tree(chunk.entry)
+        restored = self._states_of if self._fit.optimizer else {}
+        tables = {table: restored.get(table) for table in self._tables}
+        return optimizers.fit(trees, tables, self._fit.strict)
+
+    def _check_rows(self, shard: LocalShard, header: RowsHeader) -> None:
+        """Refuses rows that don't fit a shard; notes where optimizer state is left out."""
+        other = check_rows(shard, header, self._fit, bool(self._states_of[shard.table]))
+        if other is not None:
+            if not common_states(shard, header, self._fit):
+                self._without_state.add(shard.table)
+            self.converted = True
+            self.skipped.append(other)
 
     def _shards_into(self, header: RowsHeader) -> Sequence[int]:
         """The local shards, by index, of the table that a chunk's rows go into."""
@@ -226,11 +268,7 @@ class LoadPlanner(DcpLoadPlanner):
 
     def _plan_states(self) -> Iterable[str]:
         """The chunks of the head's state objects that were asked for, checked against them."""
-        head = self._content.chain.head
-        chunks: dict[str, dict[int | None, StoredChunk]] = {}
-        for chunk in self._content.chunks[-1]:
-            if chunk.entry["kind"] == "state":
-                chunks.setdefault(chunk.entry["name"], {})[chunk.entry["rank"]] = chunk
+        head, chunks = self._content.chain.head, self._state_chunks()
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for name, current in self._state_dict.items():
             if self._stored.covers(current):
@@ -259,8 +297,17 @@ class LoadPlanner(DcpLoadPlanner):
                 tree = state_tree(stored[of_rank].entry)
                 if len(wanted) == 1 and self._fit.strict:
                     covers, of_table = self._stored.covers, self._stored.name
-                    check_state(current, tree, name, covers, of_table, name in self._exact)
+                    exact = self._optimizers is not None and name in self._optimizers
+                    check_state(current, tree, name, covers, of_table, exact)
                 yield stored[of_rank].key
+
+    def _state_chunks(self) -> dict[str, dict[int | None, StoredChunk]]:
+        """The head's state objects: by name and rank (None: all ranks have it alike)."""
+        found: dict[str, dict[int | None, StoredChunk]] = {}
+        for chunk in self._content.chunks[-1]:
+            if chunk.entry["kind"] == "state":
+                found.setdefault(chunk.entry["name"], {})[chunk.entry["rank"]] = chunk
+        return found
 
     def _load_state(self, chunk: EncodedChunk) -> None:
         name = chunk.entry["name"]
@@ -287,13 +334,12 @@ def _read_item(key: str) -> ReadItem:
     return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
 
 
-def _rows_within(shard: LocalShard, rows: Rows) -> Rows:
-    """Those of a chunk's rows that are in a shard."""
+def _rows_within(shard: LocalShard, rows: Rows, states: Iterable[str]) -> Rows:
+    """Those of a chunk's rows that are in a shard, with some of their optimizer states."""
+    optimizer = {name: rows.optimizer[name] for name in states}
     here = (rows.ids >= shard.rectangle.row_start) & (rows.ids < shard.rectangle.row_stop)
     if bool(here.all()):
-        return rows
+        return Rows(rows.ids, rows.weight, optimizer)
     return Rows(
-        rows.ids[here],
-        rows.weight[here],
-        {name: state[here] for name, state in rows.optimizer.items()},
+        rows.ids[here], rows.weight[here], {name: state[here] for name, state in optimizer.items()}
     )

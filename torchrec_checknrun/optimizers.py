@@ -6,8 +6,7 @@ dense parameter, and its optimizer state is here, under other names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +15,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.optim import Optimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-
-# A dense optimizer's names for what TorchRec's fused optimizers call so.
-_FUSED_NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "exp_avg_sq"}
 
 
 def torch_optimizers(states: Iterable[object]) -> Iterator[Optimizer]:
@@ -41,49 +37,6 @@ def _unwrap(state: object) -> Iterator[Optimizer]:
         yield state
 
 
-def is_keyed(state: object) -> bool:
-    """Whether it is one of TorchRec's optimizers, which load only what they have state for."""
-    return isinstance(state, KeyedOptimizer)
-
-
-@contextmanager
-def complete_state(states: Iterable[object]) -> Iterator[None]:
-    """Gives TorchRec's wrappers the dense state that is created at an optimizer's first step only
-    (Adam's moments), so that it can be restored; parameters stay as they are. Should the block
-    fail, that state is taken away again.
-    """
-    created = []
-    for optimizer in torch_optimizers(state for state in states if is_keyed(state)):
-        if not optimizer.state and _step_without_effect(optimizer):
-            created.append(optimizer)
-    try:
-        yield
-    except BaseException:
-        for optimizer in created:
-            optimizer.state.clear()
-        raise
-
-
-def _step_without_effect(optimizer: Optimizer) -> bool:
-    """A step with gradients and learning rates of zero; not where gradients wait."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(parameter.grad is not None for parameter in parameters):
-        return False
-    rates = [group["lr"] for group in optimizer.param_groups]
-    try:
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        optimizer.step()
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for parameter in parameters:
-            parameter.grad = None
-    return True
-
-
 def wraps_another(optimizer: Optimizer) -> bool:
     """Whether another optimizer inside does the stepping."""
     return any(inner is not optimizer for inner in _unwrap(optimizer))
@@ -92,31 +45,53 @@ def wraps_another(optimizer: Optimizer) -> bool:
 def group_of(optimizer: Optimizer, weight: torch.Tensor) -> dict[str, Any] | None:
     """The parameter group that steps a table, found by the table's memory; None if none does."""
     for group in optimizer.param_groups:
-        if any(_is(parameter, weight) for parameter in group["params"]):
+        if any(is_same_memory(parameter, weight) for parameter in group["params"]):
             return group
     return None
 
 
-def row_states(optimizers: Iterable[Optimizer], weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A table's optimizer state by rows, as views, under the fused optimizers' names.
+def state_of(optimizers: Iterable[Optimizer], weight: torch.Tensor) -> dict[str, Any]:
+    """All that dense optimizers keep of a table, by their own names; empty before the first step of
+    those that make it then.
+    """
+    found: dict[str, Any] = {}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if is_same_memory(parameter, weight):
+                found.update(state)
+    return found
+
+
+def row_states(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What of a table's dense optimizer state is by rows, as views, under the fused optimizers'
+    names.
 
     Returns:
         By name ``(rows, dim)`` or, where it is kept per row, ``(rows,)``. Counters and the like are
         left out; they stay in the optimizer's state dict.
     """
+    fused_names = _fused_names(state)
     found: dict[str, torch.Tensor] = {}
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            if not _is(parameter, weight):
-                continue
-            for name, value in state.items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                if value.shape == weight.shape:
-                    found[_FUSED_NAMES.get(name, name)] = value.detach()
-                elif value.shape == (weight.shape[0], 1):
-                    found[_FUSED_NAMES.get(name, name)] = value.detach()[:, 0]
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.shape == weight.shape:
+            found[fused_names.get(name, name)] = value.detach()
+        elif value.shape == (weight.shape[0], 1):
+            found[fused_names.get(name, name)] = value.detach()[:, 0]
     return found
+
+
+def _fused_names(state: Collection[str]) -> dict[str, str]:
+    """What TorchRec's fused optimizers call a dense one's states that are the same.
+
+    TorchRec calls any fused optimizer's first state ``momentum1``: Adagrad's sum as well as Adam's
+    first moment. Other states (momentum of SGD, AMSGrad's maximum, RMSprop's average …) have no
+    fused counterpart and keep their names, so that they are not taken for one.
+    """
+    if {"exp_avg", "exp_avg_sq"} <= set(state):
+        return {"exp_avg": "momentum1"}
+    return {"sum": "momentum1"}
 
 
 def touches_other_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -128,7 +103,8 @@ def touches_other_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return type(optimizer) not in (optim.Adagrad, RowWiseAdagrad)
 
 
-def _is(parameter: object, weight: torch.Tensor) -> bool:
+def is_same_memory(parameter: object, weight: torch.Tensor) -> bool:
+    """Whether a parameter is this table, of any number of views of the same memory."""
     return (
         isinstance(parameter, torch.Tensor)
         and not isinstance(parameter, ShardedTensor)

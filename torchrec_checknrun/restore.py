@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.chain import Chain, newest, resolve
+from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckNRunError,
@@ -27,7 +28,6 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.load_planner import LoadPlanner, Merge
-from torchrec_checknrun.optimizers import complete_state, is_keyed
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.storage import StorageReader
 from torchrec_checknrun.tracked import TrackedModel
@@ -86,6 +86,7 @@ def restore(
     passed_over: list[str] = []
     unusable: set[str] = set()
     changed = False
+    optimizers = DenseStates(target.model, target.states)
     while True:
         found = ranks.from_rank_0(lambda: _find(root, checkpoint, unusable))
         chain, problems = found
@@ -109,11 +110,11 @@ def restore(
                     target.tracked,
                     per_rank=target.per_rank,
                     fit=target.fit,
-                    exact=[name for name, state in target.states.items() if is_keyed(state)],
+                    optimizers=optimizers,
                     dry_run=dry_run,
                 )
                 try:
-                    with complete_state(target.states.values()):
+                    with optimizers.fitted(undo=dry_run):
                         live = _load(root, chain, target, ranks, planner)
                 finally:
                     changed = changed or any(ranks.gather(planner.began))
@@ -133,7 +134,8 @@ def restore(
             if changed:
                 raise ModelPartlyRestored(str(error)) from error
             raise
-        _hand_back(target, live, ranks)
+        _hand_back(target, live, optimizers, ranks)
+        target.tracked.set_progress(planner.progress)
         return Restored(chain, converted, passed_over, sorted(set(planner.skipped)))
 
 
@@ -177,12 +179,15 @@ def _load(
     return live
 
 
-def _hand_back(target: Target, live: dict[str, Any], ranks: Ranks) -> None:
+def _hand_back(target: Target, live: dict[str, Any], optimizers: DenseStates, ranks: Ranks) -> None:
     """Gives the state objects their content; the model's was written in place."""
 
     def hand_back() -> None:
         for name, stateful in target.states.items():
-            stateful.load_state_dict(live[name])
+            if name in optimizers:
+                optimizers.load(name, live[name])
+            else:
+                stateful.load_state_dict(live[name])
 
     try:
         ranks.everywhere(hand_back)

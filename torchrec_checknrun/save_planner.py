@@ -34,9 +34,10 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Kind, Link
+from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_shards
-from torchrec_checknrun.shards import FusedProgress, Rectangle, TableShape
+from torchrec_checknrun.shards import Rectangle, TableShape
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot, take_rows
 from torchrec_checknrun.state import Tree, encode_state
 from torchrec_checknrun.tracked import Cut, TrackedModel
@@ -59,7 +60,7 @@ class PlanSummary:
     tables: dict[str, TableShape]
     shards: list[tuple[str, Rectangle]]
     fp32_bytes: dict[str, int]
-    progress: dict[str, FusedProgress]
+    progress: dict[str, OptimizerProgress]
     replicated: dict[str, int]
     """Bytes of each state that all ranks have alike: only one of them will write it."""
     per_rank: tuple[str, ...]
@@ -72,7 +73,7 @@ class GlobalPlan:
     header: Header
     tables: dict[str, TableShape]
     fp32_bytes: dict[str, int]
-    progress: dict[str, FusedProgress]
+    progress: dict[str, OptimizerProgress]
     states: dict[str, bool]
     """By name, whether each rank has its own."""
     chunks: tuple[int, ...]

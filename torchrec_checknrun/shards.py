@@ -30,7 +30,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_checknrun.errors import UnsupportedTable
-from torchrec_checknrun.optimizers import row_states
+from torchrec_checknrun.optimizers import row_states, state_of
 
 # Fused optimizers whose update leaves a row that was not looked up as it is.
 _TOUCHES_LOOKED_UP_ROWS_ONLY = frozenset(
@@ -183,19 +183,6 @@ class LocalShard:
             self.optimizer[name].index_copy_(0, local, state.to(self.optimizer[name]))
 
 
-@dataclass(frozen=True)
-class FusedProgress:
-    """What a fused optimizer knows besides its rows; TorchRec keeps it in no state dict.
-
-    Attributes:
-        step: its step counter (Adam and LAMB correct their bias by it).
-        learning_rate: as schedulers have set it.
-    """
-
-    step: int
-    learning_rate: float
-
-
 @dataclass
 class Kernel:
     """One table-batched embedding module: the tables it holds and which feature feeds which.
@@ -226,23 +213,6 @@ class Kernel:
         states = _optimizer_states(self.module._emb_module, weights, self.optimizers)
         for shard, weight, state in zip(self.shards, weights, states, strict=True):
             shard.weight, shard.optimizer = weight.detach(), state
-
-    @property
-    def progress(self) -> FusedProgress | None:
-        """The fused optimizer's counter and learning rate; None if there is no fused optimizer."""
-        tbe = self.module._emb_module
-        if self.data_parallel or tbe.optimizer == EmbOptimType.NONE:
-            return None
-        group = self.module.fused_optimizer.param_groups[0]
-        return FusedProgress(int(tbe.iter[0]), float(group["lr"]))
-
-    @progress.setter
-    def progress(self, progress: FusedProgress) -> None:
-        tbe = self.module._emb_module
-        tbe.iter.fill_(progress.step)
-        tbe.iter_cpu.zero_()  # taken from iter again at the next forward
-        self.module.fused_optimizer.param_groups[0]["lr"] = progress.learning_rate
-        tbe.set_learning_rate(progress.learning_rate)
 
     def purge(self) -> None:
         """Drops cached rows after the shards' memory was written, lest stale ones win."""
@@ -348,7 +318,7 @@ def _optimizer_states(
 ) -> list[dict[str, torch.Tensor]]:
     """Per table, the state views under the names that TorchRec's fused optimizer gives them."""
     if not isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen):
-        return [row_states(optimizers, weight) for weight in weights]
+        return [row_states(state_of(optimizers, weight), weight) for weight in weights]
     per_table = [] if tbe.optimizer == EmbOptimType.NONE else tbe.split_optimizer_states()
     if not per_table:
         return [{} for _ in weights]

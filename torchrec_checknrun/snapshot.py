@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.row_set import RowSet
-from torchrec_checknrun.shards import FusedProgress, LocalShard, TableShape
+from torchrec_checknrun.shards import LocalShard, TableShape
 from torchrec_checknrun.tracked import Cut, TrackedModel, TrackedShard
 from torchrec_checknrun.tracking import Consumer
 
@@ -70,7 +71,7 @@ class Snapshot:
     tables: dict[str, TableShape]
     states: Mapping[str, object]
     per_rank: frozenset[str] = frozenset()
-    progress: Mapping[str, FusedProgress] = field(default_factory=dict)
+    progress: Mapping[str, OptimizerProgress] = field(default_factory=dict)
 
 
 def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[ShardSnapshot], Cut]:

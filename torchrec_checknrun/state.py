@@ -120,6 +120,29 @@ def decode_state(tree: Tree, payload: bytes | memoryview) -> Any:
     return _visit(tree, lambda node: _leaf(node, memoryview(payload)))
 
 
+def tree_items(tree: Tree | None) -> dict[str | int, Tree]:
+    """The nodes of a dict's items, by key; empty if the tree is no dict."""
+    if not isinstance(tree, dict):
+        return {}
+    return {_require_key(key): node for key, node in tree.get("d", [])}
+
+
+def tree_values(tree: Tree | None) -> list[Tree]:
+    """The nodes of a list's or tuple's elements; empty if the tree is none."""
+    nodes = (tree.get("l") or tree.get("t")) if isinstance(tree, dict) else None
+    return list(nodes or [])
+
+
+def empty_state(tree: Tree) -> Any:
+    """A value of that structure: tensors of its shapes and dtypes with zeros, other leaves None."""
+
+    def zeros(node: Tree) -> torch.Tensor | None:
+        dtype = _TORCH_DTYPES.get(node.get("dtype", "")) if "x" in node else None
+        return None if dtype is None else torch.zeros(node["shape"], dtype=dtype)
+
+    return _visit(tree, zeros)
+
+
 def _visit(node: Tree, leaf: Callable[[Tree], Any]) -> Any:
     if not isinstance(node, dict):
         raise CorruptCheckpoint(f"state tree: expected a node, found {type(node).__name__}")
@@ -189,7 +212,8 @@ def check_state(
     """Refuses a saved tree that doesn't fit the live object, before anything is changed.
 
     A dict that has lost keys, or a tensor of another shape or dtype, doesn't fit. Keys that only
-    the checkpoint has are fine, unless ``exact``: some objects create their state late.
+    the checkpoint has are fine, unless ``exact``: some objects create their state late. So are
+    lists of another length: what an object keeps in a list may be more at one time than at another.
 
     Args:
         covered: tells leaves of ``current`` that are restored as table rows.
@@ -200,11 +224,11 @@ def check_state(
         IncompatibleCheckpoint: names the key, saved and wanted.
     """
     if isinstance(current, dict) and "d" in tree:
-        saved = {_require_key(k): v for k, v in tree["d"]}
+        saved = tree_items(tree)
         for key, value in current.items():
             if key in saved:
                 if of_table(key) and isinstance(value, dict) and "d" in saved[key]:
-                    known = {k for k, _ in saved[key]["d"]}
+                    known = tree_items(saved[key])
                     value = {k: v for k, v in value.items() if k in known}
                     check_state(value, saved[key], f"{path}.{key}", covered, of_table)
                 else:
@@ -220,6 +244,10 @@ def check_state(
                 f"{path}.{extra[0]} is in the checkpoint only; the model's has {_some(current)}: "
                 "restore with the state objects (the optimizer) it was saved with"
             )
+    elif isinstance(current, (list, tuple)):
+        items = tree_values(tree)
+        for i, value in enumerate(current if len(items) == len(current) else ()):
+            check_state(value, items[i], f"{path}[{i}]", covered, of_table, exact)
     elif isinstance(current, torch.Tensor) and not covered(current):
         wanted = f"{str(current.dtype).removeprefix('torch.')} {list(current.shape)}"
         found = f"{tree['dtype']} {tree['shape']}" if "x" in tree else f"no tensor ({sorted(tree)})"

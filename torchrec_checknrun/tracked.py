@@ -20,9 +20,13 @@ from torch.optim import Optimizer
 
 from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.optimizers import torch_optimizers
+from torchrec_checknrun.progress import (
+    OptimizerProgress,
+    set_table_progress,
+    table_progress,
+)
 from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.shards import (
-    FusedProgress,
     Kernel,
     LocalShard,
     Rectangle,
@@ -269,21 +273,13 @@ class TrackedModel:
         for kernel in self._kernels:
             kernel.flush()
 
-    def progress(self) -> dict[str, FusedProgress]:
-        """Step counter and learning rate of the fused optimizers, by table with a shard here."""
-        found = {}
-        for kernel in self._kernels:
-            progress = kernel.progress
-            if progress is not None:
-                found.update({shard.table: progress for shard in kernel.shards})
-        return found
+    def progress(self) -> dict[str, OptimizerProgress]:
+        """Step counter and learning rate of the tables' optimizers, by table with a shard here."""
+        return table_progress(self._kernels)
 
-    def set_progress(self, progress: Mapping[str, FusedProgress]) -> None:
-        """Sets them; a kernel with several tables takes the furthest of theirs."""
-        for kernel in self._kernels:
-            known = [progress[s.table] for s in kernel.shards if s.table in progress]
-            if known and kernel.progress is not None:
-                kernel.progress = max(known, key=lambda p: p.step)
+    def set_progress(self, progress: Mapping[str, OptimizerProgress]) -> None:
+        """Sets them; see ``set_table_progress``."""
+        set_table_progress(self._kernels, progress)
 
     def purge(self) -> None:
         """After the shards' memory was written: drops rows from GPU caches."""

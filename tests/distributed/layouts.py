@@ -32,6 +32,7 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
+from torchrec.optim import optimizers
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -59,6 +60,11 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
     "sgd": (torch.optim.SGD, {"lr": LEARNING_RATE}),
     "rowwise_adagrad": (RowWiseAdagrad, {"lr": LEARNING_RATE, "eps": EPS}),
     "adagrad": (torch.optim.Adagrad, {"lr": LEARNING_RATE, "eps": EPS}),
+    # Sharded tables of these can be built on a CPU, but not trained (fused_on_cpu.py).
+    "adam": (torch.optim.Adam, {"lr": LEARNING_RATE, "eps": EPS}),
+    "partial_rowwise_adam": (optimizers.PartialRowWiseAdam, {"lr": LEARNING_RATE}),
+    "lamb": (optimizers.LAMB, {"lr": LEARNING_RATE}),
+    "partial_rowwise_lamb": (optimizers.PartialRowWiseLAMB, {"lr": LEARNING_RATE}),
 }
 
 
@@ -221,16 +227,16 @@ def build(
     )
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     weights = {f"{path}.weight" for path in model_spec.table_paths}
-    optimizers: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = [model.fused_optimizer]
+    parts: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = [model.fused_optimizer]
     replicated = {name: dense.pop(name) for name in sorted(dense.keys() & weights)}
     if replicated:
         kind, options = OPTIMIZERS[dense_table_optimizer or model_spec.fused]
-        optimizers.append(
+        parts.append(
             (where.prefix, KeyedOptimizerWrapper(replicated, lambda p: kind(p, **options)))
         )
     kind, options = OPTIMIZERS[model_spec.dense]
-    optimizers.append(("dense", KeyedOptimizerWrapper(dense, lambda p: kind(p, **options))))
-    return LayoutJob(model_spec, model, CombinedOptimizer(optimizers))
+    parts.append(("dense", KeyedOptimizerWrapper(dense, lambda p: kind(p, **options))))
+    return LayoutJob(model_spec, model, CombinedOptimizer(parts))
 
 
 def generator_of(sharding: str) -> Any:

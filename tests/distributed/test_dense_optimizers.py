@@ -1,0 +1,422 @@
+"""Dense optimizers: state made late or not yet, under any wrapper, of tables that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+from tests.distributed.fused_on_cpu import any_fused_optimizer
+from tests.distributed.layouts import Layout, LayoutJob, build
+from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
+from tests.distributed.worker_pool import WorkerPool
+from torchrec_checknrun import Checkpointer, Consecutive, Policy
+from torchrec_checknrun.errors import IncompatibleCheckpoint
+
+Workers = Callable[[int], WorkerPool]
+
+SPEC = ModelSpec(
+    (CollectionSpec("a", (TableSpec("t0", 29, 8, ("f0",)), TableSpec("t1", 24, 8, ("f1",)))),)
+)
+T0 = "a.embedding_bags.t0"
+
+
+def layout(*shardings: str) -> dict[str, Any]:
+    return asdict(Layout(dict(zip(("a.t0", "a.t1"), shardings, strict=True)), 2))
+
+
+REPLICAS = layout("data_parallel", "data_parallel")
+MIXED = layout("data_parallel", "row_wise")
+ROWS = layout("row_wise", "row_wise")
+APART = layout("table_wise:0", "table_wise:1")
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.3),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "decay": lambda p: torch.optim.Adagrad(p, lr=0.01, weight_decay=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, weight_decay=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),  # can't be asked on the meta device
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+}
+WRAPPERS = ("combined", "clipped", "warm_up", "plain")
+
+
+def make(
+    layout: dict[str, Any], dense: str, wrapper: str, seed: int = 0, fused: str = "adagrad"
+) -> LayoutJob:
+    """A job whose dense parameters, data-parallel tables among them, have one optimizer."""
+    with any_fused_optimizer():
+        job = build(replace(SPEC, fused=fused).to_json(), layout, seed)
+    parameters = dict(in_backward_optimizer_filter(job.model.named_parameters()))
+    factory = OPTIMIZERS[dense]
+    optimizer: Any
+    if wrapper == "plain":
+        tables = [p for name, p in parameters.items() if name.startswith("a.")]
+        others = [p for name, p in parameters.items() if not name.startswith("a.")]
+        groups = [{"params": tables, "lr": 0.02}] if tables else []
+        optimizer = factory([*groups, {"params": others}])
+    else:
+        keyed = KeyedOptimizerWrapper(parameters, factory)
+        if wrapper == "clipped":
+            keyed = GradientClippingOptimizer(keyed, GradientClipping.NORM, 0.5)
+        elif wrapper == "warm_up":
+            keyed = WarmupOptimizer(keyed, [WarmupStage(WarmupPolicy.LINEAR, 8, 0.1)], lr=0.01)
+        optimizer = CombinedOptimizer([job.model.fused_optimizer, ("dense", keyed)])
+    return replace(job, optimizer=optimizer)
+
+
+def checkpointer(root: str, job: LayoutJob, policy: Policy | None = None) -> Checkpointer:
+    return Checkpointer(
+        root,
+        model=job.model,
+        state={"optimizer": job.optimizer, "job": job},
+        policy=policy or Consecutive(),
+        chunk_bytes=700,
+    )
+
+
+def save(saver: Checkpointer) -> str:
+    report = saver.save()
+    assert report is not None
+    return report.id
+
+
+def content(value: Any, path: str = "") -> dict[str, Any]:
+    """Whatever is in a nest of state dicts, tensors as bytes; of sharded ones this rank's part."""
+    if isinstance(value, dict):
+        items: Any = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif hasattr(value, "local_shards"):
+        items = enumerate(shard.tensor for shard in value.local_shards())
+    elif isinstance(value, torch.Tensor):
+        return {path: (tuple(value.shape), value.detach().numpy().tobytes())}
+    else:
+        return {path: value}
+    found: dict[str, Any] = {}
+    for key, item in items:
+        found |= content(item, f"{path}/{key}")
+    return found
+
+
+def everything(job: LayoutJob) -> dict[str, Any]:
+    return content({"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()})
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return sorted(k for k in one.keys() | other.keys() if one.get(k, "-") != other.get(k, "-"))
+
+
+def resumes(root: str, dense: str, wrapper: str) -> None:
+    """A new process has made no state yet; what it restores trains on as if never interrupted."""
+    job = make(MIXED, dense, wrapper)
+    with checkpointer(root, job) as saver:
+        save(saver)  # before any state was made
+        job.train(2)
+        save(saver)
+        job.train(1)
+        save(saver)
+    again = make(MIXED, dense, wrapper, seed=9)
+    with checkpointer(root, again) as saver:
+        with torch.no_grad():  # it may hold anything
+            again.model.state_dict()[f"{T0}.weight"][3] = torch.nan
+            again.model.state_dict()["out.weight"][:] = torch.inf
+        assert saver.restore() is not None
+    assert differences(everything(again), everything(job)) == []
+    for either in (job, again):
+        either.train(3)
+    assert differences(everything(again), everything(job)) == []
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("dense", sorted(OPTIMIZERS))
+def test_state_that_is_made_late(
+    workers: Workers, tmp_path: Path, dense: str, wrapper: str
+) -> None:
+    if wrapper in ("clipped", "warm_up") and dense not in ("adam", "momentum"):
+        pytest.skip("the wrapper is the same for all")
+    workers(2).run(resumes, root=str(tmp_path), dense=dense, wrapper=wrapper)
+
+
+def rolls_back(root: str, dense: str, wrapper: str) -> None:
+    """Within a process to before any state was made, and again to after that."""
+    job = make(MIXED, dense, wrapper)
+    with checkpointer(root, job) as saver:
+        at_first, first = everything(job), save(saver)
+        job.train(2)
+        at_second, second = everything(job), save(saver)
+        job.train(1)
+        for name, wanted in ((first, at_first), (second, at_second), (first, at_first)):
+            assert saver.restore(name) is not None
+            assert differences(everything(job), wanted) == []
+        job.train(2)
+        # Group options that only a step brings (the rate of a warm-up) are the same as well.
+        assert differences(everything(job), at_second) == []
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("dense", ["adam", "momentum", "asgd", "adagrad"])
+def test_back_to_before_the_first_step(
+    workers: Workers, tmp_path: Path, dense: str, wrapper: str
+) -> None:
+    if wrapper in ("clipped", "warm_up") and dense != "adam":
+        pytest.skip("the wrapper is the same for all")
+    workers(2).run(rolls_back, root=str(tmp_path), dense=dense, wrapper=wrapper)
+
+
+def is_refused(root: str, saved: str, wanted: str, wrapper: str, trained: int, match: str) -> None:
+    """Nothing is changed, the optimizer's own state included; both train on alike."""
+    job = make(MIXED, saved, wrapper)
+    job.train(2)
+    with checkpointer(root, job) as saver:
+        save(saver)
+    other, same = (make(MIXED, wanted, wrapper, seed=3) for _ in range(2))
+    for either in (other, same):
+        either.train(trained)
+    with checkpointer(root, other) as saver:
+        before = everything(other)
+        with pytest.raises(IncompatibleCheckpoint, match=match):
+            saver.restore()
+        assert differences(everything(other), before) == []
+        assert saver.save() is not None
+    for either in (other, same):
+        either.train(2)
+    assert differences(everything(other), everything(same)) == []
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+@pytest.mark.parametrize("wrapper", ["combined", "plain"])
+@pytest.mark.parametrize(
+    ("saved", "wanted", "match"),
+    [
+        ("amsgrad", "adam", r"t0.*max_exp_avg_sq"),
+        ("sgd", "adam", r"t0.*saved with optimizer state none.*has momentum1"),
+        ("momentum", "sgd", r"t0.*momentum_buffer.*has none"),
+        ("rmsprop", "adam", r"t0.*square_avg"),
+    ],
+)
+def test_another_optimizer(
+    workers: Workers,
+    tmp_path: Path,
+    saved: str,
+    wanted: str,
+    match: str,
+    wrapper: str,
+    trained: int,
+) -> None:
+    workers(2).run(
+        is_refused,
+        root=str(tmp_path),
+        saved=saved,
+        wanted=wanted,
+        wrapper=wrapper,
+        trained=trained,
+        match=match,
+    )
+
+
+def skips(root: str, wrapper: str) -> list[str]:
+    """With ``strict=False`` another optimizer's state is left out, and all else restored."""
+    job = make(MIXED, "amsgrad", wrapper)
+    job.train(2)
+    with checkpointer(root, job) as saver:
+        save(saver)
+    adam, momentum = make(MIXED, "adam", wrapper, seed=3), make(MIXED, "momentum", wrapper, seed=3)
+    momentum.train(1)
+    with checkpointer(root, adam) as saver:
+        report = saver.restore(strict=False)
+        assert report is not None
+        wanted, found = everything(job), everything(adam)
+        assert all(
+            "max_exp_avg_sq" in key for key in differences(found, wanted) if "param" not in key
+        )
+        adam.train(1)
+    with checkpointer(root, momentum) as saver:
+        own = {k: v for k, v in everything(momentum).items() if "momentum_buffer" in k}
+        assert saver.restore(strict=False) is not None
+        found = everything(momentum)
+        assert {k: found[k] for k in own} == own
+        assert not any(k.startswith("/model") for k in differences(found, wanted))
+        momentum.train(1)
+        report_after = saver.save()
+        assert report_after is not None
+        assert report_after.kind == "full"
+    return list(report.skipped)
+
+
+@pytest.mark.parametrize("wrapper", ["combined", "plain"])
+def test_another_optimizer_skipped(workers: Workers, tmp_path: Path, wrapper: str) -> None:
+    skipped = workers(2).run(skips, root=str(tmp_path), wrapper=wrapper)[0]
+    assert any("t0" in line and "max_exp_avg_sq" in line for line in skipped)
+
+
+# Tables that are data parallel on one layout and sharded on another.
+
+
+def there_and_back(root: str, wrapper: str, dense: str, fused: str, steps: int) -> None:
+    """Two data-parallel tables are sharded, then data parallel again: nothing was lost."""
+    job = make(REPLICAS, dense, wrapper, fused=fused)
+    rates = {"tables": 0.003, "rest": 0.004}
+    set_rates(job, wrapper, rates)
+    job.train(3)
+    with checkpointer(root, job) as saver:
+        save(saver)
+    sharded = make(ROWS, dense, wrapper, seed=5, fused=fused)
+    with checkpointer(root, sharded) as saver:
+        assert saver.restore() is not None
+        assert sharded.steps == 3
+        fused_state = sharded.model.fused_optimizer.state_dict()["state"]
+        dense_state = {
+            key.rpartition("a.embedding_bags.")[2]: value for key, value in named_state(job).items()
+        }
+        for key, states in fused_state.items():
+            table = key.rsplit(".", 2)[-2]
+            own = dense_state[f"{table}.weight"]
+            names = {"momentum1": "sum" if "sum" in own else "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+            for name, state in states.items():
+                for shard in state.local_shards():
+                    row = shard.metadata.shard_offsets[0]
+                    whole = own[names[name.rsplit(".", 1)[-1]]]
+                    assert torch.equal(shard.tensor, whole[row : row + len(shard.tensor)]), name
+        assert counters(sharded) == {3}
+        rate = rates["tables" if wrapper == "plain" else "rest"]
+        assert {g["lr"] for g in sharded.model.fused_optimizer.param_groups} == {rate}
+        for _ in range(steps):
+            count(sharded)
+        save(saver)
+    again = make(REPLICAS, dense, wrapper, seed=7, fused=fused)
+    set_rates(again, wrapper, rates)
+    with checkpointer(root, again) as saver:
+        assert saver.restore() is not None
+    found, wanted = everything(again), everything(job)
+    if steps:
+        assert {k.rsplit("/", 1)[-1] for k in differences(found, wanted)} == {"step"}
+        steps_found = {k: float(v["step"]) for k, v in named_state(again).items()}
+        assert {v for k, v in steps_found.items() if "embedding_bags" in k} == {3.0 + steps}
+        assert {v for k, v in steps_found.items() if "embedding_bags" not in k} == {3.0}
+        return
+    assert differences(found, wanted) == []
+    for either in (job, again):
+        either.train(3)
+    assert differences(everything(again), everything(job)) == []
+
+
+def named_state(job: LayoutJob) -> dict[str, dict[str, torch.Tensor]]:
+    """The dense optimizer's state by the model's names."""
+    found = {}
+    state: dict[Any, Any] = dict(job.optimizer.state)
+    for name, parameter in job.model.named_parameters():
+        if parameter in state and not hasattr(parameter, "_in_backward_optimizers"):
+            found[name] = state[parameter]
+    return found
+
+
+def set_rates(job: LayoutJob, wrapper: str, rates: dict[str, float]) -> None:
+    """As a scheduler would: of the data-parallel tables, where their group is their own."""
+    groups = list(job.optimizer.param_groups)
+    if wrapper == "plain":
+        for group, name in zip(reversed(groups), ("rest", "tables"), strict=False):
+            group["lr"] = rates[name]
+    else:
+        groups[-1]["lr"] = rates["rest"]
+
+
+def kernels(job: LayoutJob) -> list[Any]:
+    return [
+        kernel._emb_module
+        for module in job.model.modules()
+        for lookup in getattr(module, "_lookups", [])
+        for kernel in getattr(lookup, "_emb_modules", [])
+    ]
+
+
+def counters(job: LayoutJob) -> set[int]:
+    return {int(kernel.iter) for kernel in kernels(job)}
+
+
+def count(job: LayoutJob) -> None:
+    for kernel in kernels(job):
+        kernel.iter.add_(1)
+
+
+@pytest.mark.parametrize("wrapper", ["combined", "plain"])
+@pytest.mark.parametrize(
+    ("dense", "fused", "steps"),
+    [("adam", "adam", 0), ("adam", "adam", 4), ("adagrad", "adagrad", 0)],
+)
+def test_data_parallel_to_sharded_and_back(
+    workers: Workers, tmp_path: Path, wrapper: str, dense: str, fused: str, steps: int
+) -> None:
+    workers(2).run(
+        there_and_back, root=str(tmp_path), wrapper=wrapper, dense=dense, fused=fused, steps=steps
+    )
+
+
+def groups_saved(root: str, source: dict[str, Any], target: dict[str, Any], seen: str) -> None:
+    """TorchRec's optimizers with ``save_param_groups``: options go by parameters, not by number."""
+    job = make(source, "adagrad", "combined")
+    job.optimizer.save_param_groups(True)
+    for group in job.optimizer.param_groups:
+        group["lr"] = 0.007
+    list(job.optimizer.param_groups)[-1]["weight_decay"] = 0.25
+    job.train(1)
+    with checkpointer(root, job) as saver:
+        save(saver)
+    again = make(target, "adagrad", "combined", seed=4)
+    again.optimizer.save_param_groups(seen == "also")
+    with checkpointer(root, again) as saver:
+        assert saver.restore() is not None
+        assert {group["lr"] for group in again.optimizer.param_groups} == {0.007}
+        assert list(again.optimizer.param_groups)[-1]["weight_decay"] == 0.25
+        again.train(1)
+        save(saver)
+    if source == target:
+        job.train(1)
+        again.optimizer.save_param_groups(True)
+        assert differences(everything(again), everything(job)) == []
+
+
+@pytest.mark.parametrize("seen", ["also", "not"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(APART, APART), (APART, MIXED), (MIXED, APART), (ROWS, REPLICAS), (MIXED, MIXED)],
+)
+def test_parameter_groups(
+    workers: Workers, tmp_path: Path, source: dict[str, Any], target: dict[str, Any], seen: str
+) -> None:
+    workers(2).run(groups_saved, root=str(tmp_path), source=source, target=target, seen=seen)
+
+
+def regrouped(root: str) -> None:
+    """Parameters of groups with different options are in one group now: found before a change."""
+    job = make(MIXED, "adam", "plain")
+    job.train(1)
+    with checkpointer(root, job) as saver:
+        save(saver)
+    other = make(MIXED, "adam", "plain", seed=4)
+    parameters = [p for group in other.optimizer.param_groups for p in group["params"]]
+    other = replace(other, optimizer=torch.optim.Adam(parameters, lr=0.5))
+    with checkpointer(root, other) as saver:
+        before = everything(other)
+        with pytest.raises(IncompatibleCheckpoint, match=r"param_groups.*different options"):
+            saver.restore()
+        assert differences(everything(other), before) == []
+        assert saver.restore(strict=False) is not None
+        changed = differences(everything(other), everything(job))
+        assert all("param_groups" in key for key in changed)
+        assert [group["lr"] for group in other.optimizer.param_groups] == [0.5]
+
+
+def test_parameters_grouped_otherwise(workers: Workers, tmp_path: Path) -> None:
+    workers(2).run(regrouped, root=str(tmp_path))
