@@ -25,7 +25,7 @@ from torchrec_checknrun.codecs import (
     RowContext,
     codec_from_spec,
 )
-from torchrec_checknrun.codecs.row_state import EXACT_STATE, decode_state, encode_state
+from torchrec_checknrun.codecs import row_state
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
@@ -143,13 +143,14 @@ def encode_rows(shard: LocalShard, ids: torch.Tensor, encoding: Encoding) -> Enc
         }
     optimizer = []
     for name, state in states.items():
-        data, scheme = encode_state(state, encoding.optimizer)
+        scheme = encoding.optimizer if state.dim() == 1 else "fp32"
+        data, parameters = row_state.encode_state(state.reshape(-1), scheme)
         optimizer.append(
             {
                 "name": name,
                 "dtype": _dtype_name(state.dtype),
                 "rowwise": state.dim() == 1,
-                **({"encoding": scheme} if scheme["scheme"] != EXACT_STATE else {}),
+                "encoding": parameters,
                 **sections.add(_bytes(data)),
             }
         )
@@ -208,7 +209,7 @@ def rows_header(entry: Entry) -> RowsHeader:
                 for s in entry["optimizer"]
             },
             state_encodings={
-                str(s["name"]): dict(s.get("encoding", {"scheme": EXACT_STATE}))
+                str(s["name"]): dict(s.get("encoding", {"scheme": "fp32"}))
                 for s in entry["optimizer"]
             },
             sections=tuple(
@@ -250,7 +251,7 @@ def decode_blocks(
     try:
         positions, exact = _exceptions(header, next(parts) if header.exceptions else b"")
         states = {
-            name: decode_state(
+            name: row_state.decode_state(
                 _tensor(part), header.state_encodings[name], n * (1 if rowwise else cols), dtype
             )
             for (name, (dtype, rowwise)), part in zip(header.optimizer.items(), parts, strict=True)

@@ -13,7 +13,7 @@ from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, Method, 
 from torchrec_checknrun.codecs.kernel import WIDTHS
 from torchrec_checknrun.codecs.kmeans import KMeans
 from torchrec_checknrun.codecs.narrow import Narrow
-from torchrec_checknrun.codecs.row_state import SCHEMES
+from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Encoding:
 
     Attributes:
         codec: for the weights.
-        optimizer: for row-wise optimizer state, one of ``row_state.SCHEMES``.
+        optimizer: for row-wise optimizer state, one of ``row_state.STATE_SCHEMES``.
         compress: whether zstd follows where it makes a chunk smaller.
     """
 
@@ -94,8 +94,8 @@ class Quantization:
             width_for(self.expected_restores)
         if self.mean_bits is not None and self.method != "importance":
             raise ValueError("mean_bits is the budget of method='importance'")
-        if self.optimizer not in SCHEMES:
-            raise ValueError(f"optimizer must be one of {SCHEMES}, not {self.optimizer!r}")
+        if self.optimizer not in STATE_SCHEMES:
+            raise ValueError(f"optimizer must be one of {STATE_SCHEMES}, not {self.optimizer!r}")
         if any(choice.tables for choice in self.tables.values()):
             raise ValueError("the choice for a pattern can't have patterns of its own")
         self._codec()

@@ -30,7 +30,7 @@ from torchrec_checknrun.errors import UnsupportedFormat
 logger = logging.getLogger(__name__)
 
 WIDTHS = (2, 4, 8)
-DEFAULT_OFFSET = 7.0
+DEFAULT_MEAN_BITS = 4.0
 _BORDERS = torch.tensor([3.0, 6.0])
 """Up to which number of bits a row gets the first and the second width."""
 
@@ -42,9 +42,9 @@ class ImportanceWeighted:
     of 2 bit, of 4 bit and of 8 bit, each group in order.
 
     Args:
-        offset: the constant; one more gives every row a bit more. 7 if neither is given.
+        offset: the constant; one more gives every row a bit more.
         mean_bits: a budget instead: as many bits per value as fit it, on average over a block's
-            rows, without what a row adds.
+            rows, without what a row adds. 4 if neither is given.
 
     Raises:
         ValueError: both are given, or a budget outside 2 to 8.
@@ -60,8 +60,8 @@ class ImportanceWeighted:
             raise ValueError("give offset or mean_bits, not both")
         if mean_bits is not None and not 2 <= mean_bits <= 8:
             raise ValueError(f"mean_bits must be between 2 and 8, not {mean_bits}")
-        self.offset = DEFAULT_OFFSET if offset is None and mean_bits is None else offset
-        self.mean_bits = mean_bits
+        self.offset = offset
+        self.mean_bits = DEFAULT_MEAN_BITS if offset is None and mean_bits is None else mean_bits
 
     @classmethod
     def from_spec(cls, spec: CodecSpec) -> ImportanceWeighted:
