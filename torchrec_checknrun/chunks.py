@@ -19,7 +19,7 @@ from torchrec_checknrun import row_ids
 from torchrec_checknrun.codecs import Codec, Exact, codec_from_spec
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
-from torchrec_checknrun.state import Tree, decode_state
+from torchrec_checknrun.state import Tree, decode_state, raw_bytes
 
 Entry = dict[str, Any]
 
@@ -91,15 +91,15 @@ def encode_rows(shard: LocalShard, rows: Rows, codec: Codec) -> EncodedChunk:
     ids = rows.ids.cpu().numpy()
     ids_encoding, ids_bytes = row_ids.encode(ids)
     encoded = codec.encode(weight)
-    pieces: list[bytes | memoryview] = [ids_bytes, _bytes(encoded)]
+    pieces: list[bytes | memoryview] = [ids_bytes, raw_bytes(encoded)]
     optimizer = []
     for name, state in rows.optimizer.items():
-        data = _bytes(state)
+        data = raw_bytes(state)
         pieces.append(data)
         optimizer.append(
             {
                 "name": name,
-                "dtype": _dtype_name(state.dtype),
+                "dtype": dtype_name(state.dtype),
                 "rowwise": state.dim() == 1,
                 "bytes": data.nbytes,
             }
@@ -116,7 +116,7 @@ def encode_rows(shard: LocalShard, rows: Rows, codec: Codec) -> EncodedChunk:
         "ids": {"encoding": ids_encoding, "bytes": len(ids_bytes)},
         "weight": {
             "codec": codec.spec(),
-            "dtype": _dtype_name(weight.dtype),
+            "dtype": dtype_name(weight.dtype),
             "value_bits": codec.value_bits,
             "bytes": encoded.numel(),
         },
@@ -134,12 +134,12 @@ def rows_header(entry: Entry) -> RowsHeader:
         CorruptCheckpoint: a field is missing, of a wrong type or out of range.
     """
     try:
-        shape = TableShape(_count(entry["table_rows"]), _count(entry["table_dim"]))
-        col_start, col_stop = (_count(c) for c in entry["columns"])
+        shape = TableShape(as_count(entry["table_rows"]), as_count(entry["table_dim"]))
+        col_start, col_stop = (as_count(c) for c in entry["columns"])
         rectangle = Rectangle(
-            _count(entry["first"]), _count(entry["last"]) + 1, col_start, col_stop
+            as_count(entry["first"]), as_count(entry["last"]) + 1, col_start, col_stop
         )
-        count = _count(entry["count"])
+        count = as_count(entry["count"])
         whole = Rectangle(0, shape.rows, 0, shape.dim)
         if rectangle.intersect(whole) != rectangle or not 1 <= count <= rectangle.rows:
             raise ValueError(f"{count} rows in {rectangle} of a table {shape}")
@@ -149,7 +149,7 @@ def rows_header(entry: Entry) -> RowsHeader:
             rectangle=rectangle,
             count=count,
             ids_encoding=str(entry["ids"]["encoding"]),
-            ids_bytes=_count(entry["ids"]["bytes"]),
+            ids_bytes=as_count(entry["ids"]["bytes"]),
             dtype=_DTYPES[entry["weight"]["dtype"]],
             codec=codec_from_spec(entry["weight"]["codec"]),
             optimizer={
@@ -265,22 +265,23 @@ def _relative_error(weight: torch.Tensor, encoded: torch.Tensor, codec: Codec) -
     }
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
 def _rows_of(data: memoryview, start: int, count: int, row_bytes: int) -> torch.Tensor:
     """A copy of some rows, ``(count, row_bytes)`` uint8: tensors must be aligned and writable."""
     part = bytearray(data[start * row_bytes : (start + count) * row_bytes])
     return torch.frombuffer(part, dtype=torch.uint8).view(count, row_bytes)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A data type as index entries have it."""
     return str(dtype).removeprefix("torch.")
 
 
-def _count(value: object) -> int:
+def as_count(value: object) -> int:
+    """A number from an index entry, checked.
+
+    Raises:
+        ValueError: it is no count.
+    """
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value

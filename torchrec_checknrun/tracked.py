@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchrec_checknrun.codecs import FusedRowwise
+from torchrec_checknrun.collisions import Collisions
 from torchrec_checknrun.optimizers import torch_optimizers
 from torchrec_checknrun.progress import (
     OptimizerProgress,
@@ -175,6 +176,8 @@ class TrackedModel:
     def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...] = ()) -> None:
         self._model = model
         self._optimizers = optimizers
+        self.collisions = Collisions(model)
+        """Its managed-collision modules."""
         self._hook(*find_kernels(model, optimizers))
         self._alive.add(self)
 
