@@ -37,7 +37,7 @@ from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport, checkpoint_report
 from torchrec_checknrun.restore import MODEL, Target, own_error, restore
 from torchrec_checknrun.save_planner import CHUNK_BYTES, SavePlanner
-from torchrec_checknrun.sharded_state import StoredTables, drop_tables
+from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.snapshot import Snapshot, take_rows
 from torchrec_checknrun.storage import StorageWriter
 from torchrec_checknrun.tracked import Cut, RowIds, TrackedModel, track
@@ -365,7 +365,8 @@ class Checkpointer:
         states |= optimizers.stored()
         states |= {n: s.state_dict() for n, s in self._target.states.items() if n not in optimizers}
         stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
-        dense = {name: drop_tables(value, stored, name) for name, value in states.items()}
+        dense = {name: drop_tables(value, stored) for name, value in states.items()}
+        blocks = find_blocks(states, stored)
         for name, value in dense[MODEL].items():
             if not isinstance(value, torch.Tensor):
                 raise UnsupportedState(
@@ -374,8 +375,15 @@ class Checkpointer:
                 )
         shards, taken = take_rows(tracked, _MARKS[proposal.decision])
         cut.append(taken)
-        per_rank = frozenset(self._target.per_rank)
-        return Snapshot(shards, tracked.tables, dense, per_rank, tracked.progress())
+        return Snapshot(
+            shards=shards,
+            tables=tracked.tables,
+            states=dense,
+            per_rank=frozenset(self._target.per_rank),
+            progress=tracked.progress(),
+            blocks=blocks,
+            collisions=tracked.collisions.state(),
+        )
 
     def _refuse_if_partly_restored(self) -> None:
         if self._partly_restored is not None:

@@ -1,49 +1,20 @@
 """A chunk: some rows of one shard, or one state object, as one run of bytes with its index entry.
 
 The entry (JSON, in the rank file's index) says what the bytes are; the storage layer adds where
-they are and their checksum. A rows chunk is row ids, then encoded weights, then each optimizer
-state.
+they are and their checksum.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import zstandard
 
-from torchrec_checknrun import row_ids
-from torchrec_checknrun.codecs import (
-    Codec,
-    Encoded,
-    Exact,
-    Parameters,
-    RowContext,
-    codec_from_spec,
-)
-from torchrec_checknrun.codecs import row_state
-from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
-from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
+from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.state import Tree, decode_state
 
 Entry = dict[str, Any]
-
-_ERROR_SAMPLE_ROWS = 1024
-_ERROR_SAMPLE_RUN = 32
-_ZSTD_LEVEL = 1  # of quantized rows a higher level makes nothing smaller
-_BLOCK_BYTES = 1 << 20
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32),  # counters of some optimizers
-    )
-}
 
 
 class EncodedChunk(io.BytesIO):
@@ -60,223 +31,6 @@ class EncodedChunk(io.BytesIO):
     def getvalue(self) -> bytes:
         """All bytes; no copy of a single piece."""
         return b"".join(self.pieces)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a chunk: its bytes, and how many they were before compression, if it was."""
-
-    stored: int
-    raw: int | None
-
-
-@dataclass(frozen=True)
-class RowsHeader:
-    """What a restore must know of a rows chunk before it reads it."""
-
-    table: str
-    shape: TableShape
-    rectangle: Rectangle
-    """The shard's columns, and the rows from the chunk's first to its last."""
-    count: int
-    ids_encoding: str
-    dtype: torch.dtype
-    codec: Codec
-    parameters: Parameters
-    exceptions: int
-    """How many rows are stored exactly, beside the codec."""
-    optimizer: dict[str, tuple[torch.dtype, bool]]
-    """By state name: dtype, and whether it is row-wise (one value a row)."""
-    state_encodings: dict[str, Parameters]
-    sections: tuple[Section, ...]
-    """Ids, weights, exceptions if there are any, optimizer states: as they lie in the chunk."""
-
-    @property
-    def covers_range(self) -> bool:
-        """Whether every row from first to last is there."""
-        return self.count == self.rectangle.rows
-
-
-def encode_rows(shard: LocalShard, ids: torch.Tensor, encoding: Encoding) -> EncodedChunk:
-    """Encodes rows of a shard. What the codec can't hold (NaN, infinity, out of its range) is stored
-    exactly beside it, since a lost row is the worst error.
-
-    Args:
-        ids: global, sorted, at least one.
-
-    Raises:
-        UnsupportedTable: weight or optimizer state is of a data type that can't be read again.
-    """
-    for tensor in shard.tensors:
-        if tensor.dtype not in _DTYPES.values():
-            raise UnsupportedTable(
-                f"{shard.table} or its optimizer state is of {tensor.dtype}: its rows can't be "
-                f"stored; use one of {list(_DTYPES)}"
-            )
-    weight, local = shard.weight, shard.local_ids(ids)
-    states = {name: state.index_select(0, local) for name, state in shard.optimizer.items()}
-    codec = encoding.codec
-    encoded = codec.encode(weight, local, RowContext(states))
-    exceptions = encoded.exceptions
-    row_bytes = weight.shape[1] * weight.element_size()
-    if encoded.data.numel() + len(exceptions) * (row_bytes + 4) > len(ids) * row_bytes:
-        codec = Exact()
-        encoded = codec.encode(weight, local)
-        exceptions = encoded.exceptions
-    sections = _Sections(encoding.compress)
-    ids_encoding, ids_bytes = row_ids.encode(ids.cpu().numpy())
-    sections.add(ids_bytes, compress=False)  # it has its own
-    weight_entry: Entry = {
-        "codec": codec.spec(),
-        "dtype": _dtype_name(weight.dtype),
-        "value_bits": codec.value_bits,
-        **sections.add(_bytes(encoded.data)),
-    }
-    if encoded.parameters:
-        weight_entry["parameters"] = encoded.parameters
-    if len(exceptions):
-        positions = exceptions.numpy().astype("<u4").tobytes()
-        values = _bytes(weight.index_select(0, local[exceptions.to(local.device)]))
-        weight_entry["exceptions"] = {
-            "rows": len(exceptions),
-            **sections.add(b"".join((positions, values))),
-        }
-    optimizer = []
-    for name, state in states.items():
-        scheme = encoding.optimizer if state.dim() == 1 else "fp32"
-        data, parameters = row_state.encode_state(state.reshape(-1), scheme)
-        optimizer.append(
-            {
-                "name": name,
-                "dtype": _dtype_name(state.dtype),
-                "rowwise": state.dim() == 1,
-                "encoding": parameters,
-                **sections.add(_bytes(data)),
-            }
-        )
-    entry: Entry = {
-        "kind": "rows",
-        "table": shard.table,
-        "table_rows": shard.shape.rows,
-        "table_dim": shard.shape.dim,
-        "columns": [shard.rectangle.col_start, shard.rectangle.col_stop],
-        "first": int(ids[0]),
-        "last": int(ids[-1]),
-        "count": len(ids),
-        "ids": {"encoding": ids_encoding, "bytes": len(ids_bytes)},
-        "weight": weight_entry,
-        "optimizer": optimizer,
-    }
-    if codec.lossy:
-        entry["error"] = _relative_error(weight, local, encoded, codec)
-    return EncodedChunk(entry, sections.pieces)
-
-
-def rows_header(entry: Entry) -> RowsHeader:
-    """The entry, checked.
-
-    Raises:
-        CorruptCheckpoint: a field is missing, of a wrong type or out of range.
-    """
-    try:
-        shape = TableShape(_count(entry["table_rows"]), _count(entry["table_dim"]))
-        col_start, col_stop = (_count(c) for c in entry["columns"])
-        rectangle = Rectangle(
-            _count(entry["first"]), _count(entry["last"]) + 1, col_start, col_stop
-        )
-        count = _count(entry["count"])
-        whole = Rectangle(0, shape.rows, 0, shape.dim)
-        if rectangle.intersect(whole) != rectangle or not 1 <= count <= rectangle.rows:
-            raise ValueError(f"{count} rows in {rectangle} of a table {shape}")
-        weight = entry["weight"]
-        sections = [entry["ids"], weight]
-        exceptions = 0
-        if "exceptions" in weight:
-            exceptions = _count(weight["exceptions"]["rows"])
-            sections.append(weight["exceptions"])
-        return RowsHeader(
-            table=str(entry["table"]),
-            shape=shape,
-            rectangle=rectangle,
-            count=count,
-            ids_encoding=str(entry["ids"]["encoding"]),
-            dtype=_DTYPES[weight["dtype"]],
-            codec=codec_from_spec(weight["codec"]),
-            parameters=dict(weight.get("parameters", {})),
-            exceptions=exceptions,
-            optimizer={
-                str(s["name"]): (_DTYPES[s["dtype"]], bool(s["rowwise"]))
-                for s in entry["optimizer"]
-            },
-            state_encodings={
-                str(s["name"]): dict(s.get("encoding", {"scheme": "fp32"}))
-                for s in entry["optimizer"]
-            },
-            sections=tuple(
-                Section(_count(s["bytes"]), _count(s["raw"]) if "raw" in s else None)
-                for s in (*sections, *entry["optimizer"])
-            ),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"index entry of a rows chunk is malformed: {error!r}") from error
-
-
-def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
-    """The rows again, on the CPU.
-
-    Raises:
-        CorruptCheckpoint: entry and payload don't fit each other.
-    """
-    (rows,) = decode_blocks(entry, payload, rows_header(entry).count)
-    return rows
-
-
-def decode_blocks(
-    entry: Entry, payload: bytes | memoryview, block_rows: int | None = None
-) -> Iterator[Rows]:
-    """The rows again, on the CPU, some at a time: blocks that stay small are memory used again.
-
-    Args:
-        block_rows: how many at a time; None for about a megabyte.
-
-    Raises:
-        CorruptCheckpoint: entry and payload don't fit each other.
-    """
-    header = rows_header(entry)
-    n, cols = header.count, header.rectangle.cols
-    parts = _open_sections(header, memoryview(payload))
-    first, last = header.rectangle.row_start, header.rectangle.row_stop - 1
-    ids = row_ids.decode(header.ids_encoding, next(parts), first, last, n)
-    data = _tensor(next(parts))
-    try:
-        positions, exact = _exceptions(header, next(parts) if header.exceptions else b"")
-        states = {
-            name: row_state.decode_state(
-                _tensor(part), header.state_encodings[name], n * (1 if rowwise else cols), dtype
-            )
-            for (name, (dtype, rowwise)), part in zip(header.optimizer.items(), parts, strict=True)
-        }
-        size = block_rows or max(1, _BLOCK_BYTES // (4 * cols))
-        for start in range(0, n, size):
-            stop = min(start + size, n)
-            weight = torch.empty((stop - start, cols), dtype=header.dtype)
-            header.codec.decode(data, header.parameters, n, start, weight)
-            here = slice(*np.searchsorted(positions, (start, stop)))
-            weight[torch.from_numpy(positions[here] - start)] = exact[here]
-            yield Rows(
-                torch.from_numpy(ids[start:stop]),
-                weight,
-                {
-                    name: state[start:stop]
-                    if header.optimizer[name][1]
-                    else state.view(n, cols)[start:stop]
-                    for name, state in states.items()
-                },
-            )
-    except (ValueError, TypeError, RuntimeError, IndexError) as error:
-        raise CorruptCheckpoint(
-            f"a chunk of {n} rows of {header.table} can't be decoded: {error}"
-        ) from error
 
 
 def state_chunk(
@@ -311,110 +65,17 @@ def decode_state_chunk(entry: Entry, payload: bytes | memoryview) -> Any:
         raise CorruptCheckpoint(f"state {name!r} can't be decoded: {error!r}") from error
 
 
-def _relative_error(
-    weight: torch.Tensor, local: torch.Tensor, encoded: Encoded, codec: Codec
-) -> Entry:
-    """Mean and maximum over rows of ‖ŵ − w‖/‖w‖, from evenly spaced rows where there are many."""
-    n = len(local)
-    run = min(n, _ERROR_SAMPLE_RUN)
-    starts = range(0, n - run + 1, max(run, -(-n // (_ERROR_SAMPLE_ROWS // run))))
-    exact = torch.zeros(n, dtype=torch.bool)
-    exact[encoded.exceptions] = True
-    relative = []
-    for start in starts:
-        decoded = torch.empty((run, weight.shape[1]), dtype=weight.dtype)
-        codec.decode(encoded.data.view(-1), encoded.parameters, n, start, decoded)
-        sample = weight.index_select(0, local[start : start + run]).cpu().to(torch.float32)
-        norm = sample.norm(dim=1)
-        error = (decoded.to(torch.float32) - sample).norm(dim=1)
-        one = torch.where(norm > 0, error / norm, torch.where(error > 0, 1.0, 0.0))
-        relative.append(torch.where(exact[start : start + run], 0.0, one))
-    every = torch.cat(relative)
-    return {
-        "mean": float(every.mean()),
-        "max": float(every.max()),
-        "sampled_rows": len(every),
-    }
-
-
-class _Sections:
-    """The parts of a chunk's payload, one after another."""
-
-    def __init__(self, compress: bool) -> None:
-        self.pieces: list[bytes | memoryview] = []
-        self._compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL) if compress else None
-
-    def add(self, data: bytes | memoryview, compress: bool = True) -> Entry:
-        """Appends one; returns what decoding needs: its bytes, and those before compression."""
-        raw = memoryview(data).nbytes
-        if compress and self._compressor is not None:
-            smaller = self._compressor.compress(data)
-            if len(smaller) < raw:
-                self.pieces.append(smaller)
-                return {"bytes": len(smaller), "raw": raw}
-        self.pieces.append(data)
-        return {"bytes": raw}
-
-
-def _open_sections(header: RowsHeader, payload: memoryview) -> Iterator[memoryview]:
-    """The parts of a payload, decompressed one by one."""
-    total = sum(section.stored for section in header.sections)
-    if total != len(payload):
-        raise CorruptCheckpoint(
-            f"a chunk of {header.count} rows of {header.table} should have {total} bytes, not "
-            f"{len(payload)}"
-        )
-    at = 0
-    for section in header.sections:
-        part = payload[at : at + section.stored]
-        at += section.stored
-        if section.raw is None:
-            yield part
-            continue
-        most = header.count * (header.rectangle.cols * 8 + 64)
-        if section.raw > most:
-            raise CorruptCheckpoint(f"a section of {header.table} claims {section.raw} bytes")
-        try:
-            opened = zstandard.ZstdDecompressor().decompress(part, max_output_size=section.raw)
-        except zstandard.ZstdError as error:
-            raise CorruptCheckpoint(f"a section of {header.table}: {error}") from error
-        if len(opened) != section.raw:
-            raise CorruptCheckpoint(
-                f"a section of {header.table} has {len(opened)} bytes, not {section.raw}"
-            )
-        yield memoryview(opened)
-
-
-def _exceptions(header: RowsHeader, data: bytes | memoryview) -> tuple[np.ndarray, torch.Tensor]:
-    """Positions in the chunk, sorted, of rows stored exactly, and the rows."""
-    count, cols = header.exceptions, header.rectangle.cols
-    size = count * (4 + cols * header.dtype.itemsize)
-    if len(data) != size:
-        raise ValueError(f"{count} exact rows take {size} bytes, not {len(data)}")
-    positions = np.frombuffer(data, "<u4", count).astype(np.int64)
-    if count and (positions[-1] >= header.count or not bool((np.diff(positions) > 0).all())):
-        raise ValueError("positions of exact rows are out of order or out of range")
-    values = _tensor(memoryview(data)[4 * count :]).view(header.dtype)
-    return positions, values.view(count, cols)
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def _tensor(data: memoryview) -> torch.Tensor:
-    """A copy, uint8: tensors must be aligned and writable."""
-    if not len(data):
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A data type as index entries have it."""
     return str(dtype).removeprefix("torch.")
 
 
-def _count(value: object) -> int:
+def as_count(value: object) -> int:
+    """A number from an index entry, checked.
+
+    Raises:
+        ValueError: it is no count.
+    """
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from torchrec_checknrun.chunks import RowsHeader
+from torchrec_checknrun.row_chunks import RowsHeader
 from torchrec_checknrun.shards import LocalShard, Rows
 
 logger = logging.getLogger(__name__)

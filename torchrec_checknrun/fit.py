@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchrec_checknrun.chunks import RowsHeader
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.row_chunks import RowsHeader
 from torchrec_checknrun.shards import LocalShard, TableShape
 
 

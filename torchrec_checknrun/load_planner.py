@@ -17,21 +17,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
-from torchrec_checknrun.chunks import (
-    EncodedChunk,
-    RowsHeader,
-    decode_blocks,
-    decode_state_chunk,
-    rows_header,
-    state_tree,
-)
+from torchrec_checknrun import blocks, collisions
+from torchrec_checknrun.chunks import EncodedChunk, Entry, decode_state_chunk, state_tree
 from torchrec_checknrun.conversion import Conversion, is_converted
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.fit import Fit, check_rows, common_states, match_tables
 from torchrec_checknrun.progress import OptimizerProgress
+from torchrec_checknrun.row_chunks import RowsHeader, decode_blocks, rows_header
 from torchrec_checknrun.save_planner import DirectInterval
-from torchrec_checknrun.sharded_state import StoredTables, find_shards
+from torchrec_checknrun.sharded_state import StoredTables, find_blocks, find_shards
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 from torchrec_checknrun.state import check_state, common_state, merge_state
 from torchrec_checknrun.storage import ChainContent, StoredChunk
@@ -161,13 +156,14 @@ class LoadPlanner(DcpLoadPlanner):
                         f"{self._content.chain.baseline.id} holds {baseline_area[i]} of the {area} "
                         f"values of {self._shards[i]}: the full checkpoint is not full"
                     )
-        return LoadPlan(items + [_read_item(key) for key in self._plan_states()])
+        keys = [*self._plan_blocks(), *self._plan_states()]
+        return LoadPlan(items + [_read_item(key) for key in keys])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        self._rows_left = sum(item.storage_index.fqn in self._age for item in central_plan.items)
+        self._left = len(central_plan.items)
         if not self._dry_run:
             self.began = True
             if self._tracked is not None:
@@ -178,10 +174,18 @@ class LoadPlanner(DcpLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         assert isinstance(value, EncodedChunk)
-        if value.entry["kind"] == "rows":
+        kind = value.entry["kind"]
+        if kind == "rows":
             self._load_rows(value, self._age[read_item.storage_index.fqn])
-        else:
+        elif kind == "state":
             self._load_state(value)
+        elif kind == blocks.KIND and not self._dry_run:
+            self._blocks.load(value.entry, value.getvalue())
+        elif kind == collisions.KIND and not self._dry_run:
+            self._collisions.load(value.entry, value.getvalue())
+        self._left -= 1
+        if not self._left and not self._dry_run:
+            self._finish()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         raise AssertionError("this format has no tensor items")
@@ -194,14 +198,16 @@ class LoadPlanner(DcpLoadPlanner):
         for rows in decode_blocks(chunk.entry, chunk.getvalue()):
             if not self._dry_run:
                 self._scatter(header, rows, age)
-        self._rows_left -= 1
-        if not self._rows_left and not self._dry_run:
-            for conversion in self._conversions.values():
-                conversion.finish()
-            if self._tracked is not None:
-                self._tracked.purge()
-                if self._optimizers is None:
-                    self._tracked.set_progress(self.progress)
+
+    def _finish(self) -> None:
+        """What is to be done when everything has come."""
+        for conversion in self._conversions.values():
+            conversion.finish()
+        self._collisions.finish()
+        if self._tracked is not None:
+            self._tracked.purge()
+            if self._optimizers is None:
+                self._tracked.set_progress(self.progress)
 
     def _scatter(self, header: RowsHeader, rows: Rows, age: int) -> None:
         for i in self._shards_into(header):
@@ -308,6 +314,23 @@ class LoadPlanner(DcpLoadPlanner):
             if chunk.entry["kind"] == "state":
                 found.setdefault(chunk.entry["name"], {})[chunk.entry["rank"]] = chunk
         return found
+
+    def _plan_blocks(self) -> Iterable[str]:
+        """The chunks of the head's sharded buffers that overlap the local ones."""
+        entries: dict[str, dict[str, Entry]] = {blocks.KIND: {}, collisions.KIND: {}}
+        for chunk in self._content.chunks[-1]:
+            entries.setdefault(chunk.entry["kind"], {})[chunk.key] = chunk.entry
+        where = self._content.chain.head.id
+        wanted = find_blocks(self._state_dict, self._stored)
+        self._blocks = blocks.BlockRestore(wanted, self._fit.strict)
+        self._collisions = collisions.CollisionRestore(
+            self._tracked.collisions if self._tracked is not None else None
+        )
+        renamed = {old: new for old, new in self._targets.items() if old != new}
+        collisions.check_names(wanted, renamed)
+        yield from self._blocks.plan(entries[blocks.KIND], where, self._state_dict)
+        self.skipped += self._blocks.skipped
+        yield from self._collisions.plan(entries[collisions.KIND], self._blocks.blocks(), where)
 
     def _load_state(self, chunk: EncodedChunk) -> None:
         name = chunk.entry["name"]

@@ -126,7 +126,7 @@ class Manifest:
         previous: what the process had restored or last committed; None at a run's start.
         lossy_restores: how often this lineage was restored from lossy checkpoints.
         bits: the width it was asked for: None is exact.
-        dense_bytes: state objects in storage; dense_fp32_bytes is the same, stored exactly.
+        dense_bytes: in storage, of all that is no table: state objects and sharded buffers.
     """
 
     id: str

@@ -12,7 +12,7 @@ from torchrec_checknrun.bitwidth import MOST, width_for
 from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, Method, Rowwise
 from torchrec_checknrun.codecs.kernel import WIDTHS
 from torchrec_checknrun.codecs.kmeans import KMeans
-from torchrec_checknrun.codecs.narrow import Narrow
+from torchrec_checknrun.codecs.narrow import Bf16, Fp16
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,9 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.bits not in (None, "auto", *WIDTHS):
-            raise ValueError(f"bits must be None (exact), 'auto' or one of {WIDTHS}, not {self.bits!r}")
+            raise ValueError(
+                f"bits must be None (exact), 'auto' or one of {WIDTHS}, not {self.bits!r}"
+            )
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {METHODS}, not {self.method!r}")
         if self.bits is not None and self.method in ("importance", *_NARROW):
@@ -161,7 +163,7 @@ class Quantization:
         if self.method == "importance":
             return ImportanceWeighted(mean_bits=self.mean_bits)
         if self.method in _NARROW:
-            return Narrow(self.method)
+            return Fp16() if self.method == "fp16" else Bf16()
         if self.bits is None:
             return Exact()
         bits = width_for(self.expected_restores or 0) if self.bits == "auto" else self.bits

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 
+from torchrec_checknrun.blocks import Block, BlockSummary, Path, check_blocks
 from torchrec_checknrun.chain import Chain, read_manifest
-from torchrec_checknrun.chunks import EncodedChunk, encode_rows, state_chunk
+from torchrec_checknrun.chunks import EncodedChunk, state_chunk
+from torchrec_checknrun.coverage import check_coverage
 from torchrec_checknrun.errors import (
     CheckpointExists,
     CheckpointNotFound,
@@ -36,7 +38,8 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Kind, Link
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.quantization import Quantization
-from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_shards
+from torchrec_checknrun.row_chunks import encode_rows
+from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_blocks, find_shards
 from torchrec_checknrun.shards import Rectangle, TableShape
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot, take_rows
 from torchrec_checknrun.state import Tree, encode_state
@@ -64,6 +67,7 @@ class PlanSummary:
     replicated: dict[str, int]
     """Bytes of each state that all ranks have alike: only one of them will write it."""
     per_rank: tuple[str, ...]
+    blocks: list[BlockSummary] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,13 @@ class GlobalPlan:
 @dataclass
 class _RowsItem:
     shard: ShardSnapshot
+    start: int
+    stop: int
+
+
+@dataclass
+class _BlockItem:
+    block: Block
     start: int
     stop: int
 
@@ -129,7 +140,7 @@ class SavePlanner(DcpSavePlanner):
         self._take: Callable[[], Snapshot] | None = None
         self._header = Header(bits=self._quantization.width)
         self._snapshot: Snapshot | None = None
-        self._items: dict[str, _RowsItem | _StateItem] = {}
+        self._items: dict[str, _RowsItem | _BlockItem | _StateItem | EncodedChunk] = {}
 
     @classmethod
     def decided(
@@ -186,10 +197,13 @@ class SavePlanner(DcpSavePlanner):
                 self._header, kind=kind, parent=parent, previous=beside
             )
         stored = StoredTables(tables, (snapshot.shard for snapshot in shards))
-        states = drop_tables(state_dict, stored, "state_dict")
-        progress = self._tracked.progress() if self._tracked is not None else {}
+        states = drop_tables(state_dict, stored)
         per_rank = self._per_rank & states.keys()
-        self._snapshot = Snapshot(shards, tables, states, per_rank, progress)
+        self._snapshot = Snapshot(shards, tables, states, per_rank)
+        self._snapshot.blocks = find_blocks(state_dict, stored)
+        if self._tracked is not None:
+            self._snapshot.progress = self._tracked.progress()
+            self._snapshot.collisions = self._tracked.collisions.state()
 
     def create_local_plan(self) -> SavePlan:
         assert self._snapshot is not None
@@ -198,6 +212,11 @@ class SavePlanner(DcpSavePlanner):
             for number, (start, stop) in enumerate(shard.spans(self._chunk_bytes)):
                 self._items[f"{shard.shard}#{number}"] = _RowsItem(shard, start, stop)
         rank = dist.get_rank() if dist.is_initialized() else 0
+        for i, block in enumerate(self._snapshot.blocks):
+            for number, (start, stop) in enumerate(block.spans(self._chunk_bytes)):
+                self._items[f"block:{i}@{rank}#{number}"] = _BlockItem(block, start, stop)
+        if self._snapshot.blocks and self._snapshot.collisions is not None:
+            self._items[f"collisions@{rank}"] = self._snapshot.collisions.encode(rank)
         for name, value in self._snapshot.states.items():
             own = name in self._snapshot.per_rank
             state = _StateItem(name, rank if own else None, *encode_state(value, name))
@@ -212,6 +231,7 @@ class SavePlanner(DcpSavePlanner):
             progress=dict(self._snapshot.progress),
             replicated=replicated,
             per_rank=tuple(sorted(self._snapshot.per_rank)),
+            blocks=[block.summary for block in self._snapshot.blocks],
         )
         items = [
             WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._items
@@ -254,6 +274,10 @@ class SavePlanner(DcpSavePlanner):
         item = self._items[write_item.index.fqn]
         if isinstance(item, _StateItem):
             return state_chunk(item.name, item.rank, item.tree, item.pieces)
+        if isinstance(item, _BlockItem):
+            return item.block.encode(item.start, item.stop)
+        if isinstance(item, EncodedChunk):
+            return item
         shard = item.shard.shard
         encoding = self._quantization.for_table(shard.table, shard.shape.rows)
         return encode_rows(shard, item.shard.ids(item.start, item.stop), encoding)
@@ -346,31 +370,20 @@ def _check_agreement(summaries: list[PlanSummary]) -> None:
 
 
 def _check_coverage(summaries: list[PlanSummary]) -> None:
-    """No two ranks write the same rectangle, and no part of a table is left out."""
+    """No two ranks write the same, and no part of a table or a sharded buffer is left out."""
     held: dict[str, list[tuple[Rectangle, int]]] = {name: [] for name in summaries[0].tables}
+    blocks: dict[Path, list[tuple[BlockSummary, int]]] = {}
     for rank, summary in enumerate(summaries):
         for table, rectangle in summary.shards:
             if table not in held:
                 raise InvalidPlan(f"rank {rank} writes rows of {table!r}, which is no known table")
-            if rectangle.area:
-                held[table].append((rectangle, rank))
+            held[table].append((rectangle, rank))
+        for block in summary.blocks:
+            blocks.setdefault(block.path, []).append((block, rank))
     for table, shape in summaries[0].tables.items():
-        rectangles = sorted(held[table])
-        for i, (one, rank) in enumerate(rectangles):
-            for other, other_rank in rectangles[i + 1 :]:
-                if other.row_start >= one.row_stop:
-                    break
-                if one.intersect(other):
-                    raise InvalidPlan(
-                        f"{table}: ranks {rank} and {other_rank} would both write {one} ∩ {other}"
-                    )
-        covered = sum(rectangle.area for rectangle, _ in rectangles)
-        if covered != shape.rows * shape.dim:
-            raise InvalidPlan(
-                f"{table}: the ranks hold {covered} of {shape.rows} × {shape.dim} values, as "
-                f"{[str(rectangle) for rectangle, _ in rectangles]}; every rank must take part in "
-                "the save, with the process group the model is sharded over"
-            )
+        check_coverage(table, shape, held[table])
+    for path, parts in blocks.items():
+        check_blocks(path, parts)
 
 
 def _assign_writers(summaries: list[PlanSummary]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 TorchRec puts tables (``…embedding_bags.t.weight``) and fused optimizer state
 (``state.<weight>.<t>.momentum1``) into state dicts as ShardedTensor or DTensor whose local shards
 are views of the kernels' memory. Here they are found, rows and their optimizer state are joined
-again, and what remains is the dense part.
+again; other sharded tensors are blocks, and what remains is the dense part.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
+from torchrec_checknrun.blocks import Block, Span
+from torchrec_checknrun.chunks import dtype_name
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.state import SHARDED, TORCH_DTYPES
 
 _WEIGHT = ".weight"
 
@@ -30,6 +32,8 @@ class _Sharded:
     path: tuple[str | int, ...]
     size: tuple[int, ...]
     shards: list[tuple[tuple[int, ...], torch.Tensor]]
+    layout: tuple[Span, ...] | None
+    """The rows of all its shards on all ranks, where it tells."""
 
     @property
     def name(self) -> str:
@@ -55,8 +59,8 @@ class StoredTables:
         return not tensor.numel() or tensor.untyped_storage().data_ptr() in self._memory
 
     def covers(self, value: object) -> bool:
-        """Whether a state-dict leaf is restored as table rows: a sharded tensor, or a data-parallel
-        table or its optimizer state.
+        """Whether a state-dict leaf is restored as table rows or blocks: a sharded tensor, or a
+        data-parallel table or its optimizer state.
         """
         return is_sharded(value) or (
             isinstance(value, torch.Tensor) and value.numel() > 0 and self.hold(value)
@@ -74,32 +78,55 @@ class StoredTables:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a state-dict leaf is a table or a table's optimizer state."""
-    return isinstance(value, (ShardedTensor, DTensor))
+    """Whether a state-dict leaf is a table, a table's optimizer state or another sharded tensor."""
+    return isinstance(value, SHARDED)
 
 
-def drop_tables(value: Any, stored: StoredTables, path: str) -> Any:
-    """A copy of a state dict without its table leaves, and without their optimizer's entries.
-
-    Raises:
-        UnsupportedState: a sharded tensor holds anything else: it would be lost.
+def drop_tables(value: Any, stored: StoredTables) -> Any:
+    """A copy of a state dict without its sharded leaves (see ``find_blocks``) and data-parallel
+    tables, and without their optimizer's entries.
     """
     if is_sharded(value):
-        if not all(stored.hold(tensor) for _, tensor in _local_shards(value)):
-            raise UnsupportedState(
-                f"{path} is a {type(value).__name__} of shape {tuple(value.size())} that belongs "
-                "to no table this package tracks: it can't be stored yet"
-            )
         return None
     if not isinstance(value, dict):
         return value
     kept = {}
     for key, item in value.items():
-        dropped = drop_tables(item, stored, f"{path}.{key}")
+        dropped = drop_tables(item, stored)
         of_table = isinstance(item, dict) and not dropped and stored.name(key)
         if not of_table and not stored.covers(item):
             kept[key] = dropped
     return kept
+
+
+def find_blocks(state_dict: dict[str, Any], stored: StoredTables) -> list[Block]:
+    """Local shards in a state dict that are not stored as table rows.
+
+    Raises:
+        UnsupportedState: one can't be stored as it is, or has a table's name but not its memory.
+    """
+    found: list[_Sharded] = []
+    _collect(state_dict, (), found)
+    blocks = []
+    for sharded in found:
+        if all(stored.hold(tensor) for _, tensor in sharded.shards):
+            continue
+        if any(stored.name(key) for key in sharded.path[-2:]):
+            raise UnsupportedState(
+                f"{sharded.name} is not the memory of the table of that name that is tracked: "
+                "track the model that is saved, and save one model at a time"
+            )
+        for offset, tensor in sharded.shards:
+            if tensor.dim() not in (1, 2) or dtype_name(tensor.dtype) not in TORCH_DTYPES:
+                raise UnsupportedState(
+                    f"{sharded.name} is sharded {tensor.dtype} of {tensor.dim()} dimensions: only "
+                    "one or two dimensions of plain data types can be stored"
+                )
+            (row, col), (rows, cols) = (*offset, 0)[:2], (*tensor.shape, 1)[:2]
+            rectangle = Rectangle(row, row + rows, col, col + cols)
+            if rectangle.area:
+                blocks.append(Block(sharded.path, sharded.size, rectangle, tensor, sharded.layout))
+    return blocks
 
 
 def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str, TableShape]]:
@@ -110,7 +137,7 @@ def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str,
         name without ``.weight``, whatever the key above it.
 
     Raises:
-        UnsupportedState: a sharded tensor is neither a table nor a table's optimizer state.
+        UnsupportedState: there is a table's optimizer state without the table.
     """
     found: list[_Sharded] = []
     _collect(state_dict, (), found)
@@ -124,6 +151,8 @@ def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str,
         if _is_weight(sharded):
             continue
         owner = str(sharded.path[-2]) if len(sharded.path) > 1 else ""
+        if owner not in weights and not owner.endswith(_WEIGHT):
+            continue  # no table's: see find_blocks
         if owner not in weights:
             raise UnsupportedState(
                 f"{sharded.name} is sharded, but the state dict has no table weight {owner!r} that "
@@ -171,7 +200,16 @@ def _collect(value: Any, path: tuple[str | int, ...], found: list[_Sharded]) -> 
         for key, item in value.items():
             _collect(item, (*path, key), found)
     elif is_sharded(value):
-        found.append(_Sharded(path, tuple(value.size()), _local_shards(value)))
+        shards, layout = _local_shards(value), _layout(value)
+        found.append(_Sharded(path, tuple(value.size()), shards, layout))
+
+
+def _layout(value: Any) -> tuple[Span, ...] | None:
+    if not isinstance(value, ShardedTensor):
+        return None
+    shards = value.metadata().shards_metadata
+    rows = {(s.shard_offsets[0], s.shard_offsets[0] + s.shard_sizes[0]) for s in shards}
+    return tuple(sorted(rows))
 
 
 def _local_shards(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:

@@ -235,7 +235,8 @@ def find_kernels(
     """
     kernels: list[Kernel] = []
     tables: dict[str, TableShape] = {}
-    for path, module in _embedding_collections(model):
+    collections = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+    for path, module in find_modules(model, collections):
         is_bag = isinstance(module, ShardedEmbeddingBagCollection)
         prefix = f"{path}." if path else ""
         prefix += "embedding_bags." if is_bag else "embeddings."
@@ -249,25 +250,24 @@ def find_kernels(
     return kernels, tables
 
 
-def _embedding_collections(
-    module: nn.Module, path: str = "", seen: set[int] | None = None
-) -> Iterator[tuple[str, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection]]:
-    """Sharded collections with their state-dict path (wrappers add nothing to it)."""
+def find_modules(
+    module: nn.Module,
+    kinds: tuple[type[nn.Module], ...],
+    path: str = "",
+    seen: set[int] | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Modules of some kinds with their state-dict path (wrappers add nothing to it), each once."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
-    if isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
+    if isinstance(module, kinds):
         yield path, module
-        return
-    if isinstance(module, DistributedModelParallel):
-        yield from _embedding_collections(module.module, path, seen)
-        return
-    if isinstance(module, DistributedDataParallel):
-        yield from _embedding_collections(module.module, path, seen)
-        return
-    for name, child in module.named_children():
-        yield from _embedding_collections(child, f"{path}.{name}" if path else name, seen)
+    elif isinstance(module, (DistributedModelParallel, DistributedDataParallel)):
+        yield from find_modules(module.module, kinds, path, seen)
+    else:
+        for name, child in module.named_children():
+            yield from find_modules(child, kinds, f"{path}.{name}" if path else name, seen)
 
 
 def _kernel(module: Any, prefix: str, optimizers: tuple[Optimizer, ...]) -> Kernel:

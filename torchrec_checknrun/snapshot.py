@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from torchrec_checknrun.blocks import Block
+from torchrec_checknrun.collisions import CollisionState
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.shards import LocalShard, TableShape
@@ -65,6 +67,8 @@ class Snapshot:
         states: state dicts by name, without table rows.
         per_rank: names of states that each rank keeps its own of; the others are the same on all.
         progress: of the fused optimizers, by table with a shard here.
+        blocks: local shards of sharded tensors that are no tables.
+        collisions: what managed-collision modules know besides; None if there are none.
     """
 
     shards: list[ShardSnapshot]
@@ -72,6 +76,8 @@ class Snapshot:
     states: Mapping[str, object]
     per_rank: frozenset[str] = frozenset()
     progress: Mapping[str, OptimizerProgress] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+    collisions: CollisionState | None = None
 
 
 def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[ShardSnapshot], Cut]:

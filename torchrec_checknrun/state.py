@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, UnsupportedState
 
@@ -19,7 +21,8 @@ Tree = dict[str, Any]
 """One node: its type's letter, and what that needs; see ``_Encoder``."""
 
 _ALIGN = 64
-_TORCH_DTYPES = {
+SHARDED = (ShardedTensor, DTensor)
+TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
@@ -91,14 +94,12 @@ class _Encoder:
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Tree:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if tensor.layout != torch.strided or tensor.is_meta or dtype not in _TORCH_DTYPES:
+        if tensor.layout != torch.strided or tensor.is_meta or dtype not in TORCH_DTYPES:
             raise UnsupportedState(
                 f"{path} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}: only dense "
                 "tensors with data can be stored"
             )
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        data = flat.resolve_conj().resolve_neg().view(torch.uint8).numpy()
-        return {"x": self._add(data.data), "dtype": dtype, "shape": list(tensor.shape)}
+        return {"x": self._add(raw_bytes(tensor)), "dtype": dtype, "shape": list(tensor.shape)}
 
     def _add(self, data: bytes | memoryview) -> list[int]:
         padding = -self._size % _ALIGN
@@ -109,6 +110,13 @@ class _Encoder:
         length = len(data) if isinstance(data, bytes) else data.nbytes
         self._size = offset + length
         return [offset, length]
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes; no copy of one that is contiguous in CPU memory."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # Of a single element PyTorch takes any stride for contiguous, but not for a view.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
 def decode_state(tree: Tree, payload: bytes | memoryview) -> Any:
@@ -137,7 +145,7 @@ def empty_state(tree: Tree) -> Any:
     """A value of that structure: tensors of its shapes and dtypes with zeros, other leaves None."""
 
     def zeros(node: Tree) -> torch.Tensor | None:
-        dtype = _TORCH_DTYPES.get(node.get("dtype", "")) if "x" in node else None
+        dtype = TORCH_DTYPES.get(node.get("dtype", "")) if "x" in node else None
         return None if dtype is None else torch.zeros(node["shape"], dtype=dtype)
 
     return _visit(tree, zeros)
@@ -169,7 +177,7 @@ def _leaf(node: Tree, payload: memoryview) -> Any:
     if "b" in node:
         return bytes(_slice(payload, node["b"]))
     if "x" in node:
-        dtype, shape = _TORCH_DTYPES.get(node["dtype"]), node["shape"]
+        dtype, shape = TORCH_DTYPES.get(node["dtype"]), node["shape"]
         data = _slice(payload, node["x"])
         if dtype is None or math.prod(shape) * dtype.itemsize != len(data):
             raise CorruptCheckpoint(f"state tree: {len(data)} bytes don't make {node}")
@@ -295,7 +303,7 @@ def merge_state(current: Any, saved: Any, of_table: Callable[[object], bool] = _
     """Puts saved values into a live state dict, in place where it can be, and returns it.
 
     Live tensors keep their identity (they may be a model's parameters) and get the saved content;
-    what the checkpoint doesn't have (table rows, restored elsewhere) stays.
+    what the checkpoint doesn't have stays, and what is sharded is restored elsewhere.
     """
     if isinstance(current, dict) and isinstance(saved, dict):
         for key, value in saved.items():
@@ -303,6 +311,8 @@ def merge_state(current: Any, saved: Any, of_table: Callable[[object], bool] = _
                 current[key] = merge_state(current.get(key), value, of_table)
             elif isinstance(known := current.get(key), dict) and isinstance(value, dict):
                 merge_state(known, {k: v for k, v in value.items() if k in known})
+        return current
+    if isinstance(current, SHARDED):
         return current
     if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
         with torch.no_grad():

@@ -325,7 +325,7 @@ def _totals(index: list[Entry]) -> tuple[dict[str, TableTotals], int]:
     tables: dict[str, TableTotals] = {}
     dense = 0
     for entry in index:
-        if entry["kind"] == "state":
+        if entry["kind"] != "rows":
             dense += entry["length"]
             continue
         first, last = entry["columns"]

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchrec_checknrun.codecs import Rowwise
+from torchrec_checknrun.collisions import Collisions
 from torchrec_checknrun.optimizers import torch_optimizers
 from torchrec_checknrun.progress import (
     OptimizerProgress,
@@ -115,8 +116,8 @@ class TrackedShard:
         encoded = Rowwise(bits, "asymmetric").encode(self.local.weight, ids)
         if len(encoded.exceptions) or encoded.parameters:
             raise ValueError(
-                f"{self.local}: a row holds a value that {bits}-bit rows can't hold (NaN, infinity, "
-                "too large or too small): find it with read_rows, or read the rows unencoded"
+                f"{self.local}: a row holds a value that {bits}-bit rows can't hold (NaN, "
+                "infinity, too large or too small): find it with read_rows, or read the rows unencoded"
             )
         return encoded.data
 
@@ -178,6 +179,8 @@ class TrackedModel:
     def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...] = ()) -> None:
         self._model = model
         self._optimizers = optimizers
+        self.collisions = Collisions(model)
+        """Its managed-collision modules."""
         self._hook(*find_kernels(model, optimizers))
         self._alive.add(self)
 

@@ -1,9 +1,10 @@
 """Which rows training has changed: one byte per row, one bit per consumer.
 
-A row is marked when the backward pass reaches its kernel, where the fused optimizer updates it. A
-mark set in the forward pass, as in the paper (Check-N-Run, section 4.1), would be lost with
-pipelines that look the next batch up before the current one is applied, and evaluation would mark
-rows that nothing changes. Marking stores a constant at the looked-up ids: no atomics, no growth.
+A row is marked when the backward pass reaches its kernel, where the fused optimizer updates it (and
+when its id is evicted, which resets it). A mark set in the forward pass, as in the paper (Check-N-
+Run, section 4.1), would be lost with pipelines that look the next batch up before the current one
+is applied, and evaluation would mark rows that nothing changes. Marking stores a constant at the
+looked-up ids: no atomics, no growth.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import logging
 from enum import IntFlag
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_checknrun.optimizers import group_of, touches_other_rows, wraps_another
+from torchrec_checknrun.resets import ResetHook
 from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.shards import Kernel
 
@@ -98,10 +101,12 @@ class KernelHook:
         self._marks = marks
         self._warned = False
         self._handle = kernel.module.register_forward_hook(self._after_forward)
+        self._resets = ResetHook(kernel.module._emb_module, self._at_reset)
 
     def remove(self) -> None:
-        """Takes the hook off the kernel."""
+        """Takes the hooks off the kernel."""
         self._handle.remove()
+        self._resets.remove()
 
     def _after_forward(
         self, module: nn.Module, args: tuple[KeyedJaggedTensor, ...], out: torch.Tensor
@@ -119,6 +124,16 @@ class KernelHook:
             return
         for feature, shard in enumerate(self._kernel.feature_to_shard):
             self._marks[shard].mark(values[offsets[feature] : offsets[feature + 1]])
+
+    def _at_reset(self, table: int, rows: torch.Tensor) -> None:
+        # Managed collisions initialise the rows of this table, by the kernel's order. But what it
+        # resets is a feature's table, so that theirs may be another table's rows as well.
+        shards = {table}
+        if self._kernel.module._emb_module.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+            shards.add(self._kernel.feature_to_shard[table])  # for others it does nothing
+        for shard in shards & set(range(len(self._marks))):
+            marks = self._marks[shard]
+            marks.mark(rows[(rows >= 0) & (rows < marks.rows)])
 
     def _mark_all(self) -> None:
         if not self._warned:

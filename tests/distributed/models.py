@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -358,7 +358,14 @@ class Part:
     tensor: torch.Tensor
 
 
-def local_parts(job: Job) -> list[Part]:
+class Trained(Protocol):
+    """What has a state: a ``Job``, or anything like it."""
+
+    model: Any
+    optimizer: Any
+
+
+def local_parts(job: Trained) -> list[Part]:
     """This rank's pieces of everything, as views (or plain numbers) of the live state."""
     parts: list[Part] = []
     _collect(job.model.state_dict(), "model", parts)
@@ -383,7 +390,7 @@ def _collect(value: Any, path: str, parts: list[Part]) -> None:
         parts.append(Part(path, (), (), torch.tensor(value, dtype=torch.float64)))
 
 
-def gather(job: Job) -> State:
+def gather(job: Trained) -> State:
     """The whole state; call it on all ranks. Every rank gets it."""
     mine = [(p.name, p.size, p.offset, p.tensor.numpy().copy()) for p in local_parts(job)]
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -409,7 +416,7 @@ def row_bytes(
     return found
 
 
-def local_bytes(job: Job) -> dict[str, bytes]:
+def local_bytes(job: Trained) -> dict[str, bytes]:
     """Everything of this rank as bytes, to see that nothing changed."""
     return {f"{p.name}@{p.offset}": p.tensor.numpy().tobytes() for p in local_parts(job)}
 

@@ -48,7 +48,7 @@ def train(root: str, spec: dict[str, Any], plan: Plan, bits: int | None) -> dict
         model=job.model,
         state={"optimizer": job.optimizer},
         policy=Consecutive(),
-        quantization=Quantization(bits),
+        quantization=Quantization(bits, "asymmetric", exact_below_rows=0),
     )
     with saver:
         job.train()

@@ -82,7 +82,7 @@ def save_two(root: str, spec: dict[str, Any], plan: Plan, bits: int | None) -> N
     job = build(spec, plan)
     tracked = track(job.model)
     first, second = Path(root) / "first", Path(root) / "second"
-    quantization = Quantization(bits)
+    quantization = Quantization(bits, "asymmetric", exact_below_rows=0)
     job.train(2)
     save(job, first, tracked, quantization=quantization)
     keep(job, first)

@@ -54,7 +54,7 @@ def checkpointer(root: str, job: Job, segment: dict[str, Any]) -> Checkpointer:
         model=job.model,
         state={"optimizer": job.optimizer, "job": job},
         policy=POLICIES[segment["policy"]],
-        quantization=Quantization(segment["bits"]),
+        quantization=Quantization(segment["bits"], "asymmetric", exact_below_rows=0),
         chunk_bytes=700,
     )
 

@@ -215,11 +215,24 @@ def build_zoo(
         plan: by table, as in ``layouts``.
         dense: the dense optimizer, which steps data-parallel tables as well; Adagrad by default.
     """
+    torch.manual_seed(1)
+    module, collection, _, sharder, width = _embeddings(kind, dim)
+    net = Net(module, width, kind == "sequence")
+    return Zoo(*shard_net(net, collection, sharder, plan, fused, dense), kind)
+
+
+def shard_net(
+    net: Net,
+    collection: nn.Module,
+    sharder: Any,
+    plan: dict[str, str],
+    fused: str,
+    dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Shards a net with the tables of ``collection``, and gives it its optimizers."""
     torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
     world = dist.get_world_size()
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    torch.manual_seed(1)
-    module, collection, _, sharder, width = _embeddings(kind, dim)
     optimizer, options = {
         "sgd": (torch.optim.SGD, {"lr": 0.05}),
         "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
@@ -228,9 +241,8 @@ def build_zoo(
     for name, parameter in collection.named_parameters():
         if plan[name.split(".")[-2]] != "data_parallel":
             apply_optimizer_in_backward(optimizer, [parameter], dict(options))
-    net = Net(module, width, kind == "sequence")
     sharding = construct_module_sharding_plan(
-        module,
+        net.embeddings,
         {table: generator_of(kind) for table, kind in plan.items()},
         sharder=sharder,
         local_size=world,
@@ -240,12 +252,12 @@ def build_zoo(
     model = DistributedModelParallel(
         net, device=CPU, plan=ShardingPlan({"embeddings": sharding}), sharders=[sharder]
     )
+    parameters = in_backward_optimizer_filter(model.named_parameters())
     wrapper = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())),
+        {name: parameter for name, parameter in parameters if parameter.requires_grad},
         dense or (lambda parameters: torch.optim.Adagrad(parameters, lr=0.05)),
     )
-    combined = CombinedOptimizer([model.fused_optimizer, ("dense", wrapper)])
-    return Zoo(model, combined, kind)
+    return model, CombinedOptimizer([model.fused_optimizer, ("dense", wrapper)])
 
 
 def table_arrays(zoo: Any) -> dict[str, dict[str, np.ndarray]]:

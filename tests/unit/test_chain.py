@@ -326,7 +326,7 @@ def test_lossy_and_width_are_those_of_all_of_a_chain() -> None:
         return Manifest("x", 1, 1, "full", None, None, 1, "", "", 0, None, tables, {}, 0, ())
 
     exact, lossy = manifest(32, 0), manifest(4, 5)
-    assert (Chain((exact,)).lossy, Chain((exact,)).value_bits) == (False, 32)
-    assert (Chain((exact, lossy)).lossy, Chain((exact, lossy)).value_bits) == (True, 4)
-    assert (Chain((lossy, exact)).lossy, Chain((lossy, exact)).value_bits) == (True, 4)
-    assert Chain((replace(exact, tables={}),)).value_bits == 32
+    assert (Chain((exact,)).lossy, Chain((exact,)).widths) == (False, {"t": 32})
+    assert (Chain((exact, lossy)).lossy, Chain((exact, lossy)).widths) == (True, {"t": 4})
+    assert (Chain((lossy, exact)).lossy, Chain((lossy, exact)).widths) == (True, {"t": 4})
+    assert Chain((replace(exact, tables={}),)).widths == {}

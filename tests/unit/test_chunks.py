@@ -11,21 +11,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_checknrun.chunks import (
-    EncodedChunk,
-    decode_rows,
-    decode_state_chunk,
-    encode_rows,
-    rows_header,
-    state_chunk,
-)
-from torchrec_checknrun.codecs import Codec, Exact, FusedRowwise
+from torchrec_checknrun.chunks import EncodedChunk, decode_state_chunk, state_chunk
+from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, RowContext, Rowwise
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat, UnsupportedTable
+from torchrec_checknrun.quantization import Encoding
+from torchrec_checknrun.row_chunks import decode_blocks, decode_rows, encode_rows, rows_header
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 from torchrec_checknrun.state import encode_state
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 STATE_DTYPES = [*DTYPES, torch.int64, torch.int32]
+CODECS: list[Codec] = [
+    Exact(),
+    *(Rowwise(bits, method) for bits in (8, 4, 3, 2) for method in ("asymmetric", "adaptive")),
+    ImportanceWeighted(),
+]
+
+
+def encode(shard: LocalShard, rows: Rows, codec: Codec) -> EncodedChunk:
+    return encode_rows(shard, rows.ids, Encoding(codec))
 
 
 def make_shard(
@@ -83,16 +87,20 @@ def shards_and_rows(draw: st.DrawFn) -> tuple[LocalShard, Rows]:
 
 
 @settings(max_examples=120, deadline=None)
-@given(shards_and_rows(), st.sampled_from([Exact(), *map(FusedRowwise, (8, 4, 2))]))
+@given(shards_and_rows(), st.sampled_from(CODECS))
 def test_round_trip(shard_and_rows: tuple[LocalShard, Rows], codec: Codec) -> None:
     shard, rows = shard_and_rows
-    entry, payload = stored(encode_rows(shard, rows, codec))
+    entry, payload = stored(encode(shard, rows, codec))
     decoded = decode_rows(entry, payload)
     assert decoded.ids.dtype == torch.int64
     assert decoded.ids.tolist() == rows.ids.tolist()
-    cols, dtype = shard.rectangle.cols, shard.weight.dtype
-    wanted = codec.decode(codec.encode(rows.weight), cols, dtype)
-    assert same_bits(decoded.weight, wanted)
+    dtype = shard.weight.dtype
+    encoded = codec.encode(rows.weight, context=RowContext(rows.optimizer))
+    wanted = torch.empty_like(rows.weight)
+    codec.decode(encoded.data.view(-1), encoded.parameters, len(wanted), 0, wanted)
+    wanted[encoded.exceptions] = rows.weight[encoded.exceptions]
+    stored_exactly = entry["weight"]["codec"] == Exact().spec()
+    assert same_bits(decoded.weight, rows.weight if stored_exactly else wanted)
     assert list(decoded.optimizer) == list(rows.optimizer)
     for name, state in rows.optimizer.items():
         assert same_bits(decoded.optimizer[name], state)
@@ -107,47 +115,92 @@ def test_round_trip(shard_and_rows: tuple[LocalShard, Rows], codec: Codec) -> No
     assert header.count == len(rows.ids)
     assert header.covers_range == (len(rows.ids) == int(rows.ids[-1] - rows.ids[0]) + 1)
     assert header.dtype == dtype
-    assert header.codec.spec() == codec.spec()
+    assert header.codec.spec() in (codec.spec(), Exact().spec())
     assert header.optimizer == {n: (s.dtype, s.dim() == 1) for n, s in rows.optimizer.items()}
 
 
 @settings(max_examples=60, deadline=None)
-@given(shards_and_rows(), st.sampled_from([Exact(), *map(FusedRowwise, (8, 4, 2))]))
+@given(shards_and_rows(), st.sampled_from(CODECS))
 def test_the_entry_accounts_for_every_byte(
     shard_and_rows: tuple[LocalShard, Rows], codec: Codec
 ) -> None:
-    chunk = encode_rows(*shard_and_rows, codec)
+    chunk = encode(*shard_and_rows, codec)
     entry = chunk.entry
-    parts = [entry["ids"]["bytes"], entry["weight"]["bytes"]]
-    parts += [state["bytes"] for state in entry["optimizer"]]
-    assert sum(parts) == len(chunk.getvalue())
-    assert entry["weight"]["value_bits"] == codec.value_bits
+    parts = [entry["ids"], entry["weight"], *entry["optimizer"]]
+    parts += [entry["weight"]["exceptions"]] if "exceptions" in entry["weight"] else []
+    assert sum(part["bytes"] for part in parts) == len(chunk.getvalue())
+    assert entry["weight"]["value_bits"] in (codec.value_bits, 32)
 
 
 def test_all_rows_need_no_ids() -> None:
     shard = make_shard(100, 8)
     rows = shard.gather(torch.arange(100))
-    chunk = encode_rows(shard, rows, Exact())
+    chunk = encode(shard, rows, Exact())
     assert len(chunk.getvalue()) == shard.weight.nbytes
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 def test_rows_that_a_codec_would_destroy_are_stored_exactly(bits: int, value: float) -> None:
-    shard = make_shard(6, 8, states={"momentum1": (torch.float32, True)})
+    shard = make_shard(30, 32, states={"momentum1": (torch.float32, True)})
     shard.weight[3, 5] = value
     shard.optimizer["momentum1"][2] = float("nan")
-    rows = shard.gather(torch.tensor([1, 3, 4]))
-    entry, payload = stored(encode_rows(shard, rows, FusedRowwise(bits)))
-    assert same_bits(decode_rows(entry, payload).weight, rows.weight)
+    rows = shard.gather(torch.arange(1, 29))
+    entry, payload = stored(encode(shard, rows, Rowwise(bits)))
+    decoded = decode_rows(entry, payload)
+    assert same_bits(decoded.weight[2], rows.weight[2])
+    assert entry["weight"]["exceptions"]["rows"] == 1
+    assert entry["weight"]["value_bits"] == bits
+    assert 0 < entry["error"]["max"] < 1
+    unharmed = torch.arange(28) != 2
+    alone = decode_rows(*stored(encode(shard, shard.gather(rows.ids[unharmed]), Rowwise(bits))))
+    assert same_bits(decoded.weight[unharmed], alone.weight)
+    assert same_bits(decoded.optimizer["momentum1"], shard.optimizer["momentum1"][1:29])
+
+
+def test_mostly_rows_that_a_codec_would_destroy_are_a_chunk_stored_exactly() -> None:
+    shard = make_shard(6, 8)
+    shard.weight[1:5, 0] = float("nan")
+    entry, payload = stored(encode(shard, shard.gather(torch.arange(6)), Rowwise(4)))
+    assert same_bits(decode_rows(entry, payload).weight, shard.weight)
     assert entry["weight"]["codec"] == Exact().spec()
     assert entry["weight"]["value_bits"] == 32
     assert "error" not in entry
-    unharmed = encode_rows(shard, shard.gather(torch.tensor([0, 1, 2])), FusedRowwise(bits))
-    assert unharmed.entry["weight"]["value_bits"] == bits
-    assert same_bits(
-        decode_rows(*stored(unharmed)).optimizer["momentum1"], shard.optimizer["momentum1"][:3]
-    )
+
+
+@pytest.mark.parametrize("block_rows", [1, 7, 100])
+def test_blocks_are_parts_of_the_whole(block_rows: int) -> None:
+    shard = make_shard(40, 16, states={"momentum1": (torch.float32, True)})
+    shard.weight[::9] = float("inf")
+    shard.optimizer["momentum1"].abs_()
+    for codec in CODECS:
+        chunk = encode_rows(shard, torch.arange(40), Encoding(codec, "log8", compress=True))
+        entry, payload = stored(chunk)
+        whole = decode_rows(entry, payload)
+        blocks = list(decode_blocks(entry, payload, block_rows))
+        assert same_bits(torch.cat([block.weight for block in blocks]), whole.weight)
+        states = [block.optimizer["momentum1"] for block in blocks]
+        assert same_bits(torch.cat(states), whole.optimizer["momentum1"])
+        assert torch.cat([block.ids for block in blocks]).tolist() == list(range(40))
+
+
+def test_compression_only_where_it_makes_a_chunk_smaller() -> None:
+    noise = make_shard(200, 16)
+    alike = make_shard(200, 16)
+    alike.weight[:] = alike.weight[0]
+    for shard in (noise, alike):
+        plain = encode_rows(shard, torch.arange(200), Encoding(Rowwise(8)))
+        packed = encode_rows(shard, torch.arange(200), Encoding(Rowwise(8), compress=True))
+        assert len(packed.getvalue()) <= len(plain.getvalue())
+        assert same_bits(decode_rows(*stored(packed)).weight, decode_rows(*stored(plain)).weight)
+    assert len(packed.getvalue()) < len(plain.getvalue()) / 10
+    entry, payload = stored(packed)
+    with pytest.raises(CorruptCheckpoint, match="decompressed"):
+        decode_rows(entry, b"!!!!" + payload[4:])
+    for raw, message in ((2**40, "more than"), (10, "decompressed|bytes")):
+        entry["weight"]["raw"] = raw
+        with pytest.raises(CorruptCheckpoint, match=message):
+            decode_rows(entry, payload)
 
 
 def test_the_error_is_measured() -> None:
@@ -155,25 +208,25 @@ def test_the_error_is_measured() -> None:
     shard.weight[5] = 0
     shard.weight[7] = 2.5
     for bits, low, high in ((8, 1e-4, 1e-2), (4, 1e-2, 2e-1), (2, 1e-1, 1.0)):
-        codec = FusedRowwise(bits)
-        chunk = encode_rows(shard, shard.gather(torch.arange(3000)), codec)
+        codec = Rowwise(bits, "asymmetric")
+        chunk = encode(shard, shard.gather(torch.arange(3000)), codec)
         error = chunk.entry["error"]
-        decoded = codec.decode(codec.encode(shard.weight), 16, torch.float32)
+        decoded = decode_rows(*stored(chunk)).weight
         relative = (decoded - shard.weight).norm(dim=1) / shard.weight.norm(dim=1).clamp(min=1e-30)
         assert low < error["mean"] < error["max"] < high
         assert error["mean"] == pytest.approx(float(relative.mean()), rel=0.1)
         assert error["max"] <= float(relative.max()) * (1 + 1e-6)
         assert 500 <= error["sampled_rows"] <= 1024
-    one = encode_rows(shard, shard.gather(torch.tensor([9])), FusedRowwise(8))
+    one = encode(shard, shard.gather(torch.tensor([9])), Rowwise(8))
     assert one.entry["error"]["sampled_rows"] == 1
-    zeros = encode_rows(shard, shard.gather(torch.tensor([5])), FusedRowwise(8))
+    zeros = encode(shard, shard.gather(torch.tensor([5])), Rowwise(8))
     assert zeros.entry["error"] == {"mean": 0.0, "max": 0.0, "sampled_rows": 1}
-    assert "error" not in encode_rows(shard, shard.gather(torch.arange(9)), Exact()).entry
+    assert "error" not in encode(shard, shard.gather(torch.arange(9)), Exact()).entry
 
 
 def test_a_part_of_a_larger_table_keeps_its_place() -> None:
     shard = make_shard(10, 4, row_start=100, col_start=12)
-    entry, _ = stored(encode_rows(shard, shard.gather(torch.tensor([101, 108])), Exact()))
+    entry, _ = stored(encode(shard, shard.gather(torch.tensor([101, 108])), Exact()))
     assert rows_header(entry).rectangle == Rectangle(101, 109, 12, 16)
     assert entry["table"] == "sparse.ebc.embedding_bags.täble"
 
@@ -187,20 +240,20 @@ def test_a_data_type_that_could_not_be_read_again_is_not_written(what: str) -> N
     else:
         shard.optimizer = {"momentum1": shard.optimizer["momentum1"].to(narrow)}
     with pytest.raises(UnsupportedTable, match=r"täble.*float8_e4m3fn.*'float16', 'bfloat16'"):
-        encode_rows(shard, shard.gather(torch.arange(3)), Exact())
+        encode(shard, shard.gather(torch.arange(3)), Exact())
 
 
 def example(codec: Codec | None = None) -> tuple[dict[str, Any], bytes]:
     states = {"momentum1": (torch.float32, True), "exp_avg_sq": (torch.float16, False)}
     shard = make_shard(50, 8, 10, 8, states=states)
     rows = shard.gather(torch.tensor([12, 13, 17, 40]))
-    return stored(encode_rows(shard, rows, codec or Exact()))
+    return stored(encode(shard, rows, codec or Exact()))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 500), st.binary(max_size=5))
 def test_a_payload_of_another_length(length: int, more: bytes) -> None:
-    entry, payload = example(FusedRowwise(8))
+    entry, payload = example(Rowwise(8))
     wrong = payload[:length] + more
     if len(wrong) != len(payload):
         with pytest.raises(CorruptCheckpoint, match=f"should have {len(payload)} bytes, not"):
@@ -209,7 +262,6 @@ def test_a_payload_of_another_length(length: int, more: bytes) -> None:
 
 def test_ids_that_dont_fit() -> None:
     entry, payload = example()
-    assert entry["ids"]["encoding"] == "bitmap"
     with pytest.raises(CorruptCheckpoint, match="don't encode 4 distinct rows from 12 to 40"):
         decode_rows(entry, b"\xff" + payload[1:])
 

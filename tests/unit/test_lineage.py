@@ -27,7 +27,8 @@ class Run:
     def propose(self, bits: int | None = None) -> Proposal:
         self.step += 10
         self.sequence += 1
-        return self.lineage.propose(self.policy, bits, bits or EXACT, self.step, self.sequence)
+        widths = {"t": bits or EXACT}
+        return self.lineage.propose(self.policy, bits, widths, self.step, self.sequence)
 
     def save(self, bits: int | None = None) -> Manifest:
         manifest = commit(self.propose(bits))
@@ -88,7 +89,7 @@ def test_the_first_is_full(policy: Policy) -> None:
 
 def test_ids_are_of_one_attempt_only() -> None:
     run = Run(Full())
-    proposals = [run.lineage.propose(Full(), None, EXACT, 10, 1) for _ in range(20)]
+    proposals = [run.lineage.propose(Full(), None, {"t": EXACT}, 10, 1) for _ in range(20)]
     assert len({proposal.id for proposal in proposals}) == 20
 
 
@@ -273,9 +274,21 @@ def test_any_history(policy: Policy, actions: list[tuple[str, int | None, int]])
                 assert [m.sequence for m in chain.manifests] == sorted(
                     {m.sequence for m in chain.manifests}
                 )
-                assert chain.value_bits == (bits or EXACT)
+                assert chain.widths == {"t": bits or EXACT}
                 assert run.lineage.chain_length == len(chain.manifests)
                 assert not isinstance(policy, Full)
                 assert not isinstance(policy, OneShot) or len(chain.manifests) == 2
             saved.append(manifest)
             state = manifest
+
+
+def test_a_table_of_more_bits_than_it_is_stored_in_needs_a_full_checkpoint() -> None:
+    lineage = Lineage()
+    lineage.committed(commit(lineage.propose(OneShot(), 4, {"t": 4}, 1, 1)))
+    for widths, kind in (
+        ({"t": 4}, "differential"),
+        ({"t": 3}, "differential"),
+        ({"t": 8}, "full"),
+    ):
+        assert lineage.propose(OneShot(), 4, widths, 2, 2).header.kind == kind
+    assert lineage.propose(OneShot(), 4, {"t": 4, "new": 8}, 2, 2).header.kind == "differential"

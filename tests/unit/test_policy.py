@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_checknrun import Consecutive, Decision, Full, OneShot, Policy, Quantization
-from torchrec_checknrun.codecs import Exact, FusedRowwise
+from torchrec_checknrun import Consecutive, Decision, Full, OneShot, Policy
 from torchrec_checknrun.manifest import Manifest
 
 BASELINE = Manifest("seq-1", 1, 10, "full", None, None, 1, "", "", 0, None, {}, {}, 0, ()).sealed()
@@ -36,27 +35,3 @@ HISTORIES = st.integers(1, 30).map(
 @given(history=HISTORIES)
 def test_decisions(policy: Policy, decision: Decision, history: tuple[Manifest, ...]) -> None:
     assert policy.decide(history) is decision
-
-
-def test_policies_are_values() -> None:
-    """They stand in configs and logs."""
-    assert OneShot() == OneShot()
-    assert repr(Consecutive()) == "Consecutive()"
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_quantization(bits: int) -> None:
-    codec = Quantization(bits=bits).codec
-    assert isinstance(codec, FusedRowwise)
-    assert codec.bits == codec.value_bits == bits
-
-
-def test_exact_is_the_default() -> None:
-    assert Quantization() == Quantization(bits=None)
-    assert isinstance(Quantization().codec, Exact)
-
-
-@pytest.mark.parametrize("bits", [0, 1, 3, 5, 16, 32, -4, "auto"])
-def test_other_widths_are_refused(bits: int) -> None:
-    with pytest.raises(ValueError, match=r"bits must be None .exact. or one of .*not"):
-        Quantization(bits=bits)

@@ -191,6 +191,8 @@ def test_only_what_a_view_shows_is_stored() -> None:
     assert sum(memoryview(piece).nbytes for piece in pieces) < 1000
     assert_same(decode_state(tree, b"".join(pieces)), views)
     assert_same(round_trip(base[:1].expand(5)), base[:1].repeat(5))
+    one = base.view(1000, 1000)[4:5, 7]  # contiguous, but with a stride
+    assert round_trip(one).tolist() == one.tolist() == [4007.0]
 
 
 def test_leaves_are_aligned() -> None:

@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from torchrec_checknrun import LoadPlanner, Quantization, SavePlanner, StorageReader, StorageWriter
+from torchrec_checknrun.blocks import BlockSummary
 from torchrec_checknrun.chain import read_manifest, resolve
-from torchrec_checknrun.chunks import decode_rows, decode_state_chunk
+from torchrec_checknrun.chunks import decode_state_chunk
+from torchrec_checknrun.row_chunks import decode_rows
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckNRunError,
@@ -428,7 +430,10 @@ def save_rows(
         snapshots.append(ShardSnapshot(shard, None if mask is None else RowSet(mask)))
     snapshot = Snapshot(snapshots, TABLES, {"reader": {"samples": 5}, "w": torch.ones(10)})
     planner = SavePlanner.decided(
-        header or Header(bits=bits), lambda: snapshot, Quantization(bits=bits), chunk_bytes
+        header or Header(bits=bits),
+        lambda: snapshot,
+        Quantization(bits, "asymmetric", exact_below_rows=0),
+        chunk_bytes,
     )
     return save(root, name, {}, planner)
 
@@ -601,6 +606,18 @@ class TestGlobalPlan:
         summaries = [self.summary(), *(self.summary(("t", r)) for r in rectangles)]
         with pytest.raises(InvalidPlan, match=rf"^t: the ranks hold {covered} of 10 × 8 values"):
             self.plan(*summaries)
+
+    def test_a_sharded_buffer_in_parts(self) -> None:
+        def part(start: int, stop: int) -> PlanSummary:
+            rectangle = Rectangle(start, stop, 0, 1)
+            block = BlockSummary(("model", "ids"), "int64", (9,), rectangle)
+            return self.summary(tables={}, blocks=[block])
+
+        self.plan(part(5, 9), self.summary(tables={}), part(0, 5))
+        with pytest.raises(InvalidPlan, match=r"^model\.ids: ranks 2 and 0 would both write "):
+            self.plan(part(4, 9), self.summary(tables={}), part(0, 5))
+        with pytest.raises(InvalidPlan, match=r"^model\.ids: the ranks hold 8 of 9 × 1 values"):
+            self.plan(part(5, 9), part(0, 4))
 
     def test_an_unknown_table(self) -> None:
         whole = self.summary(("t", Rectangle(0, 10, 0, 8)))

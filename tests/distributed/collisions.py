@@ -1,0 +1,223 @@
+"""Small models with managed collisions: raw ids that are mapped to rows, evicted and reassigned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.distributed.models import CPU
+from tests.distributed.zoo import Net, Zoo, ZooBatch, shard_net
+from torchrec_checknrun.shards import find_modules
+
+DIM, SAMPLES = 4, 6
+RAW_IDS = 240
+"""Raw ids are below this: 1 to 6 ranks get equally many."""
+ROWS = {"t0": 48, "t1": 24}
+"""So that the rows of 4 ranks make up those of 2."""
+FEATURES = {"t0": ["f0", "f1"], "t1": ["f2"]}
+MAPS = "embeddings._managed_collision_collection._managed_collision_modules"
+POLICIES: dict[str, Any] = {
+    "distance_lfu": DistanceLFU_EvictionPolicy,
+    "lfu": LFU_EvictionPolicy,
+    "lru": LRU_EvictionPolicy,
+}
+
+
+@dataclass
+class Spec:
+    """What a model is built of; the defaults are what most tests want."""
+
+    bag: bool = True
+    hashed: bool = False
+    policy: str = "distance_lfu"
+    interval: int = 3
+    fused: str = "adagrad"
+    raw_ids: int = RAW_IDS
+    grown: int = 0
+    buckets: int = 4
+    suffix: str = ""
+
+    @property
+    def rows(self) -> dict[str, int]:
+        return {table + self.suffix: rows + self.grown for table, rows in ROWS.items()}
+
+
+class CollisionZoo(Zoo):
+    """Trains on raw ids of which some come often, others once; evictions draw new weights."""
+
+    def batch(self, step: int | None = None) -> ZooBatch:
+        step = self.steps if step is None else step
+        generator = torch.Generator().manual_seed(step * 64 + dist.get_rank())
+        lengths = torch.randint(0, 4, (3 * SAMPLES,), generator=generator)
+        often = torch.randint(0, 12, (int(lengths.sum()),), generator=generator) * 20
+        seldom = torch.randint(0, RAW_IDS, often.shape, generator=generator)
+        values = torch.where(torch.rand(often.shape, generator=generator) < 0.5, often, seldom)
+        features = KeyedJaggedTensor(keys=["f0", "f1", "f2"], values=values, lengths=lengths)
+        return ZooBatch(torch.randn(SAMPLES, 2, generator=generator), features)
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            torch.manual_seed(self.steps * 64 + dist.get_rank())
+            super().train()
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        """The managed-collision modules by table."""
+        kinds = (MCHManagedCollisionModule, HashZchManagedCollisionModule)
+        found = find_modules(self.model, kinds)
+        return {path.rpartition(".")[2]: module for path, module in found}
+
+    def mapping(self) -> dict[str, dict[int, int]]:
+        """By table, the row of each raw id that has one, on all ranks."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        own = {table: _rows_of(module) for table, module in self.modules.items()}
+        dist.all_gather_object(everyone, own)
+        joined: dict[str, dict[int, int]] = {}
+        for of_rank in everyone:
+            for table, rows in of_rank.items():
+                whole = joined.setdefault(table, {})
+                assert not whole.keys() & rows.keys()
+                whole.update(rows)
+        return joined
+
+    def history(self) -> dict[str, Any]:
+        """What this rank's modules have seen since their last eviction, as JSON."""
+        found = {}
+        for table, module in self.modules.items():
+            count = module._current_history_buffer_offset
+            kept: list[Any] = [
+                getattr(module, "_history_accumulator", None)
+            ]  # made by the first batch
+            kept += module._history_metadata.values()
+            found[table] = {
+                "seen": [[int(value[i]) for value in kept] for i in range(count)],
+                "size": module._input_history_buffer_size,
+                "since": module._current_iter - module._last_eviction_iter,
+            }
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def _rows_of(module: Any) -> dict[int, int]:
+    if isinstance(module, HashZchManagedCollisionModule):
+        start = module._output_segments[module._start_bucket]
+        ids = module._hash_zch_identities.flatten().tolist()
+        return {raw: start + i for i, raw in enumerate(ids) if raw != -1}
+    none = torch.iinfo(torch.int64).max
+    pairs = zip(
+        module._mch_sorted_raw_ids.tolist(), module._mch_remapped_ids_mapping.tolist(), strict=True
+    )
+    return {raw: row for raw, row in pairs if raw != none}
+
+
+def build(spec: Spec, seed: int = 1) -> CollisionZoo:
+    """A model on all ranks, row-wise, which is the only sharding of managed collisions."""
+    torch.manual_seed(seed)
+    meta = torch.device("meta")
+    tables: list[Any] = []
+    for (table, rows), features in zip(spec.rows.items(), FEATURES.values(), strict=True):
+        common: dict[str, Any] = {"name": table, "num_embeddings": rows, "embedding_dim": DIM}
+        if spec.bag:
+            config: Any = EmbeddingBagConfig(
+                **common, feature_names=features, pooling=PoolingType.SUM
+            )
+        else:
+            config = EmbeddingConfig(**common, feature_names=features)
+        tables.append(config)
+    modules = ManagedCollisionCollection(
+        {table: _module(spec, table) for table in spec.rows}, tables
+    )
+    sharder: Any
+    if spec.bag:
+        collection: Any = EmbeddingBagCollection(tables=tables, device=meta)
+        managed: Any = ManagedCollisionEmbeddingBagCollection(
+            collection, modules, allow_in_place_embed_weight_update=True
+        )
+        sharder = ManagedCollisionEmbeddingBagCollectionSharder()
+    else:
+        collection = EmbeddingCollection(tables=tables, device=meta)
+        managed = ManagedCollisionEmbeddingCollection(
+            collection, modules, allow_in_place_embed_weight_update=True
+        )
+        sharder = ManagedCollisionEmbeddingCollectionSharder()
+    net = Net(managed, DIM * 3 if spec.bag else DIM, not spec.bag)
+    plan = dict.fromkeys(spec.rows, "row_wise")
+    return CollisionZoo(*shard_net(net, collection, sharder, plan, spec.fused), "collisions")
+
+
+def _module(spec: Spec, table: str) -> Any:
+    if spec.hashed:
+        return HashZchManagedCollisionModule(
+            zch_size=spec.rows[table],
+            device=CPU,
+            total_num_buckets=spec.buckets,
+            input_hash_size=spec.raw_ids,
+        )
+    return MCHManagedCollisionModule(
+        zch_size=spec.rows[table],
+        device=CPU,
+        eviction_policy=POLICIES[spec.policy](),
+        eviction_interval=spec.interval,
+        input_hash_size=spec.raw_ids,
+    )
+
+
+@contextmanager
+def resets_on_cpu() -> Iterator[None]:
+    """FBGEMM resets rows of row-wise Adagrad on a GPU only; this is what it does there."""
+
+    def reset(
+        self: Any,
+        pruned_indices: torch.Tensor,
+        pruned_indices_offsets: torch.Tensor,
+        logical_table_ids: torch.Tensor,
+        buffer_ids: torch.Tensor,
+    ) -> None:
+        for feature, buffer in zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True):
+            start, stop = pruned_indices_offsets[buffer : buffer + 2].tolist()
+            table = self.feature_table_map[feature]
+            weight, (momentum, *_) = (
+                self.split_embedding_weights()[table],
+                self.split_optimizer_states()[table],
+            )
+            rows = pruned_indices[start:stop]
+            rows = rows[rows < len(weight)]  # theirs would go into the next table's memory
+            weight.data[rows] = 0
+            momentum.data[rows] = 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            SplitTableBatchedEmbeddingBagsCodegen, "reset_embedding_weight_momentum", reset
+        )
+        yield
