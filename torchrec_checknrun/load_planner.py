@@ -188,7 +188,7 @@ class LoadPlanner(DcpLoadPlanner):
             self._load_state(value)
         elif kind == blocks.KIND and not self._dry_run:
             self._blocks.load(value.entry, value.getvalue())
-        elif kind == collisions.KIND and not self._dry_run:
+        elif kind == collisions.KIND:
             self._collisions.load(value.entry, value.getvalue())
         self._left -= 1
         if not self._left and not self._dry_run:

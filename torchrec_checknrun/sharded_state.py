@@ -32,8 +32,7 @@ class _Sharded:
     path: tuple[str | int, ...]
     size: tuple[int, ...]
     shards: list[tuple[tuple[int, ...], torch.Tensor]]
-    layout: tuple[Span, ...] | None
-    """The rows of all its shards on all ranks, where it tells."""
+    value: Any
 
     @property
     def name(self) -> str:
@@ -116,6 +115,7 @@ def find_blocks(state_dict: dict[str, Any], stored: StoredTables) -> list[Block]
                 f"{sharded.name} is not the memory of the table of that name that is tracked: "
                 "track the model that is saved, and save one model at a time"
             )
+        layout = _layout(sharded.value)
         for offset, tensor in sharded.shards:
             if tensor.dim() not in (1, 2) or dtype_name(tensor.dtype) not in TORCH_DTYPES:
                 raise UnsupportedState(
@@ -125,7 +125,7 @@ def find_blocks(state_dict: dict[str, Any], stored: StoredTables) -> list[Block]
             (row, col), (rows, cols) = (*offset, 0)[:2], (*tensor.shape, 1)[:2]
             rectangle = Rectangle(row, row + rows, col, col + cols)
             if rectangle.area:
-                blocks.append(Block(sharded.path, sharded.size, rectangle, tensor, sharded.layout))
+                blocks.append(Block(sharded.path, sharded.size, rectangle, tensor, layout))
     return blocks
 
 
@@ -200,11 +200,11 @@ def _collect(value: Any, path: tuple[str | int, ...], found: list[_Sharded]) -> 
         for key, item in value.items():
             _collect(item, (*path, key), found)
     elif is_sharded(value):
-        shards, layout = _local_shards(value), _layout(value)
-        found.append(_Sharded(path, tuple(value.size()), shards, layout))
+        found.append(_Sharded(path, tuple(value.size()), _local_shards(value), value))
 
 
 def _layout(value: Any) -> tuple[Span, ...] | None:
+    """The rows of all its shards on all ranks, where it tells."""
     if not isinstance(value, ShardedTensor):
         return None
     shards = value.metadata().shards_metadata

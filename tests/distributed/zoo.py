@@ -228,6 +228,7 @@ def shard_net(
     plan: dict[str, str],
     fused: str,
     dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    device: torch.device = CPU,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Shards a net with the tables of ``collection``, and gives it its optimizers."""
     torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
@@ -247,10 +248,10 @@ def shard_net(
         sharder=sharder,
         local_size=world,
         world_size=world,
-        device_type="cpu",
+        device_type=device.type,
     )
     model = DistributedModelParallel(
-        net, device=CPU, plan=ShardingPlan({"embeddings": sharding}), sharders=[sharder]
+        net, device=device, plan=ShardingPlan({"embeddings": sharding}), sharders=[sharder]
     )
     parameters = in_backward_optimizer_filter(model.named_parameters())
     wrapper = KeyedOptimizerWrapper(
