@@ -78,24 +78,34 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
-def drop_tables(value: Any, stored: StoredTables, path: str) -> Any:
+def drop_tables(
+    value: Any, stored: StoredTables, path: str, fused: bool = False, of_fused: bool = False
+) -> Any:
     """A copy of a state dict without its table leaves, and without their optimizer's entries.
+
+    Args:
+        fused: it is that of TorchRec's optimizers: what is sharded under a table's name is the
+            table's optimizer state, even if its memory is that of shards that have since moved to
+            other ranks.
+        of_fused: it is under such a name.
 
     Raises:
         UnsupportedState: a sharded tensor holds anything else: it would be lost.
     """
     if is_sharded(value):
-        if not all(stored.hold(tensor) for _, tensor in _local_shards(value)):
+        if not of_fused and not all(stored.hold(tensor) for _, tensor in _local_shards(value)):
             raise UnsupportedState(
                 f"{path} is a {type(value).__name__} of shape {tuple(value.size())} that belongs "
-                "to no table this package tracks: it can't be stored yet"
+                "to no table this package tracks: it can't be stored yet (if the table was sharded "
+                "anew, by update_shards, make the optimizer anew as well)"
             )
         return None
     if not isinstance(value, dict):
         return value
     kept = {}
     for key, item in value.items():
-        dropped = drop_tables(item, stored, f"{path}.{key}")
+        inside = of_fused or (fused and stored.name(key))
+        dropped = drop_tables(item, stored, f"{path}.{key}", fused, inside)
         of_table = isinstance(item, dict) and not dropped and stored.name(key)
         if not of_table and not stored.covers(item):
             kept[key] = dropped

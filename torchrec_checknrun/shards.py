@@ -265,10 +265,7 @@ def find_kernels(
     """
     kernels: list[Kernel] = []
     tables: dict[str, TableShape] = {}
-    for path, module in _embedding_collections(model):
-        is_bag = isinstance(module, ShardedEmbeddingBagCollection)
-        prefix = f"{path}." if path else ""
-        prefix += "embedding_bags." if is_bag else "embeddings."
+    for prefix, module in embedding_collections(model):
         for name in module.module_sharding_plan:
             config = module._table_name_to_config[name]
             tables[prefix + name] = TableShape(config.num_embeddings, config.embedding_dim)
@@ -277,6 +274,14 @@ def find_kernels(
                 lookup = lookup.module
             kernels += [_kernel(kernel, prefix, optimizers) for kernel in lookup._emb_modules]
     return kernels, tables
+
+
+def embedding_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Sharded collections, with what their tables' names begin with in the state dict."""
+    for path, module in _embedding_collections(model):
+        is_bag = isinstance(module, ShardedEmbeddingBagCollection)
+        name = "embedding_bags" if is_bag else "embeddings"
+        yield f"{path}.{name}." if path else f"{name}.", module
 
 
 def _embedding_collections(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.shards import FusedProgress, LocalShard, Rows, TableShape
-from torchrec_checknrun.tracked import Cut, TrackedModel, TrackedShard
-from torchrec_checknrun.tracking import Consumer
+from torchrec_checknrun.tracked import TrackedModel, TrackedShard
+from torchrec_checknrun.tracking import Consumer, Cut
 
 
 @dataclass

@@ -9,6 +9,8 @@ rows that nothing changes. Marking stores a constant at the looked-up ids: no at
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import IntFlag
 
 import torch
@@ -90,11 +92,39 @@ class Marks:
             self._bytes[start : start + len(mask)].bitwise_or_(again)
 
 
+@dataclass(eq=False)
+class Cut:
+    """Marks taken away at one instant, until it is known that what they name is durable.
+
+    Attributes:
+        number: which of the tracked model's cuts it is.
+        taken: by consumer, the rows of each shard, by its marks.
+    """
+
+    number: int
+    taken: dict[Consumer, dict[Marks, RowSet]]
+
+    def bytes(self, marks: Marks) -> torch.Tensor:
+        """A shard's rows as its marks were, ``(rows,)`` uint8."""
+        again = Marks(marks.rows, marks.raw.device)
+        for consumer, taken in self.taken.items():
+            if marks in taken:
+                again.merge(taken[marks], consumer)
+        return again.raw
+
+    def move(self, gone: Iterable[Marks], new: Mapping[Marks, torch.Tensor]) -> None:
+        """Puts such bytes of new shards in the place of old ones."""
+        for consumer, taken in self.taken.items():
+            for marks in gone:
+                taken.pop(marks, None)
+            taken |= {marks: RowSet(rows, int(consumer)) for marks, rows in new.items()}
+
+
 class KernelHook:
     """Marks the rows of one kernel as its backward passes come by."""
 
     def __init__(self, kernel: Kernel, marks: list[Marks]) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self._marks = marks
         self._warned = False
         self._handle = kernel.module.register_forward_hook(self._after_forward)
@@ -114,18 +144,18 @@ class KernelHook:
         out.register_hook(lambda _grad: self._at_backward(values, offsets))
 
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
-        if self._kernel.touches_other_rows:
+        if self.kernel.touches_other_rows:
             self._mark_all()
             return
-        for feature, shard in enumerate(self._kernel.feature_to_shard):
+        for feature, shard in enumerate(self.kernel.feature_to_shard):
             self._marks[shard].mark(values[offsets[feature] : offsets[feature + 1]])
 
     def _mark_all(self) -> None:
         if not self._warned:
             self._warned = True
             _warn_all_rows(
-                self._kernel.module._emb_module.optimizer,
-                [shard.table for shard in self._kernel.shards],
+                self.kernel.module._emb_module.optimizer,
+                [shard.table for shard in self.kernel.shards],
             )
         for marks in self._marks:
             marks.mark_all()
@@ -149,9 +179,9 @@ class DataParallelHook(KernelHook):
     def waiting(self) -> bool:
         """Whether gradients wait for one of the dense optimizers that are known."""
         return any(
-            group_of(optimizer, self._kernel.shards[i].weight) is not None
+            group_of(optimizer, self.kernel.shards[i].weight) is not None
             for i in self._touched
-            for optimizer in self._kernel.optimizers
+            for optimizer in self.kernel.optimizers
         )
 
     def remove(self) -> None:
@@ -160,7 +190,7 @@ class DataParallelHook(KernelHook):
         self._stepped.remove()
 
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
-        for feature, shard in enumerate(self._kernel.feature_to_shard):
+        for feature, shard in enumerate(self.kernel.feature_to_shard):
             self._pending[shard].mark(values[offsets[feature] : offsets[feature + 1]])
             self._touched.add(shard)
 
@@ -168,7 +198,7 @@ class DataParallelHook(KernelHook):
         if wraps_another(optimizer):
             return  # the one inside has told us
         stepped = {}
-        for i, shard in enumerate(self._kernel.shards):
+        for i, shard in enumerate(self.kernel.shards):
             group = group_of(optimizer, shard.weight)
             if group is not None:
                 stepped[i] = touches_other_rows(optimizer, group)
@@ -183,7 +213,7 @@ class DataParallelHook(KernelHook):
             self._marks[i].mark_all()
         if everywhere and not self._warned:
             self._warned = True
-            tables = [self._kernel.shards[i].table for i in everywhere]
+            tables = [self.kernel.shards[i].table for i in everywhere]
             _warn_all_rows(type(optimizer).__name__, tables)
 
 
