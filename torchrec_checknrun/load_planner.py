@@ -328,7 +328,7 @@ class LoadPlanner(DcpLoadPlanner):
         for chunk in self._content.chunks[-1]:
             entries.setdefault(chunk.entry["kind"], {})[chunk.key] = chunk.entry
         where = self._content.chain.head.id
-        wanted = find_blocks(self._state_dict, self._stored)
+        wanted = find_blocks(self._state_dict, self._stored, self._optimizers or ())
         self._blocks = blocks.BlockRestore(wanted, self._fit.strict)
         self._collisions = collisions.CollisionRestore(
             self._tracked.collisions if self._tracked is not None else None

@@ -8,7 +8,7 @@ again; other sharded tensors are blocks, and what remains is the dense part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +98,15 @@ def drop_tables(value: Any, stored: StoredTables) -> Any:
     return kept
 
 
-def find_blocks(state_dict: dict[str, Any], stored: StoredTables) -> list[Block]:
+def find_blocks(
+    state_dict: dict[str, Any], stored: StoredTables, optimizers: Container[object] = ()
+) -> list[Block]:
     """Local shards in a state dict that are not stored as table rows.
+
+    Args:
+        optimizers: top-level keys of optimizers' state dicts: what is sharded there under a table's
+            name is the table's state, even if its memory is that of shards that have since moved
+            to other ranks.
 
     Raises:
         UnsupportedState: one can't be stored as it is, or has a table's name but not its memory.
@@ -111,9 +118,12 @@ def find_blocks(state_dict: dict[str, Any], stored: StoredTables) -> list[Block]
         if all(stored.hold(tensor) for _, tensor in sharded.shards):
             continue
         if any(stored.name(key) for key in sharded.path[-2:]):
+            if sharded.path[0] in optimizers:
+                continue
             raise UnsupportedState(
                 f"{sharded.name} is not the memory of the table of that name that is tracked: "
-                "track the model that is saved, and save one model at a time"
+                "track the model that is saved, and save one model at a time (if the table was "
+                "sharded anew, by update_shards, make the optimizer anew as well)"
             )
         layout = _layout(sharded.value)
         for offset, tensor in sharded.shards:
