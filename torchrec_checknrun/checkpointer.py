@@ -40,8 +40,8 @@ from torchrec_checknrun.save_planner import CHUNK_BYTES, SavePlanner
 from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.snapshot import Snapshot, take_rows
 from torchrec_checknrun.storage import StorageWriter
-from torchrec_checknrun.tracked import Cut, RowIds, TrackedModel, track
-from torchrec_checknrun.tracking import Consumer
+from torchrec_checknrun.tracked import RowIds, TrackedModel, track
+from torchrec_checknrun.tracking import Consumer, Cut
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,9 @@ class Checkpointer:
             sharded tables and their fused optimizer state are saved by rows, the rest in full.
         state: whatever else belongs to the run, by name: optimizer, reader, progress … Each is the
             same on all ranks, or wrapped in ``PerRank``. Content: see ``state.encode_state``.
+            (``model.reshard`` makes TorchRec's fused optimizers anew, with step 0 and the first
+            learning rate, and you a new CombinedOptimizer. The one given here serves on, but keeps
+            the old tables in memory: in a job that reshards, give the dense optimizer alone.)
         policy: which rows a checkpoint holds.
         quantization: in how many bits; exact by default.
         every_steps: ``step`` saves at every so many steps; None: only ``save`` does.
@@ -201,6 +204,7 @@ class Checkpointer:
         head = found.chain.head
         self.steps = head.step
         self._lineage.restored(found.chain, found.converted)
+        self._target.tracked.converted = False  # what ``found`` says is of the shards as they are
         report = RestoreReport(
             id=head.id,
             step=head.step,
@@ -329,8 +333,13 @@ class Checkpointer:
 
     def _agree(self) -> Proposal | None:
         """Rank 0 decides on the next checkpoint; all hear it. None: not now."""
-        waiting = self._gradients.waiting or self._target.tracked.waiting
-        facts = self._ranks.gather((self.steps, waiting))
+        tracked = self._target.tracked
+
+        def look() -> tuple[int, bool]:
+            tracked.refresh()
+            return self.steps, self._gradients.waiting or tracked.waiting
+
+        facts = self._ranks.everywhere(look)
         steps = [steps for steps, _ in facts]
         if len(set(steps)) > 1:
             raise SaveFailed(
@@ -339,6 +348,9 @@ class Checkpointer:
             )
         if any(waits for _, waits in facts):
             return None
+        if tracked.converted:
+            self._lineage.resharded()
+            tracked.converted = False
         return self._ranks.from_rank_0(self._decide)
 
     def _decide(self) -> Proposal:
@@ -366,7 +378,7 @@ class Checkpointer:
         states |= {n: s.state_dict() for n, s in self._target.states.items() if n not in optimizers}
         stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
         dense = {name: drop_tables(value, stored) for name, value in states.items()}
-        blocks = find_blocks(states, stored)
+        blocks = find_blocks(states, stored, optimizers)
         for name, value in dense[MODEL].items():
             if not isinstance(value, torch.Tensor):
                 raise UnsupportedState(

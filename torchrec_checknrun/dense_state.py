@@ -9,8 +9,7 @@ has, and lose what they had not made by then. No step is taken on the parameters
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -21,14 +20,13 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.first_state import first_state, to_device
 from torchrec_checknrun.optimizers import row_states, torch_optimizers
 from torchrec_checknrun.state import Tree, decode_state, empty_state, tree_items, tree_values
 
 _LATE = "late"
 """Beside ``state`` in what is stored: whose state was still to be made, and by which optimizer."""
 _GROUPS = "param_groups"
-_DEVICE_STEP = ("capturable", "fused")
-"""Options with which an optimizer keeps its step counter beside the parameter, not on the CPU."""
 
 Key = str | int
 
@@ -129,6 +127,12 @@ class _Parameter:
         """What has been made for it; None if nothing has."""
         return self.optimizer.state.get(self.parameter) or None
 
+    def first_state(self) -> dict[str, Any] | None:
+        """What the first step would make for it; None if that can't be told."""
+        if self.group is None:
+            return None
+        return first_state(self.optimizer, self.group, self.parameter)
+
 
 class DenseOptimizer:
     """One optimizer, torch's or TorchRec's, in the stored form: as TorchRec's state dicts are.
@@ -210,15 +214,15 @@ class DenseOptimizer:
         and whoever compares the two says so.
         """
         if parameter.state is None and (wanted or (strict and not was_late)):
-            made = _first_state(parameter)
+            made = parameter.first_state()
             if made is None and wanted and saved is not None:
-                made = _to(parameter.parameter.device, empty_state(saved))
+                made = to_device(parameter.parameter.device, empty_state(saved))
             if made:
                 self._set(parameter, made)
         elif (
             parameter.state is not None
             and (was_late and not wanted)
-            and (parameter.group is None or _first_state(parameter))
+            and (parameter.group is None or parameter.first_state())
         ):
             self._set(parameter, None)
 
@@ -226,7 +230,7 @@ class DenseOptimizer:
         """Notes whether a parameter's saved state is that of another kind of optimizer: then its
         group's options are left alone, and its state if the two have none in common.
         """
-        own = parameter.state if parameter.state is not None else _first_state(parameter)
+        own = parameter.state if parameter.state is not None else parameter.first_state()
         if own is None:
             return
         names = set(row_states(own, parameter.parameter) if by_rows else own)
@@ -343,60 +347,3 @@ def _is_known(state: object) -> TypeGuard[Optimizer]:
 
 def _keys_of(group: Mapping[Key, Tree]) -> set[Key]:
     return {decode_state(key, b"") for key in tree_values(group.get("params"))}
-
-
-def _first_state(parameter: _Parameter) -> dict[str, Any] | None:
-    """The state, all zeros, that an optimizer's first step would make for a parameter.
-
-    A copy of the optimizer takes the step on a stand-in, on the meta device if it can: it has no
-    data. Nobody's hooks see it, and the parameter isn't touched.
-
-    Returns:
-        None if the optimizer can't be asked so; empty if it keeps no state.
-    """
-    own, group = parameter.parameter, parameter.group
-    if group is None:
-        return None
-    for device in (torch.device("meta"), own.device):
-        stand_in = nn.Parameter(torch.zeros(own.shape, dtype=own.dtype, device=device))
-        stand_in.grad = torch.zeros_like(stand_in)
-        twin: Any = object.__new__(type(parameter.optimizer))
-        twin.__dict__.update(vars(parameter.optimizer))
-        twin.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer itself
-        twin.state = defaultdict(dict)
-        twin._optimizer_step_pre_hooks = OrderedDict()
-        twin._optimizer_step_post_hooks = OrderedDict()
-        plain = dict.fromkeys(("foreach", "differentiable", *_DEVICE_STEP), False)
-        options = {**group, **{k: v for k, v in plain.items() if k in group}, "lr": 0.0}
-        twin.param_groups = [{**options, "params": [stand_in]}]
-        try:
-            type(twin).step(twin)
-        except Exception:  # whatever an optimizer raises that can't step so
-            continue
-        made: dict[str, Any] = twin.state.get(stand_in, {})
-        beside = any(group.get(option) for option in _DEVICE_STEP)
-        return {name: _zeros(value, own.device, beside) for name, value in made.items()}
-    return None
-
-
-def _zeros(value: Any, device: torch.device, beside: bool) -> Any:
-    """As before any step: zeros, where the optimizer would have them."""
-
-    def zeros(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(tensor, device=device if beside or tensor.is_meta else None)
-
-    return 0 if type(value) is int else _map(value, zeros)
-
-
-def _to(device: torch.device, value: Any) -> Any:
-    return _map(value, lambda tensor: tensor.to(device) if tensor.dim() else tensor)
-
-
-def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(item, change) for item in value)
-    return value

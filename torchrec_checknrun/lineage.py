@@ -98,6 +98,10 @@ class Lineage:
         self.lossy_restores = chain.head.lossy_restores + int(chain.lossy)
         self._converted = converted
 
+    def resharded(self) -> None:
+        """Rows lie in other column ranges than in the checkpoints so far."""
+        self._converted = True
+
     def _must_be_full(self, widths: Mapping[str, int]) -> bool:
         if not self.history or self._converted:
             return True

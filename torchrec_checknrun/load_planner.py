@@ -181,7 +181,7 @@ class LoadPlanner(DcpLoadPlanner):
             self._load_state(value)
         elif kind == blocks.KIND and not self._dry_run:
             self._blocks.load(value.entry, value.getvalue())
-        elif kind == collisions.KIND and not self._dry_run:
+        elif kind == collisions.KIND:
             self._collisions.load(value.entry, value.getvalue())
         self._left -= 1
         if not self._left and not self._dry_run:
@@ -321,7 +321,7 @@ class LoadPlanner(DcpLoadPlanner):
         for chunk in self._content.chunks[-1]:
             entries.setdefault(chunk.entry["kind"], {})[chunk.key] = chunk.entry
         where = self._content.chain.head.id
-        wanted = find_blocks(self._state_dict, self._stored)
+        wanted = find_blocks(self._state_dict, self._stored, self._optimizers or ())
         self._blocks = blocks.BlockRestore(wanted, self._fit.strict)
         self._collisions = collisions.CollisionRestore(
             self._tracked.collisions if self._tracked is not None else None

@@ -28,6 +28,13 @@ class Ranks:
         if dist.is_available() and dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timeout)
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Ranks:
+        """The ranks of a group that exists already; None: this rank alone."""
+        ranks = cls.__new__(cls)
+        ranks.group = group
+        return ranks
+
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group) if self.group else 0

@@ -43,8 +43,8 @@ from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_blo
 from torchrec_checknrun.shards import Rectangle, TableShape
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot, take_rows
 from torchrec_checknrun.state import Tree, encode_state
-from torchrec_checknrun.tracked import Cut, TrackedModel
-from torchrec_checknrun.tracking import Consumer
+from torchrec_checknrun.tracked import TrackedModel
+from torchrec_checknrun.tracking import Consumer, Cut
 
 CHUNK_BYTES = 32 << 20
 """Memory for a chunk's rows while they are saved or restored, with every copy of them."""
@@ -182,6 +182,7 @@ class SavePlanner(DcpSavePlanner):
         else:
             path = storage_meta.checkpoint_id
             self._tracked.unite()
+            self._tracked.refresh()
             interval = DirectInterval.of(self._tracked)
             beside = interval.begin(path)
             # Rows not written again would stay in the fewer bits they have now.
@@ -318,6 +319,9 @@ class DirectInterval:
             except (CheckpointNotFound, CorruptCheckpoint):
                 tracked.merge(cut)
             interval._pending = None
+        if tracked.converted:
+            interval._parent = None  # a differential checkpoint can't follow
+            tracked.converted = False
         return interval
 
     @classmethod

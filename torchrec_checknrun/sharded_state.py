@@ -8,7 +8,7 @@ again; other sharded tensors are blocks, and what remains is the dense part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,7 @@ class _Sharded:
     path: tuple[str | int, ...]
     size: tuple[int, ...]
     shards: list[tuple[tuple[int, ...], torch.Tensor]]
-    layout: tuple[Span, ...] | None
-    """The rows of all its shards on all ranks, where it tells."""
+    value: Any
 
     @property
     def name(self) -> str:
@@ -99,8 +98,15 @@ def drop_tables(value: Any, stored: StoredTables) -> Any:
     return kept
 
 
-def find_blocks(state_dict: dict[str, Any], stored: StoredTables) -> list[Block]:
+def find_blocks(
+    state_dict: dict[str, Any], stored: StoredTables, optimizers: Container[object] = ()
+) -> list[Block]:
     """Local shards in a state dict that are not stored as table rows.
+
+    Args:
+        optimizers: top-level keys of optimizers' state dicts: what is sharded there under a table's
+            name is the table's state, even if its memory is that of shards that have since moved
+            to other ranks.
 
     Raises:
         UnsupportedState: one can't be stored as it is, or has a table's name but not its memory.
@@ -112,10 +118,14 @@ def find_blocks(state_dict: dict[str, Any], stored: StoredTables) -> list[Block]
         if all(stored.hold(tensor) for _, tensor in sharded.shards):
             continue
         if any(stored.name(key) for key in sharded.path[-2:]):
+            if sharded.path[0] in optimizers:
+                continue
             raise UnsupportedState(
                 f"{sharded.name} is not the memory of the table of that name that is tracked: "
-                "track the model that is saved, and save one model at a time"
+                "track the model that is saved, and save one model at a time (if the table was "
+                "sharded anew, by update_shards, make the optimizer anew as well)"
             )
+        layout = _layout(sharded.value)
         for offset, tensor in sharded.shards:
             if tensor.dim() not in (1, 2) or dtype_name(tensor.dtype) not in TORCH_DTYPES:
                 raise UnsupportedState(
@@ -125,7 +135,7 @@ def find_blocks(state_dict: dict[str, Any], stored: StoredTables) -> list[Block]
             (row, col), (rows, cols) = (*offset, 0)[:2], (*tensor.shape, 1)[:2]
             rectangle = Rectangle(row, row + rows, col, col + cols)
             if rectangle.area:
-                blocks.append(Block(sharded.path, sharded.size, rectangle, tensor, sharded.layout))
+                blocks.append(Block(sharded.path, sharded.size, rectangle, tensor, layout))
     return blocks
 
 
@@ -200,11 +210,11 @@ def _collect(value: Any, path: tuple[str | int, ...], found: list[_Sharded]) -> 
         for key, item in value.items():
             _collect(item, (*path, key), found)
     elif is_sharded(value):
-        shards, layout = _local_shards(value), _layout(value)
-        found.append(_Sharded(path, tuple(value.size()), shards, layout))
+        found.append(_Sharded(path, tuple(value.size()), _local_shards(value), value))
 
 
 def _layout(value: Any) -> tuple[Span, ...] | None:
+    """The rows of all its shards on all ranks, where it tells."""
     if not isinstance(value, ShardedTensor):
         return None
     shards = value.metadata().shards_metadata

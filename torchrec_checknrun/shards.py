@@ -235,11 +235,7 @@ def find_kernels(
     """
     kernels: list[Kernel] = []
     tables: dict[str, TableShape] = {}
-    collections = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-    for path, module in find_modules(model, collections):
-        is_bag = isinstance(module, ShardedEmbeddingBagCollection)
-        prefix = f"{path}." if path else ""
-        prefix += "embedding_bags." if is_bag else "embeddings."
+    for prefix, module in embedding_collections(model):
         for name in module.module_sharding_plan:
             config = module._table_name_to_config[name]
             tables[prefix + name] = TableShape(config.num_embeddings, config.embedding_dim)
@@ -248,6 +244,15 @@ def find_kernels(
                 lookup = lookup.module
             kernels += [_kernel(kernel, prefix, optimizers) for kernel in lookup._emb_modules]
     return kernels, tables
+
+
+def embedding_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Sharded collections, with what their tables' names begin with in the state dict."""
+    kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+    for path, module in find_modules(model, kinds):
+        is_bag = isinstance(module, ShardedEmbeddingBagCollection)
+        name = "embedding_bags" if is_bag else "embeddings"
+        yield f"{path}.{name}." if path else f"{name}.", module
 
 
 def find_modules(

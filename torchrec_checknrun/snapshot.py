@@ -18,8 +18,8 @@ from torchrec_checknrun.collisions import CollisionState
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.shards import LocalShard, TableShape
-from torchrec_checknrun.tracked import Cut, TrackedModel, TrackedShard
-from torchrec_checknrun.tracking import Consumer
+from torchrec_checknrun.tracked import TrackedModel, TrackedShard
+from torchrec_checknrun.tracking import Consumer, Cut
 
 
 @dataclass

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
@@ -26,7 +26,14 @@ from torchrec_checknrun.progress import (
     set_table_progress,
     table_progress,
 )
-from torchrec_checknrun.row_set import RowSet
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.resharding import (
+    Collections,
+    Part,
+    Place,
+    all_states_moved,
+    carry,
+)
 from torchrec_checknrun.shards import (
     Kernel,
     LocalShard,
@@ -35,7 +42,7 @@ from torchrec_checknrun.shards import (
     TableShape,
     find_kernels,
 )
-from torchrec_checknrun.tracking import Consumer, DataParallelHook, KernelHook, Marks
+from torchrec_checknrun.tracking import Consumer, Cut, DataParallelHook, KernelHook, Marks
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +51,10 @@ RowIds = torch.Tensor | np.ndarray | Sequence[int]
 
 def track(model: nn.Module, optimizers: Iterable[object] = ()) -> TrackedModel:
     """Tracks every sharded embedding (bag) collection under ``model`` from now on.
+
+    When TorchRec's ``update_shards`` (``model.reshard``) moves shards, marks move with their rows;
+    the ``shards`` are others then. The fused optimizers' step counters and learning rates begin
+    anew, as TorchRec makes them: set them again if they matter (``set_progress``).
 
     Args:
         model: a DistributedModelParallel, or any module with sharded collections in it.
@@ -73,6 +84,11 @@ class TrackedShard:
     def rectangle(self) -> Rectangle:
         """Which rows and columns of the table are here."""
         return self.local.rectangle
+
+    @property
+    def place(self) -> Place:
+        """Table and rectangle."""
+        return self.table, self.rectangle
 
     def mark(self, rows: RowIds) -> None:
         """Marks those of ``rows`` that are here; others are another rank's business."""
@@ -155,17 +171,6 @@ class TrackedShard:
         self.mark(ids)
 
 
-@dataclass
-class Cut:
-    """Marks taken away at one instant, until it is known that what they name is durable.
-
-    Attributes:
-        taken: by consumer, the rows of each shard (in ``TrackedModel.shards`` order).
-    """
-
-    taken: dict[Consumer, list[RowSet]]
-
-
 class TrackedModel:
     """All local shards of a model, their marks, and the hooks that set them."""
 
@@ -176,26 +181,48 @@ class TrackedModel:
     shards: list[TrackedShard]
     """This rank's parts of them."""
 
+    converted: bool
+    """Whether rows were cut into other columns since this was last set to False, on any rank: then
+    the next checkpoint must be full."""
+
     def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...] = ()) -> None:
         self._model = model
         self._optimizers = optimizers
         self.collisions = Collisions(model)
         """Its managed-collision modules."""
-        self._hook(*find_kernels(model, optimizers))
+        self._hooks: dict[KernelHook, list[TrackedShard]] = {}
+        self._cuts: weakref.WeakSet[Cut] = weakref.WeakSet()
+        self._cuts_made = 0
+        self._collections = Collections(model, self._resharding)
+        self.converted = False
+        self._find()
         self._alive.add(self)
 
-    def _hook(self, kernels: list[Kernel], tables: dict[str, TableShape]) -> None:
-        self.tables = tables
-        self.shards = []
-        self._kernels = kernels
-        self._hooks: list[KernelHook] = []
+    def _find(self) -> tuple[list[TrackedShard], list[TrackedShard]]:
+        """Finds kernels and shards; those of kernels that stay keep their marks and hooks.
+
+        Returns:
+            The shards that are gone, and those that are new.
+        """
+        kernels, self.tables = find_kernels(self._model, self._optimizers)
+        left = {id(hook.kernel.module): hook for hook in self._hooks}
+        before, self._hooks = self._hooks, {}
+        new = []
         for kernel in kernels:
+            hook = left.pop(id(kernel.module), None)
+            if hook is not None:
+                self._hooks[hook] = before[hook]
+                continue
             marks = [Marks(s.rectangle.rows, s.weight.device) for s in kernel.shards]
-            self.shards += [
-                TrackedShard(s, m, kernel) for s, m in zip(kernel.shards, marks, strict=True)
-            ]
-            hook = DataParallelHook if kernel.data_parallel else KernelHook
-            self._hooks.append(hook(kernel, marks))
+            shards = [TrackedShard(s, m, kernel) for s, m in zip(kernel.shards, marks, strict=True)]
+            hooked = DataParallelHook if kernel.data_parallel else KernelHook
+            self._hooks[hooked(kernel, marks)] = shards
+            new += shards
+        self.shards = [shard for shards in self._hooks.values() for shard in shards]
+        for hook in left.values():
+            hook.remove()
+        self.converted |= self._collections.changed()
+        return [shard for hook in left.values() for shard in before[hook]], new
 
     def mark(self, table: str, rows: RowIds) -> None:
         """Marks rows written by hand, global ids; call it on every rank.
@@ -225,9 +252,9 @@ class TrackedModel:
 
     def mark_all_elsewhere(self, table: str) -> None:
         """Tells all who track the same kernels that a table was written through this one."""
-        kernels = {id(kernel.module) for kernel in self._kernels}
+        kernels = {id(hook.kernel.module) for hook in self._hooks}
         for other in self._alive:
-            if kernels & {id(kernel.module) for kernel in other._kernels}:
+            if kernels & {id(hook.kernel.module) for hook in other._hooks}:
                 other.mark_all(table)
 
     @property
@@ -254,45 +281,102 @@ class TrackedModel:
         taken = {}
         for consumer in (Consumer.LAST, Consumer.BASELINE):
             if consumer & consumers:
-                taken[consumer] = [shard.marks.take(consumer) for shard in self.shards]
-        return Cut(taken)
+                taken[consumer] = {s.marks: s.marks.take(consumer) for s in self.shards}
+        self._cuts_made += 1
+        cut = Cut(self._cuts_made, taken)
+        self._cuts.add(cut)
+        return cut
 
     def merge(self, cut: Cut) -> None:
         """Marks a cut's rows again, beside those marked since: a superset is always right."""
+        self._cuts.discard(cut)
         for consumer, taken in cut.taken.items():
-            for shard, rows in zip(self.shards, taken, strict=True):
-                shard.marks.merge(rows, consumer)
+            for marks, rows in taken.items():
+                marks.merge(rows, consumer)
+
+    def refresh(self) -> None:
+        """Finds the shards again, should they have been replaced in a way that was not heard of (or
+        that failed): then all their rows count as modified.
+        """
+        gone, new = self._find()
+        if gone or new:
+            logger.warning("the model was sharded anew: all rows of what changed count as modified")
+        for shard in new:
+            shard.mark_all()
 
     def flush(self) -> None:
         """Before the shards' memory is used: finds it again if it was moved or sharded anew, and
         brings rows back from GPU caches.
         """
-        kernels, tables = find_kernels(self._model, self._optimizers)
-        if [k.module for k in kernels] != [k.module for k in self._kernels]:
-            logger.warning("the model was sharded anew: all rows count as modified")
-            self.close()
-            self._hook(kernels, tables)
-            self.mark_all()
-        for kernel in self._kernels:
-            kernel.flush()
+        self.refresh()
+        for hook in self._hooks:
+            hook.kernel.flush()
+
+    @contextmanager
+    def _resharding(self, group: dist.ProcessGroup | None) -> Iterator[None]:
+        """Around ``update_shards`` of a collection, on all ranks."""
+        try:
+            yield
+            self._follow(Ranks.of(group))
+        except BaseException:
+            self.mark_all()  # nobody knows what the rows are now
+            raise
+
+    def _follow(self, ranks: Ranks) -> None:
+        """Marks, and the rows of cuts, go where their rows have gone."""
+        gone: list[TrackedShard] = []
+        new: list[TrackedShard] = []
+        own = {cut.number: cut for cut in self._cuts}
+
+        def find() -> tuple[bool, frozenset[int]]:
+            for shards, found in zip((gone, new), self._find(), strict=True):
+                shards += found
+            return all_states_moved([shard.local for shard in gone]), frozenset(own)
+
+        facts = ranks.everywhere(find)
+        unknown = carry(
+            [Part(shard.place, shard.marks.raw) for shard in gone],
+            [Part(shard.place, shard.marks.raw) for shard in new],
+            ranks,
+        )
+        all_known = all(states_moved for states_moved, _ in facts)
+        for i in unknown if all_known else range(len(new)):
+            new[i].mark_all()
+        for number in sorted(frozenset().union(*(cuts for _, cuts in facts))):
+            cut = own.get(number, Cut(number, {}))
+            pending = {shard.marks: torch.zeros_like(shard.marks.raw) for shard in new}
+            carry(
+                [Part(shard.place, cut.bytes(shard.marks)) for shard in gone],
+                [Part(shard.place, pending[shard.marks]) for shard in new],
+                ranks,
+            )
+            if all(number in cuts for _, cuts in facts):
+                cut.move([shard.marks for shard in gone], pending)
+                continue
+            for marks, taken in pending.items():  # some rank may never merge it: a superset
+                marks.raw.bitwise_or_(taken)
 
     def progress(self) -> dict[str, OptimizerProgress]:
         """Step counter and learning rate of the tables' optimizers, by table with a shard here."""
-        return table_progress(self._kernels)
+        return table_progress(self._kernels())
 
     def set_progress(self, progress: Mapping[str, OptimizerProgress]) -> None:
         """Sets them; see ``set_table_progress``."""
-        set_table_progress(self._kernels, progress)
+        set_table_progress(self._kernels(), progress)
+
+    def _kernels(self) -> list[Kernel]:
+        return [hook.kernel for hook in self._hooks]
 
     def purge(self) -> None:
         """After the shards' memory was written: drops rows from GPU caches."""
-        for kernel in self._kernels:
-            kernel.purge()
+        for hook in self._hooks:
+            hook.kernel.purge()
 
     def close(self) -> None:
         """Stops tracking; the model stays as it is."""
         for hook in self._hooks:
             hook.remove()
+        self._collections.close()
 
     def _shards_of(self, table: str) -> list[TrackedShard]:
         if table not in self.tables:

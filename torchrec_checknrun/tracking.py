@@ -10,6 +10,8 @@ looked-up ids: no atomics, no growth.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import IntFlag
 
 import torch
@@ -93,11 +95,39 @@ class Marks:
             self._bytes[start : start + len(mask)].bitwise_or_(again)
 
 
+@dataclass(eq=False)
+class Cut:
+    """Marks taken away at one instant, until it is known that what they name is durable.
+
+    Attributes:
+        number: which of the tracked model's cuts it is.
+        taken: by consumer, the rows of each shard, by its marks.
+    """
+
+    number: int
+    taken: dict[Consumer, dict[Marks, RowSet]]
+
+    def bytes(self, marks: Marks) -> torch.Tensor:
+        """A shard's rows as its marks were, ``(rows,)`` uint8."""
+        again = Marks(marks.rows, marks.raw.device)
+        for consumer, taken in self.taken.items():
+            if marks in taken:
+                again.merge(taken[marks], consumer)
+        return again.raw
+
+    def move(self, gone: Iterable[Marks], new: Mapping[Marks, torch.Tensor]) -> None:
+        """Puts such bytes of new shards in the place of old ones."""
+        for consumer, taken in self.taken.items():
+            for marks in gone:
+                taken.pop(marks, None)
+            taken |= {marks: RowSet(rows, int(consumer)) for marks, rows in new.items()}
+
+
 class KernelHook:
     """Marks the rows of one kernel as its backward passes come by."""
 
     def __init__(self, kernel: Kernel, marks: list[Marks]) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self._marks = marks
         self._warned = False
         self._handle = kernel.module.register_forward_hook(self._after_forward)
@@ -119,18 +149,18 @@ class KernelHook:
         out.register_hook(lambda _grad: self._at_backward(values, offsets))
 
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
-        if self._kernel.touches_other_rows:
+        if self.kernel.touches_other_rows:
             self._mark_all()
             return
-        for feature, shard in enumerate(self._kernel.feature_to_shard):
+        for feature, shard in enumerate(self.kernel.feature_to_shard):
             self._marks[shard].mark(values[offsets[feature] : offsets[feature + 1]])
 
     def _at_reset(self, table: int, rows: torch.Tensor) -> None:
         # Managed collisions initialise the rows of this table, by the kernel's order. But what it
         # resets is a feature's table, so that theirs may be another table's rows as well.
         shards = {table}
-        if self._kernel.module._emb_module.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-            shards.add(self._kernel.feature_to_shard[table])  # for others it does nothing
+        if self.kernel.module._emb_module.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+            shards.add(self.kernel.feature_to_shard[table])  # for others it does nothing
         for shard in shards & set(range(len(self._marks))):
             marks = self._marks[shard]
             marks.mark(rows[(rows >= 0) & (rows < marks.rows)])
@@ -139,8 +169,8 @@ class KernelHook:
         if not self._warned:
             self._warned = True
             _warn_all_rows(
-                self._kernel.module._emb_module.optimizer,
-                [shard.table for shard in self._kernel.shards],
+                self.kernel.module._emb_module.optimizer,
+                [shard.table for shard in self.kernel.shards],
             )
         for marks in self._marks:
             marks.mark_all()
@@ -164,9 +194,9 @@ class DataParallelHook(KernelHook):
     def waiting(self) -> bool:
         """Whether gradients wait for one of the dense optimizers that are known."""
         return any(
-            group_of(optimizer, self._kernel.shards[i].weight) is not None
+            group_of(optimizer, self.kernel.shards[i].weight) is not None
             for i in self._touched
-            for optimizer in self._kernel.optimizers
+            for optimizer in self.kernel.optimizers
         )
 
     def remove(self) -> None:
@@ -175,7 +205,7 @@ class DataParallelHook(KernelHook):
         self._stepped.remove()
 
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
-        for feature, shard in enumerate(self._kernel.feature_to_shard):
+        for feature, shard in enumerate(self.kernel.feature_to_shard):
             self._pending[shard].mark(values[offsets[feature] : offsets[feature + 1]])
             self._touched.add(shard)
 
@@ -183,7 +213,7 @@ class DataParallelHook(KernelHook):
         if wraps_another(optimizer):
             return  # the one inside has told us
         stepped = {}
-        for i, shard in enumerate(self._kernel.shards):
+        for i, shard in enumerate(self.kernel.shards):
             group = group_of(optimizer, shard.weight)
             if group is not None:
                 stepped[i] = touches_other_rows(optimizer, group)
@@ -198,7 +228,7 @@ class DataParallelHook(KernelHook):
             self._marks[i].mark_all()
         if everywhere and not self._warned:
             self._warned = True
-            tables = [self._kernel.shards[i].table for i in everywhere]
+            tables = [self.kernel.shards[i].table for i in everywhere]
             _warn_all_rows(type(optimizer).__name__, tables)
 
 

@@ -202,7 +202,7 @@ class Ours(Nothing):
         outputs = [torch.zeros(1, requires_grad=True) for _ in features]
         started = time.perf_counter()
         for hook, one, out in zip(self._tracked._hooks, features, outputs, strict=True):
-            hook._after_forward(hook._kernel.module, (one,), out)
+            hook._after_forward(hook.kernel.module, (one,), out)
             hook._at_backward(one.values(), one.offset_per_key())
         return time.perf_counter() - started
 

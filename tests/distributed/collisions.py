@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
@@ -17,6 +20,7 @@ from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectio
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
@@ -31,11 +35,16 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.distributed.models import CPU
+from tests.distributed import references
+from tests.distributed.models import CPU, gather, local_bytes
 from tests.distributed.zoo import Net, Zoo, ZooBatch, shard_net
+from torchrec_checknrun import Checkpointer, Consecutive, SavePlanner, StorageWriter, errors
 from torchrec_checknrun.shards import find_modules
 
 DIM, SAMPLES = 4, 6
+CHUNK_BYTES = 700
+Options = dict[str, Any]
+"""Of a ``Spec``, as JSON."""
 RAW_IDS = 240
 """Raw ids are below this: 1 to 6 ranks get equally many."""
 ROWS = {"t0": 48, "t1": 24}
@@ -55,6 +64,8 @@ class Spec:
 
     bag: bool = True
     hashed: bool = False
+    evicts: bool = False
+    """Whether hashed ids evict others, which only a GPU can do."""
     policy: str = "distance_lfu"
     interval: int = 3
     fused: str = "adagrad"
@@ -62,6 +73,7 @@ class Spec:
     grown: int = 0
     buckets: int = 4
     suffix: str = ""
+    device: str = "cpu"
 
     @property
     def rows(self) -> dict[str, int]:
@@ -71,6 +83,8 @@ class Spec:
 class CollisionZoo(Zoo):
     """Trains on raw ids of which some come often, others once; evictions draw new weights."""
 
+    device = CPU
+
     def batch(self, step: int | None = None) -> ZooBatch:
         step = self.steps if step is None else step
         generator = torch.Generator().manual_seed(step * 64 + dist.get_rank())
@@ -79,7 +93,8 @@ class CollisionZoo(Zoo):
         seldom = torch.randint(0, RAW_IDS, often.shape, generator=generator)
         values = torch.where(torch.rand(often.shape, generator=generator) < 0.5, often, seldom)
         features = KeyedJaggedTensor(keys=["f0", "f1", "f2"], values=values, lengths=lengths)
-        return ZooBatch(torch.randn(SAMPLES, 2, generator=generator), features)
+        batch = ZooBatch(torch.randn(SAMPLES, 2, generator=generator), features)
+        return batch.to(self.device)
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
@@ -173,7 +188,11 @@ def build(spec: Spec, seed: int = 1) -> CollisionZoo:
         sharder = ManagedCollisionEmbeddingCollectionSharder()
     net = Net(managed, DIM * 3 if spec.bag else DIM, not spec.bag)
     plan = dict.fromkeys(spec.rows, "row_wise")
-    return CollisionZoo(*shard_net(net, collection, sharder, plan, spec.fused), "collisions")
+    device = torch.device(spec.device)
+    parts = shard_net(net, collection, sharder, plan, spec.fused, device=device)
+    zoo = CollisionZoo(*parts, "collisions")
+    zoo.device = device
+    return zoo
 
 
 def _module(spec: Spec, table: str) -> Any:
@@ -183,6 +202,9 @@ def _module(spec: Spec, table: str) -> Any:
             device=CPU,
             total_num_buckets=spec.buckets,
             input_hash_size=spec.raw_ids,
+            max_probe=4,
+            eviction_policy_name=HashZchEvictionPolicyName.LRU_EVICTION if spec.evicts else None,
+            eviction_config=HashZchEvictionConfig(features=["any"], single_ttl=1),
         )
     return MCHManagedCollisionModule(
         zch_size=spec.rows[table],
@@ -221,3 +243,68 @@ def resets_on_cpu() -> Iterator[None]:
             SplitTableBatchedEmbeddingBagsCodegen, "reset_embedding_weight_momentum", reset
         )
         yield
+
+
+def checkpointer(root: str, zoo: CollisionZoo) -> Checkpointer:
+    return Checkpointer(
+        root,
+        model=zoo.model,
+        state={"optimizer": zoo.optimizer, "zoo": zoo},
+        policy=Consecutive(),
+        chunk_bytes=CHUNK_BYTES,
+    )
+
+
+def on_device(spec: Spec) -> Any:
+    alone = spec.device == "cpu" and spec.fused == "rowwise_adagrad"
+    return resets_on_cpu() if alone else nullcontext()
+
+
+def keep(zoo: CollisionZoo, path: Path) -> None:
+    """A copy of all that a run consists of, of this rank's history in a file of its own."""
+    rank, state, mapping = dist.get_rank(), gather(zoo), zoo.mapping()
+    path.with_suffix(f".{rank}.json").write_text(json.dumps(zoo.history()))
+    if rank == 0:
+        references.store(path.with_suffix(".npz"), state)
+        path.with_suffix(".json").write_text(json.dumps(mapping))
+    dist.barrier()
+
+
+def saved(root: str, spec: Options, tracked: bool = True) -> str:
+    """One checkpoint and its copy; with ids seen since the last eviction."""
+    zoo = build(Spec(**spec))
+    zoo.train(4)
+    if not tracked:
+        dcp.save(
+            {"model": zoo.model, "optimizer": zoo.optimizer, "zoo": zoo},
+            planner=SavePlanner(),
+            storage_writer=StorageWriter(Path(root) / "root" / "untracked"),
+        )
+        keep(zoo, Path(root) / "untracked")
+        return "untracked"
+    with checkpointer(f"{root}/root", zoo) as saver:
+        zoo.train(4)
+        report = saver.save()
+        assert report is not None
+    keep(zoo, Path(root) / report.id)
+    return report.id
+
+
+def refused(
+    root: str,
+    spec: Options,
+    name: str,
+    match: str,
+    error: str = "IncompatibleCheckpoint",
+    **how: Any,
+) -> None:
+    """It raises, on all ranks, and nothing is changed."""
+    zoo = build(Spec(**spec), seed=7)
+    zoo.train(2)
+    before, history = local_bytes(zoo), zoo.history()
+    with checkpointer(f"{root}/root", zoo) as saver:
+        with pytest.raises(getattr(errors, error), match=match):
+            saver.restore(name, **how)
+        assert (local_bytes(zoo), zoo.history(), zoo.steps) == (before, history, 2)
+        zoo.train(2)
+        saver.save()

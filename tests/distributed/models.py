@@ -392,7 +392,7 @@ def _collect(value: Any, path: str, parts: list[Part]) -> None:
 
 def gather(job: Trained) -> State:
     """The whole state; call it on all ranks. Every rank gets it."""
-    mine = [(p.name, p.size, p.offset, p.tensor.numpy().copy()) for p in local_parts(job)]
+    mine = [(p.name, p.size, p.offset, p.tensor.cpu().numpy().copy()) for p in local_parts(job)]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     state: State = {}
@@ -418,7 +418,7 @@ def row_bytes(
 
 def local_bytes(job: Trained) -> dict[str, bytes]:
     """Everything of this rank as bytes, to see that nothing changed."""
-    return {f"{p.name}@{p.offset}": p.tensor.numpy().tobytes() for p in local_parts(job)}
+    return {f"{p.name}@{p.offset}": p.tensor.cpu().numpy().tobytes() for p in local_parts(job)}
 
 
 @torch.no_grad()

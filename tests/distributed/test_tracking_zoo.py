@@ -28,7 +28,7 @@ from tests.distributed.zoo import (
     stored_rows,
     table_arrays,
 )
-from torchrec_checknrun import Checkpointer, Consecutive, Consumer, track
+from torchrec_checknrun import Checkpointer, Consecutive
 
 Workers = Callable[[int], WorkerPool]
 
@@ -126,29 +126,10 @@ def test_plain_loop_with_other_optimizers(workers: Workers, tmp_path: Path, fuse
     judge(counts, extra=3)
 
 
-def managed_collisions(plan: dict[str, str]) -> dict[str, int]:
-    """The wrapper's own state can't be stored, so the marks themselves are compared."""
-    zoo = build_zoo("managed_collision", plan)
-    tracked = track(zoo.model)
-    counts = {"changed": 0, "missed": 0, "extra": 0, "wrong": 0}
-    for _ in range(2):
-        before = table_arrays(zoo)
-        tracked.clear(Consumer.USER)
-        zoo.train(3)
-        own = {(t, int(r)) for t, rows in tracked.modified_rows().items() for r in rows}
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        marked = set().union(*everyone)
-        changed = changed_rows(before, table_arrays(zoo))
-        counts["changed"] += len(changed)
-        counts["missed"] += len(changed - marked)
-        counts["extra"] += len(marked - changed)
-    tracked.close()
-    return counts
-
-
-def test_managed_collisions(workers: Workers) -> None:
-    judge(workers(2).run(managed_collisions, plan=PLANS["rows"])[0])
+def test_managed_collisions(workers: Workers, tmp_path: Path) -> None:
+    """Without evictions; for those see test_managed_collision.py."""
+    options: Any = {"kind": "managed_collision", "plan": PLANS["rows"], "fused": "rowwise_adagrad"}
+    judge(workers(2).run(plain_loop, root=str(tmp_path), **options)[0])
 
 
 class _Stream:

@@ -205,7 +205,7 @@ def _embeddings(kind: str, dim: int) -> tuple[nn.Module, nn.Module, str, Any, in
 def build_zoo(
     kind: str,
     plan: dict[str, str],
-    fused: str = "rowwise_adagrad",
+    fused: str | dict[str, str] = "rowwise_adagrad",
     dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     dim: int = 8,
 ) -> Zoo:
@@ -213,6 +213,7 @@ def build_zoo(
 
     Args:
         plan: by table, as in ``layouts``.
+        fused: the fused optimizer of all tables, or by table.
         dense: the dense optimizer, which steps data-parallel tables as well; Adagrad by default.
     """
     torch.manual_seed(1)
@@ -226,31 +227,34 @@ def shard_net(
     collection: nn.Module,
     sharder: Any,
     plan: dict[str, str],
-    fused: str,
+    fused: str | dict[str, str],
     dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    device: torch.device = CPU,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Shards a net with the tables of ``collection``, and gives it its optimizers."""
     torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
     world = dist.get_world_size()
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    optimizer, options = {
-        "sgd": (torch.optim.SGD, {"lr": 0.05}),
-        "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
-        "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.05}),
-    }[fused]
+    optimizers = {
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+        "rowwise_adagrad": RowWiseAdagrad,
+    }
     for name, parameter in collection.named_parameters():
-        if plan[name.split(".")[-2]] != "data_parallel":
-            apply_optimizer_in_backward(optimizer, [parameter], dict(options))
+        table = name.split(".")[-2]
+        if plan[table] != "data_parallel":
+            optimizer = optimizers[fused if isinstance(fused, str) else fused[table]]
+            apply_optimizer_in_backward(optimizer, [parameter], {"lr": 0.05})
     sharding = construct_module_sharding_plan(
         net.embeddings,
         {table: generator_of(kind) for table, kind in plan.items()},
         sharder=sharder,
         local_size=world,
         world_size=world,
-        device_type="cpu",
+        device_type=device.type,
     )
     model = DistributedModelParallel(
-        net, device=CPU, plan=ShardingPlan({"embeddings": sharding}), sharders=[sharder]
+        net, device=device, plan=ShardingPlan({"embeddings": sharding}), sharders=[sharder]
     )
     parameters = in_backward_optimizer_filter(model.named_parameters())
     wrapper = KeyedOptimizerWrapper(

@@ -167,6 +167,19 @@ def test_a_converting_restore_needs_a_full_checkpoint(policy: Policy) -> None:
     assert run.propose().decision is policy.decide(run.lineage.history)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_other_columns_need_a_full_checkpoint(policy: Policy) -> None:
+    run = Run(policy)
+    run.save()
+    run.lineage.resharded()
+    assert run.propose().decision is Decision.FULL
+    assert run.save().kind == "full"  # the one proposed before failed
+    assert run.propose().decision is policy.decide(run.lineage.history)
+    run.lineage.resharded()
+    run.lineage.restored(Chain(run.lineage.history), converted=False)  # into those columns
+    assert run.propose().decision is policy.decide(run.lineage.history)
+
+
 @pytest.mark.parametrize("policy", [OneShot(), Consecutive()])
 @pytest.mark.parametrize(
     ("before", "now", "kind"),

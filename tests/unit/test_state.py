@@ -330,6 +330,10 @@ class TestCheckState:
     def test_what_an_object_creates_late_is_no_problem(self) -> None:
         self.check({"state": {}}, {"state": {0: {"step": torch.ones(())}}})
 
+    def test_lists_may_have_another_length(self) -> None:
+        self.check({"l": [torch.zeros(2)]}, {"l": [torch.zeros(3), torch.zeros(4)]})
+        self.check({"l": [], "t": (1, 2)}, {"l": [torch.zeros(3)], "t": ()})
+
     @pytest.mark.parametrize(
         ("live", "saved", "message"),
         [
@@ -349,6 +353,12 @@ class TestCheckState:
             ({"w": torch.zeros(2)}, {"w": np.zeros(2)}, r"^model\.w: the checkpoint has no tensor"),
             ({"w": torch.zeros(())}, {"w": torch.zeros(1)}, r"float32 \[1\].*float32 \[\]"),
             ({1: 5}, {"1": 5}, r"^model\.1 is not in the checkpoint"),
+            (
+                {"l": [torch.zeros(2), torch.zeros(2)]},
+                {"l": [torch.zeros(2), torch.zeros(3)]},
+                r"^model\.l\[1\]: the checkpoint has float32 \[3\]",
+            ),
+            ({"l": ({"x": torch.zeros(2)},)}, {"l": ({},)}, r"^model\.l\[0\]\.x is not in"),
         ],
     )
     def test_does_not_fit(self, live: object, saved: object, message: str) -> None:
