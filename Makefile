@@ -4,6 +4,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.made
+CSRC := $(wildcard torchrec_checknrun/csrc/*)
 
 # The stamp holds the choices that the environment was made with: they stay until others are given.
 MADE := $(shell cat $(STAMP) 2>/dev/null)
@@ -35,14 +36,23 @@ env: $(STAMP)
 ifneq ($(CHOICE),$(MADE))
 .PHONY: $(STAMP)
 endif
-$(STAMP): setup.py pyproject.toml recipes/install.py Makefile
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo '$(PYTHON) is missing or older than 3.10. Give another: make PYTHON=python3.12'; exit 1; }
-	@$(PYTHON) -c 'import ensurepip' || \
-		{ echo '$(PYTHON) has no venv module. On Debian: apt install python3-venv'; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
-	$(PY) recipes/install.py --device $(DEVICE) --extras recipes,test --editable
+$(STAMP): setup.py pyproject.toml recipes/install.py Makefile $(CSRC)
+	$(if $(filter-out $(CSRC),$?),$(MAKE_ENVIRONMENT),$(MAKE_KERNEL))
 	@echo '$(CHOICE)' > $@
+
+define MAKE_ENVIRONMENT
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	{ echo '$(PYTHON) is missing or older than 3.10. Give another: make PYTHON=python3.12'; exit 1; }
+@$(PYTHON) -c 'import ensurepip' || \
+	{ echo '$(PYTHON) has no venv module. On Debian: apt install python3-venv'; exit 1; }
+$(PYTHON) -m venv --clear $(VENV)
+$(PY) recipes/install.py --device $(DEVICE) --extras recipes,test --editable
+endef
+
+# Where nothing but the kernel's sources changed.
+define MAKE_KERNEL
+$(PY) setup.py --quiet build_ext --inplace
+endef
 
 demo: $(STAMP)
 	$(PY) -m recipes.dlrm_criteo.demo $(if $(DATA),--data '$(DATA)')
@@ -59,5 +69,5 @@ test-full: check
 	$(PY) -m pytest --durations=20 $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info torchrec_checknrun/_C*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,14 +3,36 @@
 TorchRec and FBGEMM are missing from the requirements on purpose: TorchRec's own metadata asks for
 the CUDA build of FBGEMM, which a machine without a GPU must not have. recipes/install.py brings
 both, in the build that fits the machine.
+
+The compiled kernel in csrc is built against the torch that is installed, so torch has to be there
+before this package and the build must not be isolated from it. Without torch or a C++ compiler the
+package is installed all the same: plain torch does the kernel's work then, slower.
 """
 
+import os
 import runpy
+import sys
+import textwrap
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+PACKAGE = ROOT / "torchrec_checknrun"
+CSRC = PACKAGE / "csrc"
+
+COMPILE = [
+    "-O3",
+    "-g0",
+    "-std=c++20",
+    "-fopenmp",  # ATen's threads
+    # Instruction sets are chosen in the sources, file by file; all are to give the same bytes.
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",  # g++ finds those in its own intrinsics
+]
 
 REQUIRES = [
     "torch>=2.13,<2.14",  # the tensors, the collectives and the distributed checkpoint protocol
@@ -43,6 +65,57 @@ EXTRAS = {
     ],
 }
 
+
+class BuildKernel(build_ext):
+    """Compiles csrc to a library that torch.ops.load_library loads; not having it is no error.
+
+    CHECKNRUN_NO_EXTENSION=1 leaves it out.
+    """
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.force = True  # the files' dates don't tell that torch is another one
+
+    def build_extension(self, ext: Extension) -> None:
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.unlink(missing_ok=True)
+        try:
+            if os.environ.get("CHECKNRUN_NO_EXTENSION", "0") not in ("", "0"):
+                raise RuntimeError("CHECKNRUN_NO_EXTENSION is set")
+            self.add_torch(ext)
+            super().build_extension(ext)
+        except Exception as error:  # whatever it is, the package works without
+            library.unlink(missing_ok=True)
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", 100, placeholder=" …")
+            print(
+                f"torchrec_checknrun is installed without its compiled kernel ({reason}); to have "
+                "it, install torch and g++, then this package again with --no-build-isolation",
+                file=sys.stderr,
+            )
+
+    def add_torch(self, ext: Extension) -> None:
+        """Names torch's headers and libraries.
+
+        No path to them is kept in the library, nor which OpenMP runtime it needs: it is loaded into
+        processes that have imported torch, whose own must be used.
+        """
+        import torch
+
+        folder = Path(torch.__file__).parent
+        ext.include_dirs.append(str(folder / "include"))
+        ext.library_dirs.append(str(folder / "lib"))
+        ext.define_macros.append(
+            ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi())))
+        )
+
+    def copy_extensions_to_source(self) -> None:
+        # A library of an earlier build would go on being used; and one in use must not be
+        # overwritten in place.
+        for earlier in PACKAGE.glob("_C*.so"):
+            earlier.unlink()
+        super().copy_extensions_to_source()
+
+
 setup(
     name="torchrec_checknrun",
     version=runpy.run_path(str(ROOT / "torchrec_checknrun" / "version.py"))["__version__"],
@@ -67,5 +140,20 @@ setup(
     packages=[*find_packages(include=["torchrec_checknrun*"]), "hydra_plugins"],
     package_dir={"hydra_plugins": "torchrec_checknrun/hydra_plugin"},
     package_data={"torchrec_checknrun": ["py.typed"]},
+    # One library for all versions of Python, since it uses nothing of it.
+    ext_modules=[
+        Extension(
+            "torchrec_checknrun._C",
+            sources=sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("*.cpp")),
+            depends=sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("*.h")),
+            extra_compile_args=COMPILE,
+            libraries=["c10", "torch_cpu"],
+            language="c++",
+            optional=True,
+            py_limited_api=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernel},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
     zip_safe=False,
 )

@@ -35,14 +35,21 @@ TORCHREC_NEEDS = [
 
 # Run in a fresh interpreter, since a package just installed is not seen by this one.
 CHECK = """
-import sys, torch, fbgemm_gpu, torchrec
+import sys
+sys.path[:] = filter(None, sys.path)  # what is installed, not what lies in this folder
+import torch, fbgemm_gpu, torchrec
+from torchrec_checknrun.codecs.kernel import has_extension
 torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(torch.zeros(1, 4))
 if sys.argv[1] == "cuda" and torch.version.cuda is None:
     sys.exit(
         f"torch {torch.__version__} is built without CUDA. Run `pip uninstall torch`, have pip find"
         " PyTorch's CUDA packages (see README) and install again; or choose --device cpu."
     )
-print(f"torch {torch.__version__}, torchrec {torchrec.__version__}: ready for {sys.argv[1]}.")
+kernel = "with" if has_extension() else "without"
+print(
+    f"torch {torch.__version__}, torchrec {torchrec.__version__}, {kernel} the compiled kernel:"
+    f" ready for {sys.argv[1]}."
+)
 """
 
 

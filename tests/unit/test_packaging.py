@@ -17,6 +17,7 @@ from torchrec_checknrun.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE_FROM = ["Makefile", "recipes/install.py", "pyproject.toml", "setup.py"]
+CSRC = "torchrec_checknrun/csrc/rows.h"
 SOURCES = ["LICENSE", "README.md", "pyproject.toml", "setup.py", "torchrec_checknrun"]
 
 APP = """
@@ -39,11 +40,13 @@ def run(
     *command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in command]
-    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
 
 
-def pip(command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "pip", command, "--no-index", *arguments)
+def pip(
+    command: str, *arguments: str | Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-m", "pip", command, "--no-index", *arguments, env=env)
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
@@ -51,22 +54,43 @@ def clean_environment(**variables: str) -> dict[str, str]:
     return {**kept, **variables}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout, built in a copy: a build leaves files beside the sources."""
-    source = tmp_path_factory.mktemp("source")
+def copy_sources(target: Path) -> Path:
+    """This checkout without what was built in it: a build leaves files beside the sources."""
+    built = shutil.ignore_patterns("__pycache__", "*.so")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(ROOT / name, target / name, ignore=built)
         else:
-            shutil.copy(ROOT / name, source / name)
-    target = tmp_path_factory.mktemp("wheel")
-    built = pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", target, source)
+            shutil.copy(ROOT / name, target / name)
+    return target
+
+
+def build_wheel(source: Path, target: Path, env: dict[str, str] | None = None) -> tuple[Path, str]:
+    """The wheel and what was printed."""
+    options = ("--verbose", "--no-deps", "--no-build-isolation", "--wheel-dir", target)
+    built = pip("wheel", *options, source, env=env)
     assert built.returncode == 0, built.stdout + built.stderr
     (path,) = target.glob("*.whl")
-    return path
+    return path, built.stdout + built.stderr
+
+
+def members(wheel: Path) -> set[str]:
+    """What is in a wheel, without its metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The wheel where every compiler fails, which saves the time that a compiler takes."""
+    source = copy_sources(tmp_path_factory.mktemp("source"))
+    env = {**os.environ, "CC": "/bin/false", "CXX": "/bin/false"}
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"), env)
+
+
+@pytest.fixture(scope="module")
+def wheel(built: tuple[Path, str]) -> Path:
+    return built[0]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +102,6 @@ def metadata(wheel: Path) -> Message:
 
 def test_wheel_holds_the_package_and_the_plugin_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("LICENSE")]
     package = ROOT / "torchrec_checknrun"
     plugin = package / "hydra_plugin"
@@ -87,12 +110,44 @@ def test_wheel_holds_the_package_and_the_plugin_and_nothing_else(wheel: Path) ->
         for path in package.rglob("*.py")
         if not path.is_relative_to(plugin)
     }
-    assert names == {
+    assert members(wheel) == {
         *sources,
         "torchrec_checknrun/py.typed",
         "hydra_plugins/torchrec_checknrun_plugin.py",
     }
     assert len(licences) == 1
+
+
+def test_without_a_compiler_one_line_names_the_remedy(built: tuple[Path, str]) -> None:
+    (line,) = (line for line in built[1].splitlines() if "without its compiled kernel" in line)
+    assert "/bin/false" in line
+    assert "install torch and g++" in line
+
+
+def test_the_kernel_is_left_out_on_request_and_an_earlier_one_removed(tmp_path: Path) -> None:
+    source = copy_sources(tmp_path)
+    earlier = source / "torchrec_checknrun" / "_C.so"
+    earlier.touch()
+    environment = {**os.environ, "CHECKNRUN_NO_EXTENSION": "1"}
+    built = run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=source, env=environment)
+    assert built.returncode == 0, built.stderr
+    assert "CHECKNRUN_NO_EXTENSION is set" in built.stderr
+    assert not earlier.exists()
+
+
+@pytest.mark.slow
+def test_the_wheel_of_a_source_archive_holds_the_kernel(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    source = copy_sources(tmp_path / "source")
+    run(sys.executable, "setup.py", "sdist", cwd=source)
+    (archive,) = (source / "dist").glob("*.tar.gz")
+    compiled, output = build_wheel(archive, tmp_path)
+    (library,) = members(compiled) - members(wheel)
+    with zipfile.ZipFile(compiled) as content:
+        content.extractall(tmp_path)
+    code = f"import torch; torch.ops.load_library({str(tmp_path / library)!r}); "
+    loaded = run(sys.executable, "-c", code + "print(torch.ops.checknrun.kernel_builds())")
+    assert "plain" in loaded.stdout, output + loaded.stderr
 
 
 def test_version_has_one_source(wheel: Path, metadata: Message) -> None:
@@ -255,7 +310,8 @@ class TestMakefile:
     def made(self, tmp_path: Path) -> Path:
         """A checkout whose environment was made by python3 and is newer than its sources."""
         (tmp_path / "recipes").mkdir()
-        for name in MADE_FROM:
+        (tmp_path / CSRC).parent.mkdir(parents=True)
+        for name in (*MADE_FROM, CSRC):
             (tmp_path / name).touch()
             os.utime(tmp_path / name, (1, 1))
         (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
@@ -279,16 +335,29 @@ class TestMakefile:
         assert self.is_up_to_date(made)
         assert self.is_up_to_date(made, "PYTHON=python3")
 
+    def change(self, folder: Path, *names: str) -> None:
+        later = (folder / ".venv" / ".made").stat().st_mtime + 10
+        for name in names:
+            os.utime(folder / name, (later, later))
+
     @pytest.mark.parametrize("name", MADE_FROM)
     def test_is_made_again_when_a_file_changed(self, made: Path, name: str) -> None:
-        os.utime(made / name)
-        later = (made / ".venv" / ".made").stat().st_mtime + 10
-        os.utime(made / name, (later, later))
+        self.change(made, name, CSRC)
         assert not self.is_up_to_date(made)
+        steps = self.make(made, "--dry-run", "env").stdout
+        assert "-m venv --clear .venv\n.venv/bin/python recipes/install.py" in steps
+        assert "build_ext" not in steps
+
+    def test_only_the_kernel_is_made_again_when_only_that_changed(self, made: Path) -> None:
+        self.change(made, CSRC)
+        steps = self.make(made, "--dry-run", "env").stdout.splitlines()
+        assert steps[0] == ".venv/bin/python setup.py --quiet build_ext --inplace"
+        assert "venv --clear" not in " ".join(steps)
 
     def test_is_made_again_for_another_choice(self, made: Path) -> None:
         assert not self.is_up_to_date(made, "PYTHON=python3.99")
         assert not self.is_up_to_date(made, "DEVICE=cuda")
+        assert "venv --clear" in self.make(made, "--dry-run", "env", "DEVICE=cuda").stdout
 
     def test_is_made_again_after_a_move(self, made: Path) -> None:
         moved = made.rename(made.with_name("moved"))
