@@ -252,7 +252,7 @@ def _check_layout(
             f"{list(now or ())} now. Only a tracked model can take it then: pass "
             "tracked=track(model) to the LoadPlanner"
         )
-    if now is None or not _make_up(own, now, saved, module.input_size()):
+    if now is None or not make_up(own, now, saved, module.input_size()):
         raise IncompatibleCheckpoint(
             f"{path}: raw ids belong to ranks by their value, and those of the {len(saved)} ranks "
             f"it was saved on, with rows {list(saved)}, are not those of the ranks with rows "
@@ -261,7 +261,7 @@ def _check_layout(
         )
 
 
-def _make_up(own: Span, now: tuple[Span, ...], saved: tuple[Span, ...], ids: int) -> bool:
+def make_up(own: Span, now: tuple[Span, ...], saved: tuple[Span, ...], ids: int) -> bool:
     """Whether a shard is some of the saved ones, and gets exactly the raw ids that they got.
 
     Args:
