@@ -239,15 +239,21 @@ def build(
     return LayoutJob(model_spec, model, CombinedOptimizer(parts))
 
 
-def generator_of(sharding: str) -> Any:
-    """TorchRec's sharding of a table, from its name in a plan."""
+def generator_of(sharding: str, kernel: str | None = None) -> Any:
+    """TorchRec's sharding of a table, from its name in a plan.
+
+    Args:
+        kernel: the compute kernel of a table-, row- or column-wise table; by default the one that
+            fits its optimizer.
+    """
     kind, _, rest = sharding.partition(":")
     numbers = [int(number) for number in rest.split(",")] if rest else []
+    fused = {} if kernel is None else {"compute_kernel": kernel}
     return {
-        "table_wise": lambda: table_wise(rank=numbers[0]),
-        "row_wise": row_wise,
-        "column_wise": lambda: column_wise(ranks=numbers),
-        "columns": lambda: column_wise(size_per_rank=numbers),
+        "table_wise": lambda: table_wise(rank=numbers[0], **fused),
+        "row_wise": lambda: row_wise(**fused),
+        "column_wise": lambda: column_wise(ranks=numbers, **fused),
+        "columns": lambda: column_wise(size_per_rank=numbers, **fused),
         "table_row_wise": lambda: table_row_wise(host_index=numbers[0]),
         "grid_shard": lambda: grid_shard(host_indexes=numbers),
         "data_parallel": data_parallel,

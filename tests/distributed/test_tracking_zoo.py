@@ -20,6 +20,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSem
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import (
     CPU,
+    ROWS,
     Rows,
     Zoo,
     ZooBatch,
@@ -87,8 +88,10 @@ def judge(counts: dict[str, int], extra: int = 0) -> None:
     assert counts["extra"] <= extra
 
 
-def plain_loop(root: str, kind: str, plan: dict[str, str], fused: str) -> dict[str, int]:
-    zoo = build_zoo(kind, plan, fused)
+def plain_loop(
+    root: str, kind: str, plan: dict[str, str], fused: str, dim: int = 8, nodes: int = 1
+) -> dict[str, int]:
+    zoo = build_zoo(kind, plan, fused, dim=dim, nodes=nodes)
     watch = Watch(zoo, root)
     for _ in range(2):
         zoo.train(3)
@@ -115,6 +118,31 @@ def test_plain_loop(workers: Workers, tmp_path: Path, kind: str, plan: str) -> N
         plain_loop, root=str(tmp_path), kind=kind, plan=PLANS[plan], fused="rowwise_adagrad"
     )[0]
     # A variable batch may hold bags that no sample uses: their gradient is zero.
+    judge(counts, extra=30 if kind == "vbe" else 0)
+
+
+NODES = {
+    # One node: a table's rows over its ranks. Two: columns over nodes, of at least 128 each.
+    "one_node": ({"t0": "table_row_wise:0", "t1": "table_row_wise:0", "t2": "row_wise"}, 1, 8),
+    "grid": ({"t0": "grid_shard:0,1", "t1": "table_row_wise:1", "t2": "grid_shard:1,0"}, 2, 256),
+}
+
+
+@pytest.mark.parametrize("plan", sorted(NODES))
+@pytest.mark.parametrize("kind", ["bags", "weighted", "feature_processed", "vbe"])
+def test_plain_loop_over_nodes(workers: Workers, tmp_path: Path, kind: str, plan: str) -> None:
+    if (kind, plan) == ("vbe", "grid"):
+        pytest.skip("TorchRec doesn't train a variable batch over a grid")
+    shardings, nodes, dim = NODES[plan]
+    counts = workers(2).run(
+        plain_loop,
+        root=str(tmp_path),
+        kind=kind,
+        plan=shardings,
+        fused="rowwise_adagrad",
+        dim=dim,
+        nodes=nodes,
+    )[0]
     judge(counts, extra=30 if kind == "vbe" else 0)
 
 
@@ -308,6 +336,35 @@ def test_optimizers_that_change_other_rows(workers: Workers, tmp_path: Path, den
     judge(counts, extra=200)
     assert warned == 1
     assert different == 0
+
+
+def moving_average(root: str, plan: dict[str, str]) -> dict[str, Any]:
+    """EMA in place: every few steps a fused optimizer moves all rows, also of a silent table."""
+    zoo = build_zoo("bags", plan, "ema")
+    with warnings_said() as said:
+        watch = Watch(zoo, root)
+        moved = 0
+        for steps in (3, 2, 4):
+            before = table_arrays(zoo)
+            zoo.train(steps)
+            watch.check()
+            assert len(watch.stored) == sum(ROWS.values())
+            moved += sum(t.endswith("t2") for t, _ in changed_rows(before, table_arrays(zoo)))
+        with torch.no_grad():  # FBGEMM averages in the forward pass, so in this one, too
+            for number in range(5):
+                zoo.model(zoo.batch(90 + number))
+        watch.check()
+    watch.saver.close()
+    return {**watch.counts, "moved": moved, "warned": sum("all rows" in line for line in said)}
+
+
+@pytest.mark.parametrize("plan", ["rows", "columns"])
+def test_moving_average_in_place(workers: Workers, tmp_path: Path, plan: str) -> None:
+    counts = workers(2).run(moving_average, root=str(tmp_path), plan=PLANS[plan])[0]
+    moved, warned = counts.pop("moved"), counts.pop("warned")
+    judge(counts, extra=200)
+    assert moved > 0
+    assert 1 <= warned <= 2  # once for each kernel
 
 
 def by_hand(root: str, plan: dict[str, str]) -> None:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torchrec.distributed.comm as torchrec_comm
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -54,6 +56,18 @@ Rows = set[Row]
 ROWS = {"t0": 43, "t1": 32, "t2": 21}
 FEATURES = {"t0": ["f0", "f1"], "t1": ["f1"], "t2": ["silent"]}
 IDS = {"f0": 43, "f1": 32, "silent": 0}
+
+FUSED: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+}
+EMA: dict[str, Any] = {
+    "optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+    "learning_rate": 0.05,
+    "emainplace_mode": EmainplaceModeDefinition(step_ema=4, step_start=0, step_ema_coef=0.5),
+}
+"""No optimizer class stands for this one: TorchRec gets it with the sharder."""
 
 
 @dataclass
@@ -153,7 +167,9 @@ def _variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
     )
 
 
-def _embeddings(kind: str, dim: int) -> tuple[nn.Module, nn.Module, str, Any, int]:
+def _embeddings(
+    kind: str, dim: int, fused_params: dict[str, Any] | None
+) -> tuple[nn.Module, nn.Module, str, Any, int]:
     """The module, the collection in it, that one's path, the sharder, the width of the output."""
     meta = torch.device("meta")
     if kind == "sequence":
@@ -164,7 +180,7 @@ def _embeddings(kind: str, dim: int) -> tuple[nn.Module, nn.Module, str, Any, in
             for t in ROWS
         ]
         sequence = EmbeddingCollection(tables=configs, device=meta)
-        return sequence, sequence, "", EmbeddingCollectionSharder(), dim
+        return sequence, sequence, "", EmbeddingCollectionSharder(fused_params), dim
     bags = [
         EmbeddingBagConfig(
             name=t,
@@ -199,7 +215,7 @@ def _embeddings(kind: str, dim: int) -> tuple[nn.Module, nn.Module, str, Any, in
         )
         sharder = ManagedCollisionEmbeddingBagCollectionSharder()
         return managed, collection, "_embedding_module", sharder, width
-    return collection, collection, "", EmbeddingBagCollectionSharder(), width
+    return collection, collection, "", EmbeddingBagCollectionSharder(fused_params), width
 
 
 def build_zoo(
@@ -208,18 +224,21 @@ def build_zoo(
     fused: str | dict[str, str] = "rowwise_adagrad",
     dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     dim: int = 8,
+    nodes: int = 1,
 ) -> Zoo:
     """Shards a model of that kind.
 
     Args:
         plan: by table, as in ``layouts``.
-        fused: the fused optimizer of all tables, or by table.
+        fused: the fused optimizer of all tables, or by table; ``ema`` (of all) also moves rows that
+            were not looked up.
         dense: the dense optimizer, which steps data-parallel tables as well; Adagrad by default.
     """
     torch.manual_seed(1)
-    module, collection, _, sharder, width = _embeddings(kind, dim)
+    fused_params = EMA if fused == "ema" else None
+    module, collection, _, sharder, width = _embeddings(kind, dim, fused_params)
     net = Net(module, width, kind == "sequence")
-    return Zoo(*shard_net(net, collection, sharder, plan, fused, dense), kind)
+    return Zoo(*shard_net(net, collection, sharder, plan, fused, dense, nodes=nodes), kind)
 
 
 def shard_net(
@@ -230,26 +249,22 @@ def shard_net(
     fused: str | dict[str, str],
     dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     device: torch.device = CPU,
+    nodes: int = 1,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Shards a net with the tables of ``collection``, and gives it its optimizers."""
     torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
     world = dist.get_world_size()
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    optimizers = {
-        "sgd": torch.optim.SGD,
-        "adagrad": torch.optim.Adagrad,
-        "rowwise_adagrad": RowWiseAdagrad,
-    }
+    os.environ["LOCAL_WORLD_SIZE"] = str(world // nodes)
     for name, parameter in collection.named_parameters():
         table = name.split(".")[-2]
-        if plan[table] != "data_parallel":
-            optimizer = optimizers[fused if isinstance(fused, str) else fused[table]]
+        if fused != "ema" and plan[table] != "data_parallel":
+            optimizer = FUSED[fused if isinstance(fused, str) else fused[table]]
             apply_optimizer_in_backward(optimizer, [parameter], {"lr": 0.05})
     sharding = construct_module_sharding_plan(
         net.embeddings,
-        {table: generator_of(kind) for table, kind in plan.items()},
+        {t: generator_of(kind, "fused" if fused == "ema" else None) for t, kind in plan.items()},
         sharder=sharder,
-        local_size=world,
+        local_size=world // nodes,
         world_size=world,
         device_type=device.type,
     )
