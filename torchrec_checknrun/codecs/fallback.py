@@ -1,0 +1,383 @@
+"""Fused rows in NumPy: what takes the compiled kernel's place where it could not be built.
+
+The same layout and the same algorithms, so that either reads what the other wrote; methods without
+a search give the same bytes. The searches add up in another order: some bytes may differ, the mean
+error hardly does.
+
+Rows are transposed, a block at a time: every number of a row (its scale, its sums) is then a vector
+over the block, and no operation has to add up within one. A block stays in a core's cache from one
+operation to the next. NumPy, because its operations stay on the thread that calls them and blocks
+are spread over threads instead: torch would wake its threads for every operation, which on a busy
+machine takes a hundred times longer than the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchrec_checknrun.codecs.kernel import Method, Refusal
+
+_ENCODED_AT_ONCE = 2**16
+"""Values of a block: three arrays of 256 KiB."""
+_DECODED_AT_ONCE = 2**15
+"""Values; the most that torch's operations don't wake threads for."""
+_CUTS = {2: 0.18, 3: 0.08, 4: 0.02}
+"""Which part of a row's range the search cuts off at either end before it starts."""
+_MOVES = (0.4, 0.2)
+"""By which parts of a step it then moves the ends."""
+_MOST_HALF = 65504.0
+_MOST_FLOAT = 8.5e37  # a quarter of the largest: ranges stay finite
+_LEAST = 2.0**-16  # below, a fp16 scale has too few bits
+
+_ONE = np.float32(1)
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+class Grid(NamedTuple):
+    """``value = code * scale + bias``, for each of ``n`` rows: two ``(n,)`` or ``(c, n)``."""
+
+    bias: Floats
+    scale: Floats
+
+
+def encode_rows(
+    rows: torch.Tensor,
+    ids: torch.Tensor | None,
+    bits: int,
+    method: int,
+    num_bins: int,
+    ratio: float,
+    factor: float,
+    out: torch.Tensor,
+    refused: torch.Tensor,
+) -> int:
+    """What ``torch.ops.checknrun.encode_rows`` does; see ``kernel.encode_rows``.
+
+    Args:
+        refused: ``(n,)`` uint8, filled with a ``Refusal`` per row; their bytes are zero.
+
+    Returns:
+        How many rows were refused.
+    """
+    bfloat16 = rows.dtype == torch.bfloat16
+    table = (rows.detach().view(torch.int16) if bfloat16 else rows.detach()).numpy()
+    positions = None if ids is None else ids.numpy()
+    target, refusals = out.numpy(), refused.numpy()
+
+    def encode(start: int, stop: int) -> None:
+        block = table[start:stop] if positions is None else table[positions[start:stop]]
+        if bfloat16:
+            block = (block.astype(np.int32) << 16).view(np.float32)
+        x = np.empty((block.shape[1], len(block)), np.float32)
+        np.copyto(x, block.T)
+        if factor != 1:
+            x *= np.float32(factor)
+        with np.errstate(all="ignore"):
+            encoded, refusals[start:stop] = _encode(x, bits, Method(method), num_bins, ratio)
+        target[start:stop] = encoded
+
+    _for_blocks(encode, len(target), max(1, _ENCODED_AT_ONCE // table.shape[1]))
+    return int(np.count_nonzero(refusals))
+
+
+def decode_rows(
+    data: torch.Tensor,
+    bits: int,
+    factor: float,
+    ids: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """What ``torch.ops.checknrun.decode_rows`` does; see ``kernel.decode_rows``."""
+    dim = out.shape[1]
+
+    def decode(start: int, stop: int) -> None:
+        part = data[start:stop]
+        if bits == 8:
+            values = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(part)
+        elif bits == 3:
+            values = torch.from_numpy(_decode3(part.numpy(), dim))
+        else:
+            values = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(part, bits)
+        values = values[:, :dim] if factor == 1 else values[:, :dim] * factor
+        if ids is None:
+            out[start:stop] = values
+        else:
+            out.index_copy_(0, ids[start:stop], values.to(out.dtype))
+
+    _for_blocks(decode, len(data), max(1, _DECODED_AT_ONCE // dim))
+
+
+def _for_blocks(work: Callable[[int, int], None], rows: int, size: int) -> None:
+    """Calls ``work(start, stop)`` for every block of rows, on as many threads as torch may use."""
+    starts = range(0, rows, size)
+    threads = min(torch.get_num_threads(), len(starts))
+    if threads < 2:
+        for start in starts:
+            work(start, min(start + size, rows))
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(lambda start: work(start, min(start + size, rows)), starts):
+            pass
+
+
+def _encode(
+    x: Floats, bits: int, method: Method, num_bins: int, ratio: float
+) -> tuple[Bytes, Bytes]:
+    """Rows ``(dim, n)`` to bytes ``(n, row bytes)`` and ``(n,)`` refusals."""
+    top = np.float32(2**bits - 1)
+    low, high = x.min(axis=0), x.max(axis=0)
+    refusals = _refusals(low, high, bits)
+    if method == Method.SYMMETRIC:
+        grid = _symmetric_grid(low, high, bits)
+        inverse = _ONE / grid.scale
+    elif bits == 8:
+        low = _signed_low(x, low)
+        width = np.abs(high - low)  # not -0
+        grid = Grid(low, width / top)
+        inverse = top / (width + np.float32(1e-8))
+    else:
+        low = _signed_low(x, low)
+        grid = _min_max_grid(low, high, top)
+        if method == Method.GREEDY:
+            found = _greedy_search(x, low, high, top, num_bins, ratio)
+            grid = _better(x, low, high, top, found, grid)
+        elif method == Method.ADAPTIVE:
+            found = _range_search(x, low, high, bits)
+            grid = _better(x, low, high, top, found, grid)
+        inverse = _ONE / grid.scale
+    codes = _pack(_codes(x, grid.bias, inverse, top, np.empty_like(x)), bits)
+    stored = np.stack((grid.scale, grid.bias), axis=1)
+    tail = (stored if bits == 8 else stored.astype(np.float16)).view(np.uint8)
+    encoded = np.concatenate((codes, tail), axis=1)
+    encoded[refusals > 0] = 0
+    return encoded, refusals
+
+
+def _refusals(low: Floats, high: Floats, bits: int) -> Bytes:
+    """A NaN anywhere in a row is in its extremes too."""
+    most = np.maximum(np.abs(low), np.abs(high))
+    refusals = np.zeros(len(most), np.uint8)
+    refusals[(most > 0) & (most < _LEAST)] = Refusal.TOO_SMALL
+    refusals[most > (_MOST_FLOAT if bits == 8 else _MOST_HALF)] = Refusal.TOO_LARGE
+    refusals[~np.isfinite(most)] = Refusal.NOT_FINITE
+    return refusals
+
+
+def _codes(x: Floats, bias: Floats, inverse: Floats, top: np.float32, out: Floats) -> Floats:
+    np.subtract(x, bias, out=out)
+    np.multiply(out, inverse, out=out)
+    return _nearest(out, top)
+
+
+def _nearest(x: Floats, top: np.float32) -> Floats:
+    """The nearest codes, in place."""
+    np.clip(x, 0, top, out=x)
+    return np.rint(x, out=x)
+
+
+def _signed_low(x: Floats, low: Floats) -> Floats:
+    """The minimum; for a zero, the one whose sign FBGEMM stores.
+
+    That is, of eight lanes, in the first that has a zero, the last one.
+    """
+    rows = np.flatnonzero(low == 0)
+    if len(rows):
+        dim = len(x)
+        whole = dim // 8 * 8
+        order = [d for lane in range(8) for d in range(whole - 8 + lane, -1, -8)]
+        order += range(whole, dim)
+        ordered = x[np.array(order)[:, None], rows]
+        low[rows] = ordered[(ordered == 0).argmax(axis=0), np.arange(len(rows))]
+    return low
+
+
+def _half(x: Floats) -> Floats:
+    return x.astype(np.float16).astype(np.float32)
+
+
+def _min_max_grid(low: Floats, high: Floats, top: np.float32) -> Grid:
+    """FBGEMM's, to the bit."""
+    bias = _half(low)
+    width = high - bias
+    scale = _half(np.where(width == 0, _ONE, width / top))
+    return Grid(bias, np.where(scale == 0, _ONE, scale))
+
+
+def _symmetric_grid(low: Floats, high: Floats, bits: int) -> Grid:
+    """The scale keeps so few bits that the bias, ``-scale * top / 2``, is exact."""
+    top = np.float32(2**bits - 1)
+    scale = 2 * np.maximum(np.abs(low), np.abs(high)) / top
+    dropped = 8 if bits == 8 else 13 + bits
+    pattern = scale.view(np.int32)
+    half = (pattern >> dropped & 1) + ((1 << (dropped - 1)) - 1)
+    scale = (pattern + half & -(1 << dropped)).view(np.float32)
+    scale = scale if bits == 8 else _half(scale)
+    scale = np.where(scale == 0, _ONE, scale)
+    return Grid(-(scale * (top / np.float32(2))), scale)
+
+
+def _better(
+    x: Floats, low: Floats, high: Floats, top: np.float32, found: Grid, plain: Grid
+) -> Grid:
+    """The grid that was found, as stored, where it is better than the plain one."""
+    scale = _half(found.scale)
+    usable = scale > 0
+    found = Grid(_half(found.bias), np.where(usable, scale, _ONE))
+    # Both end codes must be in use: then a decoded row's own extremes give the same grid again.
+    inverse = _ONE / found.scale
+    usable &= (low - found.bias) * inverse < 0.5
+    usable &= (high - found.bias) * inverse > top - 0.5
+    buffer = np.empty_like(x)
+    least = _stored_error(x, plain, top, buffer) * np.float32(0.99999)
+    usable &= _stored_error(x, found, top, buffer) < least
+    return Grid(
+        np.where(usable, found.bias, plain.bias), np.where(usable, found.scale, plain.scale)
+    )
+
+
+def _stored_error(x: Floats, grid: Grid, top: np.float32, buffer: Floats) -> Floats:
+    """Every row's squared error, exactly as it will be encoded and decoded."""
+    codes = _codes(x, grid.bias, _ONE / grid.scale, top, buffer)
+    codes *= grid.scale
+    codes += grid.bias
+    codes -= x
+    return _dot(codes, codes)
+
+
+def _dot(x: Floats, y: Floats) -> Floats:
+    product: Floats = np.einsum("dn,dn->n", x, y)
+    return product
+
+
+def _greedy_search(
+    x: Floats, low: Floats, high: Floats, top: np.float32, num_bins: int, ratio: float
+) -> Grid:
+    """Check-N-Run's: cuts a bin off the end where that costs less, and keeps the best range."""
+    scaled, codes = np.empty_like(x), np.empty_like(x)
+
+    def error(bias: Floats, scale: Floats) -> Floats:
+        inverse = np.where(scale > 0, _ONE / scale, _ONE)
+        np.multiply(x, inverse, out=scaled)
+        np.add(scaled, -bias * inverse, out=scaled)
+        np.copyto(codes, scaled)
+        np.subtract(scaled, _nearest(codes, top), out=scaled)
+        return _dot(scaled, scaled) * scale * scale
+
+    step = (high - low) / np.float32(num_bins)
+    best = Grid(low, (high - low) / top)
+    least = error(*best)
+    for _ in range(int(np.float32(ratio) * np.float32(num_bins))):
+        scale = (high - low - step) / top
+        raised, lowered = error(low + step, scale), error(low, scale)
+        raises = raised < lowered
+        low, high = np.where(raises, low + step, low), np.where(raises, high, high - step)
+        smaller = np.minimum(raised, lowered)
+        better = (smaller < least) & (scale > 0)
+        least = np.where(better, smaller, least)
+        best = Grid(np.where(better, low, best.bias), np.where(better, scale, best.scale))
+    return best
+
+
+def _range_search(x: Floats, low: Floats, high: Floats, bits: int) -> Grid:
+    """Ours: starts from a cut range, then moves either end by a part of a step, twice.
+
+    Every grid is replaced by the one that fits its codes best.
+    """
+    top, cut = np.float32(2**bits - 1), np.float32(_CUTS[bits])
+    mean = x.sum(axis=0) / np.float32(len(x))
+    centred = x - mean
+    width = high - low
+    best = Grid(low - mean + cut * width, width * ((_ONE - 2 * cut) / top))
+    start = Grid(best.bias[None], best.scale[None])
+    best, gain = _fit_best(centred, start, top, best, np.zeros_like(mean))
+    for move in _MOVES:
+        by = move * best.scale
+        wider, narrower = best.scale + by / top, best.scale - by / top
+        moved = Grid(
+            np.stack((best.bias + by, best.bias - by, best.bias, best.bias)),
+            np.stack((narrower, wider, wider, narrower)),
+        )
+        best, gain = _fit_best(centred, moved, top, best, gain)
+    return Grid(best.bias + mean, best.scale)
+
+
+def _fit_best(
+    x: Floats, grids: Grid, top: np.float32, best: Grid, gain: Floats
+) -> tuple[Grid, Floats]:
+    """The best of ``c`` grids, each replaced by the one that fits its codes best, and of ``best``.
+
+    Args:
+        x: ``(dim, n)``, rows of mean zero.
+        gain: by how much the best grid's squared error is below that of none.
+
+    Returns:
+        The best grid and its gain.
+    """
+    inverse = _ONE / grids.scale
+    offset = -grids.bias * inverse
+    total, squares, products = (np.empty_like(inverse) for _ in range(3))
+    codes = np.empty_like(x)
+    for i in range(len(inverse)):
+        np.multiply(x, inverse[i], out=codes)
+        np.add(codes, offset[i], out=codes)
+        _nearest(codes, top)
+        np.add.reduce(codes, axis=0, out=total[i])
+        squares[i] = _dot(codes, codes)
+        products[i] = _dot(codes, x)
+    mean = total / np.float32(len(x))
+    variance = squares - total * mean
+    fitted = products / variance
+    gains = np.where((variance > 1e-3) & (fitted > 0), products * fitted, np.float32(0))
+    which = gains.argmax(axis=0)
+    columns = np.arange(len(which))
+    most, scale = gains[which, columns], fitted[which, columns]
+    better = most > gain
+    bias = -scale * mean[which, columns]
+    found = Grid(np.where(better, bias, best.bias), np.where(better, scale, best.scale))
+    return found, np.where(better, most, gain)
+
+
+def _pack(codes: Floats, bits: int) -> Bytes:
+    """Codes ``(dim, n)`` to bytes ``(n, code bytes)``: the first code in the lowest bits.
+
+    Zero codes fill the last 16-bit word; at 3 bit, the last byte.
+    """
+    dim, n = codes.shape
+    if bits == 8:
+        return codes.astype(np.uint8).T
+    unit, together = {2: (8, 4), 3: (8, 8), 4: (4, 2)}[bits]
+    if dim % unit:
+        codes = np.concatenate((codes, np.zeros((-dim % unit, n), np.float32)))
+    groups = codes.reshape(-1, together, n)
+    packed = groups[:, -1].copy()  # up to 24 bits are exact in a float
+    for i in reversed(range(together - 1)):
+        packed *= 2**bits
+        packed += groups[:, i]
+    if bits != 3:
+        return packed.astype(np.uint8).T
+    words = packed.T.astype("<u4", order="C").view(np.uint8).reshape(n, -1, 4)
+    return words[:, :, :3].reshape(n, -1)[:, : -(-dim * 3 // 8)]
+
+
+def _decode3(data: Bytes, dim: int) -> Floats:
+    """Rows of 3 bit, which FBGEMM doesn't know."""
+    n, size = len(data), data.shape[1] - 4
+    padded = np.zeros((n, -(-size // 3), 4), np.uint8)
+    whole = size // 3
+    padded[:, :whole, :3] = data[:, : 3 * whole].reshape(n, whole, 3)
+    padded[:, whole:, : size % 3] = data[:, None, 3 * whole : size]
+    codes = padded.view("<u4") >> np.arange(0, 24, 3, dtype=np.uint32) & 7
+    values = codes.reshape(n, -1)[:, :dim].astype(np.float32)
+    tail = data[:, size:].copy().view("<f2").astype(np.float32)
+    values *= tail[:, :1]
+    values += tail[:, 1:]
+    return values
