@@ -50,6 +50,9 @@ EXTRAS = {
         "torchmetrics==1.0.3",  # AUC and logloss; the version that TorchRec 1.8 insists on
         "tqdm>=4.66,<5",  # progress bars
     ],
+    "figures": [
+        "matplotlib>=3.8,<4",  # draws recipes/figures
+    ],
     "s3": [
         "s3fs>=2024.6",  # fsspec's driver for s3:// and what speaks its protocol
     ],

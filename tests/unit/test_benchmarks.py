@@ -5,13 +5,17 @@ machine's speed are right.
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from recipes.benchmarks import codecs
+from recipes.benchmarks.codecs import Figure, Size, Target
 from recipes.benchmarks.memory import Case, measure, peak_of
+from recipes.benchmarks.paired import paired
 from recipes.benchmarks.tracking import Cost, interval, meets_target
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -77,3 +81,90 @@ def test_the_target() -> None:
     assert meets_target([cost, other])
     assert not meets_target([cost, slow])
     assert not meets_target([large])
+
+
+def test_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = Size(rows_bytes=1 << 19, slow_rows=64, table_ids=1 << 14, rounds=1)
+    monkeypatch.setattr(codecs, "QUICK", size)
+    threads = str(torch.get_num_threads())
+    out = tmp_path / "out.json"
+    options = ["--quick", "--json", str(out), "--threads", threads, "--dims", "64", "16"]
+    monkeypatch.setattr("sys.argv", ["", *options])
+    assert codecs.main() in (0, 1)  # 1: a target is missed, at this size
+    content = json.loads(out.read_text())
+    assert content["threads"] == torch.get_num_threads()
+    assert content["versions"]["torch"] == torch.__version__
+    found = [Figure(**figure) for figure in content["figures"]]
+    by_case = {(f.part, f.who, f.method, f.bits, f.dim): f for f in found}
+    assert len(by_case) == len(found)
+
+    def encode(method: str, bits: int, who: str = codecs.OURS, dim: int = 64) -> Figure:
+        return by_case["encode", who, method, bits, dim]
+
+    for dim in (16, 64):
+        for bits in (2, 3, 4):
+            methods = ("symmetric", "asymmetric", "greedy", "adaptive")
+            errors = [encode(method, bits, dim=dim).error or 0 for method in methods]
+            assert errors == sorted(errors, reverse=True)
+            assert errors[-1] > 0
+        for bits in (2, 4, 8):
+            ours, fbgemm = (encode("asymmetric", bits, who, dim) for who in (codecs.OURS, "FBGEMM"))
+            assert ours.error == fbgemm.error
+            assert ours.row_bytes == fbgemm.row_bytes
+            # One round: the ratio is that of the speeds.
+            assert ours.ratios["FBGEMM"] == pytest.approx(ours.gbps / fbgemm.gbps)
+            assert {"memcpy", "FBGEMM blocks"} < ours.ratios.keys()
+    assert "torch prepack optimized" in encode("adaptive", 4).ratios
+    assert "FBGEMM" not in encode("adaptive", 3).ratios
+    assert "FBGEMM out" in encode("asymmetric", 8).ratios
+    for key in (
+        ("decode", codecs.OURS, "rowwise", 3, 64),
+        ("gather", codecs.OURS, "adaptive", 4, 16),
+    ):
+        assert by_case[key].gbps > 0
+    ids = [f.row_bytes for f in found if f.part == "encode row ids" and f.who == codecs.OURS]
+    assert ids == sorted(ids, key=lambda size: -(size or 0))  # the denser, the fewer bytes an id
+    states = {f.method: f for f in found if f.part == "encode row state" and f.who == codecs.OURS}
+    assert {name: state.row_bytes for name, state in states.items()} == {
+        "fp32": 4,
+        "bf16": 2,
+        "log8": 1,
+    }
+    assert states["fp32"].error == 0
+    targets = {
+        one["claim"]: Target(one["claim"], one["value"], one["limit"], one["at_most"])
+        for one in content["targets"]
+    }
+    assert [one["met"] for one in content["targets"]] == [target.met for target in targets.values()]
+    assert len(targets) == 26
+    assert all(target.met for claim, target in targets.items() if claim.endswith("error"))
+    assert (
+        targets["asymmetric 4 bit, times FBGEMM"].value == encode("asymmetric", 4).ratios["FBGEMM"]
+    )
+
+
+def test_a_target_is_met_on_its_side() -> None:
+    assert Target("speed", 3.0, 3.0).met
+    assert not Target("speed", 2.9, 3.0).met
+    assert Target("error", 0.08, 0.081, at_most=True).met
+    assert not Target("error", 0.082, 0.081, at_most=True).met
+
+
+def test_paired_calls_run_in_every_round() -> None:
+    calls: list[str] = []
+    slow, fast = "slow", "fast"
+
+    def call(name: str) -> None:
+        calls.append(name)
+        time.sleep(0.003 if name == slow else 0)
+
+    rounds = []
+    seconds = paired(
+        {slow: lambda: call(slow), fast: lambda: call(fast)}, 8, lambda: rounds.append(len(calls))
+    )
+    assert rounds == list(range(4, 20, 2))  # two before, untimed
+    pairs = list(zip(calls[2::2], calls[3::2], strict=True))
+    assert set(pairs) == {(slow, fast), (fast, slow)}
+    assert seconds[slow].shape == seconds[fast].shape == (8,)
+    assert np.median(seconds[slow]) > 0.003
+    assert np.median(seconds[slow] / seconds[fast]) > 1

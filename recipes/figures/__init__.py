@@ -1,0 +1,1 @@
+"""The paper's figures, drawn from this package's own runs: one recipe each."""

@@ -1,0 +1,186 @@
+"""Draws what `quantization` has measured; knows matplotlib, and nothing of how it was measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAMES = ("fig09", "fig10", "fig11", "fig12", "fig13", "shannon")
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+"""Paul Tol's bright scheme, which the colour-blind can tell apart."""
+_MARKERS = "osD^vP*"
+_STYLES = {"asymmetric": ":", "adaptive": "--"}
+
+
+def require_matplotlib() -> None:
+    """Ends the program with a hint if there is nothing to draw with."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("figures are drawn with matplotlib: pip install 'torchrec_checknrun[figures]'")
+    matplotlib.use("Agg")  # files only: there may be no screen
+
+
+@contextmanager
+def figure(path: Path, panels: int = 1, width: float = 6.4) -> Iterator[list[Axes]]:
+    """Axes side by side, which become a PNG."""
+    from matplotlib import pyplot
+
+    drawn, axes = pyplot.subplots(1, panels, figsize=(width, 4.2), squeeze=False, sharey=True)
+    for ax in axes[0]:
+        ax.grid(True, which="major", color="#dddddd", linewidth=0.6)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+    try:
+        yield list(axes[0])
+        drawn.tight_layout()
+        drawn.savefig(path, dpi=150)
+    finally:
+        pyplot.close(drawn)
+
+
+def draw(numbers: dict[str, Any], folder: Path) -> None:
+    """All figures, as PNG files in a folder."""
+    with figure(folder / "fig09.png", width=9) as (ax,):
+        _errors(ax, numbers)
+    for name, sweep, x, y in (
+        ("fig10", "by_bins", "num_bins", "improvement"),
+        ("fig11", "by_ratio", "ratio", "improvement"),
+        ("fig12", "by_bins", "num_bins", "seconds_per_gb"),
+        ("fig13", "by_ratio", "ratio", "seconds_per_gb"),
+    ):
+        with figure(folder / f"{name}.png", width=7) as (ax,):
+            _sweep(ax, numbers, sweep, x, y)
+    with figure(folder / "shannon.png", panels=2, width=10) as axes:
+        for ax, rows in zip(axes, ("gaussian", "given"), strict=True):
+            _rate_distortion(ax, numbers, rows)
+
+
+def _errors(ax: Axes, numbers: dict[str, Any]) -> None:
+    errors = [error for error in numbers["errors"] if error["rows"] == "given"]
+    methods = list(dict.fromkeys(error["method"] for error in errors))
+    widths = sorted({error["bits"] for error in errors})
+    bar = 0.8 / len(methods)
+    for i, method in enumerate(methods):
+        own = sorted((e for e in errors if e["method"] == method), key=lambda e: e["bits"])
+        x = np.array([widths.index(e["bits"]) + (i - (len(methods) - 1) / 2) * bar for e in own])
+        ax.bar(x, [e["relative"] for e in own], bar, color=_COLOURS[i], label=method)
+        limits = [e["shannon"] for e in own]
+        label = "Gaussian limit at as many bits in all" if i == 0 else None
+        ax.hlines(limits, x - bar / 2, x + bar / 2, color="black", linewidth=1.2, label=label)
+    ax.set_yscale("log")
+    ax.set_ylim(bottom=min(e["relative"] for e in errors if e["bits"] == 8) / 5)
+    ax.set_xticks(range(len(widths)), [f"{bits} bit" for bits in widths])
+    ax.set_ylabel("mean relative l2 error of a row")
+    ax.set_title(f"{numbers['rows']} rows of dim {numbers['dim']}")
+    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def _sweep(ax: Axes, numbers: dict[str, Any], sweep: str, x: str, y: str) -> None:
+    percent = 100 if y == "improvement" else 1
+    for i, choice in enumerate(numbers["chosen"]):
+        bits = choice["bits"]
+        points = [p for p in numbers[sweep] if p["bits"] == bits]
+        label = f"{bits} bit" if x == "num_bins" else f"{bits} bit, {choice['num_bins']} bins"
+        xs, ys = [p[x] for p in points], [percent * p[y] for p in points]
+        ax.plot(xs, ys, color=_COLOURS[i], marker=_MARKERS[i], markersize=4, label=label)
+        at = xs.index(choice[x])
+        ax.plot(xs[at], ys[at], "o", markersize=11, markerfacecolor="none", color=_COLOURS[i])
+        for other in numbers["others"]:
+            if other["bits"] == bits and other[y] != 0:
+                style = _STYLES[other["method"]]
+                ax.axhline(percent * other[y], color=_COLOURS[i], linestyle=style, linewidth=1)
+    for method, style in _STYLES.items():
+        if any(other["method"] == method and other[y] != 0 for other in numbers["others"]):
+            ax.plot([], [], color="black", linestyle=style, linewidth=1, label=method)
+    ax.plot([], [], "o", markersize=9, markerfacecolor="none", color="black", label="chosen")
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel(x.replace("_", " of ").replace("num of", "number of"))
+    if y == "improvement":
+        ax.set_ylabel("less error than asymmetric (%)")
+    else:
+        ax.set_ylabel(f"seconds per GB of fp32 rows, {numbers['threads']} threads")
+    ax.set_title("the paper's greedy search")
+    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def _rate_distortion(ax: Axes, numbers: dict[str, Any], rows: str) -> None:
+    errors = [error for error in numbers["errors"] if error["rows"] == rows]
+    for i, method in enumerate(dict.fromkeys(error["method"] for error in errors)):
+        own = sorted((e for e in errors if e["method"] == method), key=lambda e: e["bits"])
+        ax.plot(
+            [e["total_bits"] for e in own],
+            [e["rms"] for e in own],
+            color=_COLOURS[i],
+            marker=_MARKERS[i],
+            markersize=4,
+            linewidth=1,
+            label=method,
+        )
+    # Centroids of 8 bit are more than the rows themselves: far outside.
+    bits = np.array([1.0, 12.0])
+    ax.set_xlim(*bits)
+    ax.set_ylim(2.0**-12, 1)
+    ax.plot(bits, 2.0**-bits, color="black", linewidth=1.5, label="Gaussian limit, $2^{-R}$")
+    ax.set_yscale("log")
+    ax.set_xlabel("bits stored per value, R")
+    ax.set_title("Gaussian rows" if rows == "gaussian" else "trained rows")
+    if rows == "gaussian":
+        ax.set_ylabel("relative l2 error (root mean square)")
+        ax.legend(fontsize=8)
+
+
+def draw_accuracy(summary: list[dict[str, Any]], path: Path) -> None:
+    """Change of logloss by the number of restores, from `accuracy_smoke`'s summary.
+
+    Mean and range over the branch points; dotted: 0.01 %, what the paper allows.
+    """
+    afters = sorted({row["after"] for row in summary})
+    with figure(path, panels=len(afters), width=11) as axes:
+        for ax, after in zip(axes, afters, strict=True):
+            rows = [row for row in summary if row["after"] == after and row["scheme"] != "exact"]
+            _changes(ax, rows)
+            ax.set_title("at once" if after == 0 else f"after {after} more steps")
+        axes[0].set_ylabel("change of logloss (%)")
+        axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def _changes(ax: Axes, rows: list[dict[str, Any]]) -> None:
+    methods = {"asymmetric": ":", "adaptive": "-", "importance": "--"}
+    widths = sorted({row["scheme"].split(" ", 1)[1] for row in rows if "bit" in row["scheme"]})
+    noises = dict.fromkeys(row["scheme"] for row in rows if row["scheme"].startswith("noise"))
+    numbers = sorted({row["restores"] for row in rows})
+    for scheme in dict.fromkeys(row["scheme"] for row in rows):
+        own = sorted((r for r in rows if r["scheme"] == scheme), key=lambda r: r["restores"])
+        low = [100 * row["logloss_low"] for row in own]
+        high = [100 * row["logloss_high"] for row in own]
+        if scheme.startswith("noise"):
+            shade = dict(zip(noises, ("#999999", "#dddddd"), strict=True))[scheme]
+            ax.fill_between(numbers, low, high, color=shade, linewidth=1, label=scheme, zorder=1)
+            continue
+        method, width = scheme.split(" ", 1)
+        colour = _COLOURS[widths.index(width)]
+        ax.plot(
+            numbers,
+            [100 * row["logloss"] for row in own],
+            color=colour,
+            linestyle=methods[method],
+            marker=_MARKERS[list(methods).index(method)],
+            markersize=4,
+            label=scheme if method != "importance" else f"importance, bytes of {width}",
+        )
+        ax.vlines(numbers, low, high, color=colour, linewidth=0.8)
+    ax.axhline(0.01, color="black", linewidth=0.8, linestyle=(0, (1, 3)))
+    ax.set_yscale("symlog", linthresh=0.001)
+    ax.set_xscale("log")
+    ax.set_xticks(numbers, [str(number) for number in numbers])
+    ax.minorticks_off()
+    ax.set_xlabel("restores")
