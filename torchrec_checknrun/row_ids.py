@@ -167,8 +167,8 @@ def _leb128(values: np.ndarray) -> bytes:
     starts -= lengths
     data[starts] = (values & 0x7F).astype(np.uint8)
     for position in range(1, int(lengths.max())):
-        longer = np.flatnonzero(lengths > position)
-        lengths, starts, values = lengths[longer], starts[longer] + 1, values[longer] >> 7
+        rest = np.flatnonzero(lengths > position)
+        lengths, starts, values = lengths[rest], starts[rest] + 1, values[rest] >> 7
         data[starts - 1] |= 0x80
         data[starts] = (values & 0x7F).astype(np.uint8)
     return data.tobytes()
