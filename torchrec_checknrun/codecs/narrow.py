@@ -1,0 +1,142 @@
+"""The narrow floats: every value cast to 16 bits, twice as small as fp32 and very fast.
+
+Both forms are what the hardware computes with, so a table that is kept in one of them is stored
+exactly by the codec of that name.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+
+from torchrec_checknrun.codecs.base import (
+    NO_CONTEXT,
+    CodecSpec,
+    Encoded,
+    Parameters,
+    RowContext,
+    output,
+    require_size,
+    require_version,
+)
+
+_BLOCK_BYTES = 1 << 19  # of rows: they are still in the processor's cache when read again
+
+
+class Narrow:
+    """Casts rows to ``dtype``, 16 bits a value; decoding and encoding again changes nothing.
+
+    An element's error is at most half a unit in its last place: relative 2**-11 for fp16, 2**-8 for
+    bf16. Rows for which that isn't true are exceptions: with a NaN, an infinity, an element that is
+    out of range (fp16: above 65504), or elements so small that the row would lose more than
+    2**-10 (bf16: 2**-7) of its l2 norm (fp16: elements around 6e-5 and below). Rows that are of the
+    same dtype already have no exceptions: they are kept bit for bit.
+    """
+
+    name: ClassVar[str]
+    dtype: ClassVar[torch.dtype]
+    version: ClassVar[int] = 1
+    lossy: ClassVar[bool] = True
+    needs_base: ClassVar[bool] = False
+
+    @classmethod
+    def from_spec(cls, spec: CodecSpec) -> Narrow:
+        require_version(spec, cls.name, cls.version)
+        return cls()
+
+    @property
+    def value_bits(self) -> int:
+        return 16
+
+    def encode(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        context: RowContext = NO_CONTEXT,
+        out: torch.Tensor | None = None,
+    ) -> Encoded:
+        rows = rows.detach()
+        if rows.device.type != "cpu":
+            chosen = rows if ids is None else rows.index_select(0, ids.to(rows.device))
+            narrowed = chosen.to(self.dtype)
+            data = output(narrowed.numel() * 2, out)
+            data.copy_(narrowed.reshape(-1).view(torch.uint8))
+            return Encoded(data, {}, lost_rows(chosen, narrowed).cpu())
+        n, dim = rows.shape[0] if ids is None else ids.shape[0], rows.shape[1]
+        data = output(n * dim * 2, out)
+        aligned = data if _is_even(data) else torch.empty_like(data)
+        narrowed = aligned.view(self.dtype).view(n, dim)
+        size = max(1, _BLOCK_BYTES // (dim * rows.dtype.itemsize))
+        gathered = torch.empty((min(size, n), dim), dtype=rows.dtype)
+        exceptions = [torch.empty(0, dtype=torch.int64)]
+        for start in range(0, n, size):
+            stop = min(start + size, n)
+            if ids is None:
+                block = rows[start:stop]
+            else:
+                block = gathered[: stop - start]
+                torch.index_select(rows, 0, ids[start:stop], out=block)
+            narrowed[start:stop].copy_(block)
+            exceptions.append(lost_rows(block, narrowed[start:stop]) + start)
+        if aligned is not data:
+            data.copy_(aligned)
+        return Encoded(data, {}, torch.cat(exceptions))
+
+    def decode(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        start: int,
+        out: torch.Tensor,
+    ) -> None:
+        dim = out.shape[1]
+        require_size(data, rows * dim * 2, f"{rows} rows of {dim} values in {self.name}")
+        part = data[start * dim * 2 : (start + out.shape[0]) * dim * 2]
+        part = part if _is_even(part) else part.clone()
+        out.copy_(part.view(self.dtype).view(out.shape))
+
+    def spec(self) -> CodecSpec:
+        return {"name": self.name, "version": self.version}
+
+
+class Fp16(Narrow):
+    """IEEE half precision: the smaller error, but only for values up to 65504."""
+
+    name: ClassVar[str] = "fp16"
+    dtype: ClassVar[torch.dtype] = torch.float16
+
+
+class Bf16(Narrow):
+    """The upper half of an fp32: its whole range, in steps of 1 in 128 to 1 in 256."""
+
+    name: ClassVar[str] = "bf16"
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+
+def lost_rows(rows: torch.Tensor, narrowed: torch.Tensor) -> torch.Tensor:
+    """Sorted int64 positions of the rows that ``narrowed`` doesn't hold, see ``Narrow``."""
+    if rows.numel() == 0 or rows.dtype == narrowed.dtype:
+        return torch.empty(0, dtype=torch.int64, device=rows.device)
+    form = torch.finfo(narrowed.dtype)
+    # The norm, one fast pass, decides about nearly all rows: no element is larger, and where it is
+    # a normal number times sqrt(dim), what elements that are too small lose doesn't matter.
+    norm = torch.linalg.vector_norm(rows, dim=1).double()
+    safe = math.sqrt(rows.shape[1]) * form.smallest_normal
+    doubtful = torch.nonzero(~((norm >= safe) & (norm <= form.max))).view(-1)
+    if len(doubtful) == 0:
+        return doubtful
+    # Norms relative to the largest element: squares of very small or large ones leave the range.
+    exact = rows[doubtful].double()
+    largest = exact.abs().amax(dim=1, keepdim=True)
+    unit = torch.where(largest > 0, largest, 1.0)
+    error = ((narrowed[doubtful].double() - exact) / unit).norm(dim=1)
+    held = (error <= form.eps * (exact / unit).norm(dim=1)) & (largest.view(-1) <= form.max)
+    return doubtful[~held]
+
+
+def _is_even(data: torch.Tensor) -> bool:
+    """Whether it begins where a view of 16-bit values may begin."""
+    return data.data_ptr() % 2 == 0 and data.storage_offset() % 2 == 0
