@@ -9,6 +9,7 @@ On a GPU rows are encoded there and the bytes copied to the host; decoding is th
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +19,18 @@ import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
 import numpy as np
 import torch
 
-from torchrec_checknrun import row_ids
-from torchrec_checknrun.codecs import Codec, ImportanceWeighted, Method, RowContext, Rowwise
+from torchrec_checknrun import Quantization, row_ids
+from torchrec_checknrun.codecs import (
+    Codec,
+    Exact,
+    ImportanceWeighted,
+    Method,
+    RowContext,
+    Rowwise,
+    fallback,
+)
 from torchrec_checknrun.codecs.kernel import WIDTHS, row_bytes
+from torchrec_checknrun.codecs.kmeans import KMeans
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES, decode_state, encode_state
 
 METHODS = ("asymmetric", "symmetric", "greedy", "adaptive")
@@ -31,6 +41,7 @@ GATHER_PART = 4
 SAMPLE_ROWS = 16384
 """Rows that an error is measured on."""
 BLOCK_ROWS = 4096
+HAS_KMEANS = importlib.util.find_spec("kmeans1d") is not None
 OURS = "this package"
 TWO_PASSES = "gather, then encode"
 REFERENCES = (
@@ -97,13 +108,18 @@ def codecs(dim: int, rows: int) -> Iterator[tuple[str, int, Codec, RowContext]]:
     spread = torch.randn(rows, generator=torch.Generator().manual_seed(1)).mul_(4).exp_()
     context = RowContext({"momentum1": spread.to(_DEVICE)})
     yield "importance", 4, ImportanceWeighted(mean_bits=4.0), context
+    for method in ("fp16", "bf16"):
+        yield (
+            method,
+            16,
+            Quantization(method=method).for_table("", rows=1 << 30).codec,
+            RowContext(),
+        )
+    yield "exact", 32, Exact(), RowContext()
 
 
 def encode_cases(rows: torch.Tensor, slow_rows: int) -> Iterator[Case]:
-    """Ours, FBGEMM's, torch's and the fallback's encoders."""
-    from torchrec_checknrun.codecs import fallback
-    from torchrec_checknrun.codecs.kmeans import KMeans
-
+    """Ours, FBGEMM's, torch's and the fallback's encoders; k-means where its library is."""
     dim = rows.shape[1]
     case = partial(Case, "encode")
     # Touched, and as large as anything here: fp32 rows for memcpy, or importance's mixture.
@@ -128,7 +144,7 @@ def encode_cases(rows: torch.Tensor, slow_rows: int) -> Iterator[Case]:
             call = partial(fallback.encode_rows, *arguments)
             error = error_of(few, decoded)
             yield case("fallback", method.name.lower(), bits, few.nbytes, call, size, error)
-        for bits in (2, 4):
+        for bits in (2, 4) if HAS_KMEANS else ():
             kmeans = KMeans(bits)
             error, note = codec_error(kmeans, slow, RowContext())
             call = partial(kmeans.encode, slow)
@@ -171,8 +187,6 @@ def _prepack_cases(slow: torch.Tensor) -> Iterator[Case]:
 
 def decode_cases(rows: torch.Tensor) -> Iterator[Case]:
     """Ours, the fallback's and FBGEMM's decoders, on the CPU."""
-    from torchrec_checknrun.codecs import fallback
-
     rows = rows.cpu()
     values = torch.zeros(rows.shape)
     case = partial(Case, "decode", nbytes=rows.nbytes)

@@ -43,10 +43,11 @@ from recipes.figures.small_job import small_job
 from torchrec_checknrun.codecs import Codec, Rowwise
 from torchrec_checknrun.codecs.greedy import BINS, RATIOS, choose_greedy
 from torchrec_checknrun.codecs.kernel import WIDTHS
+from torchrec_checknrun.codecs.kmeans import KMeans, require_kmeans1d
 
 SEARCHED = (2, 3, 4)
 """Widths at which a range search gains."""
-KMEANS_BLOCK = 64
+KMEANS_BLOCK = 1024
 """Rows that share their centroids in k-means per block."""
 
 
@@ -135,8 +136,6 @@ def sample(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 def methods(dim: int) -> Iterator[tuple[str, int, Codec]]:
     """(method, bits, codec) of all that is compared."""
-    from torchrec_checknrun.codecs.kmeans import KMeans
-
     for bits in WIDTHS:
         for method in ("symmetric", "asymmetric", "greedy", "adaptive"):
             yield method, bits, Rowwise(bits, method)
@@ -247,6 +246,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     plots.require_matplotlib()
+    require_kmeans1d()
     size = QUICK if options.quick else FULL
     if options.rows is None:
         rows = trained_rows(size.steps, options.dim)

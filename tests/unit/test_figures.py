@@ -26,6 +26,7 @@ def job() -> Iterator[SmallJob]:
 
 @pytest.fixture(scope="module")
 def errors() -> dict[tuple[str, str, int], quantization.Error]:
+    pytest.importorskip("kmeans1d", reason="the codec kmeans needs it")
     rows = torch.rand((256, 32), generator=torch.Generator().manual_seed(0)) - 0.3
     return {(e.rows, e.method, e.bits): e for e in all_errors(rows)}
 
@@ -108,6 +109,7 @@ def test_quantization_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="figures are drawn with matplotlib")
+    pytest.importorskip("kmeans1d", reason="the codec kmeans needs it")
     torch.save(torch.randn(300, 16), tmp_path / "rows.pt")
     monkeypatch.setattr(quantization, "QUICK", SIZE)
     threads = str(torch.get_num_threads())
