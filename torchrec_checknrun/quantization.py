@@ -9,10 +9,17 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from torchrec_checknrun.bitwidth import MOST, width_for
-from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, Method, Rowwise
+from torchrec_checknrun.codecs import (
+    Bf16,
+    Codec,
+    Exact,
+    Fp16,
+    ImportanceWeighted,
+    KMeans,
+    Method,
+    Rowwise,
+)
 from torchrec_checknrun.codecs.kernel import WIDTHS
-from torchrec_checknrun.codecs.kmeans import KMeans
-from torchrec_checknrun.codecs.narrow import Bf16, Fp16
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
 
 logger = logging.getLogger(__name__)

@@ -141,7 +141,7 @@ class KernelHook:
     def _after_forward(
         self, module: nn.Module, args: tuple[KeyedJaggedTensor, ...], out: torch.Tensor
     ) -> None:
-        if self._kernel.touches_other_rows and self._kernel.module._emb_module.training:
+        if self.kernel.touches_other_rows and self.kernel.module._emb_module.training:
             self._mark_all()  # a moving average is taken here already, gradient or not
         if not out.requires_grad:
             return  # evaluation: nothing will be updated

@@ -126,9 +126,9 @@ def encode_cases(rows: torch.Tensor, slow_rows: int) -> Iterator[Case]:
     buffer = torch.zeros(len(rows) * (4 * dim + 8), dtype=torch.uint8, pin_memory=rows.is_cuda)
     for method, bits, codec, context in codecs(dim, len(rows)):
         error, note = codec_error(codec, rows, context)
-        call = partial(codec.encode, rows, context=context, out=buffer)
-        size = call().data.numel() / len(rows)
-        yield case(OURS, method, bits, rows.nbytes, call, size, error, note)
+        encode = partial(codec.encode, rows, context=context, out=buffer)
+        size = encode().data.numel() / len(rows)
+        yield case(OURS, method, bits, rows.nbytes, encode, size, error, note)
     few = rows[: len(rows) // 16]
     slow = rows[:slow_rows].cpu()
     if not rows.is_cuda:
@@ -136,24 +136,25 @@ def encode_cases(rows: torch.Tensor, slow_rows: int) -> Iterator[Case]:
         for bits in WIDTHS:
             size = row_bytes(dim, bits)
             out = buffer[: len(few) * size].view(len(few), size)
-            method = Method.ASYMMETRIC if bits == 8 else Method.ADAPTIVE
-            arguments = (few, None, bits, int(method), 1, 0.0, 1.0, out, refused)
+            search = Method.ASYMMETRIC if bits == 8 else Method.ADAPTIVE
+            arguments = (few, None, bits, int(search), 1, 0.0, 1.0, out, refused)
             fallback.encode_rows(*arguments)
             decoded = torch.empty(few.shape)
             fallback.decode_rows(out, bits, 1.0, None, decoded)
-            call = partial(fallback.encode_rows, *arguments)
+            plain = partial(fallback.encode_rows, *arguments)
             error = error_of(few, decoded)
-            yield case("fallback", method.name.lower(), bits, few.nbytes, call, size, error)
+            yield case("fallback", search.name.lower(), bits, few.nbytes, plain, size, error)
         for bits in (2, 4) if HAS_KMEANS else ():
             kmeans = KMeans(bits)
             error, note = codec_error(kmeans, slow, RowContext())
-            call = partial(kmeans.encode, slow)
-            size = call().data.numel() / len(slow)
-            yield case("k-means", "kmeans", bits, slow.nbytes, call, size, error, note)
+            cluster = partial(kmeans.encode, slow)
+            size = cluster().data.numel() / len(slow)
+            yield case("k-means", "kmeans", bits, slow.nbytes, cluster, size, error, note)
     yield from _prepack_cases(slow)
     for bits in (2, 4, 8):
         op, size = partial(_fbgemm_encode, bits=bits), row_bytes(dim, bits)
         error = error_of(rows[:SAMPLE_ROWS], _fbgemm_decode(op(rows[:SAMPLE_ROWS]), bits).cpu())
+        calls: dict[str, Callable[[], object]]
         if rows.is_cuda:
             calls = {"FBGEMM": partial(_to_host, op, buffer, rows)}
         else:
@@ -172,7 +173,7 @@ def _prepack_cases(slow: torch.Tensor) -> Iterator[Case]:
     quantized = torch.ops.quantized
     byte = quantized.embedding_bag_byte_prepack
     four = quantized.embedding_bag_4bit_prepack
-    packers = {
+    packers: dict[tuple[str, int], Callable[[torch.Tensor], torch.Tensor]] = {
         ("torch prepack", 8): byte,
         ("torch prepack", 4): partial(four, optimized_qparams=False),
         ("torch prepack optimized", 4): partial(four, optimized_qparams=True),
@@ -242,7 +243,10 @@ def row_id_cases(table_ids: int) -> Iterator[Case]:
         note = f"{encoding}; entropy {entropy / 8:.3f} B/row"
         case = partial(Case, method=f"{density:.1%}", bits=None, nbytes=ids.nbytes)
         decode = partial(row_ids.decode, encoding, data, int(ids[0]), int(ids[-1]), count)
-        calls = {"encode row ids": partial(row_ids.encode, ids), "decode row ids": decode}
+        calls: dict[str, Callable[[], object]] = {
+            "encode row ids": partial(row_ids.encode, ids),
+            "decode row ids": decode,
+        }
         for part, call in calls.items():
             yield case(part, OURS, call=call, row_bytes=len(data) / count, note=note)
             yield case(part, "memcpy", call=partial(np.copyto, copy, ids))
@@ -257,7 +261,7 @@ def row_state_cases(rows: int) -> Iterator[Case]:
         decoded = decode_state(data, parameters, rows, values.dtype)
         error = float(((decoded - values).abs() / values).mean())
         case = partial(Case, method=scheme, bits=None, nbytes=values.nbytes)
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "encode row state": partial(encode_state, values, scheme),
             "decode row state": partial(decode_state, data, parameters, rows, values.dtype),
         }

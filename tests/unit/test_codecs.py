@@ -140,7 +140,9 @@ def test_views_are_encoded_as_their_values(codec: Codec) -> None:
     for view in views:
         values = view.clone(memory_format=torch.contiguous_format)
         n = len(view)
-        assert same(codec.encode(view, context=context(n)), codec.encode(values, context=context(n)))
+        assert same(
+            codec.encode(view, context=context(n)), codec.encode(values, context=context(n))
+        )
         ids = torch.arange(n - 1, -1, -1)
         assert same(
             codec.encode(view, ids, context(n)), codec.encode(values[ids], context=context(n))

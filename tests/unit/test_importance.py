@@ -82,9 +82,7 @@ def test_the_width_of_a_row_is_as_the_formula_says(
     chosen = rows[ids] if by_id else rows
     accumulator = trained(seed, len(chosen))
     accumulator[0] = 1e-3
-    encoded = ImportanceWeighted(offset).encode(
-        rows, ids if by_id else None, adagrad(accumulator)
-    )
+    encoded = ImportanceWeighted(offset).encode(rows, ids if by_id else None, adagrad(accumulator))
     score = scores(chosen, accumulator)
     nowhere_near = np.minimum(abs(score + offset - 3), abs(score + offset - 6)) > 1e-3
     widths = widths_of(encoded, len(chosen))
@@ -300,8 +298,10 @@ def test_damaged_data() -> None:
 
 JUNK = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-200, 200), st.floats(), st.text(max_size=3)),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.sampled_from(["groups", "rows", "exponent"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["groups", "rows", "exponent"]), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 

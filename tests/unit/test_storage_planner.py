@@ -20,7 +20,6 @@ from torchrec_checknrun import LoadPlanner, Quantization, SavePlanner, StorageRe
 from torchrec_checknrun.blocks import BlockSummary
 from torchrec_checknrun.chain import read_manifest, resolve
 from torchrec_checknrun.chunks import decode_state_chunk
-from torchrec_checknrun.row_chunks import decode_rows
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckNRunError,
@@ -34,6 +33,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Link, Manifest
 from torchrec_checknrun.report import checkpoint_report
+from torchrec_checknrun.row_chunks import decode_rows
 from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.save_planner import GlobalPlan, PlanSummary
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape

@@ -19,6 +19,8 @@ from torchrec_checknrun.codecs.base import (
 from torchrec_checknrun.codecs.exact import Exact
 from torchrec_checknrun.codecs.importance import ImportanceWeighted
 from torchrec_checknrun.codecs.kernel import Method
+from torchrec_checknrun.codecs.kmeans import KMeans
+from torchrec_checknrun.codecs.narrow import Bf16, Fp16
 from torchrec_checknrun.codecs.rowwise import Rowwise
 from torchrec_checknrun.errors import UnsupportedFormat
 
@@ -30,7 +32,7 @@ class _CodecClass(Protocol):
 
 
 _CODECS: dict[str, _CodecClass] = {
-    codec.name: codec for codec in (Exact, Rowwise, ImportanceWeighted)
+    codec.name: codec for codec in (Exact, Fp16, Bf16, Rowwise, ImportanceWeighted, KMeans)
 }
 
 
@@ -51,11 +53,14 @@ def codec_from_spec(spec: CodecSpec) -> Codec:
 
 __all__ = [
     "NO_CONTEXT",
+    "Bf16",
     "Codec",
     "CodecSpec",
     "Encoded",
     "Exact",
+    "Fp16",
     "ImportanceWeighted",
+    "KMeans",
     "Method",
     "Parameters",
     "RowContext",

@@ -1,0 +1,333 @@
+"""k-means codebooks: the quality that other codecs of the same width are measured against.
+
+Slow, and meant to be: tens to hundreds of microseconds a row, a thousand times the others' time.
+Nor does it pay in bytes: the centroids of a row cost more than another bit per value does. Only
+encoding needs the library (an exact 1-D k-means); its checkpoints are read without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from torchrec_checknrun.codecs.base import (
+    NO_CONTEXT,
+    CodecSpec,
+    Encoded,
+    Parameters,
+    RowContext,
+    output,
+    require_size,
+    require_version,
+)
+from torchrec_checknrun.codecs.narrow import lost_rows
+from torchrec_checknrun.errors import UnsupportedFormat
+
+WIDTHS = (2, 3, 4, 8)
+_FP16_MAX = 65504.0
+_FP16_STEP = 2.0**-10  # from one number to the next, relative
+_TOP_EXPONENT = 13  # rows are scaled to below 2**13: a row's range and its refinement fit fp16
+_MAX_EXPONENT = _TOP_EXPONENT + 1074  # what the smallest number of fp64 is scaled by
+_PART_ROWS = 1024  # of a codebook per row, at a time: temporary arrays stay small
+# A block's values, between its rows' extremes, are counted in bins; k-means runs on a sample that
+# holds each bin's mean as often as the bin is full, at least once: a level that few rows use is
+# seen too, else it would be lost when decoded rows are encoded again.
+_BINS = 2048
+_SAMPLE = 4096
+_REFINEMENTS = 3
+
+
+class KMeans:
+    """A codebook of ``2**bits`` values for every row, or for every ``block_rows`` rows.
+
+    - Per row: the exact k-means of its values (no other codebook has a smaller l2 error), rounded
+      to fp16. Rows with at most ``2**bits`` distinct values are exact up to fp16. Stored: per row,
+      ``min(2**bits, dim)`` fp16 centroids, then the packed codes.
+    - Per block: rows are brought to one scale by an fp16 scale and bias each, fitted in turns with
+      the block's codebook, which runs from 0 to 1. Stored: the codebooks, fp16; then per row fp16
+      scale, fp16 bias, packed codes. The lowest and the highest value of a row take the first and
+      the last code, so that encoding decoded rows finds the same scale, bias and codebook. Takes
+      some ten times the memory of a block's values: about a thousand rows are a good block.
+
+    All rows are multiplied by one power of two (``exponent``), so that fp16 holds tiny rows as well
+    as large ones. Codes are packed densely, low bits first, each row to whole bytes.
+
+    Exceptions: rows with a NaN, an infinity or an element above 65504 in magnitude, and rows that
+    are so small beside the largest one (about 2**-27) that fp16 would lose 2**-10 of their norm.
+
+    Raises:
+        ValueError: bits or block_rows are out of range.
+    """
+
+    name: ClassVar[str] = "kmeans"
+    version: ClassVar[int] = 1
+    lossy: ClassVar[bool] = True
+    needs_base: ClassVar[bool] = False
+
+    def __init__(self, bits: int, block_rows: int | None = None) -> None:
+        if bits not in WIDTHS:
+            raise ValueError(f"bits must be one of {WIDTHS}, not {bits!r}")
+        if block_rows is not None and block_rows < 1:
+            raise ValueError(f"block_rows must be positive, or None, not {block_rows!r}")
+        self.bits = bits
+        self.block_rows = block_rows
+
+    @classmethod
+    def from_spec(cls, spec: CodecSpec) -> KMeans:
+        require_version(spec, cls.name, cls.version)
+        bits, block_rows = spec.get("bits"), spec.get("block_rows")
+        if type(bits) is not int or bits not in WIDTHS:
+            raise UnsupportedFormat(
+                f"codec {cls.name!r}: bits must be one of {WIDTHS}, not {bits!r}"
+            )
+        if block_rows is not None and (type(block_rows) is not int or block_rows < 1):
+            raise UnsupportedFormat(
+                f"codec {cls.name!r}: block_rows must be positive, or null, not {block_rows!r}"
+            )
+        return cls(bits, block_rows)
+
+    @property
+    def value_bits(self) -> int:
+        return self.bits
+
+    def encode(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        context: RowContext = NO_CONTEXT,
+        out: torch.Tensor | None = None,
+    ) -> Encoded:
+        """See ``Codec.encode``; works on the CPU, wherever the rows are.
+
+        Raises:
+            ImportError: the library is missing.
+        """
+        rows = rows.detach()
+        if ids is not None:
+            rows = rows.index_select(0, ids.to(rows.device))
+        rows = rows.cpu()
+        n, dim = rows.shape
+        exponent = _exponent(rows)
+        data = output(self._size(n, dim), out)
+        codebooks, coded = self._parts(data.numpy(), n, dim)
+        levels, head = self._levels(dim), self._head_bytes(dim)
+        exceptions = [torch.empty(0, dtype=torch.int64)]
+        for part, (start, stop) in enumerate(self._ranges(0, n)):
+            values = rows[start:stop].double().numpy()
+            sound = np.abs(values).max(axis=1, initial=0) <= _FP16_MAX  # not with NaN, either
+            scaled = np.ldexp(np.where(sound[:, None], values, 0), exponent)
+            lost = lost_rows(torch.from_numpy(scaled), torch.from_numpy(scaled).half()).numpy()
+            sound[lost] = False
+            scaled[lost] = 0
+            if self.block_rows is None:
+                heads, codes = _encode_rows(scaled, levels)
+            else:
+                codebook, heads, codes = _encode_block(scaled, levels)
+                codebooks[part] = codebook
+            coded[start:stop, :head] = heads.view(np.uint8)
+            coded[start:stop, head:] = _pack(codes, self.bits)
+            exceptions.append(torch.from_numpy(np.flatnonzero(~sound) + start))
+        return Encoded(data, {"exponent": exponent}, torch.cat(exceptions))
+
+    def decode(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        start: int,
+        out: torch.Tensor,
+    ) -> None:
+        dim = out.shape[1]
+        exponent = parameters.get("exponent")
+        if type(exponent) is not int or abs(exponent) > _MAX_EXPONENT:
+            raise ValueError(f"{exponent!r} is no exponent of a block of {self.name}")
+        require_size(data, self._size(rows, dim), f"{rows} rows of {dim} values in {self.name}")
+        codebooks, coded = self._parts(data.numpy(), rows, dim)
+        levels, head = self._levels(dim), self._head_bytes(dim)
+        for begin, end in self._ranges(start, start + out.shape[0]):
+            heads = np.ascontiguousarray(coded[begin:end, :head]).view(np.float16).astype(float)
+            codes = _unpack(coded[begin:end, head:], self.bits, dim)
+            if int(codes.max(initial=0)) >= levels:
+                raise ValueError(f"{self.name}: a code beyond the row's {levels} centroids")
+            if self.block_rows is None:
+                values = np.take_along_axis(heads, codes.astype(np.int64), axis=1)
+            else:
+                codebook = codebooks[begin // self.block_rows].astype(float)
+                values = heads[:, 1:] + heads[:, :1] * codebook[codes]
+            part = out[begin - start : end - start]
+            part.copy_(torch.from_numpy(np.ldexp(values, -exponent)))
+
+    def spec(self) -> CodecSpec:
+        spec: CodecSpec = {"name": self.name, "version": self.version, "bits": self.bits}
+        return spec if self.block_rows is None else spec | {"block_rows": self.block_rows}
+
+    def _levels(self, dim: int) -> int:
+        """Values of a codebook; a row by itself needs no more than it has elements."""
+        return min(2**self.bits, dim) if self.block_rows is None else 2**self.bits
+
+    def _head_bytes(self, dim: int) -> int:
+        """What stands before a row's codes: its centroids, or its scale and bias."""
+        return 2 * self._levels(dim) if self.block_rows is None else 4
+
+    def _row_bytes(self, dim: int) -> int:
+        return self._head_bytes(dim) + -(-dim * self.bits // 8)
+
+    def _codebooks(self, rows: int) -> int:
+        return 0 if self.block_rows is None else -(-rows // self.block_rows)
+
+    def _size(self, rows: int, dim: int) -> int:
+        return self._codebooks(rows) * 2 * self._levels(dim) + rows * self._row_bytes(dim)
+
+    def _parts(self, data: np.ndarray, rows: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+        """Views: the codebooks, ``(blocks, levels)`` fp16; the rows, ``(rows, bytes)`` uint8."""
+        split = self._codebooks(rows) * 2 * self._levels(dim)
+        codebooks = data[:split].view(np.float16).reshape(-1, self._levels(dim))
+        return codebooks, data[split:].reshape(rows, self._row_bytes(dim))
+
+    def _ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows from ``start`` to ``stop``, none of which lies in two blocks."""
+        size = self.block_rows or _PART_ROWS
+        while start < stop:
+            end = min(stop, (start // size + 1) * size)
+            yield start, end
+            start = end
+
+
+def require_kmeans1d() -> Any:
+    """The library that encoding needs; for those who would rather know before the first save.
+
+    Raises:
+        ImportError: it isn't installed.
+    """
+    try:
+        return importlib.import_module("kmeans1d")
+    except ImportError as error:
+        raise ImportError(
+            "encoding with the codec 'kmeans' needs the package kmeans1d, which is not installed: "
+            "pip install 'torchrec_checknrun[kmeans]', or choose another codec"
+        ) from error
+
+
+def _exponent(rows: torch.Tensor) -> int:
+    """Of the power of two that brings the largest finite row in range to just below 2**13."""
+    top = 0.0
+    for part in rows.split(_PART_ROWS):
+        if part.numel() > 0:
+            largest = part.double().abs().amax(dim=1)
+            top = max(top, float(torch.where(largest <= _FP16_MAX, largest, 0.0).max()))
+    return _TOP_EXPONENT - int(np.frexp(top)[1]) if top > 0 else 0
+
+
+def _centroids(values: np.ndarray, k: int) -> np.ndarray:
+    """At most ``k`` centroids of 1-D values, sorted: those with the least squared error."""
+    distinct = np.unique(values)
+    if len(distinct) <= k:
+        return distinct
+    clustered = require_kmeans1d().cluster(values.tolist(), k)
+    return np.unique(np.array(clustered.centroids)[np.unique(clustered.clusters)])
+
+
+def _filled(codebook: np.ndarray, levels: int) -> np.ndarray:
+    """The codebook in fp16, its last value repeated up to ``levels``."""
+    filled = np.full(levels, codebook[-1], dtype=np.float16)
+    filled[: len(codebook)] = codebook
+    return filled
+
+
+def _nearest(values: np.ndarray, codebook: np.ndarray) -> np.ndarray:
+    """Positions of the nearest values of a sorted codebook, uint8."""
+    wide = codebook.astype(float)
+    return np.searchsorted((wide[1:] + wide[:-1]) / 2, values).astype(np.uint8)
+
+
+def _encode_rows(rows: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of every row: its codebook (fp16) and its codes."""
+    codebooks = np.empty((len(rows), levels), dtype=np.float16)
+    codes = np.empty(rows.shape, dtype=np.uint8)
+    for i, row in enumerate(rows):
+        codebooks[i] = _filled(_centroids(row, levels), levels)
+        codes[i] = _nearest(row, codebooks[i])
+    return codebooks, codes
+
+
+def _encode_block(rows: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The block's codebook (fp16, from 0 to 1), each row's fp16 scale and bias, its codes."""
+    bias = rows.min(axis=1, keepdims=True)
+    scale = rows.max(axis=1, keepdims=True) - bias
+    # Rows that vary less than fp16 can tell have the codebook of the others: their values, scaled,
+    # would be noise, and another one whenever they are encoded again.
+    varied = scale[:, 0] > _FP16_STEP * np.abs(rows).max(axis=1)
+    codebook = _sampled_centroids(_unit(rows, scale, bias)[varied], levels)
+    for _ in range(_REFINEMENTS):
+        codes = _codes(rows, scale, bias, codebook)
+        scale, bias = _fit(rows, codebook[codes])
+        codes = _codes(rows, scale, bias, codebook)
+        codebook = _means(_unit(rows, scale, bias)[varied], codes[varied], codebook)
+    # One of the many equal triples of codebook, scales and biases, always the same: from 0 to 1.
+    low, width = codebook[0], codebook[-1] - codebook[0]
+    stored = _filled((codebook - low) / width, levels)
+    heads = np.concatenate([scale * width, bias + scale * low], axis=1).astype(np.float16)
+    scale, bias = heads[:, :1].astype(float), heads[:, 1:].astype(float)
+    return stored, heads, _codes(rows, scale, bias, stored)
+
+
+def _unit(rows: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    return (rows - bias) / np.where(scale > 0, scale, 1.0)
+
+
+def _sampled_centroids(values: np.ndarray, levels: int) -> np.ndarray:
+    """Centroids of rows' values between 0 and 1, from a sample; these two if there is no row."""
+    if values.size == 0:
+        return np.array([0.0, 1.0])
+    flat = values.reshape(-1)
+    bins = np.minimum((flat * _BINS).astype(np.int64), _BINS - 1)
+    counts = np.bincount(bins, minlength=_BINS)
+    used = counts > 0
+    means = np.bincount(bins, weights=flat, minlength=_BINS)[used] / counts[used]
+    copies = np.maximum(1, counts[used] * _SAMPLE // flat.size)
+    return _centroids(np.repeat(means, copies), levels)
+
+
+def _codes(
+    rows: np.ndarray, scale: np.ndarray, bias: np.ndarray, codebook: np.ndarray
+) -> np.ndarray:
+    """The nearest codes, but the first one for a row's lowest value, the last for its highest."""
+    codes = _nearest(_unit(rows, scale, bias), codebook)
+    low, high = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)
+    codes[rows == high] = len(codebook) - 1
+    codes[rows == low] = 0
+    return codes
+
+
+def _fit(rows: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and bias of every row by least squares: ``rows ≈ bias + scale * targets``."""
+    target_mean = targets.mean(axis=1, keepdims=True)
+    row_mean = rows.mean(axis=1, keepdims=True)
+    spread = targets - target_mean
+    variance = (spread**2).sum(axis=1, keepdims=True)
+    covariance = (spread * (rows - row_mean)).sum(axis=1, keepdims=True)
+    scale = covariance / np.where(variance > 0, variance, 1.0)
+    return scale, row_mean - scale * target_mean
+
+
+def _means(values: np.ndarray, codes: np.ndarray, codebook: np.ndarray) -> np.ndarray:
+    """Every code's mean value; the old one where the code isn't used. Sorted."""
+    counts = np.bincount(codes.reshape(-1), minlength=len(codebook))
+    sums = np.bincount(codes.reshape(-1), weights=values.reshape(-1), minlength=len(codebook))
+    return np.sort(np.where(counts > 0, sums / np.maximum(counts, 1), codebook))
+
+
+def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """``(n, dim)`` codes as ``(n, bytes)``, low bits first."""
+    n, dim = codes.shape
+    single = np.unpackbits(codes[:, :, None], axis=2, count=bits, bitorder="little")
+    return np.packbits(single.reshape(n, dim * bits), axis=1, bitorder="little")
+
+
+def _unpack(packed: np.ndarray, bits: int, dim: int) -> np.ndarray:
+    single = np.unpackbits(packed, axis=1, count=dim * bits, bitorder="little")
+    return np.packbits(single.reshape(-1, dim, bits), axis=2, bitorder="little")[:, :, 0]
