@@ -290,7 +290,7 @@ def check_names(blocks: Iterable[Block], renamed: Mapping[str, str]) -> None:
     Raises:
         IncompatibleCheckpoint: names the table.
     """
-    for path in {str(block.path[-1]).rpartition(".")[0] for block in blocks}:
+    for path in dict.fromkeys(str(block.path[-1]).rpartition(".")[0] for block in blocks):
         prefix, _, table = path.rpartition(f"{_COLLECTION}{_MODULES}")
         for old, new in renamed.items():
             if new.startswith(f"{prefix}_embedding_module.") and new.endswith(f".{table}"):
