@@ -41,6 +41,7 @@ REQUIRES = [
     "xxhash>=3.4,<5",  # the checksum of every stored chunk
     "hydra-core>=1.3.2,<1.4",  # the config group `checkpoint`
     "omegaconf>=2.3,<2.4",  # the structured configs behind it
+    "zstandard>=0.23,<1",  # row ids, and chunks on request
 ]
 
 EXTRAS = {
@@ -53,6 +54,9 @@ EXTRAS = {
     "figures": [
         "kmeans1d>=0.4,<1",  # the codec that others are compared with
         "matplotlib>=3.8,<4",  # draws recipes/figures
+    ],
+    "kmeans": [
+        "kmeans1d>=0.5,<0.6",  # exact k-means of a row's values, the quality reference
     ],
     "s3": [
         "s3fs>=2024.6",  # fsspec's driver for s3:// and what speaks its protocol

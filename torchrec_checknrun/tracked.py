@@ -133,7 +133,8 @@ class TrackedShard:
         if len(encoded.exceptions) or encoded.parameters:
             raise ValueError(
                 f"{self.local}: a row holds a value that {bits}-bit rows can't hold (NaN, "
-                "infinity, too large or too small): find it with read_rows, or read the rows unencoded"
+                "infinity, too large or too small): find it with read_rows, or read the rows "
+                "unencoded"
             )
         return encoded.data
 

@@ -1,4 +1,4 @@
-"""What the user's choice means for each table, and what it means after more restores than thought."""
+"""What the user's choice means for each table, and after more restores than expected."""
 
 from __future__ import annotations
 

@@ -261,9 +261,8 @@ def test_ten_passes_are_as_good_as_one(
     """Of every single row, also where its values are far from zero and close to each other."""
     bits, method = how
     rng = np.random.default_rng(seed)
-    rows = rng.standard_normal((40, dim)) + offset
-    rows *= scale / max(1.0, abs(offset))
-    rows = torch.from_numpy(rows.astype(np.float32))
+    values = (rng.standard_normal((40, dim)) + offset) * (scale / max(1.0, abs(offset)))
+    rows = torch.from_numpy(values.astype(np.float32))
     first, last = repeated(rowwise(bits, method), rows, 10)
     added = (last.double() - first).norm(dim=1) / rows.double().norm(dim=1).clamp(min=1e-300)
     assert float(added.max()) <= 1e-3

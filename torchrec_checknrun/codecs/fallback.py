@@ -273,7 +273,7 @@ def _greedy_search(
         return _dot(scaled, scaled) * scale * scale
 
     step = (high - low) / np.float32(num_bins)
-    best = Grid(low, (high - low) / top)
+    best = Grid(low, (high - low) / np.float32(top))
     least = error(*best)
     for _ in range(int(np.float32(ratio) * np.float32(num_bins))):
         scale = (high - low - step) / top

@@ -74,10 +74,10 @@ def encode_rows(
     """
     refused = torch.empty(len(out), dtype=torch.uint8, device=rows.device)
     if rows.is_cuda:
-        from torchrec_checknrun.codecs import triton_rows
+        from torchrec_checknrun.codecs.triton_rows import encode_rows as encode_on_device
 
         encoded = torch.empty(out.shape, dtype=torch.uint8, device=rows.device)
-        triton_rows.encode_rows(
+        encode_on_device(
             rows, ids, bits, int(method), num_bins, ratio, factor, encoded, refused
         )
         out.copy_(encoded)
@@ -87,9 +87,9 @@ def encode_rows(
             rows, ids, bits, int(method), num_bins, ratio, factor, out, refused, ""
         )
     else:
-        from torchrec_checknrun.codecs import fallback
+        from torchrec_checknrun.codecs.fallback import encode_rows as encode_plainly
 
-        fallback.encode_rows(rows, ids, bits, int(method), num_bins, ratio, factor, out, refused)
+        encode_plainly(rows, ids, bits, int(method), num_bins, ratio, factor, out, refused)
     return refused
 
 
@@ -108,9 +108,9 @@ def decode_rows(
     if has_extension():
         torch.ops.checknrun.decode_rows(data, bits, factor, ids, out, "")
     else:
-        from torchrec_checknrun.codecs import fallback
+        from torchrec_checknrun.codecs.fallback import decode_rows as decode_plainly
 
-        fallback.decode_rows(data, bits, factor, ids, out)
+        decode_plainly(data, bits, factor, ids, out)
 
 
 @functools.cache
