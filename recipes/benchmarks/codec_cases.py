@@ -22,7 +22,6 @@ import torch
 from torchrec_checknrun import Quantization, row_ids
 from torchrec_checknrun.codecs import (
     Codec,
-    Exact,
     ImportanceWeighted,
     Method,
     RowContext,
@@ -115,7 +114,6 @@ def codecs(dim: int, rows: int) -> Iterator[tuple[str, int, Codec, RowContext]]:
             Quantization(method=method).for_table("", rows=1 << 30).codec,
             RowContext(),
         )
-    yield "exact", 32, Exact(), RowContext()
 
 
 def encode_cases(rows: torch.Tensor, slow_rows: int) -> Iterator[Case]:

@@ -117,7 +117,7 @@ class TestCheckNRun:
 
     def test_values_that_only_the_library_can_judge(self) -> None:
         with pytest.raises(InstantiationException, match="bits must be None"):
-            made("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.bits=3")
+            made("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.bits=5")
 
     def test_a_root_is_needed(self) -> None:
         with pytest.raises((MissingMandatoryValue, InstantiationException), match="root"):

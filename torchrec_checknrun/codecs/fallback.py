@@ -28,13 +28,13 @@ _ENCODED_AT_ONCE = 2**16
 """Values of a block: three arrays of 256 KiB."""
 _DECODED_AT_ONCE = 2**15
 """Values; the most that torch's operations don't wake threads for."""
-_CUTS = {2: 0.18, 3: 0.08, 4: 0.02}
+CUTS = {2: 0.18, 3: 0.08, 4: 0.02}
 """Which part of a row's range the search cuts off at either end before it starts."""
-_MOVES = (0.4, 0.2)
+MOVES = (0.4, 0.2)
 """By which parts of a step it then moves the ends."""
-_MOST_HALF = 65504.0
-_MOST_FLOAT = 8.5e37  # a quarter of the largest: ranges stay finite
-_LEAST = 2.0**-16  # below, a fp16 scale has too few bits
+MOST_HALF = 65504.0
+MOST_FLOAT = 8.5e37  # a quarter of the largest: ranges stay finite
+LEAST = 2.0**-16  # below, a fp16 scale has too few bits
 
 _ONE = np.float32(1)
 
@@ -166,8 +166,8 @@ def _refusals(low: Floats, high: Floats, bits: int) -> Bytes:
     """A NaN anywhere in a row is in its extremes too."""
     most = np.maximum(np.abs(low), np.abs(high))
     refusals = np.zeros(len(most), np.uint8)
-    refusals[(most > 0) & (most < _LEAST)] = Refusal.TOO_SMALL
-    refusals[most > (_MOST_FLOAT if bits == 8 else _MOST_HALF)] = Refusal.TOO_LARGE
+    refusals[(most > 0) & (most < LEAST)] = Refusal.TOO_SMALL
+    refusals[most > (MOST_FLOAT if bits == 8 else MOST_HALF)] = Refusal.TOO_LARGE
     refusals[~np.isfinite(most)] = Refusal.NOT_FINITE
     return refusals
 
@@ -273,13 +273,14 @@ def _greedy_search(
         return _dot(scaled, scaled) * scale * scale
 
     step = (high - low) / np.float32(num_bins)
-    best = Grid(low, (high - low) / np.float32(top))
+    best = Grid(low, np.divide(high - low, top))
     least = error(*best)
     for _ in range(int(np.float32(ratio) * np.float32(num_bins))):
         scale = (high - low - step) / top
         raised, lowered = error(low + step, scale), error(low, scale)
         raises = raised < lowered
-        low, high = np.where(raises, low + step, low), np.where(raises, high, high - step)
+        low = low + np.where(raises, step, np.float32(0))
+        high = high - np.where(raises, np.float32(0), step)
         smaller = np.minimum(raised, lowered)
         better = (smaller < least) & (scale > 0)
         least = np.where(better, smaller, least)
@@ -292,14 +293,14 @@ def _range_search(x: Floats, low: Floats, high: Floats, bits: int) -> Grid:
 
     Every grid is replaced by the one that fits its codes best.
     """
-    top, cut = np.float32(2**bits - 1), np.float32(_CUTS[bits])
+    top, cut = np.float32(2**bits - 1), np.float32(CUTS[bits])
     mean = x.sum(axis=0) / np.float32(len(x))
     centred = x - mean
     width = high - low
     best = Grid(low - mean + cut * width, width * ((_ONE - 2 * cut) / top))
     start = Grid(best.bias[None], best.scale[None])
     best, gain = _fit_best(centred, start, top, best, np.zeros_like(mean))
-    for move in _MOVES:
+    for move in MOVES:
         by = move * best.scale
         wider, narrower = best.scale + by / top, best.scale - by / top
         moved = Grid(

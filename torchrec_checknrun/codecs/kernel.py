@@ -77,9 +77,7 @@ def encode_rows(
         from torchrec_checknrun.codecs.triton_rows import encode_rows as encode_on_device
 
         encoded = torch.empty(out.shape, dtype=torch.uint8, device=rows.device)
-        encode_on_device(
-            rows, ids, bits, int(method), num_bins, ratio, factor, encoded, refused
-        )
+        encode_on_device(rows, ids, bits, int(method), num_bins, ratio, factor, encoded, refused)
         out.copy_(encoded)
         return refused.cpu()
     if has_extension():
