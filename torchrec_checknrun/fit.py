@@ -22,8 +22,8 @@ class Fit:
 
     Attributes:
         rename: saved table name to the model's; full names, or last parts where they are unique.
-        strict: whether both must have the same tables and the same state keys. If not, what only
-            one of them has is skipped and listed.
+        strict: whether both must have the same tables, optimizer states and state keys. If not,
+            what only one of them has is skipped and listed.
         shrink: whether a table may have fewer rows than were saved (the last ones are dropped).
             More rows are always allowed: the new ones keep their initialisation.
         optimizer: whether the rows' optimizer state is restored with them.

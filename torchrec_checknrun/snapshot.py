@@ -64,7 +64,7 @@ class Snapshot:
         tables: all tables, the same on all ranks: what the ranks' parts must add up to.
         states: state dicts by name, without table rows.
         per_rank: names of states that each rank keeps its own of; the others are the same on all.
-        progress: of the fused optimizers, by table with a shard here.
+        progress: of the tables' optimizers, by table with a shard here.
     """
 
     shards: list[ShardSnapshot]
