@@ -167,8 +167,8 @@ class Checkpointer:
             verify: ``read`` verifies each chunk as it is read; ``all`` reads everything twice, so
                 that damaged data is found before anything is changed.
             map: saved table name to the model's, for tables that were renamed.
-            strict: whether checkpoint and model must have the same tables and state keys; if not,
-                the report lists what was skipped.
+            strict: whether checkpoint and model must have the same tables, optimizers and state
+                keys; if not, the report lists what was skipped.
             shrink: whether tables may have fewer rows than were saved. (More are always allowed:
                 new rows keep their initialisation.) After a restore that renames, skips or resizes,
                 or joins or splits columns, the next checkpoint is full.

@@ -22,8 +22,8 @@ class Fit:
 
     Attributes:
         rename: saved table name to the model's; full names, or last parts where they are unique.
-        strict: whether both must have the same tables and the same state keys. If not, what only
-            one of them has is skipped and listed.
+        strict: whether both must have the same tables, optimizer states and state keys. If not,
+            what only one of them has is skipped and listed.
         shrink: whether a table may have fewer rows than were saved (the last ones are dropped).
             More rows are always allowed: the new ones keep their initialisation.
         optimizer: whether the rows' optimizer state is restored with them.
@@ -118,8 +118,7 @@ def check_rows(
     if not fit.optimizer or (with_state and not header.optimizer):
         return None
     wanted = {name: (s.dtype, s.dim() == 1) for name, s in shard.optimizer.items()}
-    stored = {name: dtype for name, (dtype, _) in header.optimizer.items()}
-    if {name: dtype for name, (dtype, _) in wanted.items()} == stored:
+    if wanted.keys() == header.optimizer.keys():
         return None
     saved, live = _describe(header.optimizer), _describe(wanted)
     if fit.strict:
@@ -129,6 +128,18 @@ def check_rows(
             "with strict=False, or load the weights alone with load_tables"
         )
     return f"table {shard.table!r}: optimizer state was saved as {saved}, the model has {live}"
+
+
+def is_rounded(shard: LocalShard, header: RowsHeader) -> bool:
+    """Whether a shard has optimizer state in a narrower type than it was stored in.
+
+    Dense optimizers keep it in the table's own type, fused ones in fp32.
+    """
+    return any(
+        torch.promote_types(dtype, shard.optimizer[name].dtype) != shard.optimizer[name].dtype
+        for name, (dtype, _) in header.optimizer.items()
+        if name in shard.optimizer
+    )
 
 
 def common_states(shard: LocalShard, header: RowsHeader, fit: Fit) -> set[str]:

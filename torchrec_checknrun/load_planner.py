@@ -8,6 +8,7 @@ order, and a newer row replaces an older one.
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchrec_checknrun.chunks import EncodedChunk, Entry, decode_state_chunk, s
 from torchrec_checknrun.conversion import Conversion, is_converted
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.fit import Fit, check_rows, common_states, match_tables
+from torchrec_checknrun.fit import Fit, check_rows, common_states, is_rounded, match_tables
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.row_chunks import RowsHeader, decode_blocks, rows_header
 from torchrec_checknrun.save_planner import DirectInterval
@@ -32,6 +33,8 @@ from torchrec_checknrun.state import check_state, common_state, merge_state
 from torchrec_checknrun.storage import ChainContent, StoredChunk
 from torchrec_checknrun.tracked import TrackedModel
 from torchrec_checknrun.tracking import Consumer
+
+logger = logging.getLogger(__name__)
 
 _AS_SAVED = Fit()
 
@@ -80,6 +83,7 @@ class LoadPlanner(DcpLoadPlanner):
         self._states_read: dict[str, list[Any]] = {}
         self._targets: dict[str, str] = {}
         self._without_state: set[str] = set()
+        self._rounded: set[str] = set()
         self._shards_of: dict[str, list[int]] = {}
         self._conversions: dict[int, Conversion] = {}
         self._age: dict[str, int] = {}
@@ -266,6 +270,9 @@ class LoadPlanner(DcpLoadPlanner):
                 self._without_state.add(shard.table)
             self.converted = True
             self.skipped.append(other)
+        if self._fit.optimizer and shard.table not in self._rounded and is_rounded(shard, header):
+            self._rounded.add(shard.table)
+            logger.warning("%s: optimizer state is rounded to a narrower type", shard.table)
 
     def _shards_into(self, header: RowsHeader) -> Sequence[int]:
         """The local shards, by index, of the table that a chunk's rows go into."""

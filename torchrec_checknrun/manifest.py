@@ -95,7 +95,7 @@ class TableTotals:
         value_bits: the narrowest codec among its chunks.
         error_mean, error_max: measured relative l2 error of rows, None if exact.
         error_rows: how many rows that was measured on.
-        optimizer_step, learning_rate: the fused optimizer's, None if there is none.
+        optimizer_step, learning_rate: of the table's optimizer, fused or dense; None if unknown.
     """
 
     rows: int

@@ -66,7 +66,7 @@ class Snapshot:
         tables: all tables, the same on all ranks: what the ranks' parts must add up to.
         states: state dicts by name, without table rows.
         per_rank: names of states that each rank keeps its own of; the others are the same on all.
-        progress: of the fused optimizers, by table with a shard here.
+        progress: of the tables' optimizers, by table with a shard here.
         blocks: local shards of sharded tensors that are no tables.
         collisions: what managed-collision modules know besides; None if there are none.
     """

@@ -300,6 +300,31 @@ def test_half_precision_tables(workers: Workers, tmp_path: Path) -> None:
     workers(2).run(half, root=str(tmp_path), layout=layout())
 
 
+def half_of_both_kinds(root: str, fused: str) -> None:
+    """A dense optimizer keeps its state in fp16 then, a fused one in fp32: it is rounded once."""
+    spec = replace(SPEC, fused=fused).to_json()
+    layouts = [layout(sharding=s) for s in ("data_parallel", "row_wise", "data_parallel")]
+    job = build(spec, layouts[0], half=True)
+    job.train(2)
+    first = whole_state(job, layouts[0])
+    for where in layouts:
+        with checkpointer(root, job, optimizer=job.optimizer, job=job) as saver:
+            saver.save()
+        job = build(spec, where, seed=5, half=True)
+        with checkpointer(root, job, optimizer=job.optimizer, job=job) as saver:
+            assert saver.restore() is not None
+        found = whole_state(job, where)
+        for table, state in first.states.items():
+            assert np.array_equal(found.states[table].astype(np.float16), state)
+            assert np.array_equal(found.weights[table], first.weights[table])
+    job.train(1)
+
+
+@pytest.mark.parametrize("fused", ["adagrad", "rowwise_adagrad"])
+def test_half_precision_of_both_kinds(workers: Workers, tmp_path: Path, fused: str) -> None:
+    workers(2).run(half_of_both_kinds, root=str(tmp_path), fused=fused)
+
+
 def dtensors(root: str, source: dict[str, Any], target: dict[str, Any], tracked: bool) -> None:
     """Saved from DTensor, restored into ShardedTensor, and the other way round."""
     for number, dtensor in enumerate((True, False)):
