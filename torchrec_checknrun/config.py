@@ -33,11 +33,15 @@ class PolicyName(Enum):
     consecutive = "Consecutive"
 
 
+Bits = Enum("Bits", {"auto": "auto", "2": 2, "3": 3, "4": 4, "8": 8})
+"""Widths, as they are written in a config; null for exact rows."""
+
+
 @dataclass
 class TableConfig:
     """How the tables that a pattern names are stored; see ``Quantization``."""
 
-    bits: int | None = None
+    bits: Bits | None = None
     method: str = "adaptive"
     mean_bits: float | None = None
     optimizer_state: str = "fp32"
@@ -47,14 +51,14 @@ class TableConfig:
 @dataclass
 class CheckNRunConfig:
     """``checkpoint: check_n_run``. The arguments of ``Checkpointer``, and of its ``Quantization``,
-    as plain values; ``bits`` is a number, null or ``auto``.
+    as plain values.
     """
 
     _target_: str = "torchrec_checknrun.config.make_check_n_run"
     root: str = MISSING
     every_steps: int = 1000
     policy: PolicyName = PolicyName.one_shot
-    bits: Any = None
+    bits: Bits | None = None
     method: str = "adaptive"
     expected_restores: float | None = None
     mean_bits: float | None = None
@@ -113,8 +117,9 @@ def make_check_n_run(
     import torchrec_checknrun as package
 
     def choice(values: Mapping[str, Any], **more: Any) -> package.Quantization:
-        named = {key: value for key, value in values.items() if key != "optimizer_state"}
-        return package.Quantization(optimizer=values["optimizer_state"], **named, **more)
+        named = {**values, **more}
+        optimizer, bits = named.pop("optimizer_state"), named.pop("bits")
+        return package.Quantization(bits=bits and bits.value, optimizer=optimizer, **named)
 
     return package.Checkpointer(
         root,

@@ -86,7 +86,9 @@ class Quantization:
     tables: Mapping[str, Quantization] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.bits not in (None, "auto", *WIDTHS):
+        if self.bits not in (None, "auto") and (
+            type(self.bits) is not int or self.bits not in WIDTHS
+        ):
             raise ValueError(
                 f"bits must be None (exact), 'auto' or one of {WIDTHS}, not {self.bits!r}"
             )
@@ -120,7 +122,7 @@ class Quantization:
         if self.bits == "auto":
             assert expected is not None
             resolved = replace(resolved, bits=width_for(expected))
-        if expected is not None and lossy_restores > expected and resolved.is_lossy:
+        if expected is not None and lossy_restores > expected and resolved._is_narrow:
             resolved = replace(
                 resolved,
                 bits=MOST,
@@ -159,9 +161,8 @@ class Quantization:
         return self.bits if isinstance(self.bits, int) else None
 
     @property
-    def is_lossy(self) -> bool:
-        """Whether a table without a choice of its own is stored with a loss."""
-        return self._codec().lossy
+    def _is_narrow(self) -> bool:
+        return self.method == "importance" or self.width is not None
 
     def _encoding(self) -> Encoding:
         return Encoding(self._codec(), self.optimizer, self.compress)

@@ -123,7 +123,7 @@ class TrackedShard:
         Raises:
             IndexError: a row is not in this shard.
             ValueError: other ``bits``, or a row holds a value that the layout can't hold (NaN,
-                infinity, or beyond fp16 at 4 and 2 bit).
+                infinity, or beyond fp16 or too small for it at 4 and 2 bit).
         """
         if bits not in (8, 4, 2):
             raise ValueError(f"bits must be 8, 4 or 2, FBGEMM's widths, not {bits!r}")

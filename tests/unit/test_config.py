@@ -99,7 +99,9 @@ class TestCheckNRun:
         )
         assert checkpointer.arguments["policy"] == policy
 
-    @pytest.mark.parametrize(("text", "bits"), [("8", 8), ("4", 4), ("2", 2), ("null", None)])
+    @pytest.mark.parametrize(
+        ("text", "bits"), [("8", 8), ("4", 4), ("3", 3), ("2", 2), ("null", None)]
+    )
     def test_bits(self, text: str, bits: int | None) -> None:
         checkpointer = made(
             "checkpoint=check_n_run", "checkpoint.root=x", f"checkpoint.bits={text}"
@@ -116,8 +118,8 @@ class TestCheckNRun:
         assert (arguments["every_steps"], arguments["timeout_seconds"]) == (7, 12.5)
 
     def test_values_that_only_the_library_can_judge(self) -> None:
-        with pytest.raises(InstantiationException, match="bits must be None"):
-            made("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.bits=5")
+        with pytest.raises(InstantiationException, match="mean_bits is the budget"):
+            made("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.mean_bits=5")
 
     def test_a_root_is_needed(self) -> None:
         with pytest.raises((MissingMandatoryValue, InstantiationException), match="root"):
@@ -214,6 +216,8 @@ OPTIONS = ["check_n_run", "dcp", "dcp_async", "off"]
         ("checkpoint=check_n_run checkpoint.policy=null", "policy"),
         ("checkpoint=check_n_run checkpoint.bits=four", "four"),
         ("checkpoint=check_n_run checkpoint.bits=4.5", "4.5"),
+        ("checkpoint=check_n_run checkpoint.bits=5", "5"),
+        ("checkpoint=check_n_run +checkpoint.tables.t0.bits=6", "6"),
         ("checkpoint=check_n_run checkpoint.timeout_seconds=long", "long"),
         ("checkpoint=check_n_run checkpoint.asynchronous=true", "asynchronous"),
         ("checkpoint=dcp checkpoint.bits=8", "bits"),

@@ -44,6 +44,16 @@ def hard_rows(seed: int, n: int, dim: int) -> torch.Tensor:
     return torch.from_numpy((rows * 2.0 ** rng.choice([0, -40])).astype(np.float32))
 
 
+def held(rows: torch.Tensor, exceptions: list[int]) -> torch.Tensor:
+    """Which rows the codebooks hold; the others are small beside the largest, as no exponent could
+    bring both into fp16's range.
+    """
+    assert bool((rows[exceptions].abs() < 2.0**-24 * rows.abs().max()).all())
+    kept = torch.ones(len(rows), dtype=torch.bool)
+    kept[exceptions] = False
+    return kept
+
+
 def least_error(row: list[float], k: int) -> float:
     """The smallest l2 error that any ``k`` values can have: all ways to cut the sorted row."""
     values = np.sort(np.array(row, dtype=np.float64))
@@ -63,8 +73,8 @@ def least_error(row: list[float], k: int) -> float:
 def test_no_codebook_of_a_row_is_better(seed: int, dim: int, bits: int) -> None:
     rows = hard_rows(seed, 3, dim)
     decoded, exceptions = round_trip(KMeans(bits), rows)
-    assert exceptions == []
-    for row, again in zip(rows.double(), decoded.double(), strict=True):
+    kept = held(rows, exceptions)
+    for row, again in zip(rows[kept].double(), decoded[kept].double(), strict=True):
         least = least_error(row.tolist(), 2**bits)
         rounding = 2.0**-11 * float(row.norm()) + float(row.abs().max()) * 1e-6
         assert float((again - row).norm()) <= least + rounding
@@ -76,7 +86,8 @@ def test_any_shape_within_the_bound(seed: int, n: int, dim: int, codec: KMeans) 
     """A row never loses more than what its elements differ by, whatever its block's codebook."""
     rows = hard_rows(seed, n, dim)
     decoded, exceptions = round_trip(codec, rows)
-    assert exceptions == []
+    kept = held(rows, exceptions)
+    rows, decoded = rows[kept], decoded[kept]
     spread = (rows.double() - rows.double().mean(dim=1, keepdim=True)).norm(dim=1)
     rounding = 2.0**-9 * rows.double().norm(dim=1)
     error = (decoded.double() - rows.double()).norm(dim=1)

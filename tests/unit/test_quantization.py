@@ -30,7 +30,7 @@ def test_exact_is_the_default() -> None:
     assert isinstance(codec_of(quantization), Exact)
     encoding = quantization.for_table("t", BIG)
     assert (encoding.optimizer, encoding.compress) == ("fp32", False)
-    assert not quantization.is_lossy
+    assert not codec_of(quantization).lossy
     assert quantization.width is None
 
 
@@ -41,7 +41,7 @@ def test_a_width_and_a_method(bits: int, method: str) -> None:
     codec = codec_of(quantization)
     assert isinstance(codec, Rowwise)
     assert (codec.bits, codec.method) == (bits, Method[method.upper()])
-    assert quantization.is_lossy
+    assert codec_of(quantization).lossy
     assert quantization.width == bits
 
 

@@ -444,7 +444,7 @@ class TestRows:
         with pytest.raises(ValueError, match=r"wide\[.*8-bit.*NaN"):
             shard.encode_rows([3, 4])
         shard.encode_rows([3])
-        with pytest.raises(ValueError, match="bits must be one of"):
+        with pytest.raises(ValueError, match="bits must be 8, 4 or 2"):
             shard.encode_rows([3], bits=16)
 
     @pytest.mark.parametrize(

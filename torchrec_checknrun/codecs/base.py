@@ -110,6 +110,11 @@ def output(size: int, out: torch.Tensor | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
+def is_aligned(data: torch.Tensor, size: int) -> bool:
+    """Whether uint8 memory begins where a view of values of ``size`` bytes may begin."""
+    return data.data_ptr() % size == 0 and data.storage_offset() % size == 0
+
+
 def require_size(data: torch.Tensor, size: int, what: str) -> None:
     """Refuses data of another length.
 

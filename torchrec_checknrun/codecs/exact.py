@@ -12,6 +12,7 @@ from torchrec_checknrun.codecs.base import (
     Encoded,
     Parameters,
     RowContext,
+    is_aligned,
     output,
     require_size,
     require_version,
@@ -45,11 +46,13 @@ class Exact:
         rows = rows.detach()
         n = len(rows) if ids is None else len(ids)
         none = torch.empty(0, dtype=torch.int64)
-        if out is None or rows.is_cuda or ids is None:
-            taken = rows if ids is None else rows.index_select(0, ids)
-            return Encoded(taken.cpu().contiguous().view(-1).view(torch.uint8), {}, none)
         data = output(n * rows.shape[1] * rows.element_size(), out)
-        torch.index_select(rows, 0, ids, out=data.view(rows.dtype).view(n, rows.shape[1]))
+        aligned = is_aligned(data, rows.element_size())
+        if ids is not None and aligned and rows.device.type == "cpu":
+            torch.index_select(rows, 0, ids, out=data.view(rows.dtype).view(n, rows.shape[1]))
+        else:
+            taken = rows if ids is None else rows.index_select(0, ids.to(rows.device))
+            data.copy_(taken.contiguous().view(-1).view(torch.uint8))
         return Encoded(data, {}, none)
 
     def decode(

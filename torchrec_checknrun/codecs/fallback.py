@@ -35,6 +35,8 @@ MOVES = (0.4, 0.2)
 MOST_HALF = 65504.0
 MOST_FLOAT = 8.5e37  # a quarter of the largest: ranges stay finite
 LEAST = 2.0**-16  # below, a fp16 scale has too few bits
+LEAST_RANGES = {2: 6e-7, 3: 3.2e-6, 4: 1.5e-5, 8: 5.5e-6}  # below, the last code isn't stable:
+SMALL = 2.0**-6  # of values that are smaller
 
 _ONE = np.float32(1)
 
@@ -167,6 +169,9 @@ def _refusals(low: Floats, high: Floats, bits: int) -> Bytes:
     most = np.maximum(np.abs(low), np.abs(high))
     refusals = np.zeros(len(most), np.uint8)
     refusals[(most > 0) & (most < LEAST)] = Refusal.TOO_SMALL
+    span = high - low
+    least_range = np.float32(LEAST_RANGES[bits])
+    refusals[(span > 0) & (span < least_range) & (most < SMALL)] = Refusal.TOO_SMALL
     refusals[most > (MOST_FLOAT if bits == 8 else MOST_HALF)] = Refusal.TOO_LARGE
     refusals[~np.isfinite(most)] = Refusal.NOT_FINITE
     return refusals
@@ -220,9 +225,12 @@ def _symmetric_grid(low: Floats, high: Floats, bits: int) -> Grid:
     pattern = scale.view(np.int32)
     half = (pattern >> dropped & 1) + ((1 << (dropped - 1)) - 1)
     scale = (pattern + half & -(1 << dropped)).view(np.float32)
-    scale = scale if bits == 8 else _half(scale)
-    scale = np.where(scale == 0, _ONE, scale)
-    return Grid(-(scale * (top / np.float32(2))), scale)
+    if bits < 8:
+        coarser = (scale + np.float32(1.5)) - np.float32(1.5)  # these subnormals can be halved
+        scale = _half(np.where(scale < np.float32(2.0**-14), coarser, scale))
+    zero = scale == 0
+    bias = np.where(zero, np.float32(0), -(scale * (top / np.float32(2))))
+    return Grid(bias, np.where(zero, _ONE, scale))
 
 
 def _better(

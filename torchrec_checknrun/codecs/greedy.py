@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from torchrec_checknrun.codecs.kernel import Method, decode_rows, encode_rows, row_bytes
+from torchrec_checknrun.codecs.kernel import Method, Refusal, decode_rows, encode_rows, row_bytes
 
 T = TypeVar("T", bound=float)
 
@@ -35,8 +35,12 @@ def choose_greedy(
     """
     if ids is None:
         ids = torch.arange(len(rows), device=rows.device)
-    sample = rows.index_select(0, ids[:: -(-len(ids) // SAMPLE_ROWS)]).to(torch.float32)
-    sample = sample[sample.isfinite().all(dim=1)].contiguous()
+    sample = rows.index_select(0, ids[:: max(1, -(-len(ids) // SAMPLE_ROWS))]).to(torch.float64)
+    magnitude = sample.abs().amax(dim=1)
+    magnitude = magnitude[magnitude.isfinite() & (magnitude > 0)]
+    if len(magnitude):  # as a block of rows that are tiny or huge is scaled before it is encoded
+        sample *= 2.0 ** -torch.frexp(magnitude.median()).exponent
+    sample = sample.to(torch.float32)
     bins = BINS if num_bins is None else (num_bins,)
     ratios = RATIOS if ratio is None else (ratio,)
     chosen = _knee(bins, [mean_error(sample, bits, n, ratios[-1]) for n in bins])
@@ -44,12 +48,15 @@ def choose_greedy(
 
 
 def mean_error(rows: torch.Tensor, bits: int, num_bins: int, ratio: float) -> float:
-    """Mean l2 error of rows ``(n, dim)`` float32 on the CPU, quantized by the greedy search."""
+    """Mean l2 error of rows ``(n, dim)`` float32, quantized by the greedy search; of those that can
+    be quantized.
+    """
     encoded = torch.empty((len(rows), row_bytes(rows.shape[1], bits)), dtype=torch.uint8)
-    encode_rows(rows, None, bits, Method.GREEDY, num_bins, ratio, 1.0, encoded)
+    refused = encode_rows(rows, None, bits, Method.GREEDY, num_bins, ratio, 1.0, encoded)
     decoded = torch.empty_like(rows, device="cpu")
     decode_rows(encoded, bits, 1.0, decoded)
-    return float((decoded - rows.cpu()).norm(dim=1).mean()) if len(rows) else 0.0
+    error = (decoded - rows.cpu())[refused == Refusal.NONE].norm(dim=1)
+    return float(error.mean()) if len(error) else 0.0
 
 
 def _knee(values: tuple[T, ...], errors: list[float]) -> T:

@@ -17,6 +17,7 @@ from torchrec_checknrun.codecs.base import (
     Encoded,
     Parameters,
     RowContext,
+    is_aligned,
     output,
     require_size,
     require_version,
@@ -66,7 +67,7 @@ class Narrow:
             return Encoded(data, {}, lost_rows(chosen, narrowed).cpu())
         n, dim = rows.shape[0] if ids is None else ids.shape[0], rows.shape[1]
         data = output(n * dim * 2, out)
-        aligned = data if _is_even(data) else torch.empty_like(data)
+        aligned = data if is_aligned(data, 2) else torch.empty_like(data)
         narrowed = aligned.view(self.dtype).view(n, dim)
         size = max(1, _BLOCK_BYTES // (dim * rows.dtype.itemsize))
         gathered = torch.empty((min(size, n), dim), dtype=rows.dtype)
@@ -95,7 +96,7 @@ class Narrow:
         dim = out.shape[1]
         require_size(data, rows * dim * 2, f"{rows} rows of {dim} values in {self.name}")
         part = data[start * dim * 2 : (start + out.shape[0]) * dim * 2]
-        part = part if _is_even(part) else part.clone()
+        part = part if is_aligned(part, 2) else part.clone()
         out.copy_(part.view(self.dtype).view(out.shape))
 
     def spec(self) -> CodecSpec:
@@ -135,8 +136,3 @@ def lost_rows(rows: torch.Tensor, narrowed: torch.Tensor) -> torch.Tensor:
     error = ((narrowed[doubtful].double() - exact) / unit).norm(dim=1)
     held = (error <= form.eps * (exact / unit).norm(dim=1)) & (largest.view(-1) <= form.max)
     return doubtful[~held]
-
-
-def _is_even(data: torch.Tensor) -> bool:
-    """Whether it begins where a view of 16-bit values may begin."""
-    return data.data_ptr() % 2 == 0 and data.storage_offset() % 2 == 0

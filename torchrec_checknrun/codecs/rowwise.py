@@ -75,7 +75,7 @@ class Rowwise:
         num_bins: int | None = None,
         ratio: float | None = None,
     ) -> None:
-        if bits not in WIDTHS:
+        if type(bits) is not int or bits not in WIDTHS:
             raise ValueError(f"bits must be one of {WIDTHS}, not {bits!r}")
         if isinstance(method, str):
             names = [known.name.lower() for known in Method]
@@ -95,10 +95,15 @@ class Rowwise:
     def from_spec(cls, spec: CodecSpec) -> Rowwise:
         require_version(spec, cls.name, cls.version)
         bits, method = spec.get("bits"), spec.get("method", "asymmetric")  # version 1 had no other
+        num_bins, ratio = spec.get("num_bins"), spec.get("ratio")
         try:
-            if type(bits) is not int or not isinstance(method, str):
+            if not isinstance(bits, int) or not isinstance(method, str):
                 raise ValueError(f"bits {bits!r}, method {method!r}")
-            return cls(bits, method)
+            if num_bins is not None and type(num_bins) is not int:
+                raise ValueError(f"num_bins {num_bins!r}")
+            if ratio is not None and type(ratio) not in (int, float):
+                raise ValueError(f"ratio {ratio!r}")
+            return cls(bits, method, num_bins, ratio)  # type: ignore[arg-type]  # checked above
         except ValueError as error:
             raise UnsupportedFormat(f"codec {cls.name!r}: {error}") from error
 
@@ -118,6 +123,8 @@ class Rowwise:
         out: torch.Tensor | None = None,
     ) -> Encoded:
         rows = rows.detach()
+        if ids is not None:
+            ids = ids.to(rows.device).contiguous()
         if rows.dtype not in _KERNEL_DTYPES:
             rows, ids = (rows if ids is None else rows[ids]).to(torch.float32), None
         if rows.shape[1] > 1 and rows.stride(1) != 1:
@@ -129,7 +136,8 @@ class Rowwise:
             return Encoded(data, {}, torch.empty(0, dtype=torch.int64))
         parameters: Parameters = {}
         num_bins, ratio = self.num_bins or 1, self.ratio or 0.0
-        if self.method == Method.GREEDY and (self.num_bins is None or self.ratio is None):
+        searches = self.method == Method.GREEDY and self.bits < 8
+        if searches and (self.num_bins is None or self.ratio is None):
             num_bins, ratio = choose_greedy(rows, ids, self.bits, self.num_bins, self.ratio)
             parameters |= {"num_bins": num_bins, "ratio": ratio}
 
@@ -170,12 +178,17 @@ class Rowwise:
             out.copy_(values)
 
     def spec(self) -> CodecSpec:
-        return {
+        spec: CodecSpec = {
             "name": self.name,
             "version": self.version,
             "bits": self.bits,
             "method": self.method.name.lower(),
         }
+        if self.num_bins is not None:
+            spec = {**spec, "num_bins": self.num_bins}
+        if self.ratio is not None:
+            spec = {**spec, "ratio": self.ratio}
+        return spec
 
 
 def _exponent(rows: torch.Tensor, refused: torch.Tensor) -> int:

@@ -10,7 +10,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from torchrec_checknrun.codecs.fallback import CUTS, LEAST, MOST_FLOAT, MOST_HALF, MOVES
+from torchrec_checknrun.codecs.fallback import (
+    CUTS,
+    LEAST,
+    LEAST_RANGES,
+    MOST_FLOAT,
+    MOST_HALF,
+    MOVES,
+    SMALL,
+)
 from torchrec_checknrun.codecs.kernel import Method, Refusal
 
 try:
@@ -32,6 +40,7 @@ _NOT_FINITE = tl.constexpr(int(Refusal.NOT_FINITE))
 _TOO_LARGE = tl.constexpr(int(Refusal.TOO_LARGE))
 _TOO_SMALL = tl.constexpr(int(Refusal.TOO_SMALL))
 _LEAST = tl.constexpr(LEAST)
+_SMALL = tl.constexpr(SMALL)
 _LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
 _MOVE1 = tl.constexpr(MOVES[0])
 _MOVE2 = tl.constexpr(MOVES[1])
@@ -84,6 +93,7 @@ def encode_rows(
             METHOD=int(Method.ASYMMETRIC) if bits == 8 and method != Method.SYMMETRIC else method,
             CUT=CUTS.get(bits, 0.0),
             LIMIT=MOST_FLOAT if bits == 8 else MOST_HALF,
+            LEAST_RANGE=LEAST_RANGES[bits],
             ROWS=block,
             COLUMNS=columns,
             num_warps=min(16, max(4, columns // 512)),
@@ -255,9 +265,10 @@ def _symmetric_grid(
     pattern += (pattern >> dropped & 1) + ((1 << (dropped - 1)) - 1)
     scale = (pattern & -(1 << dropped)).to(tl.float32, bitcast=True)
     if BITS < 8:
-        scale = _half(scale)
-    scale = tl.where(scale == 0.0, 1.0, scale)
-    return -(scale * (top / 2)), scale
+        coarser = (scale + 1.5) - 1.5  # of a subnormal half only these can be halved
+        scale = _half(tl.where(scale < 6.103515625e-5, coarser, scale))
+    zero = scale == 0.0
+    return tl.where(zero, 0.0, -(scale * (top / 2))), tl.where(zero, 1.0, scale)
 
 
 @triton.jit
@@ -296,6 +307,7 @@ def _encode(
     METHOD: tl.constexpr,
     CUT: tl.constexpr,
     LIMIT: tl.constexpr,
+    LEAST_RANGE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
@@ -311,13 +323,15 @@ def _encode(
     magnitude = tl.abs(x)
     finite = tl.min((magnitude <= _LARGEST).to(tl.int32), axis=1) == 1
     most = tl.max(magnitude, axis=1)
-    refusal = tl.where((most > 0.0) & (most < _LEAST), _TOO_SMALL, 0)
+    low = tl.min(tl.where(mask, x, float("inf")), axis=1)
+    high = tl.max(tl.where(mask, x, float("-inf")), axis=1)
+    small = (most > 0.0) & (most < _LEAST)
+    small |= (high > low) & (high - low < LEAST_RANGE) & (most < _SMALL)
+    refusal = tl.where(small, _TOO_SMALL, 0)
     refusal = tl.where(most > LIMIT, _TOO_LARGE, refusal)
     refusal = tl.where(finite, refusal, _NOT_FINITE)
     tl.store(refused + row, refusal.to(tl.uint8), mask=inside)
 
-    low = tl.min(tl.where(mask, x, float("inf")), axis=1)
-    high = tl.max(tl.where(mask, x, float("-inf")), axis=1)
     count = dim.to(tl.float32) + tl.zeros_like(low)
     if METHOD == _SYMMETRIC:
         bias, scale = _symmetric_grid(low, high, BITS)

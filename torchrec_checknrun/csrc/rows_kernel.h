@@ -335,16 +335,19 @@ inline Grid min_max_grid(Floats low, Floats high, Floats top) {
 inline Grid min_max_grid8(Floats low, Floats high) { return {low, (high - low) / 255.f}; }
 
 // -scale * top / 2 is the bias: exact, because the scale keeps so many bits fewer; so a decoded row
-// is encoded to the same again.
+// is encoded to the same again. Zero lies between two codes, but a row of nothing else stays zero.
 inline Grid symmetric_grid(Floats low, Floats high, Floats top, int bits) {
   const Floats most = higher(magnitude(low), magnitude(high));
   Floats scale = 2.f * most / top;
   const int dropped = bits == 8 ? 8 : 13 + bits;
   const Ints half = ((Ints)scale >> dropped & 1) + ((1 << (dropped - 1)) - 1);
   scale = (Floats)(((Ints)scale + half) & -(1 << dropped));
-  if (bits < 8) scale = round_to_half(scale);
-  scale = choose(scale == 0, all(1.f), scale);
-  return {-(scale * (top * 0.5f)), scale};
+  if (bits < 8) {
+    const Floats coarser = (scale + 1.5f) - 1.5f;  // of a subnormal half only these can be halved
+    scale = round_to_half(choose(scale < 6.103515625e-5f, coarser, scale));
+  }
+  const Ints zero = scale == 0;
+  return {choose(zero, Floats{}, -(scale * (top * 0.5f))), choose(zero, all(1.f), scale)};
 }
 
 inline Grid find_grid(const EncodeJob& job, const Floats* x, Floats* centred, Floats low,
@@ -466,13 +469,21 @@ inline void write_row(const EncodeJob& job, const float* x, float bias, float sc
 constexpr float kMostHalf = 65504.f;
 constexpr float kMostFloat = 8.5e37f;           // a quarter of the largest: ranges stay finite
 constexpr float kLeast = 1.52587890625e-05f;    // 2^-16: below, a fp16 scale has too few bits
+// By bits: below this range the largest value may get a lower code than the last one, and another
+// one at every pass, because the scale is rounded to fp16 (at 8 bit: because FBGEMM adds 1e-8 to the
+// range). Beside values that are not small that is nothing.
+constexpr float kLeastRange[9] = {0, 0, 6e-7f, 3.2e-6f, 1.5e-5f, 0, 0, 0, 5.5e-6f};
+constexpr float kSmall = 0.015625f;
 
 inline uint8_t refusal(const EncodeJob& job, bool within, float low, float high) {
   const float most = std::max(std::fabs(low), std::fabs(high));
   if (!within || !(most <= (job.bits == 8 ? kMostFloat : kMostHalf))) {
     return std::isfinite(low) && std::isfinite(high) && most > 1 ? too_large : not_finite;
   }
-  return most > 0 && most < kLeast ? too_small : encoded;
+  if (most > 0 && most < kLeast) return too_small;
+  const float range = high - low;
+  const bool drifts = range > 0 && range < kLeastRange[job.bits] && most < kSmall;
+  return drifts ? too_small : encoded;
 }
 
 // Which of its zeros FBGEMM takes for a row's minimum of zero, since the bias keeps its sign: of
@@ -641,6 +652,11 @@ inline void decode_rows(const DecodeJob& job, int64_t begin, int64_t end) {
       for (int64_t i = 0; d + i < dim; ++i) code[i] = from[d + i];
       const Floats value = decoded<bits>(code, scale, bias) * job.factor;
       memcpy(to + d, &value, (dim - d) * 4);
+    }
+    if (bits == 8) {  // as FBGEMM: what doesn't fill eight lanes goes through double
+      for (d = dim & ~int64_t{7}; d < dim; ++d) {
+        to[d] = float(from[d] * double(scale) + double(bias)) * job.factor;
+      }
     }
     if (job.value == Value::fp32) continue;
     uint16_t* narrow = static_cast<uint16_t*>(job.out) + at;
