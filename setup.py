@@ -68,6 +68,7 @@ EXTRAS = {
         "pytest>=8.3,<10",  # the test runner
         "pytest-timeout>=2.3,<3",  # a hanging rank fails its test and not the whole run
         "ruff==0.17.5",  # lint and format; exact, since another version formats differently
+        "triton>=3.6,<4",  # its interpreter runs the GPU's kernel where there is no GPU
         "types-setuptools>=75",  # types of setup.py
         "types-tqdm>=4.66,<5",  # types of tqdm
     ],

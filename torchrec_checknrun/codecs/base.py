@@ -93,7 +93,7 @@ class Codec(Protocol):
         Args:
             data: 1-D uint8 on the CPU, what ``encode`` gave.
             rows: how many the whole block has.
-            out: ``(n, dim)`` of the dtype that was encoded, on the CPU.
+            out: ``(n, dim)`` of the dtype that was encoded, on any device.
 
         Raises:
             ValueError: data or parameters are not of such a block.

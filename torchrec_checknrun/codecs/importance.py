@@ -140,7 +140,7 @@ class ImportanceWeighted:
                 before = int((kinds[:start] == kind).sum())
                 values = torch.empty((len(members), out.shape[1]), dtype=out.dtype)
                 codec.decode(data[at : at + size], group, count, before, values)
-                out.index_copy_(0, members, values)
+                out.index_copy_(0, members.to(out.device), values.to(out.device))
             at += size
         if at != data.numel():
             raise ValueError(f"{rows} rows of mixed width take {at} bytes, not {data.numel()}")

@@ -170,10 +170,11 @@ class Rowwise:
         if type(exponent) is not int or abs(exponent) > 126:
             raise ValueError(f"exponent {exponent!r}")
         part = data.view(rows, size)[start : start + len(out)]
-        if out.dtype in _KERNEL_DTYPES:
+        if out.dtype in _KERNEL_DTYPES and out.device.type == "cpu":
             decode_rows(part, self.bits, 2.0**-exponent, out)
         else:
-            values = torch.empty(out.shape, dtype=torch.float32)
+            narrow = out.dtype if out.dtype in _KERNEL_DTYPES else torch.float32
+            values = torch.empty(out.shape, dtype=narrow)
             decode_rows(part, self.bits, 2.0**-exponent, values)
             out.copy_(values)
 

@@ -385,12 +385,11 @@ def _encode(
                 inside[:, None] & (first + i < size)[None, :],
                 1,
             )
+    tail: tl.constexpr = 4 if BITS == 8 else 2
     if BITS == 8:
         scale, bias = scale.to(tl.int32, bitcast=True), bias.to(tl.int32, bitcast=True)
-        tail: tl.constexpr = 4
     else:
         scale = scale.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         bias = bias.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-        tail: tl.constexpr = 2
     _store_bytes(target + size, tl.where(kept, scale, 0), inside, tail)
     _store_bytes(target + size + tail, tl.where(kept, bias, 0), inside, tail)

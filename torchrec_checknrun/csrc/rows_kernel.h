@@ -475,11 +475,16 @@ constexpr float kLeast = 1.52587890625e-05f;    // 2^-16: below, a fp16 scale ha
 constexpr float kLeastRange[9] = {0, 0, 6e-7f, 3.2e-6f, 1.5e-5f, 0, 0, 0, 5.5e-6f};
 constexpr float kSmall = 0.015625f;
 
-inline uint8_t refusal(const EncodeJob& job, bool within, float low, float high) {
-  const float most = std::max(std::fabs(low), std::fabs(high));
-  if (!within || !(most <= (job.bits == 8 ? kMostFloat : kMostHalf))) {
-    return std::isfinite(low) && std::isfinite(high) && most > 1 ? too_large : not_finite;
+// `low` and `high` are a row's extremes; they say nothing where a value lies outside the limits.
+inline uint8_t refusal(const EncodeJob& job, const float* row, bool outside, float low,
+                       float high) {
+  if (outside) {
+    for (int64_t d = 0; d < job.dim; ++d) {
+      if (!std::isfinite(row[d])) return not_finite;
+    }
+    return too_large;
   }
+  const float most = std::max(std::fabs(low), std::fabs(high));
   if (most > 0 && most < kLeast) return too_small;
   const float range = high - low;
   const bool drifts = range > 0 && range < kLeastRange[job.bits] && most < kSmall;
@@ -509,32 +514,32 @@ inline int64_t encode_by_row(const EncodeJob& job, int64_t begin, int64_t end) {
     const float* x;
     find_rows(job, r, 1, scratch.data, &x);
     Floats low = all(x[0]), high = low;
-    Ints within = {};
+    Ints beyond = {};
     int64_t d = 0;
     for (; d + kLanes <= job.dim; d += kLanes) {
       const Floats v = load(x + d);
       low = lower(v, low);
       high = higher(v, high);
-      within |= ~(magnitude(v) <= limit);
+      beyond |= ~(magnitude(v) <= limit);
     }
     if (d < job.dim) {
       Floats v = all(x[0]);
       memcpy(&v, x + d, (job.dim - d) * 4);
       low = lower(v, low);
       high = higher(v, high);
-      within |= ~(magnitude(v) <= limit);
+      beyond |= ~(magnitude(v) <= limit);
     }
     float least = low[0], most = high[0];
-    int outside = within[0];
+    int outside = beyond[0];
     for (int i = 1; i < kLanes; ++i) {
       least = low[i] < least ? low[i] : least;
       most = high[i] > most ? high[i] : most;
-      outside |= within[i];
+      outside |= beyond[i];
     }
     if (least == 0) least = fbgemm_zero(x, job.dim);
     if (most == 0) most = least == 0 ? least : most;
     uint8_t* out = job.out + r * job.row_bytes;
-    job.refused[r] = refusal(job, !outside, least, most);
+    job.refused[r] = refusal(job, x, outside, least, most);
     if (job.refused[r]) {
       ++refusals;
       memset(out, 0, job.row_bytes);
@@ -576,7 +581,7 @@ inline int64_t encode_by_lane(const EncodeJob& job, int64_t begin, int64_t end) 
     const Grid grid = find_grid(job, x, x + padded, low, high, sum / float(dim));
     for (int i = 0; i < count; ++i) {
       uint8_t* out = job.out + (r + i) * job.row_bytes;
-      job.refused[r + i] = refusal(job, !outside[i], low[i], high[i]);
+      job.refused[r + i] = refusal(job, rows[i], outside[i], low[i], high[i]);
       if (job.refused[r + i]) {
         ++refusals;
         memset(out, 0, job.row_bytes);
