@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif

@@ -406,63 +406,71 @@ inline uint64_t unpack8(uint64_t packed, int bits) {
 #endif
 }
 
+inline Bytes codes_of(Floats x, float bias, float inverse, Floats top) {
+  const Floats t = (x - bias) * inverse;
+  return __builtin_convertvector(
+      __builtin_convertvector(nearest(lower(higher(t, Floats{}), top)), Ints), Bytes);
+}
+
 template <int bits>
 inline void write_row(const float* x, int64_t dim, float bias, float scale, float inverse,
-                      uint8_t* codes, uint8_t* out) {
+                      uint8_t* out) {
+  constexpr int kStep = kLanes < 8 ? 8 : kLanes;
   const Floats top = all(float((1 << bits) - 1));
-  uint8_t* to = bits == 8 ? out : codes;
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) {
-    const Floats t = (load(x + d) - bias) * inverse;
-    const Ints code = __builtin_convertvector(nearest(lower(higher(t, Floats{}), top)), Ints);
-    const Bytes bytes = __builtin_convertvector(code, Bytes);
-    memcpy(to + d, &bytes, kLanes);
+  const int64_t size = code_bytes(dim, bits);
+  uint64_t eights[kStep / 8];
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(eights);
+  int64_t d = 0, at = 0;
+  for (; d + kStep <= dim; d += kStep) {
+    for (int i = 0; i < kStep; i += kLanes) {
+      const Bytes bytes = codes_of(load(x + d + i), bias, inverse, top);
+      memcpy(codes + i, &bytes, kLanes);
+    }
+    for (const uint64_t eight : eights) {
+      const uint64_t packed = bits == 8 ? eight : pack8(eight, bits);
+      memcpy(out + at, &packed, bits);
+      at += bits;
+    }
   }
   if (d < dim) {
-    Floats rest = all(bias);
-    memcpy(&rest, x + d, (dim - d) * 4);
-    const Floats t = (rest - bias) * inverse;
-    const Ints code = __builtin_convertvector(nearest(lower(higher(t, Floats{}), top)), Ints);
-    const Bytes bytes = __builtin_convertvector(code, Bytes);
-    memcpy(to + d, &bytes, dim - d);
+    memset(codes, 0, kStep);
+    for (int64_t i = 0; d + i < dim; i += kLanes) {
+      const int64_t count = std::min<int64_t>(kLanes, dim - d - i);
+      Floats rest = all(bias);
+      memcpy(&rest, x + d + i, count * 4);
+      const Bytes bytes = codes_of(rest, bias, inverse, top);
+      memcpy(codes + i, &bytes, count);
+    }
+    for (int i = 0; at < size; ++i) {
+      const uint64_t packed = bits == 8 ? eights[i] : pack8(eights[i], bits);
+      const int64_t count = std::min<int64_t>(bits, size - at);
+      memcpy(out + at, &packed, count);
+      at += count;
+    }
   }
-  const int64_t size = code_bytes(dim, bits);
   if (bits == 8) {
     const float tail[2] = {scale, bias};
     memcpy(out + size, tail, 8);
-    return;
+  } else {
+    const uint16_t tail[2] = {to_half(scale), to_half(bias)};
+    memcpy(out + size, tail, 4);
   }
-  int64_t at = 0;
-  for (d = 0; d + 8 <= dim; d += 8, at += bits) {
-    uint64_t eight;
-    memcpy(&eight, codes + d, 8);
-    eight = pack8(eight, bits);
-    memcpy(out + at, &eight, bits);
-  }
-  if (d < dim) {
-    uint64_t rest = 0;
-    memcpy(&rest, codes + d, dim - d);
-    rest = pack8(rest, bits);
-    memcpy(out + at, &rest, size - at);
-  }
-  const uint16_t tail[2] = {to_half(scale), to_half(bias)};
-  memcpy(out + size, tail, 4);
 }
 
 inline void write_row(const EncodeJob& job, const float* x, float bias, float scale, float range,
-                      uint8_t* codes, uint8_t* out) {
+                      uint8_t* out) {
   float inverse = 1.f / scale;
   switch (job.bits) {
     case 8:
       // FBGEMM's own way to keep clear of a division by zero
       if (job.method != Method::symmetric) inverse = 255.f / (range + 1e-8f);
-      return write_row<8>(x, job.dim, bias, scale, inverse, codes, out);
+      return write_row<8>(x, job.dim, bias, scale, inverse, out);
     case 4:
-      return write_row<4>(x, job.dim, bias, scale, inverse, codes, out);
+      return write_row<4>(x, job.dim, bias, scale, inverse, out);
     case 3:
-      return write_row<3>(x, job.dim, bias, scale, inverse, codes, out);
+      return write_row<3>(x, job.dim, bias, scale, inverse, out);
     default:
-      return write_row<2>(x, job.dim, bias, scale, inverse, codes, out);
+      return write_row<2>(x, job.dim, bias, scale, inverse, out);
   }
 }
 
@@ -475,15 +483,17 @@ constexpr float kLeast = 1.52587890625e-05f;    // 2^-16: below, a fp16 scale ha
 constexpr float kLeastRange[9] = {0, 0, 6e-7f, 3.2e-6f, 1.5e-5f, 0, 0, 0, 5.5e-6f};
 constexpr float kSmall = 0.015625f;
 
+inline bool all_finite(const float* row, int64_t dim) {
+  for (int64_t d = 0; d < dim; ++d) {
+    if (!std::isfinite(row[d])) return false;
+  }
+  return true;
+}
+
 // `low` and `high` are a row's extremes; they say nothing where a value lies outside the limits.
 inline uint8_t refusal(const EncodeJob& job, const float* row, bool outside, float low,
                        float high) {
-  if (outside) {
-    for (int64_t d = 0; d < job.dim; ++d) {
-      if (!std::isfinite(row[d])) return not_finite;
-    }
-    return too_large;
-  }
+  if (outside) return all_finite(row, job.dim) ? too_large : not_finite;
   const float most = std::max(std::fabs(low), std::fabs(high));
   if (most > 0 && most < kLeast) return too_small;
   const float range = high - low;
@@ -503,50 +513,79 @@ inline float fbgemm_zero(const float* x, int64_t dim) {
   return *std::find(x + whole, x + dim, 0.f);
 }
 
-// Rows one after another: for methods that need nothing but a row's extremes.
+template <int by, typename V, int... I>
+inline V rotated(V x, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(x, x, ((I + by) % kLanes)...);
+}
+
+template <int width = kLanes / 2>
+inline float lowest(Floats x) {
+  if constexpr (width == 0) {
+    return x[0];
+  } else {
+    const Floats y = rotated<width>(x, std::make_integer_sequence<int, kLanes>());
+    return lowest<width / 2>(lower(x, y));
+  }
+}
+
+template <int width = kLanes / 2>
+inline bool any(Ints x) {
+  if constexpr (width == 0) {
+    return x[0] != 0;
+  } else {
+    const Ints y = rotated<width>(x, std::make_integer_sequence<int, kLanes>());
+    return any<width / 2>(x | y);
+  }
+}
+
+// Rows one after another, for methods that need nothing but a row's extremes; their grids together.
 inline int64_t encode_by_row(const EncodeJob& job, int64_t begin, int64_t end) {
-  const Buffer<float> scratch(job.dim);
-  const Buffer<uint8_t> codes(job.dim + 64);
-  const Floats limit = all(job.bits == 8 ? kMostFloat : kMostHalf);
+  const int64_t dim = job.dim;
+  const Buffer<float> scratch(job.value == Value::fp32 && job.factor == 1.f ? 0 : kLanes * dim);
+  const float limit = job.bits == 8 ? kMostFloat : kMostHalf;
   int64_t refusals = 0;
-  for (int64_t r = begin; r < end; ++r) {
-    if (job.ids && r + 16 < end) prefetch_rows(job, r + 16, r + 17);
-    const float* x;
-    find_rows(job, r, 1, scratch.data, &x);
-    Floats low = all(x[0]), high = low;
-    Ints beyond = {};
-    int64_t d = 0;
-    for (; d + kLanes <= job.dim; d += kLanes) {
-      const Floats v = load(x + d);
-      low = lower(v, low);
-      high = higher(v, high);
-      beyond |= ~(magnitude(v) <= limit);
+  for (int64_t r = begin; r < end; r += kLanes) {
+    const int count = int(std::min<int64_t>(kLanes, end - r));
+    if (job.ids) prefetch_rows(job, std::min(r + kLanes, end), std::min(r + 2 * kLanes, end));
+    const float* rows[kLanes];
+    find_rows(job, r, count, scratch.data, rows);
+    Floats low = {}, high = {}, poison = {};  // NaN, once there was one or an infinity
+    for (int i = 0; i < count; ++i) {
+      const float* x = rows[i];
+      Floats least = all(x[0]), most = least;
+      int64_t d = 0;
+      for (; d + kLanes <= dim; d += kLanes) {
+        const Floats v = load(x + d);
+        least = lower(v, least);
+        most = higher(v, most);
+        poison = fused(v, Floats{}, poison);
+      }
+      if (d < dim) {
+        Floats v = all(x[0]);
+        memcpy(&v, x + d, (dim - d) * 4);
+        least = lower(v, least);
+        most = higher(v, most);
+        poison = fused(v, Floats{}, poison);
+      }
+      low[i] = lowest(least);
+      high[i] = -lowest(-most);
+      if (low[i] == 0) low[i] = fbgemm_zero(x, dim);
+      if (high[i] == 0) high[i] = low[i] == 0 ? low[i] : 0.f;
     }
-    if (d < job.dim) {
-      Floats v = all(x[0]);
-      memcpy(&v, x + d, (job.dim - d) * 4);
-      low = lower(v, low);
-      high = higher(v, high);
-      beyond |= ~(magnitude(v) <= limit);
+    const bool poisoned = any((Ints)magnitude(poison));
+    const Grid grid = find_grid(job, nullptr, nullptr, low, high, Floats{});
+    for (int i = 0; i < count; ++i) {
+      uint8_t* out = job.out + (r + i) * job.row_bytes;
+      const bool outside = !(low[i] >= -limit && high[i] <= limit) ||
+                           (poisoned && !all_finite(rows[i], dim));
+      job.refused[r + i] = refusal(job, rows[i], outside, low[i], high[i]);
+      if (job.refused[r + i]) {
+        ++refusals;
+        memset(out, 0, job.row_bytes);
+        continue;
+      }
+      write_row(job, rows[i], grid.bias[i], grid.scale[i], high[i] - low[i], out);
     }
-    float least = low[0], most = high[0];
-    int outside = beyond[0];
-    for (int i = 1; i < kLanes; ++i) {
-      least = low[i] < least ? low[i] : least;
-      most = high[i] > most ? high[i] : most;
-      outside |= beyond[i];
-    }
-    if (least == 0) least = fbgemm_zero(x, job.dim);
-    if (most == 0) most = least == 0 ? least : most;
-    uint8_t* out = job.out + r * job.row_bytes;
-    job.refused[r] = refusal(job, x, outside, least, most);
-    if (job.refused[r]) {
-      ++refusals;
-      memset(out, 0, job.row_bytes);
-      continue;
-    }
-    const Grid grid = find_grid(job, nullptr, nullptr, all(least), all(most), Floats{});
-    write_row(job, x, grid.bias[0], grid.scale[0], most - least, codes.data, out);
   }
   return refusals;
 }
@@ -555,7 +594,6 @@ inline int64_t encode_by_row(const EncodeJob& job, int64_t begin, int64_t end) {
 inline int64_t encode_by_lane(const EncodeJob& job, int64_t begin, int64_t end) {
   const int64_t dim = job.dim, padded = (dim + kLanes - 1) / kLanes * kLanes;
   const Buffer<float> scratch(job.value == Value::fp32 && job.factor == 1.f ? 0 : kLanes * dim);
-  const Buffer<uint8_t> codes(dim + 64);
   const Buffer<Floats> columns(2 * padded);
   Floats* x = columns.data;
   const Floats limit = all(job.bits == 8 ? kMostFloat : kMostHalf);
@@ -587,7 +625,7 @@ inline int64_t encode_by_lane(const EncodeJob& job, int64_t begin, int64_t end) 
         memset(out, 0, job.row_bytes);
         continue;
       }
-      write_row(job, rows[i], grid.bias[i], grid.scale[i], high[i] - low[i], codes.data, out);
+      write_row(job, rows[i], grid.bias[i], grid.scale[i], high[i] - low[i], out);
     }
   }
   return refusals;
