@@ -204,6 +204,14 @@ class Checkpointer:
         head = found.chain.head
         self.steps = head.step
         self._lineage.restored(found.chain, found.converted)
+        if self._resolved_quantization() != self._quantization.resolved(0):
+            self._log(
+                "restored %d times from quantized rows, oftener than expected_restores=%g: rows "
+                "are stored with 8 bit from now on, beginning with a full checkpoint",
+                self._lineage.lossy_restores,
+                self._quantization.expected_restores,
+                level=logging.WARNING,
+            )
         self._target.tracked.converted = False  # what ``found`` says is of the shards as they are
         report = RestoreReport(
             id=head.id,

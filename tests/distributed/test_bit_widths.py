@@ -1,0 +1,104 @@
+"""The width of a lineage: what it expects to be restored decides, and then what it was restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.models import CollectionSpec, Job, ModelSpec, Plan, TableSpec, uniform_plan
+from tests.distributed.test_tracking_zoo import warnings_said
+from tests.distributed.worker_pool import WorkerPool
+from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Quantization
+
+Workers = Callable[[int], WorkerPool]
+
+SPEC = ModelSpec(
+    (
+        CollectionSpec(
+            "a",
+            (TableSpec("t0", 300, 16, ("f0",)), TableSpec("small", 40, 8, ("f1", "f2"))),
+        ),
+    ),
+    hidden=2,
+)
+
+
+def lives(
+    root: str, spec: dict[str, Any], plan: Plan, quantization: dict[str, Any], times: int
+) -> list[dict[str, Any]]:
+    """What a job saved that was started so often: two checkpoints in each life."""
+    found = []
+    for _ in range(times):
+        job = Job.build(ModelSpec.from_json(spec), plan, samples=200)
+        reports: list[CheckpointReport] = []
+        with (
+            warnings_said() as said,
+            Checkpointer(
+                root,
+                model=job.model,
+                state={"optimizer": job.optimizer},
+                policy=Consecutive(),
+                quantization=Quantization(**quantization),
+                callbacks=[reports.append],
+            ) as saver,
+        ):
+            saver.restore()
+            for _ in range(2):
+                job.train(2)
+                saver.save()
+        found.append(
+            {
+                "kinds": [report.kind for report in reports],
+                "restores": [report.lossy_restores for report in reports],
+                "error": [report.error_mean for report in reports],
+                "warned": [text for text in said if "8 bit from now on" in text],
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"bits": "auto"},
+        {"bits": 4, "method": "greedy"},
+        {"method": "importance", "mean_bits": 3},
+    ],
+    ids=["auto", "greedy", "importance"],
+)
+def test_eight_bits_after_more_restores_than_expected(
+    workers: Workers, tmp_path: Path, quantization: dict[str, Any]
+) -> None:
+    plan = uniform_plan(SPEC, "row_wise", 2)
+    asked = {**quantization, "expected_restores": 1, "exact_below_rows": 100}
+    for rank, found in enumerate(
+        workers(2).run(
+            lives, root=str(tmp_path), spec=SPEC.to_json(), plan=plan, quantization=asked, times=4
+        )
+    ):
+        kinds = [life["kinds"] for life in found]
+        assert kinds[:2] == [["full", "differential"], ["differential", "differential"]]
+        assert kinds[2:] == [["full", "differential"], ["differential", "differential"]]
+        assert [life["restores"] for life in found] == [[0, 0], [1, 1], [2, 2], [3, 3]]
+        narrow = [error for life in found[:2] for error in life["error"]]
+        wide = [error for life in found[2:] for error in life["error"]]
+        assert min(narrow) > 0.03
+        assert max(wide) < 0.01
+        warnings = [len(life["warned"]) for life in found]
+        assert warnings == ([0, 0, 1, 1] if rank == 0 else [0, 0, 0, 0])
+
+
+def test_as_many_restores_as_expected(workers: Workers, tmp_path: Path) -> None:
+    """And restores of exact checkpoints, which disturb nothing and are not counted."""
+    plan = uniform_plan(SPEC, "row_wise", 1)
+    where: dict[str, Any] = {"spec": SPEC.to_json(), "plan": plan, "times": 4}
+    enough = {"bits": "auto", "expected_restores": 3, "exact_below_rows": 0}
+    (found,) = workers(1).run(lives, root=str(tmp_path / "a"), quantization=enough, **where)
+    assert [life["kinds"][0] for life in found] == ["full", *["differential"] * 3]
+    exact = {"bits": "auto", "expected_restores": 1, "exact_below_rows": 1000}
+    (found,) = workers(1).run(lives, root=str(tmp_path / "b"), quantization=exact, **where)
+    assert [life["restores"] for life in found] == [[0, 0]] * 4
+    assert [life["error"] for life in found] == [[None, None]] * 4
