@@ -52,7 +52,7 @@ EXTRAS = {
         "tqdm>=4.66,<5",  # progress bars
     ],
     "figures": [
-        "kmeans1d>=0.4,<1",  # the codec that others are compared with
+        "kmeans1d>=0.5,<0.6",  # the codec that others are compared with
         "matplotlib>=3.8,<4",  # draws recipes/figures
     ],
     "kmeans": [

@@ -44,6 +44,7 @@ class TableConfig:
     bits: Bits | None = None
     method: str = "adaptive"
     mean_bits: float | None = None
+    offset: float | None = None
     optimizer_state: str = "fp32"
     compress: bool = False
 
@@ -62,6 +63,7 @@ class CheckNRunConfig:
     method: str = "adaptive"
     expected_restores: float | None = None
     mean_bits: float | None = None
+    offset: float | None = None
     optimizer_state: str = "fp32"
     compress: bool = False
     exact_below_rows: int = 1000

@@ -96,6 +96,7 @@ class TableTotals:
         error_mean, error_max: measured relative l2 error of rows, None if exact.
         error_rows: how many rows that was measured on.
         optimizer_step, learning_rate: of the table's optimizer, fused or dense; None if unknown.
+        codecs: those of its chunks, each once: name, version and parameters.
     """
 
     rows: int
@@ -111,6 +112,7 @@ class TableTotals:
     error_rows: int = 0
     optimizer_step: int | None = None
     learning_rate: float | None = None
+    codecs: list[dict[str, object]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ class Quantization:
             ``fp16``, ``bf16``.
         expected_restores: how often the job will be restored (see ``bitwidth.expected_restores``).
             Once it was restored more often from quantized rows, the width is 8 bit.
-        mean_bits: ``importance``: the budget, in bits per value on average.
+        mean_bits: ``importance``: the budget, in bits per value on average; 4 by default.
+        offset: ``importance``: in place of a budget, what is added to the bits of every row.
         optimizer: row-wise optimizer state: ``fp32`` (as it is), ``bf16`` or ``log8``.
         compress: zstd upon all that, where it makes a chunk smaller.
         exact_below_rows: tables with fewer rows are stored exactly.
@@ -80,6 +81,7 @@ class Quantization:
     method: str = "adaptive"
     expected_restores: float | None = None
     mean_bits: float | None = None
+    offset: float | None = None
     optimizer: str = "fp32"
     compress: bool = False
     exact_below_rows: int = SMALL_TABLE_ROWS
@@ -103,8 +105,8 @@ class Quantization:
             )
         if self.expected_restores is not None:
             width_for(self.expected_restores)
-        if self.mean_bits is not None and self.method != "importance":
-            raise ValueError("mean_bits is the budget of method='importance'")
+        if self.method != "importance" and (self.mean_bits, self.offset) != (None, None):
+            raise ValueError("mean_bits and offset are parameters of method='importance'")
         if self.optimizer not in STATE_SCHEMES:
             raise ValueError(f"optimizer must be one of {STATE_SCHEMES}, not {self.optimizer!r}")
         if any(choice.tables for choice in self.tables.values()):
@@ -127,6 +129,7 @@ class Quantization:
                 resolved,
                 bits=MOST,
                 mean_bits=None,
+                offset=None,
                 method=self.method if self.method in (*_ROWWISE, "kmeans") else "adaptive",
             )
         overrides = {
@@ -169,7 +172,7 @@ class Quantization:
 
     def _codec(self) -> Codec:
         if self.method == "importance":
-            return ImportanceWeighted(mean_bits=self.mean_bits)
+            return ImportanceWeighted(self.offset, self.mean_bits)
         if self.method in _NARROW:
             return Fp16() if self.method == "fp16" else Bf16()
         if self.bits is None:

@@ -341,6 +341,7 @@ def _totals(index: list[Entry]) -> tuple[dict[str, TableTotals], int]:
             error_mean=error and error["mean"],
             error_max=error and error["max"],
             error_rows=error["sampled_rows"] if error else 0,
+            codecs=[entry["weight"]["codec"]],
         )
         known = tables.get(entry["table"])
         tables[entry["table"]] = _add(known, one) if known else one
@@ -364,6 +365,7 @@ def _add(one: TableTotals, other: TableTotals) -> TableTotals:
         error_mean=mean,
         error_max=maximum,
         error_rows=rows,
+        codecs=one.codecs + [codec for codec in other.codecs if codec not in one.codecs],
     )
 
 

@@ -262,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m recipes.dlrm_criteo.demo", description=__doc__)
     parser.add_argument("--data", type=Path, help="a Criteo TSV file; synthetic data without it")
-    parser.add_argument("--bits", type=int, choices=(8, 4, 2), help="quantize; exact without it")
+    parser.add_argument("--bits", type=int, choices=(8, 4, 3, 2), help="quantize; exact without it")
     parser.add_argument("--runs", type=Path, default=Path("runs/demo"), help="where to write")
     parser.add_argument(
         "--module", default="recipes.dlrm_criteo.train", help="the trainer (tests sabotage it)"

@@ -118,7 +118,7 @@ class TestCheckNRun:
         assert (arguments["every_steps"], arguments["timeout_seconds"]) == (7, 12.5)
 
     def test_values_that_only_the_library_can_judge(self) -> None:
-        with pytest.raises(InstantiationException, match="mean_bits is the budget"):
+        with pytest.raises(InstantiationException, match="mean_bits and offset are parameters"):
             made("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.mean_bits=5")
 
     def test_a_root_is_needed(self) -> None:

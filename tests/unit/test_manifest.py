@@ -74,7 +74,11 @@ EXAMPLE = Manifest(
     created_by="torchrec_checknrun",
     lossy_restores=1,
     bits=8,
-    tables={"täble": TableTotals(100, 8, 16, 32, 8, 4, 3600, 8, 1.5e-05, 0.01, 2)},
+    tables={
+        "täble": TableTotals(
+            100, 8, 16, 32, 8, 4, 3600, 8, 1.5e-05, 0.01, 2, codecs=[{"name": "fp16"}]
+        )
+    },
     states={"model": False, "reader": True},
     dense_bytes=123,
     files=(RankFile("rank-00000.bin", 1000, 900, 68, "0" * 16, 3),),
