@@ -6,7 +6,7 @@ both, in the build that fits the machine.
 
 The compiled kernel in csrc is built against the torch that is installed, so torch has to be there
 before this package and the build must not be isolated from it. Without torch or a C++ compiler the
-package is installed all the same: plain torch does the kernel's work then, slower.
+package is installed all the same: NumPy does the kernel's work then, slower.
 """
 
 import os

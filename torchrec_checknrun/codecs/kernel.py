@@ -1,7 +1,7 @@
 """Rows to fused bytes and back: the compiled kernel, or what takes its place.
 
 On the CPU the extension that ``setup.py`` builds from ``csrc``; without it (there was no compiler)
-plain torch, in the same layout. On a GPU Triton, so that only the encoded bytes are copied to the
+NumPy, in the same layout. On a GPU Triton, so that only the encoded bytes are copied to the
 host.
 """
 
@@ -121,7 +121,7 @@ def has_extension() -> bool:
         except OSError as error:
             logger.warning("%s can't be loaded: %s", library, error)
     logger.warning(
-        "rows are quantized by plain torch, which is several times slower: install "
+        "rows are quantized by NumPy, which is several times slower: install "
         "torchrec_checknrun where there is a C++ compiler (g++) to have the compiled kernel"
     )
     return False
