@@ -74,7 +74,7 @@ def _errors(ax: Axes, numbers: dict[str, Any]) -> None:
         x = np.array([widths.index(e["bits"]) + (i - (len(methods) - 1) / 2) * bar for e in own])
         ax.bar(x, [e["relative"] for e in own], bar, color=_COLOURS[i], label=method)
         limits = [e["shannon"] for e in own]
-        label = "Gaussian limit at as many bits in all" if i == 0 else None
+        label = "Gaussian limit at as many bits in all" if i == 0 else ""
         ax.hlines(limits, x - bar / 2, x + bar / 2, color="black", linewidth=1.2, label=label)
     ax.set_yscale("log")
     ax.set_ylim(bottom=min(e["relative"] for e in errors if e["bits"] == 8) / 5)

@@ -57,7 +57,7 @@ def random_rows(seed: int, n: int, dim: int) -> torch.Tensor:
     rows[kind == 3] = np.abs(rows[kind == 3]) * rng.choice([-0.0, 1.0], (1, dim))  # signed zeros
     rows[kind == 4, rng.integers(0, dim)] = 1e-41  # a denormal
     rows = rows.astype(np.float32)
-    rows[(np.abs(rows).max(axis=1) < 4 * LEAST) & (rows != 0).any(axis=1)] = 1.0
+    rows[(np.abs(rows).max(axis=1) < 40 * LEAST) & (rows != 0).any(axis=1)] = 1.0
     return torch.from_numpy(rows)
 
 

@@ -35,6 +35,7 @@ MOVES = (0.4, 0.2)
 MOST_HALF = 65504.0
 MOST_FLOAT = 8.5e37  # a quarter of the largest: ranges stay finite
 LEAST = 2.0**-16  # below, a fp16 scale has too few bits
+LEAST_HALVED = 2.0**-15  # a step: symmetric, that half a scale is no subnormal
 LEAST_RANGES = {2: 6e-7, 3: 3.2e-6, 4: 1.5e-5, 8: 5.5e-6}  # below, the last code isn't stable:
 SMALL = 2.0**-6  # of values that are smaller
 
@@ -137,7 +138,7 @@ def _encode(
     """Rows ``(dim, n)`` to bytes ``(n, row bytes)`` and ``(n,)`` refusals."""
     top = np.float32(2**bits - 1)
     low, high = x.min(axis=0), x.max(axis=0)
-    refusals = _refusals(low, high, bits)
+    refusals = _refusals(low, high, bits, method)
     if method == Method.SYMMETRIC:
         grid = _symmetric_grid(low, high, bits)
         inverse = _ONE / grid.scale
@@ -164,11 +165,18 @@ def _encode(
     return encoded, refusals
 
 
-def _refusals(low: Floats, high: Floats, bits: int) -> Bytes:
+def least(bits: int, method: Method) -> np.float32:
+    """The least magnitude of a row that can be held as it is."""
+    if method == Method.SYMMETRIC and bits < 8:
+        return np.float32(LEAST_HALVED * (2**bits - 1))
+    return np.float32(LEAST)
+
+
+def _refusals(low: Floats, high: Floats, bits: int, method: Method) -> Bytes:
     """A NaN anywhere in a row is in its extremes too."""
     most = np.maximum(np.abs(low), np.abs(high))
     refusals = np.zeros(len(most), np.uint8)
-    refusals[(most > 0) & (most < LEAST)] = Refusal.TOO_SMALL
+    refusals[(most > 0) & (most < least(bits, method))] = Refusal.TOO_SMALL
     span = high - low
     least_range = np.float32(LEAST_RANGES[bits])
     refusals[(span > 0) & (span < least_range) & (most < SMALL)] = Refusal.TOO_SMALL

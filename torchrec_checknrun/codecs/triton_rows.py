@@ -12,12 +12,12 @@ import torch
 
 from torchrec_checknrun.codecs.fallback import (
     CUTS,
-    LEAST,
     LEAST_RANGES,
     MOST_FLOAT,
     MOST_HALF,
     MOVES,
     SMALL,
+    least,
 )
 from torchrec_checknrun.codecs.kernel import Method, Refusal
 
@@ -39,7 +39,6 @@ _GREEDY = tl.constexpr(int(Method.GREEDY))
 _NOT_FINITE = tl.constexpr(int(Refusal.NOT_FINITE))
 _TOO_LARGE = tl.constexpr(int(Refusal.TOO_LARGE))
 _TOO_SMALL = tl.constexpr(int(Refusal.TOO_SMALL))
-_LEAST = tl.constexpr(LEAST)
 _SMALL = tl.constexpr(SMALL)
 _LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
 _MOVE1 = tl.constexpr(MOVES[0])
@@ -93,6 +92,7 @@ def encode_rows(
             METHOD=int(Method.ASYMMETRIC) if bits == 8 and method != Method.SYMMETRIC else method,
             CUT=CUTS.get(bits, 0.0),
             LIMIT=MOST_FLOAT if bits == 8 else MOST_HALF,
+            LEAST=float(least(bits, Method(method))),
             LEAST_RANGE=LEAST_RANGES[bits],
             ROWS=block,
             COLUMNS=columns,
@@ -307,6 +307,7 @@ def _encode(
     METHOD: tl.constexpr,
     CUT: tl.constexpr,
     LIMIT: tl.constexpr,
+    LEAST: tl.constexpr,
     LEAST_RANGE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -325,7 +326,7 @@ def _encode(
     most = tl.max(magnitude, axis=1)
     low = tl.min(tl.where(mask, x, float("inf")), axis=1)
     high = tl.max(tl.where(mask, x, float("-inf")), axis=1)
-    small = (most > 0.0) & (most < _LEAST)
+    small = (most > 0.0) & (most < LEAST)
     small |= (high > low) & (high - low < LEAST_RANGE) & (most < _SMALL)
     refusal = tl.where(small, _TOO_SMALL, 0)
     refusal = tl.where(most > LIMIT, _TOO_LARGE, refusal)

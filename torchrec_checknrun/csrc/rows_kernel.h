@@ -109,6 +109,7 @@ inline void write_row(const EncodeJob& job, const float* x, float bias, float sc
 constexpr float kMostHalf = 65504.f;
 constexpr float kMostFloat = 8.5e37f;           // a quarter of the largest: ranges stay finite
 constexpr float kLeast = 1.52587890625e-05f;    // 2^-16: below, a fp16 scale has too few bits
+constexpr float kLeastHalved = 3.0517578125e-05f;  // 2^-15 a step: that half a scale is no subnormal
 // By bits: below this range the largest value may get a lower code than the last one, and another
 // one at every pass, because the scale is rounded to fp16 (at 8 bit: because FBGEMM adds 1e-8 to the
 // range). Beside values that are not small that is nothing.
@@ -127,7 +128,8 @@ inline uint8_t refusal(const EncodeJob& job, const float* row, bool outside, flo
                        float high) {
   if (outside) return all_finite(row, job.dim) ? too_large : not_finite;
   const float most = std::max(std::fabs(low), std::fabs(high));
-  if (most > 0 && most < kLeast) return too_small;
+  const bool halved = job.method == Method::symmetric && job.bits < 8;
+  if (most > 0 && most < (halved ? kLeastHalved * ((1 << job.bits) - 1) : kLeast)) return too_small;
   const float range = high - low;
   const bool drifts = range > 0 && range < kLeastRange[job.bits] && most < kSmall;
   return drifts ? too_small : encoded;
