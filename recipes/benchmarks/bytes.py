@@ -3,9 +3,10 @@
     python -m recipes.benchmarks.bytes [--json out.json]
 
 Trains the recipe's synthetic job with each width and lists the store. The prediction knows only the
-number of stored rows of each table, the row format and the table's size: FBGEMM's fused rows (or
-fp32), four bytes of row-wise optimizer state a row, and for the row ids the smaller of one bit for
-each row of the table and four bytes for each stored row.
+number of stored rows of each table, its width (small tables are exact), the row format and the
+table's size: fused rows (or fp32), four bytes of row-wise optimizer state a row, and for the row
+ids the smaller of one bit for each row of the table and four bytes for each stored row, which is
+more than the compressed ids take.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from tqdm import tqdm
 
 from recipes.dlrm_criteo.job import Job
 
-WIDTHS: tuple[int | None, ...] = (None, 8, 4, 2)
-_TAIL_BYTES = {8: 8, 4: 4, 2: 4}
+WIDTHS: tuple[int | None, ...] = (None, 8, 4, 3, 2)
+_TAIL_BYTES = {8: 8, 4: 4, 3: 4, 2: 4}
 """Scale and bias of a fused row: fp32 at 8 bit, fp16 below."""
 
 
-def row_bytes(bits: int | None, dim: int) -> int:
+def row_bytes(bits: int, dim: int) -> int:
     """Bytes of a stored row's weights."""
-    return 4 * dim if bits is None else dim * bits // 8 + _TAIL_BYTES[bits]
+    return 4 * dim if bits == 32 else dim * bits // 8 + _TAIL_BYTES[bits]
 
 
-def predict(manifest: dict[str, Any], bits: int | None) -> float:
+def predict(manifest: dict[str, Any]) -> float:
     """Bytes of table rows, their ids and optimizer state that a checkpoint should have."""
     total = 0.0
     for table in manifest["tables"].values():
         stored = table["stored_values"] / table["dim"]
         ids = 0.0 if stored == table["rows"] else min(table["rows"] / 8, 4 * stored)
-        total += stored * (row_bytes(bits, table["dim"]) + 4) + ids
+        total += stored * (row_bytes(table["value_bits"], table["dim"]) + 4) + ids
     return total
 
 
@@ -75,7 +76,7 @@ def measure(bits: int | None, dim: int, root: Path, policy: str) -> list[dict[st
                 "modified_fraction": sum(t["stored_values"] for t in tables)
                 / sum(t["rows"] * t["dim"] for t in tables),
                 "tables_and_ids": payload,
-                "predicted": round(predict(manifest, bits)),
+                "predicted": round(predict(manifest)),
                 "dense": manifest["dense_bytes"],
                 "manifest_and_indexes": listed - payload - manifest["dense_bytes"],
                 "total": listed,
