@@ -5,9 +5,29 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import zstandard
 
 StoredRow = tuple[str, int]  # table, global row
 StoredPart = tuple[tuple[int, int], bytes, dict[str, bytes]]  # columns, weight, optimizer states
+
+
+def read_ids(encoding: str, data: bytes, count: int) -> np.ndarray:
+    """A chunk's rows, counted from its first one."""
+    if encoding.endswith("_zstd"):
+        data = zstandard.decompress(data)
+    if encoding == "range":
+        return np.arange(count)
+    if encoding.startswith("bitmap"):
+        return np.flatnonzero(np.unpackbits(np.frombuffer(data, "u1"), bitorder="little"))
+    assert encoding.startswith("gaps"), encoding
+    rows, skipped, shift = [0], 0, 0
+    for octet in data:
+        skipped |= (octet & 127) << shift
+        shift += 7
+        if octet < 128:
+            rows.append(rows[-1] + 1 + skipped)
+            skipped = shift = 0
+    return np.array(rows)
 
 
 def read_rows(checkpoint: str | Path) -> dict[StoredRow, list[StoredPart]]:
@@ -25,16 +45,10 @@ def read_rows(checkpoint: str | Path) -> dict[StoredRow, list[StoredPart]]:
                 pieces.append(data[at : at + part["bytes"]])
                 at += part["bytes"]
             assert at == chunk["offset"] + chunk["length"]
-            if chunk["ids"]["encoding"] == "range":
-                ids = np.arange(chunk["count"])
-            elif chunk["ids"]["encoding"] == "bitmap":
-                ids = np.flatnonzero(
-                    np.unpackbits(np.frombuffer(pieces[0], "u1"), bitorder="little")
-                )
-            else:
-                ids = np.frombuffer(pieces[0], "<u4")
+            ids = chunk["first"] + read_ids(chunk["ids"]["encoding"], pieces[0], chunk["count"])
+            assert (len(ids), ids[-1]) == (chunk["count"], chunk["last"])
             widths = [len(piece) // chunk["count"] for piece in pieces]
-            for i, row in enumerate(ids + chunk["first"]):
+            for i, row in enumerate(ids):
                 values = [p[i * w : (i + 1) * w] for p, w in zip(pieces, widths, strict=True)]
                 states = {s["name"]: v for s, v in zip(chunk["optimizer"], values[2:], strict=True)}
                 row_key = (chunk["table"], int(row))

@@ -50,9 +50,15 @@ def layouts(draw: st.DrawFn, spec: ModelSpec, world_sizes: list[int]) -> Layout:
     nodes = draw(st.sampled_from([n for n in (1, 2) if ranks % n == 0]))
     rank = st.integers(0, ranks - 1)
     plan = {}
+
+    def column_shards(dim: int) -> int:
+        return draw(st.sampled_from([2, 4] if dim % 16 == 0 else [2]))
+
     for collection in spec.collections:
+        # TorchRec's sequences have one width: it can't train two tables split into unequal columns.
+        common = 0 if collection.bag else column_shards(collection.tables[0].dim)
         for table in collection.tables:
-            shards = draw(st.sampled_from([2, 4] if table.dim % 16 == 0 else [2]))
+            shards = common or column_shards(table.dim)
             choices = [
                 f"table_wise:{draw(rank)}",
                 "column_wise:" + ",".join(str(draw(rank)) for _ in range(shards)),
