@@ -89,7 +89,9 @@ def check_histories(zoo: CollisionZoo, path: Path, ranks: int) -> None:
         assert {history["since"]} == {part[table]["since"] for part in parts}
 
 
-@pytest.mark.parametrize(("ranks", "fewer"), [(2, 1), (3, 1), (4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "fewer"), [(2, 1), (4, 2), (4, 1), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
 def test_fewer_ranks(workers: Workers, tmp_path: Path, ranks: int, fewer: int) -> None:
     name = workers(ranks).run(saved, root=str(tmp_path), spec={})[0]
     workers(fewer).run(on_fewer_ranks, root=str(tmp_path), spec={}, name=name, ranks=ranks)

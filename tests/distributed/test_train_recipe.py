@@ -110,6 +110,7 @@ def test_tensorboard_has_the_curves(run: Run) -> None:
     assert (auc.step, auc.value) == (STEPS, pytest.approx(run.named("eval")[-1]["auc"]))
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(run: Run, tmp_path: Path) -> None:
     again = train(tmp_path / "again", f"trainer.eval_every={EVAL_EVERY}")
     result = compare(run.final_state, again.final_state)
