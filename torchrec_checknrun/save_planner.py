@@ -35,6 +35,7 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
 )
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.importance_budget import Key, Survey, constants, survey, with_constant
 from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Kind, Link
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.quantization import Quantization
@@ -68,6 +69,7 @@ class PlanSummary:
     """Bytes of each state that all ranks have alike: only one of them will write it."""
     per_rank: tuple[str, ...]
     blocks: list[BlockSummary] = field(default_factory=list)
+    importance: dict[Key, Survey] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class SavePlanner(DcpSavePlanner):
         self._take: Callable[[], Snapshot] | None = None
         self._header = Header(bits=self._quantization.width)
         self._snapshot: Snapshot | None = None
+        self._constants: dict[Key, float] = {}
         self._items: dict[str, _RowsItem | _BlockItem | _StateItem | EncodedChunk] = {}
 
     @classmethod
@@ -233,6 +236,7 @@ class SavePlanner(DcpSavePlanner):
             replicated=replicated,
             per_rank=tuple(sorted(self._snapshot.per_rank)),
             blocks=[block.summary for block in self._snapshot.blocks],
+            importance=survey(self._snapshot.shards, self._quantization),
         )
         items = [
             WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._items
@@ -244,10 +248,11 @@ class SavePlanner(DcpSavePlanner):
         _check_agreement(summaries)
         _check_coverage(summaries)
         writers = _assign_writers(summaries)
+        found = constants(summary.importance for summary in summaries)
         plans = []
         for rank, plan in enumerate(all_plans):
             items = [i for i in plan.items if writers.get(i.index.fqn, rank) == rank]
-            plans.append(dataclasses.replace(plan, items=items, planner_data=None))
+            plans.append(dataclasses.replace(plan, items=items, planner_data=found))
         progress = {table: p for s in summaries for table, p in s.progress.items()}
         fp32_bytes = dict.fromkeys(summaries[0].tables, 0)
         for summary in summaries:
@@ -269,6 +274,7 @@ class SavePlanner(DcpSavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self._constants = new_plan.planner_data
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> EncodedChunk:
@@ -281,6 +287,7 @@ class SavePlanner(DcpSavePlanner):
             return item
         shard = item.shard.shard
         encoding = self._quantization.for_table(shard.table, shard.shape.rows)
+        encoding = with_constant(encoding, self._constants)
         return encode_rows(shard, item.shard.ids(item.start, item.stop), encoding)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -55,6 +56,22 @@ class ShardSnapshot:
         else:
             positions = torch.from_numpy(self.modified.positions(start, stop))
         return positions + self.shard.rectangle.row_start
+
+    def sample(self, size: int) -> tuple[torch.Tensor, int]:
+        """Positions in the shard of about so many of its rows that are to be written (int64, evenly
+        spaced, all if there are fewer), and how many there are.
+        """
+        if self.modified is None:
+            rows = self.shard.rectangle.rows
+            return torch.arange(0, rows, max(1, rows // size)), rows
+        rows = len(self.modified)
+        step, seen = max(1, rows // size), 0
+        parts = [np.empty(0, dtype=np.int64)]
+        for first, mask in self.modified.masks():
+            positions = first + np.flatnonzero(mask)
+            parts.append(positions[-seen % step :: step])
+            seen += len(positions)
+        return torch.from_numpy(np.concatenate(parts)), rows
 
 
 @dataclass

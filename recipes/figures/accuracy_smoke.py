@@ -44,6 +44,7 @@ from recipes.figures.small_job import SmallJob, State, small_job
 from torchrec_checknrun import Checkpointer, Quantization
 from torchrec_checknrun.codecs import ImportanceWeighted, RowContext
 from torchrec_checknrun.codecs.kernel import WIDTHS, row_bytes
+from torchrec_checknrun.importance_budget import Survey
 
 METHODS = ("asymmetric", "adaptive")
 BUDGETS = (3, 4, 8)
@@ -149,8 +150,12 @@ def mean_bits_within(job: SmallJob, bits: int) -> float:
     trained = [(w[state > 0], state[state > 0]) for w, state in tables]
 
     def fits(mean_bits: float) -> bool:
-        codec = ImportanceWeighted(mean_bits=mean_bits)
         for blocks in (tables, trained):
+            survey = Survey()
+            for weight, state in blocks:
+                survey.add(weight, state)
+            codec = ImportanceWeighted(mean_bits=mean_bits)
+            codec = codec.at(survey.constant(codec))
             taken = [
                 codec.encode(w, context=RowContext({"momentum1": state})).data.numel()
                 for w, state in blocks

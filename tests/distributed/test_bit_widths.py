@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,19 @@ def test_as_many_restores_as_expected(workers: Workers, tmp_path: Path) -> None:
     (found,) = workers(1).run(lives, root=str(tmp_path / "b"), quantization=exact, **where)
     assert [life["restores"] for life in found] == [[0, 0]] * 4
     assert [life["error"] for life in found] == [[None, None]] * 4
+
+
+def test_importance_is_the_same_for_all_tables_and_ranks(workers: Workers, tmp_path: Path) -> None:
+    """One constant, found over the rows of all of them; the manifest names it."""
+    plan = uniform_plan(SPEC, "row_wise", 2)
+    asked = {"method": "importance", "mean_bits": 4, "exact_below_rows": 0}
+    where: dict[str, Any] = {"spec": SPEC.to_json(), "plan": plan, "quantization": asked}
+    workers(2).run(lives, root=str(tmp_path), times=1, **where)
+    checkpoints = sorted(tmp_path.glob("*/manifest.json"))
+    assert len(checkpoints) == 2
+    for path in checkpoints:
+        tables = json.loads(path.read_bytes())["manifest"]["tables"].values()
+        codecs = [codec for table in tables for codec in table["codecs"]]
+        assert {codec["name"] for codec in codecs} == {"importance"}
+        assert {codec["mean_bits"] for codec in codecs} == {4}
+        assert len({codec["constant"] for codec in codecs}) == 1

@@ -3,7 +3,8 @@
 The accumulator of row-wise Adagrad is a row's empirical Fisher information: how much the loss
 changes when the row does. Multiplied by the row's squared norm it says what a relative error there
 costs. So the width of a row, 2, 4 or 8 bit, is ``log2(G / median G) / 2 + log2(rms(row))`` plus a
-constant; the constant is a parameter, or what a budget of bits leaves.
+constant; the constant is a parameter, or what a budget of bits leaves. For a checkpoint
+`importance_budget` finds it over all tables; a codec by itself, over the block it encodes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 WIDTHS = (2, 4, 8)
 DEFAULT_MEAN_BITS = 4.0
-_BORDERS = torch.tensor([3.0, 6.0])
+BORDERS = (3.0, 6.0)
 """Up to which number of bits a row gets the first and the second width."""
 _BAND = 0.25
 """Quantizing changes a row's bits by no more."""
@@ -48,8 +49,8 @@ class ImportanceWeighted:
 
     Args:
         offset: the constant; one more gives every row a bit more.
-        mean_bits: a budget instead: as many bits per value as fit it, on average over a block's
-            rows, without what a row adds. 4 if neither is given.
+        mean_bits: a budget instead: as many bits per value as fit it, on average over the rows,
+            without what a row adds. 4 if neither is given.
 
     Raises:
         ValueError: both are given, a budget outside 2 to 8, or an infinite offset.
@@ -69,15 +70,28 @@ class ImportanceWeighted:
             raise ValueError(f"mean_bits must be between 2 and 8, not {mean_bits}")
         self.offset = offset
         self.mean_bits = DEFAULT_MEAN_BITS if offset is None and mean_bits is None else mean_bits
+        self.constant: float | None = None
+
+    def at(self, constant: float) -> ImportanceWeighted:
+        """The same codec with what was found over all rows that are written together.
+
+        Args:
+            constant: added to ``log2(G) / 2 + log2(rms(row))``.
+        """
+        codec = ImportanceWeighted(self.offset, self.mean_bits)
+        codec.constant = constant
+        return codec
 
     @classmethod
     def from_spec(cls, spec: CodecSpec) -> ImportanceWeighted:
         require_version(spec, cls.name, cls.version)
-        offset, mean_bits = spec.get("offset"), spec.get("mean_bits")
-        if not all(value is None or type(value) in (int, float) for value in (offset, mean_bits)):
-            raise UnsupportedFormat(f"codec {cls.name!r}: offset {offset!r}, mean_bits {mean_bits}")
+        given = [spec.get(name) for name in ("offset", "mean_bits", "constant")]
+        if not all(value is None or type(value) in (int, float) for value in given):
+            raise UnsupportedFormat(f"codec {cls.name!r}: offset, mean_bits, constant {given}")
+        offset, mean_bits, constant = given
         try:
-            return cls(offset, mean_bits)  # type: ignore[arg-type]  # checked above
+            codec = cls(offset, mean_bits)  # type: ignore[arg-type]  # checked above
+            return codec if constant is None else codec.at(constant)  # type: ignore[arg-type]
         except ValueError as error:
             raise UnsupportedFormat(f"codec {cls.name!r}: {error}") from error
 
@@ -147,9 +161,8 @@ class ImportanceWeighted:
 
     def spec(self) -> CodecSpec:
         spec: CodecSpec = {"name": self.name, "version": self.version}
-        if self.mean_bits is not None:
-            return {**spec, "mean_bits": self.mean_bits}
-        return {**spec, "offset": self.offset}
+        given = {"mean_bits": self.mean_bits, "offset": self.offset, "constant": self.constant}
+        return spec | {name: value for name, value in given.items() if value is not None}
 
     def _widths(
         self, rows: torch.Tensor, ids: torch.Tensor, optimizer: Mapping[str, torch.Tensor]
@@ -159,20 +172,25 @@ class ImportanceWeighted:
         if accumulator is None or accumulator.dim() != 1:
             _warn_fixed_width(self.value_bits)
             return torch.full((len(ids),), self.value_bits)
-        score = _importance(rows, ids, accumulator)
-        score += _stay(rows, ids, score + self._offset_for(score))
-        return torch.tensor(WIDTHS)[torch.bucketize(score + self._offset_for(score), _BORDERS)]
+        score = importance(rows, ids, accumulator)
+        score += _stay(rows, ids, score + self._constant_for(score, accumulator))
+        bits = score + self._constant_for(score, accumulator)
+        return torch.tensor(WIDTHS)[torch.bucketize(bits, torch.tensor(BORDERS))]
 
-    def _offset_for(self, score: torch.Tensor) -> float:
+    def _constant_for(self, score: torch.Tensor, accumulator: torch.Tensor) -> float:
+        if self.constant is not None:
+            return self.constant
         if self.mean_bits is not None:
             return _fitting_offset(score, self.mean_bits)
         assert self.offset is not None
-        return self.offset
+        trained = accumulator.detach().to(torch.float32).cpu()
+        positive = trained[(trained > 0) & trained.isfinite()]
+        return self.offset - (0.5 * float(positive.median().log2()) if len(positive) else 0.0)
 
 
-def _importance(rows: torch.Tensor, ids: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
-    """``log2(G / median G) / 2 + log2(rms)`` per row, ``(n,)`` float32 on the CPU; the least where
-    a row was never trained or is not finite.
+def importance(rows: torch.Tensor, ids: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
+    """``log2(G) / 2 + log2(rms)`` of ``rows[ids]``, ``(n,)`` float32 on the CPU; the least where a
+    row was never trained or is not finite.
     """
     squares = [
         rows.index_select(0, part).to(torch.float32).square().mean(dim=1).cpu()
@@ -180,9 +198,7 @@ def _importance(rows: torch.Tensor, ids: torch.Tensor, accumulator: torch.Tensor
     ]
     mean_square = torch.cat(squares) if squares else torch.empty(0)
     trained = accumulator.detach().to(torch.float32).cpu()
-    positive = trained[(trained > 0) & trained.isfinite()]
-    median = positive.median() if len(positive) else torch.tensor(1.0)
-    score = 0.5 * (torch.log2(trained / median) + torch.log2(mean_square))
+    score = 0.5 * (torch.log2(trained) + torch.log2(mean_square))
     return score.nan_to_num(nan=-1e6, posinf=-1e6, neginf=-1e6)
 
 
@@ -193,7 +209,7 @@ def _stay(rows: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> torch.Te
     halved, for no reason that the loss knows of, at every restore of some more rows.
     """
     bonus = torch.zeros(len(bits))
-    for border, width in zip(_BORDERS.tolist(), WIDTHS[1:], strict=True):
+    for border, width in zip(BORDERS, WIDTHS[1:], strict=True):
         near = ((bits - border).abs() <= _BAND).nonzero().view(-1)
         if not len(near):
             continue
@@ -219,7 +235,7 @@ def _fitting_offset(score: torch.Tensor, mean_bits: float) -> float:
         return low
     for _ in range(30):
         middle = (low + high) / 2
-        mean = float(widths[torch.bucketize(score + middle, _BORDERS)].mean())
+        mean = float(widths[torch.bucketize(score + middle, torch.tensor(BORDERS))].mean())
         low, high = (middle, high) if mean <= mean_bits else (low, middle)
     return low
 
