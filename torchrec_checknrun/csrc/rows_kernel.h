@@ -172,6 +172,8 @@ inline bool any(Ints x) {
   }
 }
 
+constexpr int kAhead = 24;  // rows: what comes from memory takes as long as so many take to encode
+
 // Rows one after another, for methods that need nothing but a row's extremes; their grids together.
 inline int64_t encode_by_row(const EncodeJob& job, int64_t begin, int64_t end) {
   const int64_t dim = job.dim;
@@ -180,11 +182,11 @@ inline int64_t encode_by_row(const EncodeJob& job, int64_t begin, int64_t end) {
   int64_t refusals = 0;
   for (int64_t r = begin; r < end; r += kLanes) {
     const int count = int(std::min<int64_t>(kLanes, end - r));
-    if (job.ids) prefetch_rows(job, std::min(r + kLanes, end), std::min(r + 2 * kLanes, end));
     const float* rows[kLanes];
     find_rows(job, r, count, scratch.data, rows);
     Floats low = {}, high = {}, poison = {};  // NaN, once there was one or an infinity
     for (int i = 0; i < count; ++i) {
+      if (job.ids && r + i + kAhead < end) prefetch_row(job, r + i + kAhead);
       const float* x = rows[i];
       Floats least = all(x[0]), most = least;
       int64_t d = 0;
@@ -234,7 +236,9 @@ inline int64_t encode_by_lane(const EncodeJob& job, int64_t begin, int64_t end) 
   int64_t refusals = 0;
   for (int64_t r = begin; r < end; r += kLanes) {
     const int count = int(std::min<int64_t>(kLanes, end - r));
-    if (job.ids) prefetch_rows(job, std::min(r + 2 * kLanes, end), std::min(r + 3 * kLanes, end));
+    if (job.ids) {
+      for (int64_t i = r + 2 * kLanes; i < std::min(r + 3 * kLanes, end); ++i) prefetch_row(job, i);
+    }
     const float* rows[kLanes];
     find_rows(job, r, count, scratch.data, rows);
     for (int i = count; i < kLanes; ++i) rows[i] = rows[0];

@@ -138,12 +138,10 @@ inline void find_rows(const EncodeJob& job, int64_t begin, int count, float* scr
   }
 }
 
-inline void prefetch_rows(const EncodeJob& job, int64_t begin, int64_t end) {
+inline void prefetch_row(const EncodeJob& job, int64_t r) {
   const int64_t size = job.value == Value::fp32 ? 4 : 2;
-  for (int64_t r = begin; r < end; ++r) {
-    const char* row = static_cast<const char*>(job.rows) + job.ids[r] * job.row_stride * size;
-    for (int64_t at = 0; at < job.dim * size; at += 64) __builtin_prefetch(row + at);
-  }
+  const char* row = static_cast<const char*>(job.rows) + job.ids[r] * job.row_stride * size;
+  for (int64_t at = 0; at < job.dim * size; at += 64) __builtin_prefetch(row + at);
 }
 
 template <int... I>
