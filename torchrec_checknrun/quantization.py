@@ -20,6 +20,7 @@ from torchrec_checknrun.codecs import (
     Rowwise,
 )
 from torchrec_checknrun.codecs.kernel import WIDTHS
+from torchrec_checknrun.codecs.kmeans import require_kmeans1d
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Quantization:
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.
+        ImportError: k-means without its library.
     """
 
     bits: int | Literal["auto"] | None = None
@@ -111,6 +113,8 @@ class Quantization:
             raise ValueError(f"optimizer must be one of {STATE_SCHEMES}, not {self.optimizer!r}")
         if any(choice.tables for choice in self.tables.values()):
             raise ValueError("the choice for a pattern can't have patterns of its own")
+        if self.method == "kmeans":
+            require_kmeans1d()
         self._codec()
 
     def resolved(self, lossy_restores: int) -> Quantization:

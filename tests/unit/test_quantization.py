@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -96,6 +97,13 @@ def test_methods_with_widths_of_their_own() -> None:
 def test_choices_that_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Quantization(**arguments)
+
+
+def test_kmeans_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said when it is asked for, not when the first checkpoint is due."""
+    monkeypatch.setitem(sys.modules, "kmeans1d", None)
+    with pytest.raises(ImportError, match=r"\[kmeans\]"):
+        Quantization(bits=4, method="kmeans")
 
 
 def test_a_choice_stays_as_it_is() -> None:
