@@ -50,7 +50,7 @@ METHODS = ("asymmetric", "adaptive")
 BUDGETS = (3, 4, 8)
 """Fixed widths whose bytes importance-weighted rows may take; 2 bit leave it no choice."""
 MARGIN = 0.99
-"""Of those bytes: the rows that checkpoints will hold are not yet known when the budget is chosen."""
+"""Of those bytes: which rows checkpoints will hold is not known when the budget is chosen."""
 NOISES = (1e-7, 1e-5)
 """Relative changes of every table value that have no meaning."""
 
