@@ -112,7 +112,7 @@ class BuildKernel(build_ext):
 
         folder = Path(torch.__file__).parent
         ext.include_dirs.append(str(folder / "include"))
-        ext.library_dirs.append(str(folder / "lib"))
+        ext.extra_link_args.append(f"-L{folder / 'lib'}")
         ext.define_macros.append(
             ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi())))
         )

@@ -252,7 +252,7 @@ class SavePlanner(DcpSavePlanner):
         plans = []
         for rank, plan in enumerate(all_plans):
             items = [i for i in plan.items if writers.get(i.index.fqn, rank) == rank]
-            plans.append(dataclasses.replace(plan, items=items, planner_data=found))
+            plans.append(dataclasses.replace(plan, items=items, planner_data=found or None))
         progress = {table: p for s in summaries for table, p in s.progress.items()}
         fp32_bytes = dict.fromkeys(summaries[0].tables, 0)
         for summary in summaries:
@@ -274,7 +274,7 @@ class SavePlanner(DcpSavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self._constants = new_plan.planner_data
+        self._constants = new_plan.planner_data or {}
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> EncodedChunk:

@@ -1,8 +1,7 @@
 """TorchRec's dynamic resharding in the middle of a run: marks move with their rows, exactly.
 
-What it moves, and in which steps, is compared by bytes as in ``test_tracking_zoo``. Tables change
-ranks or columns; TorchRec can neither turn one sharding type into another, nor put two column
-shards of a table onto one rank, nor touch a collection with data-parallel tables.
+What it moves, and when, is compared by bytes as in ``test_tracking_zoo``. Tables change ranks or
+columns; TorchRec can't change sharding types or data-parallel tables, nor join column shards.
 """
 
 from __future__ import annotations
