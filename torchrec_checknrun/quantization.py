@@ -65,7 +65,7 @@ class Quantization:
             ``fp16``, ``bf16``.
         expected_restores: how often the job will be restored (see ``bitwidth.expected_restores``).
             Once it was restored more often from quantized rows, the width is 8 bit.
-        mean_bits: ``importance``: the budget, in bits per value on average; 4 by default.
+        mean_bits: ``importance``: the budget, bits per value on average over all tables; 4 if none.
         offset: ``importance``: in place of a budget, what is added to the bits of every row.
         optimizer: row-wise optimizer state: ``fp32`` (as it is), ``bf16`` or ``log8``.
         compress: zstd upon all that, where it makes a chunk smaller.

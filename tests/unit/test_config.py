@@ -108,6 +108,24 @@ class TestCheckNRun:
         )
         assert checkpointer.arguments["quantization"] == Quantization(bits=bits)
 
+    def test_widths_that_depend(self) -> None:
+        """On how often the job will be restored, and on the table."""
+        arguments = made(
+            "checkpoint=check_n_run",
+            "checkpoint.root=x",
+            "checkpoint.bits=auto",
+            "checkpoint.expected_restores=5",
+            "+checkpoint.tables.t0.bits=8",
+            "+checkpoint.tables.t1.method=importance",
+            "+checkpoint.tables.t1.mean_bits=3",
+        ).arguments
+        tables = {
+            "t0": Quantization(bits=8),
+            "t1": Quantization(method="importance", mean_bits=3),
+        }
+        wanted = Quantization(bits="auto", expected_restores=5, tables=tables)
+        assert arguments["quantization"] == wanted
+
     def test_numbers(self) -> None:
         arguments = made(
             "checkpoint=check_n_run",
