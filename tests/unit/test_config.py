@@ -115,9 +115,7 @@ class TestCheckNRun:
             "checkpoint.root=x",
             "checkpoint.bits=auto",
             "checkpoint.expected_restores=5",
-            "+checkpoint.tables.t0.bits=8",
-            "+checkpoint.tables.t1.method=importance",
-            "+checkpoint.tables.t1.mean_bits=3",
+            "+checkpoint.tables={t0:{bits:8},t1:{method:importance,mean_bits:3}}",
         ).arguments
         tables = {
             "t0": Quantization(bits=8),
@@ -235,7 +233,7 @@ OPTIONS = ["check_n_run", "dcp", "dcp_async", "off"]
         ("checkpoint=check_n_run checkpoint.bits=four", "four"),
         ("checkpoint=check_n_run checkpoint.bits=4.5", "4.5"),
         ("checkpoint=check_n_run checkpoint.bits=5", "5"),
-        ("checkpoint=check_n_run +checkpoint.tables.t0.bits=6", "6"),
+        ("checkpoint=check_n_run +checkpoint.tables={t0:{bits:6}}", "value '6'"),
         ("checkpoint=check_n_run checkpoint.timeout_seconds=long", "long"),
         ("checkpoint=check_n_run checkpoint.asynchronous=true", "asynchronous"),
         ("checkpoint=dcp checkpoint.bits=8", "bits"),
