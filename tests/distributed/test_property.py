@@ -175,7 +175,10 @@ def test_any_checkpoint_restores_long(workers: Workers, scenario: dict[str, Any]
     check_scenario(workers, scenario)
 
 
-@pytest.mark.parametrize(("world_size", "other", "bits"), [(1, 2, None), (2, 1, 4)])
+@pytest.mark.parametrize(
+    ("world_size", "other", "bits"),
+    [pytest.param(2, 1, None, marks=pytest.mark.slow), (1, 2, None), (2, 1, 4)],
+)
 def test_third_differential_after_a_kill(
     workers: Workers, tmp_path: Path, world_size: int, other: int, bits: int | None
 ) -> None:

@@ -45,8 +45,11 @@ def fbgemm_decode(data: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(data, bits)
 
 
-def random_rows(seed: int, n: int, dim: int) -> torch.Tensor:
-    """``(n, dim)`` float32 as tables have them, and hard ones, all within every codec's range."""
+def random_rows(seed: int, n: int, dim: int, method: str = "") -> torch.Tensor:
+    """``(n, dim)`` float32 as tables have them, and hard ones, all within the codecs' range: that
+    of symmetric rows begins higher.
+    """
+    floor = (40 if method == "symmetric" else 4) * LEAST
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((n, dim)) * 10.0 ** rng.integers(-4, 4, (n, 1))
     rows += rng.choice([0.0, 1.0, -300.0], (n, 1))
@@ -57,7 +60,7 @@ def random_rows(seed: int, n: int, dim: int) -> torch.Tensor:
     rows[kind == 3] = np.abs(rows[kind == 3]) * rng.choice([-0.0, 1.0], (1, dim))  # signed zeros
     rows[kind == 4, rng.integers(0, dim)] = 1e-41  # a denormal
     rows = rows.astype(np.float32)
-    rows[(np.abs(rows).max(axis=1) < 40 * LEAST) & (rows != 0).any(axis=1)] = 1.0
+    rows[(np.abs(rows).max(axis=1) < floor) & (rows != 0).any(axis=1)] = 1.0
     return torch.from_numpy(rows)
 
 

@@ -59,7 +59,8 @@ def test_fewer_bits_cut_more_of_the_range() -> None:
 def test_what_was_chosen_is_what_was_used(bits: int) -> None:
     rows = random_rows(2, 700, 24)
     encoded = Rowwise(bits, "greedy").encode(rows)
-    again = Rowwise(bits, "greedy", **encoded.parameters).encode(rows)  # type: ignore[arg-type]
+    found = Rowwise(bits, "greedy", **encoded.parameters)  # type: ignore[arg-type]  # of JSON
+    again = found.encode(rows)
     assert torch.equal(again.data, encoded.data)
 
 

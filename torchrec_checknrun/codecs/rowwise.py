@@ -8,7 +8,9 @@ which FBGEMM doesn't know, 8 codes take 3 bytes.
 
 What FBGEMM gets wrong in silence is mended here: a row that is not finite, or beyond fp16's range,
 is an exception that the caller stores exactly; rows so small that a fp16 scale loses its bits are
-multiplied by a power of two, the same for the whole block, before they are encoded.
+multiplied by a power of two, the same for the whole block, before they are encoded (the few of an
+otherwise normal block are stored exactly). Too small is also a range below which rounding the scale
+(at 8 bit, FBGEMM's 1e-8) would change codes at every pass, in a row of values that are small too.
 """
 
 from __future__ import annotations
