@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.bitwidth import expected_restores
     from torchrec_checknrun.checkpointer import Checkpointer, PerRank
     from torchrec_checknrun.load_planner import LoadPlanner
-    from torchrec_checknrun.policy import Consecutive, Decision, Full, OneShot, Policy
+    from torchrec_checknrun.policy import Consecutive, Decision, Full, Intermittent, OneShot, Policy
     from torchrec_checknrun.quantization import Quantization
     from torchrec_checknrun.report import CheckpointReport, RestoreReport
     from torchrec_checknrun.save_planner import SavePlanner
@@ -31,6 +31,7 @@ _HOME = {
     "Consecutive": "policy",
     "Decision": "policy",
     "Full": "policy",
+    "Intermittent": "policy",
     "OneShot": "policy",
     "Policy": "policy",
     "Quantization": "quantization",
@@ -54,6 +55,7 @@ __all__ = [
     "Consumer",
     "Decision",
     "Full",
+    "Intermittent",
     "LoadPlanner",
     "OneShot",
     "PerRank",

@@ -22,7 +22,7 @@ from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollis
 from torchrec_checknrun.blocks import Block, Span
 from torchrec_checknrun.chunks import EncodedChunk, Entry, as_count, decode_state_chunk
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.shards import find_modules
+from torchrec_checknrun.kernels import find_modules
 from torchrec_checknrun.state import encode_state
 
 logger = logging.getLogger(__name__)

@@ -31,6 +31,7 @@ class PolicyName(Enum):
     full = "Full"
     one_shot = "OneShot"
     consecutive = "Consecutive"
+    intermittent = "Intermittent"
 
 
 Bits = Enum("Bits", {"auto": "auto", "2": 2, "3": 3, "4": 4, "8": 8})

@@ -80,6 +80,7 @@ class Lineage:
             previous=self.previous.link if self.previous else None,
             lossy_restores=self.lossy_restores,
             bits=bits,
+            earlier_fractions=self._fractions() if parent else (),
         )
         return Proposal(checkpoint_id(sequence, step, secrets.token_hex(4)), header, decision)
 
@@ -101,6 +102,13 @@ class Lineage:
     def resharded(self) -> None:
         """Rows lie in other column ranges than in the checkpoints so far."""
         self._converted = True
+
+    def _fractions(self) -> tuple[float, ...]:
+        """Sizes of the differential checkpoints since the last full one, for the next to name."""
+        last, baseline = self.history[-1], self.history[0]
+        if last.kind == "full":
+            return ()
+        return (*last.earlier_fractions, last.fraction_of(baseline))
 
     def _must_be_full(self, widths: Mapping[str, int]) -> bool:
         if not self.history or self._converted:

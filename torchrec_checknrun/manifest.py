@@ -69,6 +69,7 @@ class Header:
     previous: Link | None = None
     lossy_restores: int = 0
     bits: int | None = None
+    earlier_fractions: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ class Manifest:
         lossy_restores: how often this lineage was restored from lossy checkpoints.
         bits: the width it was asked for: None is exact.
         dense_bytes: in storage, of all that is no table: state objects and sharded buffers.
+        earlier_fractions: of the differential checkpoints between the last full one and this, which
+            may have been deleted since; see ``fraction_of``.
     """
 
     id: str
@@ -146,6 +149,7 @@ class Manifest:
     states: dict[str, bool]
     dense_bytes: int
     files: tuple[RankFile, ...]
+    earlier_fractions: tuple[float, ...] = ()
     format_version: int = FORMAT_VERSION
     checksum: str = field(default="", compare=False)
 
@@ -173,6 +177,16 @@ class Manifest:
         total = sum(table.rows * table.dim for table in self.tables.values())
         stored = sum(table.stored_values for table in self.tables.values())
         return stored / total if total else 0.0
+
+    def fraction_of(self, full: Manifest) -> float:
+        """Bytes in storage over those of a full checkpoint (Check-N-Run's S, section 5.1).
+
+        At another width than this one's the full one is no measure: then the modified fraction.
+        """
+        widths = {name: t.value_bits for name, t in full.tables.items()}
+        if any(t.stored_values and t.value_bits != widths[n] for n, t in self.tables.items()):
+            return self.modified_fraction
+        return self.stored_bytes / max(1, full.stored_bytes)
 
     def to_bytes(self) -> bytes:
         """The manifest file's content."""
@@ -240,6 +254,7 @@ def _build(content: dict[str, Any], checksum: str) -> Manifest:
         raise ValueError(f"parent {fields['parent'].id!r}")
     fields["tables"] = {name: TableTotals(**t) for name, t in fields["tables"].items()}
     fields["files"] = tuple(RankFile(**f) for f in fields["files"])
+    fields["earlier_fractions"] = tuple(map(float, fields.get("earlier_fractions", ())))
     return Manifest(**fields, checksum=checksum)
 
 

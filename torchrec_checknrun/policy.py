@@ -58,3 +58,22 @@ class Consecutive:
 
     def decide(self, history: Sequence[Manifest]) -> Decision:
         return Decision.SINCE_LAST
+
+
+@dataclass(frozen=True)
+class Intermittent:
+    """Rows modified since the last full checkpoint, until writing all of them anew pays.
+
+    After differential checkpoints of the sizes ``S_1 … S_i``, as fractions of a full one, a new
+    full one and then growth as it was cost ``1 + ΣS``; going on costs at least ``S_i`` each time,
+    so ``(i + 1) · S_i`` in as many. The next one is full as soon as that is not more
+    (Check-N-Run, section 5.1).
+    """
+
+    def decide(self, history: Sequence[Manifest]) -> Decision:
+        baseline, *later = history
+        if not later:
+            return Decision.SINCE_BASELINE
+        sizes = [*later[-1].earlier_fractions, later[-1].fraction_of(baseline)]
+        full = 1 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
+        return Decision.FULL if full else Decision.SINCE_BASELINE

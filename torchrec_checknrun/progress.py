@@ -16,8 +16,9 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.optim import Optimizer
 
+from torchrec_checknrun.kernels import Kernel
 from torchrec_checknrun.optimizers import group_of, is_same_memory, state_of
-from torchrec_checknrun.shards import Kernel, LocalShard
+from torchrec_checknrun.shards import LocalShard
 
 logger = logging.getLogger(__name__)
 

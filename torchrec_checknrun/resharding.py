@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchrec_checknrun.kernels import embedding_collections
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.shards import LocalShard, Rectangle, embedding_collections
+from torchrec_checknrun.shards import LocalShard, Rectangle
 
 Around = Callable[[dist.ProcessGroup | None], AbstractContextManager[None]]
 """What surrounds the moving of shards; given the group of the ranks that hold them."""

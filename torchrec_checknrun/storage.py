@@ -1,18 +1,16 @@
 """DCP's storage protocol: one file per rank that ends in its own index, and the manifest, last.
 
-A rank file is chunks, then the index (JSON), then a fixed footer that says where the index is. A
-checksum per chunk stands in the index, the index's in the footer and in the manifest; reading
-checks all that it uses. Nothing is ever unpickled.
+Reading checks all that it uses against the checksums; nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -34,25 +32,12 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import (
     MANIFEST_NAME,
     Manifest,
-    RankFile,
     TableTotals,
     is_plain_name,
 )
+from torchrec_checknrun.rank_file import add_totals, write_rank_file
 from torchrec_checknrun.save_planner import GlobalPlan, OwnStorage
 from torchrec_checknrun.version import __version__
-
-FOOTER = struct.Struct("<QQ16s8s")
-"""Index offset, index length, index checksum (xxh3-64, hex), magic."""
-MAGIC = b"CHKNRUN1"
-
-
-@dataclass
-class FileSummary:
-    """What a rank tells rank 0 of the file it wrote: all that the manifest says of it."""
-
-    file: RankFile
-    tables: dict[str, TableTotals]
-    dense_bytes: int
 
 
 @dataclass(frozen=True)
@@ -119,22 +104,10 @@ class StorageWriter(DcpStorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._folder.create()
-        name = f"rank-{self._rank:05d}.bin"
-        index: list[Entry] = []
-        with self._folder.write(name) as file:
-            for item in plan.items:
-                chunk = planner.resolve_data(item)
-                if not isinstance(chunk, EncodedChunk):
-                    raise InvalidPlan(
-                        "StorageWriter writes chunks that this package's SavePlanner encodes: pass "
-                        "planner=SavePlanner() to dcp.save as well"
-                    )
-                index.append(_write_chunk(file, chunk))
-                del chunk  # before the next one is made
-            rank_file = _write_index(file, name, self._rank, index)
-        summary = FileSummary(rank_file, *_totals(index))
+        summary = write_rank_file(self._folder, self._rank, _chunks(plan, planner))
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(name), rank_file.size, summary)])
+        index = MetadataIndex(summary.file.name)
+        done.set_result([WriteResult(index, summary.file.size, summary)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -164,6 +137,7 @@ class StorageWriter(DcpStorageWriter):
             states=plan.states,
             dense_bytes=sum(summary.dense_bytes for summary in summaries),
             files=tuple(summary.file for summary in summaries),
+            earlier_fractions=header.earlier_fractions,
         ).sealed()
         self._folder.put(MANIFEST_NAME, manifest.to_bytes())
         # dcp.save gives every rank this metadata once all is done.
@@ -303,70 +277,16 @@ def read_chunk(root: Folder, chunk: StoredChunk) -> bytes:
     return data
 
 
-def _write_chunk(file: IO[bytes], chunk: EncodedChunk) -> Entry:
-    offset, checksum = file.tell(), xxhash.xxh3_64()
-    for piece in chunk.pieces:
-        checksum.update(piece)
-        file.write(piece)
-    length = file.tell() - offset
-    return {**chunk.entry, "offset": offset, "length": length, "checksum": checksum.hexdigest()}
-
-
-def _write_index(file: IO[bytes], name: str, rank: int, index: list[Entry]) -> RankFile:
-    data = json.dumps({"rank": rank, "chunks": index}, separators=(",", ":")).encode()
-    checksum = xxhash.xxh3_64_hexdigest(data)
-    offset = file.tell()
-    file.write(data)
-    file.write(FOOTER.pack(offset, len(data), checksum.encode(), MAGIC))
-    return RankFile(name, file.tell(), offset, len(data), checksum, len(index))
-
-
-def _totals(index: list[Entry]) -> tuple[dict[str, TableTotals], int]:
-    tables: dict[str, TableTotals] = {}
-    dense = 0
-    for entry in index:
-        if entry["kind"] != "rows":
-            dense += entry["length"]
-            continue
-        first, last = entry["columns"]
-        error = entry.get("error")
-        one = TableTotals(
-            rows=entry["table_rows"],
-            dim=entry["table_dim"],
-            stored_values=entry["count"] * (last - first),
-            weight_bytes=entry["weight"]["bytes"],
-            ids_bytes=entry["ids"]["bytes"],
-            optimizer_bytes=sum(state["bytes"] for state in entry["optimizer"]),
-            value_bits=entry["weight"]["value_bits"],
-            error_mean=error and error["mean"],
-            error_max=error and error["max"],
-            error_rows=error["sampled_rows"] if error else 0,
-            codecs=[entry["weight"]["codec"]],
-        )
-        known = tables.get(entry["table"])
-        tables[entry["table"]] = _add(known, one) if known else one
-    return tables, dense
-
-
-def _add(one: TableTotals, other: TableTotals) -> TableTotals:
-    rows = one.error_rows + other.error_rows
-    mean = maximum = None
-    if rows:
-        parts = [(t.error_mean or 0.0, t.error_rows) for t in (one, other)]
-        mean = sum(error * count for error, count in parts) / rows
-        maximum = max(one.error_max or 0.0, other.error_max or 0.0)
-    return replace(
-        one,
-        stored_values=one.stored_values + other.stored_values,
-        weight_bytes=one.weight_bytes + other.weight_bytes,
-        ids_bytes=one.ids_bytes + other.ids_bytes,
-        optimizer_bytes=one.optimizer_bytes + other.optimizer_bytes,
-        value_bits=min(one.value_bits, other.value_bits),
-        error_mean=mean,
-        error_max=maximum,
-        error_rows=rows,
-        codecs=one.codecs + [codec for codec in other.codecs if codec not in one.codecs],
-    )
+def _chunks(plan: SavePlan, planner: SavePlanner) -> Iterator[EncodedChunk]:
+    for item in plan.items:
+        chunk = planner.resolve_data(item)
+        if not isinstance(chunk, EncodedChunk):
+            raise InvalidPlan(
+                "StorageWriter writes chunks that this package's SavePlanner encodes: pass "
+                "planner=SavePlanner() to dcp.save as well"
+            )
+        yield chunk
+        del chunk  # before the next one is made
 
 
 def _sum_tables(plan: GlobalPlan, parts: list[dict[str, TableTotals]]) -> dict[str, TableTotals]:
@@ -375,7 +295,7 @@ def _sum_tables(plan: GlobalPlan, parts: list[dict[str, TableTotals]]) -> dict[s
         total = TableTotals(shape.rows, shape.dim)
         for part in parts:
             if name in part:
-                total = _add(total, part[name])
+                total = add_totals(total, part[name])
         progress = plan.progress.get(name)
         tables[name] = replace(
             total,

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.collisions import Collisions
+from torchrec_checknrun.kernels import Kernel, find_kernels
 from torchrec_checknrun.optimizers import torch_optimizers
 from torchrec_checknrun.progress import (
     OptimizerProgress,
@@ -34,14 +35,7 @@ from torchrec_checknrun.resharding import (
     all_states_moved,
     carry,
 )
-from torchrec_checknrun.shards import (
-    Kernel,
-    LocalShard,
-    Rectangle,
-    Rows,
-    TableShape,
-    find_kernels,
-)
+from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 from torchrec_checknrun.tracking import Consumer, Cut, DataParallelHook, KernelHook, Marks
 
 logger = logging.getLogger(__name__)

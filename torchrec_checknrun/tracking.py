@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_checknrun.kernels import Kernel
 from torchrec_checknrun.optimizers import group_of, touches_other_rows, wraps_another
 from torchrec_checknrun.resets import ResetHook
 from torchrec_checknrun.row_set import RowSet
-from torchrec_checknrun.shards import Kernel
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ from recipes.dlrm_criteo.model import Architecture, initialise_dense
 from recipes.dlrm_criteo.reader import Reader
 from recipes.dlrm_criteo.synthetic import Synthetic
 from torchrec_checknrun import track
-from torchrec_checknrun.shards import find_kernels
+from torchrec_checknrun.kernels import find_kernels
 from torchrec_checknrun.tracked import TrackedModel
 from torchrec_checknrun.tracking import Consumer
 

@@ -21,7 +21,7 @@ from recipes.dlrm_criteo.final_state import compare
 from recipes.dlrm_criteo.job import Job, is_alive
 from tests.crash import kills
 from tests.crash.kills import Kill
-from torchrec_checknrun.storage import MAGIC
+from torchrec_checknrun.rank_file import MAGIC
 
 INTERVAL = 6
 STEPS = 120

@@ -27,7 +27,7 @@ from torchrec_checknrun import (
     load_tables,
     track,
 )
-from torchrec_checknrun.shards import find_kernels
+from torchrec_checknrun.kernels import find_kernels
 
 
 @pytest.fixture(scope="module", autouse=True)
