@@ -13,8 +13,9 @@ from torchrec_checknrun.version import __version__
 
 if TYPE_CHECKING:
     from torchrec_checknrun.bitwidth import expected_restores
-    from torchrec_checknrun.checkpointer import Checkpointer, PerRank
+    from torchrec_checknrun.checkpointer import Checkpointer
     from torchrec_checknrun.load_planner import LoadPlanner
+    from torchrec_checknrun.per_rank import PerRank
     from torchrec_checknrun.policy import Consecutive, Decision, Full, Intermittent, OneShot, Policy
     from torchrec_checknrun.quantization import Quantization
     from torchrec_checknrun.report import CheckpointReport, RestoreReport
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Checkpointer": "checkpointer",
-    "PerRank": "checkpointer",
+    "PerRank": "per_rank",
     "LoadPlanner": "load_planner",
     "Consecutive": "policy",
     "Decision": "policy",

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal, get_args
 
-import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchrec_checknrun.background import Background, BackgroundKind, Save
 from torchrec_checknrun.chain import highest_sequence
-from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import (
     CheckNRunError,
     ModelPartlyRestored,
     SaveFailed,
-    UnsupportedState,
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.gradients import PendingGradients
 from torchrec_checknrun.lineage import Lineage, Proposal
-from torchrec_checknrun.load_planner import Merge
-from torchrec_checknrun.manifest import Manifest
+from torchrec_checknrun.per_rank import PerRank
 from torchrec_checknrun.policy import Decision, OneShot, Policy
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport, checkpoint_report
-from torchrec_checknrun.restore import MODEL, Target, own_error, restore
-from torchrec_checknrun.save_planner import CHUNK_BYTES, SavePlanner
-from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_blocks
-from torchrec_checknrun.snapshot import Snapshot, take_rows
-from torchrec_checknrun.storage import StorageWriter
+from torchrec_checknrun.restore import Target, restore
+from torchrec_checknrun.snapshot import CHUNK_BYTES, MODEL, Snapshot, take_snapshot
+from torchrec_checknrun.staging import StagingMode
 from torchrec_checknrun.tracked import RowIds, TrackedModel, track
 from torchrec_checknrun.tracking import Consumer, Cut
 
@@ -54,19 +49,19 @@ _MARKS = {
 }
 
 
-class PerRank:
-    """Declares that a state object differs between ranks: each rank's own is saved.
+@dataclass(frozen=True)
+class _Facts:
+    """What a rank says when a checkpoint is due."""
 
-    Attributes:
-        state: the object.
-        merge: makes one rank's state dict of the list of all that were saved, in rank order; needed
-            only to restore on another number of ranks, which is an error without it.
-    """
-
-    # No dataclass: hydra.utils.instantiate would make a config of it.
-    def __init__(self, state: Stateful, merge: Merge | None = None) -> None:
-        self.state = state
-        self.merge = merge
+    step: int
+    waiting: bool
+    """Gradients wait for their optimizer."""
+    busy: bool
+    """A checkpoint is still being written."""
+    failed: bool
+    """The last one was not committed, and the caller doesn't know yet."""
+    proposal: Proposal | None
+    """Rank 0's."""
 
 
 class Checkpointer:
@@ -88,9 +83,20 @@ class Checkpointer:
         quantization: in how many bits; exact by default.
         every_steps: ``step`` saves at every so many steps; None: only ``save`` does.
         callbacks: called on all ranks with the report of every committed checkpoint.
+        background: who encodes and writes while training goes on: a ``thread``, or a ``process``,
+            which disturbs training less.
+        staging: what training waits for: rows are copied out of the tables (``copy``) or encoded on
+            the way (``encode``: less memory); ``auto``: for each table whichever a trial finds
+            faster.
+        memory_budget: bytes for what is on its way to storage, on this rank; None: a quarter of the
+            memory that is free, shared by the machine's ranks. What doesn't fit is staged in parts,
+            while training waits.
+        when_busy: what ``step`` does when a checkpoint is due while one is being written: ``skip``
+            it (its rows are part of the next one), or ``wait``.
+        max_failures: how many background failures in a row are only logged.
         timeout_seconds: how long a rank waits for the others in a save or restore.
-        chunk_bytes: memory for the rows on their way to storage; a restore takes as much as the
-            save did.
+        chunk_bytes: memory for the rows of a chunk, with every copy of them that is made while it
+            is saved; a restore takes as much.
 
     Raises:
         UnsupportedTable: see ``track``.
@@ -106,6 +112,11 @@ class Checkpointer:
         policy: Policy | None = None,
         quantization: Quantization | None = None,
         every_steps: int | None = None,
+        background: BackgroundKind = "thread",
+        staging: StagingMode = "auto",
+        memory_budget: int | None = None,
+        when_busy: Literal["skip", "wait"] = "skip",
+        max_failures: int = 0,
         callbacks: Sequence[Callback] = (),
         timeout_seconds: float = 1800.0,
         chunk_bytes: int = CHUNK_BYTES,
@@ -122,8 +133,17 @@ class Checkpointer:
                 )
         if every_steps is not None and every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, or None, not {every_steps}")
-        if chunk_bytes < 1 or timeout_seconds <= 0:
-            raise ValueError("chunk_bytes and timeout_seconds must be positive")
+        if chunk_bytes < 1 or timeout_seconds <= 0 or max_failures < 0:
+            raise ValueError(
+                "chunk_bytes and timeout_seconds must be positive, max_failures not negative"
+            )
+        for name, value, choices in (
+            ("background", background, get_args(BackgroundKind)),
+            ("staging", staging, get_args(StagingMode)),
+            ("when_busy", when_busy, ("skip", "wait")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {choices}, not {value!r}")
         self.root = Folder(root)
         self.steps = 0
         """Optimizer steps done, counted by ``step`` and restored with a checkpoint."""
@@ -131,7 +151,9 @@ class Checkpointer:
         self._quantization = quantization or Quantization()
         self._every_steps = every_steps
         self._callbacks = tuple(callbacks)
-        self._chunk_bytes = chunk_bytes
+        self._when_busy = when_busy
+        self._max_failures = max_failures
+        self._failures = 0
         states = {n: s.state if isinstance(s, PerRank) else s for n, s in declared.items()}
         self._model = model
         self._ranks = Ranks(timedelta(seconds=timeout_seconds))
@@ -149,6 +171,29 @@ class Checkpointer:
         self._gradients = PendingGradients(self._target.states.values())
         self._deferred = False
         self._partly_restored: str | None = None
+        timeout = timedelta(seconds=timeout_seconds)
+        background_ranks = Ranks(timeout)  # all ranks make their groups in the same order
+        made: list[Background] = []
+        self._ranks.everywhere(
+            lambda: made.append(
+                Background(
+                    self.root,
+                    background_ranks,
+                    kind=background,
+                    mode=staging,
+                    memory_budget=memory_budget,
+                    chunk_bytes=chunk_bytes,
+                    quantization=self._resolved_quantization(),
+                    expected=[shard.local for shard in tracked[0].shards],
+                    dense_bytes=_dense_bytes(model, tracked[0]),
+                )
+            )
+        )
+        self._background = made[0]
+        self._running: Save | None = None
+        self._error: BaseException | None = None
+        self._report: CheckpointReport | None = None
+        self._last_words = atexit.register(self._at_exit)
 
     def restore(
         self,
@@ -188,6 +233,10 @@ class Checkpointer:
         if verify not in ("read", "all"):
             raise ValueError(f"verify must be 'read' or 'all', not {verify!r}")
         target = replace(self._target, fit=Fit(map or {}, strict, shrink))
+        self._settle(wait=True)
+        if self._error is not None:
+            logger.error("restoring after a checkpoint was not committed: %s", self._error)
+            self._error = None
         try:
             found = restore(self.root, target, self._ranks, checkpoint, verify == "all")
         except BaseException as error:
@@ -231,79 +280,49 @@ class Checkpointer:
         return report
 
     def step(self) -> CheckpointReport | None:
-        """To be called after every training step; saves when a checkpoint is due.
+        """To be called after every training step; begins a checkpoint when one is due.
 
         While gradients of dense parameters wait for their optimizer (gradient accumulation), a
         checkpoint that is due is put off until a step at whose end none does.
 
-        Raises:
-            ModelPartlyRestored, CheckNRunError: as ``save``.
-        """
-        self._refuse_if_partly_restored()
-        self.steps += 1
-        due = self._every_steps is not None and self.steps % self._every_steps == 0
-        return self.save() if due or self._deferred else None
-
-    def save(self) -> CheckpointReport | None:
-        """Saves now. When it returns, the checkpoint is durable.
-
         Returns:
-            What was saved; None if gradients wait for their optimizer on any rank: then ``step``
-            will save as soon as none does.
+            The report of a checkpoint that has become durable since the last call, if any.
 
         Raises:
-            SaveFailed: it was not committed, on no rank; its rows stay marked and the next
-                checkpoint holds them.
-            UnsupportedState, InvalidPlan: the same, because of what was to be saved.
+            SaveFailed, UnsupportedState, InvalidPlan: the last checkpoint was not committed, on no
+                rank; its rows stay marked and the next one holds them.
             ModelPartlyRestored: a restore failed half-way before.
         """
         self._refuse_if_partly_restored()
-        started = time.perf_counter()
-        proposal = self._agree()
-        self._deferred = proposal is None
-        if proposal is None:
-            message = "gradients wait for their optimizer: the checkpoint of step %d is put off"
-            self._log(message, self.steps, level=logging.WARNING)
+        self.steps += 1
+        self._settle(wait=False)
+        due = self._every_steps is not None and self.steps % self._every_steps == 0
+        if due or self._deferred:
+            self._settle(wait=self._when_busy == "wait")
+            self._begin()
+        return self._outcome()
+
+    def save(self, *, wait: bool = True) -> CheckpointReport | None:
+        """Begins a checkpoint now, after the one that is being written.
+
+        Args:
+            wait: until it is durable; if not, it becomes so while training goes on.
+
+        Returns:
+            What was saved, if ``wait``. None if gradients wait for their optimizer on any rank:
+            then ``step`` will save as soon as none does.
+
+        Raises:
+            SaveFailed, UnsupportedState, InvalidPlan, ModelPartlyRestored: as ``step``.
+        """
+        self._refuse_if_partly_restored()
+        self._settle(wait=True)
+        self._begin()
+        if self._error is not None or not wait:
+            self._outcome()
             return None
-        cut: list[Cut] = []
-        planner = SavePlanner.decided(
-            proposal.header,
-            lambda: self._take_snapshot(proposal, cut),
-            self._resolved_quantization(),
-            self._chunk_bytes,
-        )
-        self._target.tracked.unite(self._ranks.group)
-        try:
-            metadata = dcp.save(
-                {},
-                storage_writer=StorageWriter((self.root / proposal.id).url),
-                planner=planner,
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
-            )
-        except BaseException as error:
-            for taken in cut:
-                self._target.tracked.merge(taken)
-            if isinstance(error, CheckpointException):
-                cause = own_error(error)
-                if isinstance(cause, CheckNRunError):
-                    raise cause from error
-            elif isinstance(error, Exception):
-                cause = error
-            else:
-                raise
-            raise SaveFailed(
-                f"the checkpoint at step {self.steps} was not committed: {cause!r}. Its rows are "
-                "kept for the next one; mend the storage and save again"
-            ) from error
-        manifest: Manifest = metadata.planner_data
-        self._lineage.committed(manifest)
-        stall = time.perf_counter() - started
-        report = checkpoint_report(manifest, self._lineage.chain_length, stall)
-        self._log("%s", report)
-        for callback in self._callbacks:
-            callback(report)
-        return report
+        self._report = None
+        return self.wait()
 
     def mark(self, table: str, rows: RowIds) -> None:
         """Marks rows that were written by hand (global ids); call it on all ranks."""
@@ -313,13 +332,22 @@ class Checkpointer:
         """Marks all rows of a table, or of all; call it on all ranks."""
         self._target.tracked.mark_all(table)
 
-    def wait(self) -> None:
-        """Returns when every checkpoint begun is durable (``save`` waits for that already)."""
+    def wait(self) -> CheckpointReport | None:
+        """Returns when the checkpoint that was begun is durable, with its report; None if there is
+        none.
+
+        Raises:
+            SaveFailed, UnsupportedState, InvalidPlan: it was not committed.
+        """
+        self._settle(wait=True)
+        return self._outcome()
 
     def close(self) -> None:
-        """Waits, and takes the hooks off the model."""
-        self.wait()
-        self._remove_hooks()
+        """Waits, takes the hooks off the model and gives the staging memory back."""
+        try:
+            self.wait()
+        finally:
+            self._release()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -333,33 +361,112 @@ class Checkpointer:
         if error is None:
             self.close()
         else:  # the other ranks may never come: wait for nobody
-            self._remove_hooks()
+            self._release()
 
-    def _remove_hooks(self) -> None:
+    def _release(self) -> None:
+        atexit.unregister(self._last_words)
         self._target.tracked.close()
         self._gradients.close()
+        self._background.close()
 
-    def _agree(self) -> Proposal | None:
-        """Rank 0 decides on the next checkpoint; all hear it. None: not now."""
-        tracked = self._target.tracked
+    def _at_exit(self) -> None:
+        """A script that ended without ``close``: what it began becomes durable, or it is told."""
+        ended_by_error = getattr(sys, "last_value", None) is not None
+        if self._running is not None and not ended_by_error:
+            self._running.wait()
+        if self._running is not None and self._running.done:
+            try:
+                self._running.result()
+            except Exception:
+                logger.exception("the last checkpoint was not committed")
 
-        def look() -> tuple[int, bool]:
-            tracked.refresh()
-            return self.steps, self._gradients.waiting or tracked.waiting
+    def _settle(self, wait: bool) -> None:
+        """Takes note of what became of the checkpoint in the background, once that is known."""
+        save = self._running
+        if save is None or not (wait or save.done):
+            return
+        save.wait()
+        self._running = None
+        try:
+            manifest = save.result()
+        except BaseException as error:
+            if save.cut is not None:
+                self._target.tracked.merge(save.cut)
+            self._failures += 1
+            if self._failures > self._max_failures or not isinstance(error, Exception):
+                self._error = error
+            else:
+                logger.warning("failure %d of %d: %s", self._failures, self._max_failures, error)
+            return
+        self._failures = 0
+        self._lineage.committed(manifest)
+        report = checkpoint_report(manifest, self._lineage.chain_length, save.progress)
+        self._report = report
+        self._log("%s", report)
+        for callback in self._callbacks:
+            callback(report)
 
-        facts = self._ranks.everywhere(look)
-        steps = [steps for steps, _ in facts]
+    def _outcome(self) -> CheckpointReport | None:
+        """What ``_settle`` has found, to be told once."""
+        error, report = self._error, self._report
+        self._error = self._report = None
+        if error is not None:
+            raise error
+        return report
+
+    def _begin(self) -> None:
+        """Begins a checkpoint if all ranks can; when it returns, training may go on."""
+        started = time.monotonic()
+        facts = self._ranks.everywhere(self._look)
+        steps = [fact.step for fact in facts]
         if len(set(steps)) > 1:
             raise SaveFailed(
                 f"the ranks are at different steps {steps}: call step() or save() on all ranks at "
                 "the same point of the training loop"
             )
-        if any(waits for _, waits in facts):
-            return None
-        if tracked.converted:
+        self._deferred = any(fact.waiting for fact in facts)
+        if self._deferred:
+            message = "gradients wait for their optimizer: the checkpoint of step %d is put off"
+            self._log(message, self.steps, level=logging.WARNING)
+            return
+        if any(fact.failed for fact in facts):
+            return  # whoever it failed for raises that
+        if any(fact.busy for fact in facts):
+            message = "the checkpoint of step %d is skipped: the one before is still being written"
+            self._log(message, self.steps, level=logging.WARNING)
+            return
+        proposal = facts[0].proposal
+        assert proposal is not None
+        tracked = self._target.tracked
+        tracked.unite(self._ranks.group)
+        snapshot: Snapshot | Exception
+        cut: Cut | None = None
+        try:
+            snapshot, cut = take_snapshot(
+                self._model,
+                tracked,
+                self._target.states,
+                frozenset(self._target.per_rank),
+                _MARKS[proposal.decision],
+            )
+        except Exception as error:
+            snapshot = error
+        self._running = self._background.begin(
+            proposal, snapshot, cut, self._resolved_quantization(), started
+        )
+
+    def _look(self) -> _Facts:
+        """What this rank knows of the next checkpoint; rank 0 decides on it, if it can be."""
+        tracked = self._target.tracked
+        tracked.refresh()
+        waiting = self._gradients.waiting or tracked.waiting
+        busy = self._running is not None
+        if tracked.converted:  # so it is on all ranks
             self._lineage.resharded()
             tracked.converted = False
-        return self._ranks.from_rank_0(self._decide)
+        failed = self._error is not None
+        decides = self._ranks.rank == 0 and not (waiting or busy or failed)
+        return _Facts(self.steps, waiting, busy, failed, self._decide() if decides else None)
 
     def _decide(self) -> Proposal:
         if self._sequence is None:
@@ -378,33 +485,6 @@ class Checkpointer:
     def _resolved_quantization(self) -> Quantization:
         return self._quantization.resolved(self._lineage.lossy_restores)
 
-    def _take_snapshot(self, proposal: Proposal, cut: list[Cut]) -> Snapshot:
-        tracked = self._target.tracked
-        states: dict[str, Any] = {MODEL: self._model.state_dict()}
-        optimizers = DenseStates(self._model, self._target.states)
-        states |= optimizers.stored()
-        states |= {n: s.state_dict() for n, s in self._target.states.items() if n not in optimizers}
-        stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
-        dense = {name: drop_tables(value, stored) for name, value in states.items()}
-        blocks = find_blocks(states, stored, optimizers)
-        for name, value in dense[MODEL].items():
-            if not isinstance(value, torch.Tensor):
-                raise UnsupportedState(
-                    f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
-                    "which can't be given back to it: put it into a state object of its own"
-                )
-        shards, taken = take_rows(tracked, _MARKS[proposal.decision])
-        cut.append(taken)
-        return Snapshot(
-            shards=shards,
-            tables=tracked.tables,
-            states=dense,
-            per_rank=frozenset(self._target.per_rank),
-            progress=tracked.progress(),
-            blocks=blocks,
-            collisions=tracked.collisions.state(),
-        )
-
     def _refuse_if_partly_restored(self) -> None:
         if self._partly_restored is not None:
             raise ModelPartlyRestored(
@@ -415,3 +495,9 @@ class Checkpointer:
     def _log(self, message: str, *values: object, level: int = logging.INFO) -> None:
         if self._ranks.rank == 0:
             logger.log(level, message, *values)
+
+
+def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:
+    """About what parameters outside the tables take, with an optimizer's two states each."""
+    tables = {shard.local.weight.data_ptr() for shard in tracked.shards}
+    return sum(3 * p.nbytes for p in model.parameters() if p.data_ptr() not in tables)

@@ -28,6 +28,10 @@ class EncodedChunk(io.BytesIO):
         self.entry = entry
         self.pieces = pieces
 
+    def encode(self) -> EncodedChunk:
+        """Itself: what is to be written may also be something that is yet to be encoded."""
+        return self
+
     def getvalue(self) -> bytes:
         """All bytes; no copy of a single piece."""
         return b"".join(self.pieces)

@@ -93,6 +93,8 @@ class TableTotals:
         stored_values: weight values stored; ``stored_values / dim`` is the number of rows.
         weight_bytes, ids_bytes, optimizer_bytes: in storage.
         fp32_bytes: of all rows and their optimizer state in a full fp32 checkpoint.
+        modified_bytes: of the stored rows and their optimizer state as they are in memory.
+        encoded_bytes: of what is stored of them before anything is compressed, with their ids.
         value_bits: the narrowest codec among its chunks.
         error_mean, error_max: measured relative l2 error of rows, None if exact.
         error_rows: how many rows that was measured on.
@@ -111,6 +113,8 @@ class TableTotals:
     error_mean: float | None = None
     error_max: float | None = None
     error_rows: int = 0
+    modified_bytes: int = 0
+    encoded_bytes: int = 0
     optimizer_step: int | None = None
     learning_rate: float | None = None
     codecs: list[dict[str, object]] = field(default_factory=list)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import IO
+from typing import IO, Protocol
 
 import xxhash
 
 from torchrec_checknrun.chunks import EncodedChunk, Entry
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import RankFile, TableTotals
+from torchrec_checknrun.state import TORCH_DTYPES
 
 FOOTER = struct.Struct("<QQ16s8s")
 """Index offset, index length, index checksum (xxh3-64, hex), magic."""
@@ -25,14 +28,35 @@ MAGIC = b"CHKNRUN1"
 
 @dataclass
 class FileSummary:
-    """What a rank tells rank 0 of the file it wrote: all that the manifest says of it."""
+    """What a rank tells rank 0 of the file it wrote: all that the manifest says of it.
+
+    Attributes:
+        encoded_at, written_at: when the last chunk was encoded and when the file was durable, by
+            this machine's monotonic clock.
+    """
 
     file: RankFile
     tables: dict[str, TableTotals]
     dense_bytes: int
+    encoded_at: float = 0.0
+    written_at: float = 0.0
 
 
-def write_rank_file(folder: Folder, rank: int, chunks: Iterable[EncodedChunk]) -> FileSummary:
+class Job(Protocol):
+    """Something to be written."""
+
+    def encode(self) -> EncodedChunk:
+        """Its bytes."""
+
+    def close(self) -> None:
+        """It is written: its memory is free."""
+
+
+WriteRankFile = Callable[[Folder, int, Iterator[Job]], FileSummary]
+"""Writes a rank's file; see ``write_rank_file``."""
+
+
+def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSummary:
     """Writes a rank's chunks as they come; when it returns, they are durable.
 
     Raises:
@@ -40,20 +64,29 @@ def write_rank_file(folder: Folder, rank: int, chunks: Iterable[EncodedChunk]) -
     """
     name = f"rank-{rank:05d}.bin"
     index: list[Entry] = []
-    with folder.write(name) as file:
-        for chunk in chunks:
-            index.append(_write_chunk(file, chunk))
-            del chunk  # before the next one is made
+    being_written: Future[Entry] | None = None
+    with folder.write(name) as file, ThreadPoolExecutor(1, "checknrun-write") as writer:
+        for job in jobs:
+            chunk = job.encode()
+            if being_written is not None:
+                index.append(being_written.result())
+            being_written = writer.submit(_write_chunk, file, chunk, job)
+            del chunk, job  # before the next one is made
+        encoded_at = time.monotonic()
+        if being_written is not None:
+            index.append(being_written.result())
         rank_file = _write_index(file, name, rank, index)
-    return FileSummary(rank_file, *_totals(index))
+    tables, dense_bytes = _totals(index)
+    return FileSummary(rank_file, tables, dense_bytes, encoded_at, time.monotonic())
 
 
-def _write_chunk(file: IO[bytes], chunk: EncodedChunk) -> Entry:
+def _write_chunk(file: IO[bytes], chunk: EncodedChunk, job: Job) -> Entry:
     offset, checksum = file.tell(), xxhash.xxh3_64()
     for piece in chunk.pieces:
         checksum.update(piece)
         file.write(piece)
     length = file.tell() - offset
+    job.close()
     return {**chunk.entry, "offset": offset, "length": length, "checksum": checksum.hexdigest()}
 
 
@@ -82,6 +115,8 @@ def _totals(index: list[Entry]) -> tuple[dict[str, TableTotals], int]:
             weight_bytes=entry["weight"]["bytes"],
             ids_bytes=entry["ids"]["bytes"],
             optimizer_bytes=sum(state["bytes"] for state in entry["optimizer"]),
+            modified_bytes=_memory_bytes(entry),
+            encoded_bytes=_encoded_bytes(entry),
             value_bits=entry["weight"]["value_bits"],
             error_mean=error and error["mean"],
             error_max=error and error["max"],
@@ -91,6 +126,25 @@ def _totals(index: list[Entry]) -> tuple[dict[str, TableTotals], int]:
         known = tables.get(entry["table"])
         tables[entry["table"]] = add_totals(known, one) if known else one
     return tables, dense
+
+
+def _memory_bytes(entry: Entry) -> int:
+    """What a chunk's rows take in memory."""
+    first, last = entry["columns"]
+    cols, weight = last - first, entry["weight"]
+    row = cols * TORCH_DTYPES[weight["dtype"]].itemsize
+    for state in entry["optimizer"]:
+        row += TORCH_DTYPES[state["dtype"]].itemsize * (1 if state["rowwise"] else cols)
+    return int(entry["count"]) * row
+
+
+def _encoded_bytes(entry: Entry) -> int:
+    """A chunk's payload as it was before compression; row ids count as they are stored."""
+    sections = [entry["weight"], *entry["optimizer"]]
+    if "exceptions" in entry["weight"]:
+        sections.append(entry["weight"]["exceptions"])
+    raw = sum(section.get("raw", section["bytes"]) for section in sections)
+    return int(entry["ids"]["bytes"]) + int(raw)
 
 
 def add_totals(one: TableTotals, other: TableTotals) -> TableTotals:
@@ -107,6 +161,8 @@ def add_totals(one: TableTotals, other: TableTotals) -> TableTotals:
         weight_bytes=one.weight_bytes + other.weight_bytes,
         ids_bytes=one.ids_bytes + other.ids_bytes,
         optimizer_bytes=one.optimizer_bytes + other.optimizer_bytes,
+        modified_bytes=one.modified_bytes + other.modified_bytes,
+        encoded_bytes=one.encoded_bytes + other.encoded_bytes,
         value_bits=min(one.value_bits, other.value_bits),
         error_mean=mean,
         error_max=maximum,

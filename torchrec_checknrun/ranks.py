@@ -10,6 +10,9 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchrec_checknrun.errors import CheckNRunError
 
 T = TypeVar("T")
 
@@ -73,3 +76,13 @@ class Ranks:
         """Runs ``decide`` on rank 0 only and gives its result, or its error, to all ranks."""
         decided = self.everywhere(lambda: [decide()] if self.rank == 0 else [])
         return decided[0][0]
+
+
+def own_error(error: CheckpointException) -> Exception:
+    """The error that made DCP fail: the first rank's, preferably one of this package."""
+    failures = [failure for _, (failure, _) in sorted(error.failures.items())]
+    for failure in failures:
+        if isinstance(failure, (CheckNRunError, OSError)):
+            return failure
+    first = failures[0]
+    return first if isinstance(first, Exception) else RuntimeError(repr(first))

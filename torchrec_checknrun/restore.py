@@ -28,14 +28,12 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.load_planner import LoadPlanner, Merge
-from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.ranks import Ranks, own_error
+from torchrec_checknrun.snapshot import MODEL
 from torchrec_checknrun.storage import StorageReader
 from torchrec_checknrun.tracked import TrackedModel
 
 logger = logging.getLogger(__name__)
-
-MODEL = "model"
-"""The state that holds the model's dense parameters."""
 
 
 @dataclass
@@ -196,13 +194,3 @@ def _hand_back(target: Target, live: dict[str, Any], optimizers: DenseStates, ra
             f"a state object refused what was restored: {error!r}. The model is no longer one "
             "state: start again from a new model"
         ) from error
-
-
-def own_error(error: CheckpointException) -> Exception:
-    """The error that made DCP fail: the first rank's, preferably one of this package."""
-    failures = [failure for _, (failure, _) in sorted(error.failures.items())]
-    for failure in failures:
-        if isinstance(failure, (CheckNRunError, OSError)):
-            return failure
-    first = failures[0]
-    return first if isinstance(first, Exception) else RuntimeError(repr(first))

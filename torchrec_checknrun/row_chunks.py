@@ -26,7 +26,7 @@ from torchrec_checknrun.codecs import (
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.sections import Section, Sections, open_sections
-from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
+from torchrec_checknrun.shards import Rectangle, RowBlock, Rows, TableShape
 from torchrec_checknrun.state import raw_bytes
 
 _ERROR_SAMPLE_ROWS = 1024
@@ -68,35 +68,32 @@ class RowsHeader:
         return self.count == self.rectangle.rows
 
 
-def encode_rows(shard: LocalShard, ids: torch.Tensor, encoding: Encoding) -> EncodedChunk:
-    """Encodes rows of a shard; a row that the codec can't hold (NaN, infinity, too large) is stored
-    exactly beside the others, since a lost row is the worst error.
-
-    Args:
-        ids: global, sorted, at least one.
+def encode_rows(block: RowBlock, encoding: Encoding) -> EncodedChunk:
+    """Encodes rows; one that the codec can't hold (NaN, infinity, too large) is stored exactly
+    beside the others, since a lost row is the worst error.
 
     Raises:
         UnsupportedTable: weight or optimizer state is of a data type that can't be read again.
     """
-    for tensor in shard.tensors:
+    weight, states = block.weight, block.optimizer
+    for tensor in (weight, *states.values()):
         if tensor.dtype not in _DTYPES.values():
             raise UnsupportedTable(
-                f"{shard.table} or its optimizer state is of {tensor.dtype}: its rows can't be "
+                f"{block.table} or its optimizer state is of {tensor.dtype}: its rows can't be "
                 f"stored; use one of {list(_DTYPES)}"
             )
-    weight, local = shard.weight, shard.local_ids(ids)
-    states = {name: state.index_select(0, local) for name, state in shard.optimizer.items()}
+    n = len(block.ids)
     codec = encoding.codec
-    encoded = codec.encode(weight, local, RowContext(states))
+    encoded = codec.encode(weight, block.positions, RowContext(states))
     exceptions = encoded.exceptions
     row_bytes = weight.shape[1] * weight.element_size()
     size = encoded.data.numel() + len(exceptions) * (row_bytes + 4)
-    if codec.lossy and size >= len(ids) * row_bytes:
+    if codec.lossy and size >= n * row_bytes:
         codec = Exact()
-        encoded = codec.encode(weight, local)
+        encoded = codec.encode(weight, block.positions)
         exceptions = encoded.exceptions
     sections = Sections(encoding.compress)
-    ids_encoding, ids_bytes = row_ids.encode(ids.cpu().numpy())
+    ids_encoding, ids_bytes = row_ids.encode(block.ids.cpu().numpy())
     sections.pieces.append(ids_bytes)  # compressed already
     weight_entry: Entry = {
         "codec": codec.spec(),
@@ -108,7 +105,7 @@ def encode_rows(shard: LocalShard, ids: torch.Tensor, encoding: Encoding) -> Enc
         weight_entry["parameters"] = encoded.parameters
     if len(exceptions):
         positions = exceptions.numpy().astype("<u4").tobytes()
-        values = raw_bytes(weight.index_select(0, local[exceptions.to(local.device)]))
+        values = raw_bytes(block.rows(exceptions.to(weight.device)))
         weight_entry["exceptions"] = {
             "rows": len(exceptions),
             **sections.add(b"".join((positions, values))),
@@ -128,19 +125,19 @@ def encode_rows(shard: LocalShard, ids: torch.Tensor, encoding: Encoding) -> Enc
         )
     entry: Entry = {
         "kind": "rows",
-        "table": shard.table,
-        "table_rows": shard.shape.rows,
-        "table_dim": shard.shape.dim,
-        "columns": [shard.rectangle.col_start, shard.rectangle.col_stop],
-        "first": int(ids[0]),
-        "last": int(ids[-1]),
-        "count": len(ids),
+        "table": block.table,
+        "table_rows": block.shape.rows,
+        "table_dim": block.shape.dim,
+        "columns": list(block.columns),
+        "first": int(block.ids[0]),
+        "last": int(block.ids[-1]),
+        "count": n,
         "ids": {"encoding": ids_encoding, "bytes": len(ids_bytes)},
         "weight": weight_entry,
         "optimizer": optimizer,
     }
     if codec.lossy:
-        entry["error"] = _relative_error(weight, local, encoded, codec)
+        entry["error"] = _relative_error(block, encoded, codec)
     return EncodedChunk(entry, sections.pieces)
 
 
@@ -248,11 +245,9 @@ def decode_blocks(
         ) from error
 
 
-def _relative_error(
-    weight: torch.Tensor, local: torch.Tensor, encoded: Encoded, codec: Codec
-) -> Entry:
+def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
     """Mean and maximum over rows of ‖ŵ − w‖/‖w‖, from evenly spaced rows where there are many."""
-    n = len(local)
+    n, weight = len(block.ids), block.weight
     run = min(n, _ERROR_SAMPLE_RUN)
     starts = range(0, n - run + 1, max(run, -(-n // (_ERROR_SAMPLE_ROWS // run))))
     exact = torch.zeros(n, dtype=torch.bool)
@@ -261,7 +256,7 @@ def _relative_error(
     for start in starts:
         decoded = torch.empty((run, weight.shape[1]), dtype=weight.dtype)
         codec.decode(encoded.data.view(-1), encoded.parameters, n, start, decoded)
-        sample = weight.index_select(0, local[start : start + run]).cpu().to(torch.float32)
+        sample = block.rows(slice(start, start + run)).cpu().to(torch.float32)
         norm = sample.norm(dim=1)
         error = (decoded.to(torch.float32) - sample).norm(dim=1)
         one = torch.where(norm > 0, error / norm, torch.where(error > 0, 1.0, 0.0))

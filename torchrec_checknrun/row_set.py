@@ -33,6 +33,10 @@ class RowSet:
     def __len__(self) -> int:
         return sum(int(mask.sum()) for _, mask in self.masks())
 
+    def part(self, start: int, stop: int) -> RowSet:
+        """Those in a range, as positions in it."""
+        return RowSet(torch.from_numpy(np.ascontiguousarray(self._mask(start, stop))))
+
     def masks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Blocks as bool masks, each with its first row."""
         for start, stop in self._blocks(0, self.rows):
@@ -46,18 +50,20 @@ class RowSet:
         ]
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
-    def spans(self, size: int) -> Iterator[tuple[int, int]]:
-        """Ranges of rows that hold ``size`` of the set each; the last may hold fewer, not none."""
+    def spans(self, size: int) -> Iterator[tuple[int, int, int]]:
+        """Ranges of rows that hold ``size`` of the set each, and that number; the last may hold
+        fewer, not none.
+        """
         start = held = 0
         for first, mask in self.masks():
             positions = first + np.flatnonzero(mask)
             begins = range(size - held, len(positions), size)
             for begin in begins:
-                yield start, int(positions[begin])
+                yield start, int(positions[begin]), size
                 start = int(positions[begin])
             held = len(positions) - begins[-1] if begins else held + len(positions)
         if held:
-            yield start, self.rows
+            yield start, self.rows, held
 
     def _mask(self, start: int, stop: int) -> np.ndarray:
         packed = self._bits[start // 8 : (stop + 7) // 8]

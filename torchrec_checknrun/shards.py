@@ -72,6 +72,33 @@ class Rows:
 
 
 @dataclass
+class RowBlock:
+    """Some rows of a table that are to be encoded together.
+
+    Attributes:
+        columns: of the table, the half-open range that is here.
+        ids: ``(n,)`` int64, global, sorted.
+        weight: ``(m, cols)``, in which the rows are.
+        positions: ``(n,)`` int64, where in ``weight``; None: it is those rows and no others.
+        optimizer: per state ``(n,)`` or ``(n, cols)``.
+    """
+
+    table: str
+    shape: TableShape
+    columns: tuple[int, int]
+    ids: torch.Tensor
+    weight: torch.Tensor
+    positions: torch.Tensor | None
+    optimizer: Mapping[str, torch.Tensor]
+
+    def rows(self, which: torch.Tensor | slice) -> torch.Tensor:
+        """Copies of some rows' weights, by their place in ``ids``."""
+        if self.positions is None:
+            return self.weight[which]
+        return self.weight.index_select(0, self.positions[which])
+
+
+@dataclass
 class LocalShard:
     """A rectangle of a table in this rank's memory.
 
@@ -128,6 +155,19 @@ class LocalShard:
                 f"but rows {int(ids.min())} to {int(ids.max())} were asked for"
             )
         return local
+
+    def block(self, ids: torch.Tensor) -> RowBlock:
+        """The rows with these global ids where they are, for an encoder to gather."""
+        local = self.local_ids(ids)
+        return RowBlock(
+            table=self.table,
+            shape=self.shape,
+            columns=(self.rectangle.col_start, self.rectangle.col_stop),
+            ids=ids,
+            weight=self.weight,
+            positions=local,
+            optimizer={n: state.index_select(0, local) for n, state in self.optimizer.items()},
+        )
 
     def gather(self, ids: torch.Tensor) -> Rows:
         """Copies of the rows with these global ids."""

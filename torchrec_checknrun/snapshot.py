@@ -1,26 +1,35 @@
 """What one checkpoint will hold, fixed at one instant between two training steps.
 
-This is the seam between training and writing. Today a snapshot points at the live tables and is
-written before training goes on; a copy into staging buffers can take its place without the planner,
-codecs or storage noticing.
+A snapshot points at the live tables: it is staged, or written, before training goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.blocks import Block
 from torchrec_checknrun.collisions import CollisionState
+from torchrec_checknrun.dense_state import DenseStates
+from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.row_set import RowSet
+from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.shards import LocalShard, TableShape
 from torchrec_checknrun.tracked import TrackedModel, TrackedShard
 from torchrec_checknrun.tracking import Consumer, Cut
+
+MODEL = "model"
+"""The state that holds the model's dense parameters."""
+CHUNK_BYTES = 32 << 20
+"""Memory for a chunk's rows while they are saved or restored, with every copy of them."""
 
 
 @dataclass
@@ -35,8 +44,8 @@ class ShardSnapshot:
     shard: LocalShard
     modified: RowSet | None
 
-    def spans(self, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-        """Half-open ranges of rows that make chunks, each of at least one row to be written.
+    def spans(self, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Half-open ranges of rows that make chunks, and how many of each are to be written.
 
         Args:
             chunk_bytes: memory for all copies of a chunk that saving it makes, or restoring it.
@@ -47,15 +56,14 @@ class ShardSnapshot:
             return
         rows = self.shard.rectangle.rows
         for start in range(0, rows, size):
-            yield start, min(start + size, rows)
+            stop = min(start + size, rows)
+            yield start, stop, stop - start
 
-    def ids(self, start: int, stop: int) -> torch.Tensor:
-        """Those of the rows in this range that are to be written, global, sorted, int64."""
+    def positions(self, start: int, stop: int) -> torch.Tensor:
+        """Those of the rows in this range that are to be written, sorted, int64."""
         if self.modified is None:
-            positions = torch.arange(start, stop, dtype=torch.int64)
-        else:
-            positions = torch.from_numpy(self.modified.positions(start, stop))
-        return positions + self.shard.rectangle.row_start
+            return torch.arange(start, stop, dtype=torch.int64)
+        return torch.from_numpy(self.modified.positions(start, stop))
 
     def sample(self, size: int) -> tuple[torch.Tensor, int]:
         """Positions in the shard of about so many of its rows that are to be written (int64, evenly
@@ -97,6 +105,44 @@ class Snapshot:
     collisions: CollisionState | None = None
 
 
+def take_snapshot(
+    model: nn.Module,
+    tracked: TrackedModel,
+    states: Mapping[str, Stateful],
+    per_rank: frozenset[str],
+    since: Consumer | None,
+) -> tuple[Snapshot, Cut]:
+    """A snapshot of a model with all its states, and the marks it took; see ``take_rows``.
+
+    Raises:
+        UnsupportedState: a state that can't be stored.
+    """
+    live: dict[str, Any] = {MODEL: model.state_dict()}
+    optimizers = DenseStates(model, states)
+    live |= optimizers.stored()
+    live |= {name: s.state_dict() for name, s in states.items() if name not in optimizers}
+    stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
+    dense = {name: drop_tables(value, stored) for name, value in live.items()}
+    blocks = find_blocks(live, stored, optimizers)
+    for name, value in dense[MODEL].items():
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedState(
+                f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
+                "which can't be given back to it: put it into a state object of its own"
+            )
+    shards, cut = take_rows(tracked, since)
+    snapshot = Snapshot(
+        shards=shards,
+        tables=tracked.tables,
+        states=dense,
+        per_rank=per_rank,
+        progress=tracked.progress(),
+        blocks=blocks,
+        collisions=tracked.collisions.state(),
+    )
+    return snapshot, cut
+
+
 def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[ShardSnapshot], Cut]:
     """Cuts the marks and says which rows to write.
 
@@ -109,18 +155,26 @@ def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[Shard
         baseline.
     """
     tracked.flush()
-    shards = [_own_part(shard, since) for shard in tracked.shards]
-    return shards, tracked.cut(Consumer.LAST if since else Consumer.LAST | Consumer.BASELINE)
+    if since is Consumer.BASELINE:
+        shards = [_own_part(shard, RowSet(shard.marks.raw, int(since))) for shard in tracked.shards]
+    cut = tracked.cut(Consumer.LAST if since else Consumer.LAST | Consumer.BASELINE)
+    if since is not Consumer.BASELINE:
+        taken = cut.taken[Consumer.LAST]
+        shards = [
+            _own_part(shard, taken[shard.marks] if since else None) for shard in tracked.shards
+        ]
+    return shards, cut
 
 
-def _own_part(shard: TrackedShard, since: Consumer | None) -> ShardSnapshot:
+def _own_part(shard: TrackedShard, modified: RowSet | None) -> ShardSnapshot:
     """What this rank writes of a shard: all of it, or its share of one that every rank has."""
-    local, marks = shard.local, shard.marks.raw
+    local = shard.local
     if local.replicated and dist.is_initialized():
         rank, world, rows = dist.get_rank(), dist.get_world_size(), local.rectangle.rows
         start, stop = rows * rank // world, rows * (rank + 1) // world
-        local, marks = local.part(start, stop), marks[start:stop]
-    return ShardSnapshot(local, None if since is None else RowSet(marks, int(since)))
+        local = local.part(start, stop)
+        modified = None if modified is None else modified.part(start, stop)
+    return ShardSnapshot(local, modified)
 
 
 def _row_memory(shard: LocalShard) -> int:

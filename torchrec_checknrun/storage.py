@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, NoReturn
@@ -35,8 +34,8 @@ from torchrec_checknrun.manifest import (
     TableTotals,
     is_plain_name,
 )
-from torchrec_checknrun.rank_file import add_totals, write_rank_file
-from torchrec_checknrun.save_planner import GlobalPlan, OwnStorage
+from torchrec_checknrun.rank_file import FileSummary, WriteRankFile, add_totals, write_rank_file
+from torchrec_checknrun.save_plan import CheckpointPlanner, GlobalPlan, OwnStorage
 from torchrec_checknrun.version import __version__
 
 
@@ -61,10 +60,18 @@ class StorageWriter(DcpStorageWriter):
     Args:
         path: the checkpoint's directory, a path or fsspec URL; it must not hold anything yet.
             Differential checkpoints must be beside their parents.
+        write: how a rank's file is written.
+
+    Attributes:
+        written: this rank's file, once it is.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], write: WriteRankFile = write_rank_file
+    ) -> None:
         self._folder = Folder(path)
+        self._write = write
+        self.written: FileSummary | None = None
         self._rank = 0
         self._is_coordinator = True
 
@@ -104,7 +111,13 @@ class StorageWriter(DcpStorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._folder.create()
-        summary = write_rank_file(self._folder, self._rank, _chunks(plan, planner))
+        if not isinstance(planner, CheckpointPlanner):
+            raise InvalidPlan(
+                "StorageWriter writes chunks that this package's SavePlanner encodes: pass "
+                "planner=SavePlanner() to dcp.save as well"
+            )
+        jobs = (planner.job(item) for item in plan.items)
+        self.written = summary = self._write(self._folder, self._rank, jobs)
         done: Future[list[WriteResult]] = Future()
         index = MetadataIndex(summary.file.name)
         done.set_result([WriteResult(index, summary.file.size, summary)])
@@ -275,18 +288,6 @@ def read_chunk(root: Folder, chunk: StoredChunk) -> bytes:
             f"{entry['checksum']}"
         )
     return data
-
-
-def _chunks(plan: SavePlan, planner: SavePlanner) -> Iterator[EncodedChunk]:
-    for item in plan.items:
-        chunk = planner.resolve_data(item)
-        if not isinstance(chunk, EncodedChunk):
-            raise InvalidPlan(
-                "StorageWriter writes chunks that this package's SavePlanner encodes: pass "
-                "planner=SavePlanner() to dcp.save as well"
-            )
-        yield chunk
-        del chunk  # before the next one is made
 
 
 def _sum_tables(plan: GlobalPlan, parts: list[dict[str, TableTotals]]) -> dict[str, TableTotals]:

@@ -29,7 +29,7 @@ CODECS: list[Codec] = [
 
 
 def encode(shard: LocalShard, rows: Rows, codec: Codec) -> EncodedChunk:
-    return encode_rows(shard, rows.ids, Encoding(codec))
+    return encode_rows(shard.block(rows.ids), Encoding(codec))
 
 
 def make_shard(
@@ -174,7 +174,7 @@ def test_blocks_are_parts_of_the_whole(block_rows: int) -> None:
     shard.weight[::9] = float("inf")
     shard.optimizer["momentum1"].abs_()
     for codec in CODECS:
-        chunk = encode_rows(shard, torch.arange(40), Encoding(codec, "log8", compress=True))
+        chunk = encode_rows(shard.block(torch.arange(40)), Encoding(codec, "log8", compress=True))
         entry, payload = stored(chunk)
         whole = decode_rows(entry, payload)
         blocks = list(decode_blocks(entry, payload, block_rows))
@@ -189,8 +189,8 @@ def test_compression_only_where_it_makes_a_chunk_smaller() -> None:
     alike = make_shard(200, 16)
     alike.weight[:] = alike.weight[0]
     for shard in (noise, alike):
-        plain = encode_rows(shard, torch.arange(200), Encoding(Rowwise(8)))
-        packed = encode_rows(shard, torch.arange(200), Encoding(Rowwise(8), compress=True))
+        plain = encode_rows(shard.block(torch.arange(200)), Encoding(Rowwise(8)))
+        packed = encode_rows(shard.block(torch.arange(200)), Encoding(Rowwise(8), compress=True))
         assert len(packed.getvalue()) <= len(plain.getvalue())
         assert same_bits(decode_rows(*stored(packed)).weight, decode_rows(*stored(plain)).weight)
     assert len(packed.getvalue()) < len(plain.getvalue()) / 10

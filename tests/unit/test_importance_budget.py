@@ -49,7 +49,7 @@ def shard(
 def widths(snapshot: ShardSnapshot, codec: ImportanceWeighted) -> np.ndarray:
     """Bits of each row that is written."""
     local = snapshot.shard
-    ids = snapshot.ids(0, local.rectangle.rows)
+    ids = snapshot.positions(0, local.rectangle.rows)
     context = RowContext({"momentum1": local.optimizer["momentum1"][ids]})
     encoded = codec.encode(local.weight, ids, context)
     kinds = encoded.data[: -(-len(ids) // 4)]

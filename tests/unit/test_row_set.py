@@ -35,18 +35,23 @@ def test_it_holds_what_the_marks_say(
         assert found.dtype == np.int64
         assert found.tolist() == [i for i in wanted if start <= i < stop]
         spans = list(rows.spans(size))
-        parts = [rows.positions(*span).tolist() for span in spans]
+        parts = [rows.positions(start, stop).tolist() for start, stop, _ in spans]
+        assert [len(part) for part in parts] == [count for _, _, count in spans]
+        part = rows.part(start, stop)
     assert [i for part in parts for i in part] == wanted.tolist()
     assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
     assert all(1 <= len(part) <= size for part in parts)
-    assert [stop for _, stop in spans[:-1]] == [start for start, _ in spans[1:]]
+    assert [stop for _, stop, _ in spans[:-1]] == [start for start, _, _ in spans[1:]]
+    here = np.concatenate([np.empty(0, np.bool_), *(mask for _, mask in part.masks())])
+    assert len(here) == stop - start
+    assert (np.flatnonzero(here) + start).tolist() == found.tolist()
 
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_bool_marks(marked: bool) -> None:
     rows = RowSet(torch.full((13,), marked))
     assert len(rows) == (13 if marked else 0)
-    assert list(rows.spans(5)) == ([(0, 5), (5, 10), (10, 13)] if marked else [])
+    assert list(rows.spans(5)) == ([(0, 5, 5), (5, 10, 5), (10, 13, 3)] if marked else [])
 
 
 def test_it_takes_a_bit_for_a_row() -> None:

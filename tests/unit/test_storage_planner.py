@@ -32,10 +32,17 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Link, Manifest
-from torchrec_checknrun.report import checkpoint_report
+from torchrec_checknrun.report import Progress, checkpoint_report
 from torchrec_checknrun.row_chunks import decode_rows
 from torchrec_checknrun.row_set import RowSet
-from torchrec_checknrun.save_planner import GlobalPlan, PlanSummary
+from torchrec_checknrun.save_items import Items
+from torchrec_checknrun.save_plan import (
+    CheckpointPlanner,
+    GlobalPlan,
+    PlanSummary,
+    Prepared,
+    summarize,
+)
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.storage import read_chunk, read_content, read_indexes
@@ -82,7 +89,9 @@ def example(fill: float = 1.0) -> State:
     }
 
 
-def save(root: Folder, name: str, state: State, planner: SavePlanner | None = None) -> Manifest:
+def save(
+    root: Folder, name: str, state: State, planner: CheckpointPlanner | None = None
+) -> Manifest:
     metadata = dcp.save(
         state,
         storage_writer=StorageWriter((root / name).url),
@@ -429,12 +438,10 @@ def save_rows(
             mask[modified[i]] = True
         snapshots.append(ShardSnapshot(shard, None if mask is None else RowSet(mask)))
     snapshot = Snapshot(snapshots, TABLES, {"reader": {"samples": 5}, "w": torch.ones(10)})
-    planner = SavePlanner.decided(
-        header or Header(bits=bits),
-        lambda: snapshot,
-        Quantization(bits, "asymmetric", exact_below_rows=0),
-        chunk_bytes,
-    )
+    quantization = Quantization(bits, "asymmetric", exact_below_rows=0)
+    items = Items.of(snapshot, quantization, chunk_bytes)
+    summary = summarize(header or Header(bits=bits), snapshot, items, quantization)
+    planner = CheckpointPlanner(lambda path: Prepared(summary, items.by_name))
     return save(root, name, {}, planner)
 
 
@@ -446,7 +453,7 @@ def test_a_manifest_accounts_for_every_byte(root: Folder, bits: int | None) -> N
     listing = {name: folder.size(name) for name in folder.names()}
     assert listing.pop(MANIFEST_NAME) == len(manifest.to_bytes())
     assert listing == {file.name: file.size for file in manifest.files}
-    report = checkpoint_report(manifest, 1, 0.0)
+    report = checkpoint_report(manifest, 1, Progress())
     assert sum(report.bytes.values()) == report.total_bytes
     assert report.total_bytes == sum(folder.size(name) or 0 for name in folder.names())
     assert all(size > 0 for name, size in report.bytes.items() if name != "ids")
@@ -498,12 +505,12 @@ def test_full_and_differential_rows(root: Folder) -> None:
     for table, values in read_tables(root, "second").items():
         assert torch.equal(values, wanted[table])
     assert (second.kind, second.parent, second.step) == ("differential", full.link, 10)
-    report = checkpoint_report(second, 2, 0.0)
+    report = checkpoint_report(second, 2, Progress())
     stored = 4 * 8 + 40 * 4 + 4
     assert second.modified_fraction == stored / (800 + 28)
     assert report.bytes["weights"] == 4 * stored
     assert report.bytes["ids"] == 3  # the gaps of the one shard whose rows don't follow each other
-    assert report.full_fp32_bytes == checkpoint_report(full, 1, 0.0).full_fp32_bytes
+    assert report.full_fp32_bytes == checkpoint_report(full, 1, Progress()).full_fp32_bytes
 
 
 def test_a_differential_checkpoint_without_a_row(root: Folder) -> None:

@@ -5,31 +5,29 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-
 from tests.crash.sabotage import rank, replace, report, train
-from torchrec_checknrun import save_planner
+from torchrec_checknrun import staged
 from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.shards import LocalShard
+from torchrec_checknrun.shards import RowBlock
 
 
 def sabotage() -> None:
-    encode_rows = save_planner.encode_rows
+    encode_rows = staged.encode_rows
     hit: set[str] = set()
 
-    def encode_without_one(shard: LocalShard, ids: torch.Tensor, encoding: Encoding) -> Any:
-        differential = len(ids) < shard.rectangle.rows
-        if differential and hit <= {str(shard)}:
-            hit.add(str(shard))  # always the same shard's: one row in a checkpoint
-            states = {name: state.clone() for name, state in shard.optimizer.items()}
+    def encode_without_one(block: RowBlock, encoding: Encoding) -> Any:
+        differential = len(block.ids) < block.shape.rows
+        if differential and hit <= {block.table}:
+            hit.add(block.table)  # always the same table's: one row in a checkpoint
+            states = {name: state.clone() for name, state in block.optimizer.items()}
             for state in states.values():
-                state[shard.local_ids(ids[:1])] = 0
-            shard = dataclasses.replace(shard, optimizer=states)
-            report(f"the optimizer state of row {ids[0]} of {shard} is not written")
-        return encode_rows(shard, ids, encoding)
+                state[0] = 0
+            block = dataclasses.replace(block, optimizer=states)
+            report(f"the optimizer state of row {block.ids[0]} of {block.table} is not written")
+        return encode_rows(block, encoding)
 
     if rank() == 0:
-        replace(save_planner, "encode_rows", encode_without_one)
+        replace(staged, "encode_rows", encode_without_one)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""What a rank writes into a checkpoint, item by item, each made into bytes when its turn comes.
+
+Rows are gathered and encoded only then, so that memory stays at a few chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from torchrec_checknrun.blocks import Block
+from torchrec_checknrun.chunks import EncodedChunk, state_chunk
+from torchrec_checknrun.importance_budget import Key, with_constant
+from torchrec_checknrun.quantization import Encoding, Quantization
+from torchrec_checknrun.rank_file import Job
+from torchrec_checknrun.row_chunks import encode_rows
+from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot
+from torchrec_checknrun.state import encode_state
+
+Constants = Mapping[Key, float]
+"""What importance-weighted codecs add to every row's bits, from the global plan."""
+
+
+class Item(Protocol):
+    """A part of a rank's plan."""
+
+    def job(self, constants: Constants) -> Job:
+        """What is to be written."""
+
+
+@dataclass
+class RowsItem:
+    """Rows of one shard.
+
+    Attributes:
+        start, stop: those to be written among these rows, by position in the shard.
+        count: how many that are.
+    """
+
+    shard: ShardSnapshot
+    start: int
+    stop: int
+    count: int
+    encoding: Encoding
+
+    def positions(self) -> torch.Tensor:
+        """The rows, by position in the shard, sorted, int64."""
+        return self.shard.positions(self.start, self.stop)
+
+    def job(self, constants: Constants) -> EncodedChunk:
+        block = self.shard.shard.block(self.positions() + self.shard.shard.rectangle.row_start)
+        return encode_rows(block, with_constant(self.encoding, constants))
+
+
+@dataclass
+class BlockItem:
+    """Rows of a sharded buffer."""
+
+    block: Block
+    start: int
+    stop: int
+
+    def job(self, constants: Constants) -> EncodedChunk:
+        return self.block.encode(self.start, self.stop)
+
+
+@dataclass
+class ChunkItem:
+    """What is encoded already."""
+
+    chunk: EncodedChunk
+
+    def job(self, constants: Constants) -> EncodedChunk:
+        return self.chunk
+
+
+@dataclass
+class Items:
+    """All items of a snapshot.
+
+    Attributes:
+        by_name: in the order in which they are written: the small ones first.
+        replicated: bytes of each state that all ranks have alike.
+    """
+
+    by_name: dict[str, RowsItem | BlockItem | ChunkItem] = field(default_factory=dict)
+    replicated: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, quantization: Quantization, chunk_bytes: int) -> Items:
+        """Of a snapshot whose tables are live.
+
+        Args:
+            chunk_bytes: memory for all copies of a chunk that saving it makes, or restoring it.
+
+        Raises:
+            UnsupportedState: a state object holds what can't be stored.
+        """
+        items = cls()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for name, value in snapshot.states.items():
+            own = name in snapshot.per_rank
+            tree, pieces = encode_state(value, name)
+            if not own:
+                items.replicated[name] = sum(memoryview(piece).nbytes for piece in pieces)
+            chunk = state_chunk(name, rank if own else None, tree, pieces)
+            items.by_name[f"state:{name}@{rank}" if own else state_key(name)] = ChunkItem(chunk)
+        for i, block in enumerate(snapshot.blocks):
+            for number, (start, stop) in enumerate(block.spans(chunk_bytes)):
+                items.by_name[f"block:{i}@{rank}#{number}"] = BlockItem(block, start, stop)
+        if snapshot.blocks and snapshot.collisions is not None:
+            items.by_name[f"collisions@{rank}"] = ChunkItem(snapshot.collisions.encode(rank))
+        for shard in snapshot.shards:
+            encoding = quantization.for_table(shard.shard.table, shard.shard.shape.rows)
+            for number, (start, stop, count) in enumerate(shard.spans(chunk_bytes)):
+                name = f"{shard.shard}#{number}"
+                items.by_name[name] = RowsItem(shard, start, stop, count, encoding)
+        return items
+
+
+def state_key(name: str) -> str:
+    """The item's name of a state that all ranks have alike."""
+    return f"state:{name}"

@@ -1,0 +1,228 @@
+"""DCP's save protocol: every rank plans what it writes, rank 0 checks the whole.
+
+The global plan refuses a checkpoint in which two ranks would write the same rectangle or a part of
+a table is missing, and says which rank writes what all ranks have alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from torchrec_checknrun.blocks import BlockSummary, Path, check_blocks
+from torchrec_checknrun.chunks import EncodedChunk
+from torchrec_checknrun.coverage import check_coverage
+from torchrec_checknrun.errors import InvalidPlan
+from torchrec_checknrun.importance_budget import Key, Survey, constants, survey
+from torchrec_checknrun.manifest import Header
+from torchrec_checknrun.progress import OptimizerProgress
+from torchrec_checknrun.quantization import Quantization
+from torchrec_checknrun.rank_file import Job
+from torchrec_checknrun.save_items import Constants, Item, Items, state_key
+from torchrec_checknrun.shards import Rectangle, TableShape
+from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot
+
+
+@dataclass
+class OwnStorage(StorageMeta):
+    """Says that this package's StorageWriter writes what is planned; others lose the index."""
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """What rank 0 needs of a rank's plan to check the whole (sent once, not scattered back)."""
+
+    header: Header
+    tables: dict[str, TableShape]
+    shards: list[tuple[str, Rectangle]]
+    fp32_bytes: dict[str, int]
+    progress: dict[str, OptimizerProgress]
+    replicated: dict[str, int]
+    """Bytes of each state that all ranks have alike: only one of them will write it."""
+    per_rank: tuple[str, ...]
+    blocks: list[BlockSummary] = field(default_factory=list)
+    importance: dict[Key, Survey] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GlobalPlan:
+    """What the storage writer turns into a manifest once everything is written."""
+
+    header: Header
+    tables: dict[str, TableShape]
+    fp32_bytes: dict[str, int]
+    progress: dict[str, OptimizerProgress]
+    states: dict[str, bool]
+    """By name, whether each rank has its own."""
+    chunks: tuple[int, ...]
+    """How many chunks each rank is to write."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rank's part of a checkpoint, ready to be planned.
+
+    Attributes:
+        items: what it would write, by name, in this order.
+        chosen: told the names of those that it shall write, once that is known.
+    """
+
+    summary: PlanSummary
+    items: Mapping[str, Item]
+    chosen: Callable[[frozenset[str]], None] = lambda names: None
+
+
+def summarize(
+    header: Header, snapshot: Snapshot, items: Items, quantization: Quantization
+) -> PlanSummary:
+    """What rank 0 needs of a snapshot."""
+    return PlanSummary(
+        header=header,
+        tables=snapshot.tables,
+        shards=[(s.shard.table, s.shard.rectangle) for s in snapshot.shards],
+        fp32_bytes=_fp32_bytes(snapshot.shards),
+        progress=dict(snapshot.progress),
+        replicated=items.replicated,
+        per_rank=tuple(sorted(snapshot.per_rank)),
+        blocks=[block.summary for block in snapshot.blocks],
+        importance=survey(snapshot.shards, quantization),
+    )
+
+
+class CheckpointPlanner(SavePlanner):
+    """Plans a checkpoint whose parts are known.
+
+    Args:
+        prepare: says what this rank has; called within DCP's planning, so that an error on one rank
+            is an error on all. Its argument is the checkpoint's path.
+    """
+
+    def __init__(self, prepare: Callable[[str], Prepared]) -> None:
+        self._prepare = prepare
+        self._constants: Constants = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        if not isinstance(storage_meta, OwnStorage) or storage_meta.checkpoint_id is None:
+            raise InvalidPlan(
+                "SavePlanner makes chunks that this package's StorageWriter writes: pass "
+                "storage_writer=StorageWriter(path) to dcp.save as well"
+            )
+        self._prepared = self._prepare(str(storage_meta.checkpoint_id))
+
+    def create_local_plan(self) -> SavePlan:
+        items = [
+            WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
+            for name in self._prepared.items
+        ]
+        return SavePlan(items, planner_data=self._prepared.summary)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        summaries: list[PlanSummary] = [plan.planner_data for plan in all_plans]
+        _check_agreement(summaries)
+        _check_coverage(summaries)
+        writers = _assign_writers(summaries)
+        found = constants(summary.importance for summary in summaries)
+        plans = []
+        for rank, plan in enumerate(all_plans):
+            items = [i for i in plan.items if writers.get(i.index.fqn, rank) == rank]
+            plans.append(dataclasses.replace(plan, items=items, planner_data=found or None))
+        progress = {table: p for s in summaries for table, p in s.progress.items()}
+        fp32_bytes = dict.fromkeys(summaries[0].tables, 0)
+        for summary in summaries:
+            for table, size in summary.fp32_bytes.items():
+                fp32_bytes[table] += size
+        states = dict.fromkeys((name for s in summaries for name in s.replicated), False)
+        states |= dict.fromkeys(summaries[0].per_rank, True)
+        metadata = Metadata(
+            {item.index.fqn: BytesStorageMetadata() for plan in plans for item in plan.items},
+            planner_data=GlobalPlan(
+                header=summaries[0].header,
+                tables=summaries[0].tables,
+                fp32_bytes=fp32_bytes,
+                progress=progress,
+                states=states,
+                chunks=tuple(len(plan.items) for plan in plans),
+            ),
+        )
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self._constants = new_plan.planner_data or {}
+        self._prepared.chosen(frozenset(item.index.fqn for item in new_plan.items))
+        return new_plan
+
+    def job(self, write_item: WriteItem) -> Job:
+        """An item that is to be written, not yet encoded."""
+        return self._prepared.items[write_item.index.fqn].job(self._constants)
+
+    def resolve_data(self, write_item: WriteItem) -> EncodedChunk:
+        return self.job(write_item).encode()
+
+
+def _fp32_bytes(shards: list[ShardSnapshot]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for shard in shards:
+        values = sum(tensor.numel() for tensor in shard.shard.tensors)
+        sizes[shard.shard.table] = sizes.get(shard.shard.table, 0) + 4 * values
+    return sizes
+
+
+def _check_agreement(summaries: list[PlanSummary]) -> None:
+    for rank, summary in enumerate(summaries):
+        for what in ("header", "tables", "per_rank"):
+            first, other = getattr(summaries[0], what), getattr(summary, what)
+            if first != other:
+                raise InvalidPlan(
+                    f"ranks 0 and {rank} don't save the same checkpoint: {what} is {first} there "
+                    f"and {other} here; call save on all ranks at the same step with the same "
+                    "arguments"
+                )
+
+
+def _check_coverage(summaries: list[PlanSummary]) -> None:
+    """No two ranks write the same, and no part of a table or a sharded buffer is left out."""
+    held: dict[str, list[tuple[Rectangle, int]]] = {name: [] for name in summaries[0].tables}
+    blocks: dict[Path, list[tuple[BlockSummary, int]]] = {}
+    for rank, summary in enumerate(summaries):
+        for table, rectangle in summary.shards:
+            if table not in held:
+                raise InvalidPlan(f"rank {rank} writes rows of {table!r}, which is no known table")
+            held[table].append((rectangle, rank))
+        for block in summary.blocks:
+            blocks.setdefault(block.path, []).append((block, rank))
+    for table, shape in summaries[0].tables.items():
+        check_coverage(table, shape, held[table])
+    for path, parts in blocks.items():
+        check_blocks(path, parts)
+
+
+def _assign_writers(summaries: list[PlanSummary]) -> dict[str, int]:
+    """Which rank writes each state that all have alike: the biggest first, to the least loaded."""
+    holders: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for rank, summary in enumerate(summaries):
+        for name, size in summary.replicated.items():
+            holders.setdefault(name, []).append(rank)
+            sizes[name] = max(size, sizes.get(name, 0))
+    load = [0] * len(summaries)
+    writers = {}
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        rank = min(holders[name], key=lambda r: (load[r], r))
+        load[rank] += sizes[name]
+        writers[state_key(name)] = rank
+    return writers

@@ -1,0 +1,240 @@
+"""The stall: what a checkpoint will hold is copied out of the model while training waits.
+
+Items go into staging memory in the order in which the background writes them. Where they don't all
+fit, the background has begun already, and staging goes on as memory becomes free: still one
+instant, since training waits until the last item is staged.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from torchrec_checknrun.codecs.importance import ImportanceWeighted
+from torchrec_checknrun.importance_budget import with_constant
+from torchrec_checknrun.quantization import Encoding, Quantization
+from torchrec_checknrun.row_chunks import encode_rows
+from torchrec_checknrun.save_items import BlockItem, ChunkItem, Constants, Item, Items, RowsItem
+from torchrec_checknrun.shards import LocalShard
+from torchrec_checknrun.staged import (
+    Staged,
+    StagedChunk,
+    StagedJob,
+    StagedRows,
+    StagedTensor,
+    with_encoding,
+)
+from torchrec_checknrun.staging_memory import ALIGNMENT, Ring, StagingAborted, StagingMemory
+
+StagingMode = Literal["auto", "copy", "encode"]
+_TRIAL_ROWS = 16384
+
+
+class Staging:
+    """One checkpoint's items on their way through staging memory.
+
+    ``run`` is the training thread's; all else may be called by another.
+
+    Args:
+        ring: of the memory's size; nothing of it is in use.
+        encode: tables whose rows are encoded on the way, rather than copied.
+    """
+
+    def __init__(
+        self, memory: StagingMemory, ring: Ring, items: Items, encode: frozenset[str]
+    ) -> None:
+        self._memory = memory
+        self._ring = ring
+        self._items = items.by_name
+        self._encode = encode
+        self._staged: dict[str, tuple[Staged, int, torch.cuda.Event | None]] = {}
+        self._wanted: frozenset[str] | None = None
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self.bytes = sum(staged_size(item) for item in items.by_name.values())
+        """What all items take, rows as copies."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing will have to wait for memory."""
+        return self.bytes <= self._ring.size
+
+    @property
+    def items(self) -> Mapping[str, Item]:
+        """By name, what becomes a job as soon as it is staged."""
+        return {name: _StagedItem(self, name) for name in self._items}
+
+    def run(self) -> None:
+        """Stages everything. Ends early if the background has given up.
+
+        Raises:
+            Exception: an item could not be encoded; ``job`` raises it as well.
+        """
+        try:
+            with self._stream() as event:
+                for name, item in self._items.items():
+                    if self._wanted is None or name in self._wanted:
+                        staged, offset = self._stage(item)
+                        self._publish(name, (staged, offset, event()))
+        except StagingAborted:
+            return
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """What isn't staged yet will not be."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def choose(self, names: frozenset[str]) -> None:
+        """Only these are to be written here: the memory of others becomes free."""
+        with self._changed:
+            self._wanted = names
+            for name in self._staged.keys() - names:
+                self._ring.give_back(self._staged.pop(name)[1])
+
+    def job(self, name: str, constants: Constants) -> StagedJob:
+        """What was staged, as soon as it is.
+
+        Raises:
+            BaseException: staging has failed.
+        """
+        with self._changed:
+            while name not in self._staged:
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
+            staged, offset, event = self._staged.pop(name)
+        if event is not None:
+            event.synchronize()
+        item = self._items[name]
+        if isinstance(item, RowsItem):
+            staged = with_encoding(staged, with_constant(item.encoding, constants))
+        return StagedJob(staged, self._memory.bytes, lambda: self._ring.give_back(offset))
+
+    def _publish(self, name: str, staged: tuple[Staged, int, torch.cuda.Event | None]) -> None:
+        with self._changed:
+            if self._wanted is not None and name not in self._wanted:
+                self._ring.give_back(staged[1])
+                return
+            self._staged[name] = staged
+            self._changed.notify_all()
+
+    def _stage(self, item: RowsItem | BlockItem | ChunkItem) -> tuple[Staged, int]:
+        memory = self._memory.bytes
+        if isinstance(item, RowsItem):
+            shard = item.shard.shard
+            if shard.table not in self._encode:
+                offset = self._ring.take(staged_size(item))
+                rows = StagedRows.plan(shard, item.count, item.encoding, offset)
+                rows.copy(shard, item.positions(), memory)
+                return rows, offset
+        chunk = item.job({})
+        sizes = [memoryview(piece).nbytes for piece in chunk.pieces]
+        offset = self._ring.take(sum(sizes))
+        at, target = offset, memory.numpy()
+        for piece, size in zip(chunk.pieces, sizes, strict=True):
+            target[at : at + size] = np.frombuffer(piece, dtype=np.uint8)
+            at += size
+        return StagedChunk(chunk.entry, StagedTensor(offset, torch.uint8, (at - offset,))), offset
+
+    @contextmanager
+    def _stream(self) -> Iterator[Callable[[], torch.cuda.Event | None]]:
+        """Around copies from a GPU: on a stream of their own, which training's waits for. Gives
+        what the background waits for, at any moment.
+        """
+        devices = {
+            item.shard.shard.weight.device
+            for item in self._items.values()
+            if isinstance(item, RowsItem) and item.shard.shard.weight.is_cuda
+        }
+        if not devices:
+            yield lambda: None
+            return
+        (device,) = devices
+        side, training = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        side.wait_stream(training)
+        with torch.cuda.stream(side):
+            yield side.record_event
+        training.wait_stream(side)
+
+
+@dataclass(frozen=True)
+class _StagedItem:
+    staging: Staging
+    name: str
+
+    def job(self, constants: Constants) -> StagedJob:
+        return self.staging.job(self.name, constants)
+
+
+def staged_size(item: RowsItem | BlockItem | ChunkItem) -> int:
+    """Bytes that an item takes as a copy."""
+    if isinstance(item, RowsItem):
+        size = StagedRows.plan(item.shard.shard, item.count, item.encoding, 0).size
+    elif isinstance(item, BlockItem):
+        size = item.block.tensor[item.start : item.stop].nbytes
+    else:
+        size = sum(memoryview(piece).nbytes for piece in item.chunk.pieces)
+    return max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
+
+
+def encoded_while_staged(
+    shards: list[LocalShard], quantization: Quantization, mode: StagingMode
+) -> frozenset[str]:
+    """Tables whose rows are encoded in the stall. What all ranks must agree on first
+    (importance-weighted widths) can't be.
+
+    Args:
+        mode: ``auto``: where a trial on some rows is no slower than copying them.
+    """
+    if mode == "copy":
+        return frozenset()
+    chosen: set[str] = set()
+    faster: dict[tuple[str, int, torch.device], bool] = {}
+    for shard in sorted(shards, key=lambda s: -s.rectangle.rows):
+        encoding = quantization.for_table(shard.table, shard.shape.rows)
+        if isinstance(encoding.codec, ImportanceWeighted) or not shard.rectangle.rows:
+            continue
+        key = (repr(encoding), shard.rectangle.cols, shard.weight.device)
+        if mode == "auto" and key not in faster:
+            faster[key] = encoding.codec.lossy and _encodes_as_fast(shard, encoding)
+        if mode == "encode" or faster[key]:
+            chosen.add(shard.table)
+    return frozenset(chosen)
+
+
+def _encodes_as_fast(shard: LocalShard, encoding: Encoding) -> bool:
+    """Whether rows are encoded in no more time than they are copied: the best of three trials."""
+    rows = shard.rectangle.rows
+    positions = torch.arange(0, rows, max(1, -(-rows // _TRIAL_ROWS)))
+    staged = StagedRows.plan(shard, len(positions), encoding, 0)
+    memory = torch.zeros(staged.size, dtype=torch.uint8)
+
+    def copy() -> None:
+        staged.copy(shard, positions, memory)
+        if shard.weight.is_cuda:
+            torch.cuda.synchronize(shard.weight.device)
+
+    def encode() -> None:
+        encode_rows(shard.block(positions + shard.rectangle.row_start), encoding)
+
+    return _best_seconds(encode) <= _best_seconds(copy)
+
+
+def _best_seconds(act: Callable[[], None]) -> float:
+    taken = []
+    for _ in range(3):
+        started = time.perf_counter()
+        act()
+        taken.append(time.perf_counter() - started)
+    return min(taken)

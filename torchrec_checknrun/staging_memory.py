@@ -1,0 +1,152 @@
+"""Memory for copies of rows on their way to storage: taken from the system once, used in a circle.
+
+The first touch of memory costs ten times as much as a copy into memory that was touched before, so
+it is touched when it is made, in huge pages where the system gives them. Another process can map
+the same memory through its file descriptor.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ALIGNMENT = 64
+MEMORY_FRACTION = 0.25
+"""Of the memory that is free at the start, shared by the ranks of a machine: the default budget."""
+
+
+class StagingMemory:
+    """Bytes that were touched.
+
+    Args:
+        size: in bytes.
+        descriptor: of memory that another process has made; None: new memory.
+        pinned: register it with CUDA, for copies that don't wait.
+    """
+
+    def __init__(self, size: int, *, descriptor: int | None = None, pinned: bool = False) -> None:
+        self.size = size
+        made = descriptor is None
+        if descriptor is None and hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("torchrec_checknrun staging", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, size)
+        self.descriptor = descriptor
+        """For another process; None where the system has no such files."""
+        self._map = mmap.mmap(-1 if descriptor is None else descriptor, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        """``(size,)`` uint8."""
+        if made:
+            self.bytes.zero_()
+        self._pinned = pinned
+        if pinned:
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
+            )
+
+    def close(self) -> None:
+        """Gives the memory back as soon as nobody looks at it any more."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self._pinned = False
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class StagingAborted(RuntimeError):
+    """Who waited for memory waits in vain: those who use it have failed."""
+
+
+@dataclass
+class _Piece:
+    offset: int
+    stop: int
+    free: bool = False
+
+
+class Ring:
+    """Hands out pieces of memory one after the other, each contiguous; waits where none is free.
+
+    One thread takes; others may give back, in any order.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pieces: deque[_Piece] = deque()
+        self._by_offset: dict[int, _Piece] = {}
+        self._changed = threading.Condition()
+        self._aborted = False
+        self.waited = False
+        """Whether anybody had to wait since ``begin``."""
+
+    def begin(self) -> None:
+        """All memory is free again."""
+        with self._changed:
+            self._pieces.clear()
+            self._by_offset.clear()
+            self._aborted = self.waited = False
+
+    def take(self, size: int) -> int:
+        """The offset of so many bytes that nobody else has; waits until there are.
+
+        Raises:
+            StagingAborted: ``abort`` was called.
+        """
+        size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
+        assert size <= self.size, "an item is larger than the staging memory"
+        with self._changed:
+            while (offset := self._find(size)) is None and not self._aborted:
+                self.waited = True
+                self._changed.wait()
+            if offset is None:
+                raise StagingAborted("what was staged could not be written")
+            piece = _Piece(offset, offset + size)
+            self._pieces.append(piece)
+            self._by_offset[offset] = piece
+            return offset
+
+    def give_back(self, offset: int) -> None:
+        """The bytes taken there are free."""
+        with self._changed:
+            self._by_offset.pop(offset).free = True
+            while self._pieces and self._pieces[0].free:
+                self._pieces.popleft()
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Nothing will be given back any more."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+    def _find(self, size: int) -> int | None:
+        if not self._pieces:
+            return 0
+        first, last = self._pieces[0], self._pieces[-1]
+        if last.offset < first.offset:  # it has come round
+            return last.stop if first.offset - last.stop >= size else None
+        if self.size - last.stop >= size:
+            return last.stop
+        return 0 if first.offset >= size else None
+
+
+def default_budget() -> int:
+    """Bytes: a fraction of the memory that is free now, for each rank of this machine."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as lines:
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        free = int(line.split()[1]) * 1024
+    with suppress(OSError, ValueError):  # a container may have less; "max" is no number
+        group = Path("/sys/fs/cgroup")
+        most = int((group / "memory.max").read_text())
+        free = min(free, most - int((group / "memory.current").read_text()))
+    return max(0, int(free * MEMORY_FRACTION / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
