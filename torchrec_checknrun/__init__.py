@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from torchrec_checknrun.storage import StorageReader, StorageWriter
     from torchrec_checknrun.tracked import TrackedModel, TrackedShard, track
     from torchrec_checknrun.tracking import Consumer
+    from torchrec_checknrun.triggers import (
+        AtEnd,
+        EverySeconds,
+        EverySteps,
+        Moment,
+        OnSigterm,
+        Trigger,
+    )
     from torchrec_checknrun.warm_start import load_tables
 
 _HOME = {
@@ -47,17 +55,28 @@ _HOME = {
     "expected_restores": "bitwidth",
     "load_tables": "warm_start",
     "Consumer": "tracking",
+    "AtEnd": "triggers",
+    "EverySeconds": "triggers",
+    "EverySteps": "triggers",
+    "Moment": "triggers",
+    "OnSigterm": "triggers",
+    "Trigger": "triggers",
 }
 
 __all__ = [
+    "AtEnd",
     "CheckpointReport",
     "Checkpointer",
     "Consecutive",
     "Consumer",
     "Decision",
+    "EverySeconds",
+    "EverySteps",
     "Full",
     "Intermittent",
     "LoadPlanner",
+    "Moment",
+    "OnSigterm",
     "OneShot",
     "PerRank",
     "Policy",
@@ -68,6 +87,7 @@ __all__ = [
     "StorageWriter",
     "TrackedModel",
     "TrackedShard",
+    "Trigger",
     "__version__",
     "expected_restores",
     "load_tables",

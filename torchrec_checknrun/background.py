@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Collection
 from typing import Literal, NoReturn
 
 import torch.distributed.checkpoint as dcp
@@ -27,7 +28,7 @@ from torchrec_checknrun.save_items import Items
 from torchrec_checknrun.save_plan import CheckpointPlanner, Prepared, summarize
 from torchrec_checknrun.shards import LocalShard
 from torchrec_checknrun.snapshot import Snapshot
-from torchrec_checknrun.staged import StagedRows
+from torchrec_checknrun.staged import rows_size
 from torchrec_checknrun.staging import Staging, StagingMode, encoded_while_staged, staged_size
 from torchrec_checknrun.staging_memory import Ring, StagingMemory, default_budget
 from torchrec_checknrun.storage import StorageWriter
@@ -128,7 +129,7 @@ class Background:
         self._start_process()
 
     def _make_memory(self, size: int) -> None:
-        self._memory = StagingMemory(size, pinned=self._pinned)
+        self._memory = StagingMemory(size, shared=self._kind == "process", pinned=self._pinned)
         self._ring = Ring(size)
 
     def _start_process(self) -> None:
@@ -157,8 +158,9 @@ class Background:
         if not isinstance(snapshot, Exception):
             try:
                 items = Items.of(snapshot, quantization, self.chunk_bytes)
-                self._prepare_memory(items)
-                staging = Staging(self._memory, self._ring, items, self._encode)
+                sizes = {name: staged_size(item) for name, item in items.by_name.items()}
+                self._prepare_memory(sizes.values())
+                staging = Staging(self._memory, self._ring, items, sizes, self._encode)
                 summary = summarize(proposal.header, snapshot, items, quantization)
                 prepared = Prepared(summary, staging.items, staging.choose)
             except Exception as error:
@@ -196,18 +198,16 @@ class Background:
             self._process = None
         self._memory.close()
 
-    def _prepare_memory(self, items: Items) -> None:
+    def _prepare_memory(self, sizes: Collection[int]) -> None:
         """Makes the memory larger where the budget allows it, or the largest item demands it."""
-        sizes = [staged_size(item) for item in items.by_name.values()]
-        wanted = min(self._most, sum(sizes))
-        if max(wanted, *sizes, 0) > self._memory.size:
-            if self._process is not None:
-                self._process.close()
-            self._memory.close()
-            self._make_memory(max(wanted, *sizes))
-            self._start_process()
-        elif self._process is not None and not self._process.alive:
+        wanted = max(min(self._most, sum(sizes)), *sizes, 0)
+        grow = wanted > self._memory.size
+        if self._process is not None and (grow or not self._process.alive):
             self._process.close()
+        if grow:
+            self._memory.close()
+            self._make_memory(wanted)
+        if self._process is None or not self._process.alive:
             self._start_process()
         self._ring.begin()
 
@@ -240,7 +240,7 @@ def _staged_bytes(shard: LocalShard, quantization: Quantization, encode: frozens
     """About what all rows of a shard take in staging memory."""
     encoding = quantization.for_table(shard.table, shard.shape.rows)
     rows = shard.rectangle.rows
-    size = StagedRows.plan(shard, rows, encoding, 0).size
+    size = rows_size(shard, rows)
     if shard.table in encode:
         size -= shard.weight.nbytes * (32 - encoding.codec.value_bits) // 32
     return size

@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, get_args
@@ -16,52 +16,27 @@ from typing import Literal, get_args
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchrec_checknrun.background import Background, BackgroundKind, Save
-from torchrec_checknrun.chain import highest_sequence
+from torchrec_checknrun.background import Background, BackgroundKind
 from torchrec_checknrun.errors import (
     CheckNRunError,
     ModelPartlyRestored,
-    SaveFailed,
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
-from torchrec_checknrun.gradients import PendingGradients
-from torchrec_checknrun.lineage import Lineage, Proposal
 from torchrec_checknrun.per_rank import PerRank
-from torchrec_checknrun.policy import Decision, OneShot, Policy
+from torchrec_checknrun.policy import OneShot, Policy
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.report import CheckpointReport, RestoreReport, checkpoint_report
+from torchrec_checknrun.report import CheckpointReport, RestoreReport
 from torchrec_checknrun.restore import Target, restore
-from torchrec_checknrun.snapshot import CHUNK_BYTES, MODEL, Snapshot, take_snapshot
+from torchrec_checknrun.saver import Callback, Saver
+from torchrec_checknrun.schedule import Schedule
+from torchrec_checknrun.snapshot import CHUNK_BYTES, MODEL
 from torchrec_checknrun.staging import StagingMode
 from torchrec_checknrun.tracked import RowIds, TrackedModel, track
-from torchrec_checknrun.tracking import Consumer, Cut
+from torchrec_checknrun.triggers import EverySteps, Trigger
 
 logger = logging.getLogger(__name__)
-
-Callback = Callable[[CheckpointReport], None]
-
-_MARKS = {
-    Decision.FULL: None,
-    Decision.SINCE_BASELINE: Consumer.BASELINE,
-    Decision.SINCE_LAST: Consumer.LAST,
-}
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What a rank says when a checkpoint is due."""
-
-    step: int
-    waiting: bool
-    """Gradients wait for their optimizer."""
-    busy: bool
-    """A checkpoint is still being written."""
-    failed: bool
-    """The last one was not committed, and the caller doesn't know yet."""
-    proposal: Proposal | None
-    """Rank 0's."""
 
 
 class Checkpointer:
@@ -81,7 +56,9 @@ class Checkpointer:
             the old tables in memory: in a job that reshards, give the dense optimizer alone.)
         policy: which rows a checkpoint holds.
         quantization: in how many bits; exact by default.
-        every_steps: ``step`` saves at every so many steps; None: only ``save`` does.
+        every_steps: ``step`` saves at every so many steps: the trigger ``EverySteps``.
+        triggers: what else makes ``step`` or ``close`` save: ``EverySeconds``, ``AtEnd``,
+            ``OnSigterm``, or your own.
         callbacks: called on all ranks with the report of every committed checkpoint.
         background: who encodes and writes while training goes on: a ``thread``, or a ``process``,
             which disturbs training less.
@@ -112,6 +89,7 @@ class Checkpointer:
         policy: Policy | None = None,
         quantization: Quantization | None = None,
         every_steps: int | None = None,
+        triggers: Sequence[Trigger] = (),
         background: BackgroundKind = "thread",
         staging: StagingMode = "auto",
         memory_budget: int | None = None,
@@ -131,8 +109,6 @@ class Checkpointer:
                     f"state {name!r} is a {type(stateful).__name__} without state_dict() and "
                     "load_state_dict(): wrap it in an object that has them"
                 )
-        if every_steps is not None and every_steps < 1:
-            raise ValueError(f"every_steps must be at least 1, or None, not {every_steps}")
         if chunk_bytes < 1 or timeout_seconds <= 0 or max_failures < 0:
             raise ValueError(
                 "chunk_bytes and timeout_seconds must be positive, max_failures not negative"
@@ -147,16 +123,10 @@ class Checkpointer:
         self.root = Folder(root)
         self.steps = 0
         """Optimizer steps done, counted by ``step`` and restored with a checkpoint."""
-        self._policy = policy or OneShot()
-        self._quantization = quantization or Quantization()
-        self._every_steps = every_steps
-        self._callbacks = tuple(callbacks)
-        self._when_busy = when_busy
-        self._max_failures = max_failures
-        self._failures = 0
         states = {n: s.state if isinstance(s, PerRank) else s for n, s in declared.items()}
-        self._model = model
-        self._ranks = Ranks(timedelta(seconds=timeout_seconds))
+        timeout = timedelta(seconds=timeout_seconds)
+        self._ranks = Ranks(timeout)
+        background_ranks = Ranks(timeout)  # a group of its own: it is used at the same time
         tracked: list[TrackedModel] = []  # a table may be unsupported where it is: on one rank
         self._ranks.everywhere(lambda: tracked.append(track(model, states.values())))
         self._target = Target(
@@ -165,17 +135,11 @@ class Checkpointer:
             states=states,
             per_rank={n: s.merge for n, s in declared.items() if isinstance(s, PerRank)},
         )
-        self._lineage = Lineage()
-        self._sequence: int | None = None
-        """The highest sequence number in use in the root; known on rank 0 after the first look."""
-        self._gradients = PendingGradients(self._target.states.values())
-        self._deferred = False
-        self._partly_restored: str | None = None
-        timeout = timedelta(seconds=timeout_seconds)
-        background_ranks = Ranks(timeout)  # all ranks make their groups in the same order
+        quantization = quantization or Quantization()
         made: list[Background] = []
-        self._ranks.everywhere(
-            lambda: made.append(
+
+        def make_background() -> None:
+            made.append(
                 Background(
                     self.root,
                     background_ranks,
@@ -183,17 +147,29 @@ class Checkpointer:
                     mode=staging,
                     memory_budget=memory_budget,
                     chunk_bytes=chunk_bytes,
-                    quantization=self._resolved_quantization(),
+                    quantization=quantization.resolved(lossy_restores=0),
                     expected=[shard.local for shard in tracked[0].shards],
                     dense_bytes=_dense_bytes(model, tracked[0]),
                 )
             )
+
+        self._ranks.everywhere(make_background)
+        self._saver = Saver(
+            self.root,
+            model,
+            self._target,
+            self._ranks,
+            made[0],
+            policy=policy or OneShot(),
+            quantization=quantization,
+            max_failures=max_failures,
+            callbacks=callbacks,
         )
-        self._background = made[0]
-        self._running: Save | None = None
-        self._error: BaseException | None = None
-        self._report: CheckpointReport | None = None
-        self._last_words = atexit.register(self._at_exit)
+        steps = [] if every_steps is None else [EverySteps(every_steps)]
+        self._when_busy = when_busy
+        self._schedule = Schedule([*steps, *triggers], self._ranks)
+        self._partly_restored: str | None = None
+        self._at_exit = atexit.register(_last_words, self._saver)
 
     def restore(
         self,
@@ -233,10 +209,8 @@ class Checkpointer:
         if verify not in ("read", "all"):
             raise ValueError(f"verify must be 'read' or 'all', not {verify!r}")
         target = replace(self._target, fit=Fit(map or {}, strict, shrink))
-        self._settle(wait=True)
-        if self._error is not None:
-            logger.error("restoring after a checkpoint was not committed: %s", self._error)
-            self._error = None
+        before = self._saver.quantization
+        self._forget_failure()
         try:
             found = restore(self.root, target, self._ranks, checkpoint, verify == "all")
         except BaseException as error:
@@ -246,19 +220,19 @@ class Checkpointer:
                 self._partly_restored = str(error)
             raise
         self._partly_restored = None
-        self._deferred = False
+        self._saver.deferred = False
         if found is None:
-            self._log("no checkpoint in %s: a fresh start", self.root)
+            self._saver.log("no checkpoint in %s: a fresh start", self.root)
             return None
         head = found.chain.head
         self.steps = head.step
-        self._lineage.restored(found.chain, found.converted)
-        if self._resolved_quantization() != self._quantization.resolved(0):
-            self._log(
+        self._saver.lineage.restored(found.chain, found.converted)
+        if self._saver.quantization != before:
+            self._saver.log(
                 "restored %d times from quantized rows, oftener than expected_restores=%g: rows "
                 "are stored with 8 bit from now on, beginning with a full checkpoint",
-                self._lineage.lossy_restores,
-                self._quantization.expected_restores,
+                self._saver.lineage.lossy_restores,
+                self._saver.quantization.expected_restores,
                 level=logging.WARNING,
             )
         self._target.tracked.converted = False  # what ``found`` says is of the shards as they are
@@ -273,10 +247,10 @@ class Checkpointer:
             skipped=tuple(found.skipped),
         )
         for what in found.skipped:
-            self._log("skipped: %s", what, level=logging.WARNING)
+            self._saver.log("skipped: %s", what, level=logging.WARNING)
         for problem in found.passed_over:
-            self._log("passed over: %s", problem, level=logging.WARNING)
-        self._log("restored %s (step %d) in %.2f s", head.id, head.step, report.seconds)
+            self._saver.log("passed over: %s", problem, level=logging.WARNING)
+        self._saver.log("restored %s (step %d) in %.2f s", head.id, head.step, report.seconds)
         return report
 
     def step(self) -> CheckpointReport | None:
@@ -295,12 +269,20 @@ class Checkpointer:
         """
         self._refuse_if_partly_restored()
         self.steps += 1
-        self._settle(wait=False)
-        due = self._every_steps is not None and self.steps % self._every_steps == 0
-        if due or self._deferred:
-            self._settle(wait=self._when_busy == "wait")
+        self._saver.settle(wait=False)
+        due = self._schedule.due(self.steps) or self._saver.deferred
+        ending = self._schedule.ending
+        if ending:
+            self._forget_failure()
+        if due:
+            self._saver.settle(wait=self._when_busy == "wait")
             self._begin()
-        return self._outcome()
+        if ending and not self._saver.deferred:
+            try:
+                self.wait()
+            finally:
+                self._schedule.end()
+        return self._saver.outcome()
 
     def save(self, *, wait: bool = True) -> CheckpointReport | None:
         """Begins a checkpoint now, after the one that is being written.
@@ -316,13 +298,10 @@ class Checkpointer:
             SaveFailed, UnsupportedState, InvalidPlan, ModelPartlyRestored: as ``step``.
         """
         self._refuse_if_partly_restored()
-        self._settle(wait=True)
-        self._begin()
-        if self._error is not None or not wait:
-            self._outcome()
-            return None
-        self._report = None
-        return self.wait()
+        self._saver.settle(wait=True)
+        begun = self._begin()
+        self._saver.outcome()  # of the one before: its error, or nothing new
+        return self.wait() if begun and wait else None
 
     def mark(self, table: str, rows: RowIds) -> None:
         """Marks rows that were written by hand (global ids); call it on all ranks."""
@@ -339,12 +318,22 @@ class Checkpointer:
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: it was not committed.
         """
-        self._settle(wait=True)
-        return self._outcome()
+        self._saver.settle(wait=True)
+        return self._saver.outcome()
 
     def close(self) -> None:
-        """Waits, takes the hooks off the model and gives the staging memory back."""
+        """Saves if that is due at the end (``AtEnd``), waits, takes the hooks off the model and
+        gives the staging memory back.
+
+        Raises:
+            SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
+            SystemExit: SIGTERM has come meanwhile (``OnSigterm``).
+        """
         try:
+            self._saver.settle(wait=True)
+            wanted = self._schedule.at_end and self._partly_restored is None
+            if wanted and self._ranks.from_rank_0(self._is_behind):
+                self._begin()
             self.wait()
         finally:
             self._release()
@@ -361,129 +350,31 @@ class Checkpointer:
         if error is None:
             self.close()
         else:  # the other ranks may never come: wait for nobody
-            self._release()
+            self._release(failed=True)
 
-    def _release(self) -> None:
-        atexit.unregister(self._last_words)
+    def _release(self, failed: bool = False) -> None:
+        atexit.unregister(self._at_exit)
         self._target.tracked.close()
-        self._gradients.close()
-        self._background.close()
+        self._saver.close()
+        self._schedule.close(failed)
 
-    def _at_exit(self) -> None:
-        """A script that ended without ``close``: what it began becomes durable, or it is told."""
-        ended_by_error = getattr(sys, "last_value", None) is not None
-        if self._running is not None and not ended_by_error:
-            self._running.wait()
-        if self._running is not None and self._running.done:
-            try:
-                self._running.result()
-            except Exception:
-                logger.exception("the last checkpoint was not committed")
+    def _begin(self) -> bool:
+        begun = self._saver.begin(self.steps)
+        if begun:
+            self._schedule.saved()
+        return begun
 
-    def _settle(self, wait: bool) -> None:
-        """Takes note of what became of the checkpoint in the background, once that is known."""
-        save = self._running
-        if save is None or not (wait or save.done):
-            return
-        save.wait()
-        self._running = None
+    def _is_behind(self) -> bool:
+        """Whether steps were done since the last checkpoint."""
+        last = self._saver.lineage.previous
+        return self.steps > 0 and (last is None or last.step != self.steps)
+
+    def _forget_failure(self) -> None:
+        """What failed before is not to keep from what comes now."""
         try:
-            manifest = save.result()
-        except BaseException as error:
-            if save.cut is not None:
-                self._target.tracked.merge(save.cut)
-            self._failures += 1
-            if self._failures > self._max_failures or not isinstance(error, Exception):
-                self._error = error
-            else:
-                logger.warning("failure %d of %d: %s", self._failures, self._max_failures, error)
-            return
-        self._failures = 0
-        self._lineage.committed(manifest)
-        report = checkpoint_report(manifest, self._lineage.chain_length, save.progress)
-        self._report = report
-        self._log("%s", report)
-        for callback in self._callbacks:
-            callback(report)
-
-    def _outcome(self) -> CheckpointReport | None:
-        """What ``_settle`` has found, to be told once."""
-        error, report = self._error, self._report
-        self._error = self._report = None
-        if error is not None:
-            raise error
-        return report
-
-    def _begin(self) -> None:
-        """Begins a checkpoint if all ranks can; when it returns, training may go on."""
-        started = time.monotonic()
-        facts = self._ranks.everywhere(self._look)
-        steps = [fact.step for fact in facts]
-        if len(set(steps)) > 1:
-            raise SaveFailed(
-                f"the ranks are at different steps {steps}: call step() or save() on all ranks at "
-                "the same point of the training loop"
-            )
-        self._deferred = any(fact.waiting for fact in facts)
-        if self._deferred:
-            message = "gradients wait for their optimizer: the checkpoint of step %d is put off"
-            self._log(message, self.steps, level=logging.WARNING)
-            return
-        if any(fact.failed for fact in facts):
-            return  # whoever it failed for raises that
-        if any(fact.busy for fact in facts):
-            message = "the checkpoint of step %d is skipped: the one before is still being written"
-            self._log(message, self.steps, level=logging.WARNING)
-            return
-        proposal = facts[0].proposal
-        assert proposal is not None
-        tracked = self._target.tracked
-        tracked.unite(self._ranks.group)
-        snapshot: Snapshot | Exception
-        cut: Cut | None = None
-        try:
-            snapshot, cut = take_snapshot(
-                self._model,
-                tracked,
-                self._target.states,
-                frozenset(self._target.per_rank),
-                _MARKS[proposal.decision],
-            )
-        except Exception as error:
-            snapshot = error
-        self._running = self._background.begin(
-            proposal, snapshot, cut, self._resolved_quantization(), started
-        )
-
-    def _look(self) -> _Facts:
-        """What this rank knows of the next checkpoint; rank 0 decides on it, if it can be."""
-        tracked = self._target.tracked
-        tracked.refresh()
-        waiting = self._gradients.waiting or tracked.waiting
-        busy = self._running is not None
-        if tracked.converted:  # so it is on all ranks
-            self._lineage.resharded()
-            tracked.converted = False
-        failed = self._error is not None
-        decides = self._ranks.rank == 0 and not (waiting or busy or failed)
-        return _Facts(self.steps, waiting, busy, failed, self._decide() if decides else None)
-
-    def _decide(self) -> Proposal:
-        if self._sequence is None:
-            self._sequence = highest_sequence(self.root)
-        self._sequence += 1
-        quantization = self._resolved_quantization()
-        rows = {name: shape.rows for name, shape in self._target.tracked.tables.items()}
-        return self._lineage.propose(
-            self._policy,
-            quantization.width,
-            quantization.widths(rows),
-            self.steps,
-            self._sequence,
-        )
-
-    def _resolved_quantization(self) -> Quantization:
-        return self._quantization.resolved(self._lineage.lossy_restores)
+            self.wait()
+        except CheckNRunError as error:
+            logger.error("a checkpoint was not committed: %s", error)
 
     def _refuse_if_partly_restored(self) -> None:
         if self._partly_restored is not None:
@@ -492,12 +383,21 @@ class Checkpointer:
                 f"or start from a new model. {self._partly_restored}"
             )
 
-    def _log(self, message: str, *values: object, level: int = logging.INFO) -> None:
-        if self._ranks.rank == 0:
-            logger.log(level, message, *values)
-
 
 def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:
     """About what parameters outside the tables take, with an optimizer's two states each."""
     tables = {shard.local.weight.data_ptr() for shard in tracked.shards}
     return sum(3 * p.nbytes for p in model.parameters() if p.data_ptr() not in tables)
+
+
+def _last_words(saver: Saver) -> None:
+    """Of a script that ended without ``close``: what it began becomes durable, or it is told."""
+    running = saver.running
+    ended_by_error = getattr(sys, "last_value", None) is not None
+    if running is None or ended_by_error:  # the other ranks may never come
+        return
+    running.wait()
+    try:
+        running.result()
+    except Exception:
+        logger.exception("the last checkpoint was not committed")

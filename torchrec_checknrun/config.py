@@ -34,6 +34,9 @@ class PolicyName(Enum):
     intermittent = "Intermittent"
 
 
+Background = Enum("Background", {"thread": "thread", "process": "process"})
+Staging = Enum("Staging", {"auto": "auto", "copy": "copy", "encode": "encode"})
+WhenBusy = Enum("WhenBusy", {"skip": "skip", "wait": "wait"})
 Bits = Enum("Bits", {"auto": "auto", "2": 2, "3": 3, "4": 4, "8": 8})
 """Widths, as they are written in a config; null for exact rows."""
 
@@ -58,7 +61,7 @@ class CheckNRunConfig:
 
     _target_: str = "torchrec_checknrun.config.make_check_n_run"
     root: str = MISSING
-    every_steps: int = 1000
+    every_steps: int | None = 1000
     policy: PolicyName = PolicyName.one_shot
     bits: Bits | None = None
     method: str = "adaptive"
@@ -69,6 +72,15 @@ class CheckNRunConfig:
     compress: bool = False
     exact_below_rows: int = 1000
     tables: dict[str, TableConfig] = field(default_factory=dict)
+    every_seconds: float | None = None
+    at_end: bool = False
+    on_sigterm: bool = False
+    grace_seconds: float = 25.0
+    background: Background = Background.thread
+    staging: Staging = Staging.auto
+    memory_budget: int | None = None
+    when_busy: WhenBusy = WhenBusy.skip
+    max_failures: int = 0
     timeout_seconds: float = 1800.0
 
 
@@ -107,9 +119,18 @@ def register() -> None:
 def make_check_n_run(
     *,
     root: str,
-    every_steps: int,
+    every_steps: int | None,
     policy: PolicyName,
     tables: Mapping[str, Mapping[str, Any]],
+    every_seconds: float | None,
+    at_end: bool,
+    on_sigterm: bool,
+    grace_seconds: float,
+    background: Background,
+    staging: Staging,
+    memory_budget: int | None,
+    when_busy: WhenBusy,
+    max_failures: int,
     timeout_seconds: float,
     model: nn.Module,
     state: Mapping[str, Any],
@@ -124,6 +145,13 @@ def make_check_n_run(
         optimizer, bits = named.pop("optimizer_state"), named.pop("bits")
         return package.Quantization(bits=bits and bits.value, optimizer=optimizer, **named)
 
+    triggers: list[package.Trigger] = []
+    if every_seconds is not None:
+        triggers.append(package.EverySeconds(every_seconds))
+    if at_end:
+        triggers.append(package.AtEnd())
+    if on_sigterm:
+        triggers.append(package.OnSigterm(grace_seconds))
     return package.Checkpointer(
         root,
         model=model,
@@ -133,6 +161,12 @@ def make_check_n_run(
             quantization, tables={pattern: choice(values) for pattern, values in tables.items()}
         ),
         every_steps=every_steps,
+        triggers=triggers,
+        background=background.value,
+        staging=staging.value,
+        memory_budget=memory_budget,
+        when_busy=when_busy.value,
+        max_failures=max_failures,
         timeout_seconds=timeout_seconds,
         callbacks=callbacks,
     )

@@ -49,3 +49,7 @@ class SaveFailed(CheckNRunError):
 
 class ModelPartlyRestored(CheckNRunError):
     """A restore failed after it had begun to change the model: training must not go on."""
+
+
+class StoreUnreachable(CheckNRunError):
+    """The key-value store that the job's ranks share doesn't answer: a peer has probably died."""

@@ -5,6 +5,7 @@ An error on one rank becomes an error on all, so that none is left waiting in th
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -48,7 +49,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on all ranks."""
-        if self.group is None:
+        if self.world_size == 1:
             return [value]
         values: list[T] = [value] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
@@ -76,6 +77,18 @@ class Ranks:
         """Runs ``decide`` on rank 0 only and gives its result, or its error, to all ranks."""
         decided = self.everywhere(lambda: [decide()] if self.rank == 0 else [])
         return decided[0][0]
+
+    def store(self) -> dist.Store | None:
+        """A connection of its own to the ranks' key-value store; None for one rank alone.
+
+        Called on all ranks at once. Its keys are seen by nobody else: not by another call's, nor by
+        the workers that torchrun starts after these, which find the same store.
+        """
+        if self.group is None:
+            return None
+        name = self.from_rank_0(lambda: secrets.token_hex(8))
+        store = self.group.get_group_store()
+        return dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # torch's stub
 
 
 def own_error(error: CheckpointException) -> Exception:

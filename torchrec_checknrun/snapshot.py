@@ -130,21 +130,13 @@ def take_snapshot(
                 f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
                 "which can't be given back to it: put it into a state object of its own"
             )
-    shards, cut = take_rows(tracked, since)
-    snapshot = Snapshot(
-        shards=shards,
-        tables=tracked.tables,
-        states=dense,
-        per_rank=per_rank,
-        progress=tracked.progress(),
-        blocks=blocks,
-        collisions=tracked.collisions.state(),
-    )
-    return snapshot, cut
+    progress, collisions = tracked.progress(), tracked.collisions.state()
+    shards, cut = take_rows(tracked, since)  # last: nothing may fail once marks are taken
+    return Snapshot(shards, tracked.tables, dense, per_rank, progress, blocks, collisions), cut
 
 
 def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[ShardSnapshot], Cut]:
-    """Cuts the marks and says which rows to write.
+    """Cuts the marks and says which rows to write, of shards that ``tracked.refresh`` has found.
 
     Args:
         since: ``LAST`` or ``BASELINE`` for a differential checkpoint, None for a full one.
@@ -154,7 +146,7 @@ def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[Shard
         Every checkpoint ends the interval since the last one; only a full one that since the
         baseline.
     """
-    tracked.flush()
+    tracked.write_back()
     if since is Consumer.BASELINE:
         shards = [_own_part(shard, RowSet(shard.marks.raw, int(since))) for shard in tracked.shards]
     cut = tracked.cut(Consumer.LAST if since else Consumer.LAST | Consumer.BASELINE)

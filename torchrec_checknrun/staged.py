@@ -7,6 +7,7 @@ process that has mapped the same memory.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -30,11 +31,23 @@ class StagedTensor:
     @property
     def size(self) -> int:
         """Bytes."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        return self.dtype.itemsize * math.prod(self.shape)
 
     def at(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor, a view of the memory."""
         return memory[self.offset : self.offset + self.size].view(self.dtype).view(self.shape)
+
+
+def aligned(size: int) -> int:
+    """Bytes of memory for so many bytes: the next piece begins where a view of it may begin."""
+    return max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
+
+
+def rows_size(shard: LocalShard, rows: int) -> int:
+    """Bytes of memory for so many rows of a shard, see ``StagedRows.plan``."""
+    per_row = [torch.int64.itemsize]
+    per_row += [tensor.stride(0) * tensor.element_size() for tensor in shard.tensors]
+    return sum(aligned(rows * size) for size in per_row)
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,7 @@ class StagedRows:
         def place(shape: tuple[int, ...], dtype: torch.dtype) -> StagedTensor:
             nonlocal at
             staged = StagedTensor(at, dtype, shape)
-            at += -(-staged.size // ALIGNMENT) * ALIGNMENT
+            at += aligned(staged.size)
             return staged
 
         return cls(
@@ -72,12 +85,6 @@ class StagedRows:
             },
             encoding=encoding,
         )
-
-    @property
-    def size(self) -> int:
-        """Bytes from the first part's begin to the last one's end."""
-        parts = (self.ids, self.weight, *self.optimizer.values())
-        return max(part.offset + part.size for part in parts) - self.ids.offset
 
     def copy(self, shard: LocalShard, positions: torch.Tensor, memory: torch.Tensor) -> None:
         """Fills the memory; copies from a GPU are left to its current stream.

@@ -29,9 +29,11 @@ from torchrec_checknrun.staged import (
     StagedJob,
     StagedRows,
     StagedTensor,
+    aligned,
+    rows_size,
     with_encoding,
 )
-from torchrec_checknrun.staging_memory import ALIGNMENT, Ring, StagingAborted, StagingMemory
+from torchrec_checknrun.staging_memory import Ring, StagingAborted, StagingMemory
 
 StagingMode = Literal["auto", "copy", "encode"]
 _TRIAL_ROWS = 16384
@@ -44,27 +46,29 @@ class Staging:
 
     Args:
         ring: of the memory's size; nothing of it is in use.
+        sizes: of the items as copies, see ``staged_size``.
         encode: tables whose rows are encoded on the way, rather than copied.
     """
 
     def __init__(
-        self, memory: StagingMemory, ring: Ring, items: Items, encode: frozenset[str]
+        self,
+        memory: StagingMemory,
+        ring: Ring,
+        items: Items,
+        sizes: Mapping[str, int],
+        encode: frozenset[str],
     ) -> None:
         self._memory = memory
         self._ring = ring
         self._items = items.by_name
+        self._sizes = sizes
         self._encode = encode
         self._staged: dict[str, tuple[Staged, int, torch.cuda.Event | None]] = {}
         self._wanted: frozenset[str] | None = None
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
-        self.bytes = sum(staged_size(item) for item in items.by_name.values())
-        """What all items take, rows as copies."""
-
-    @property
-    def fits(self) -> bool:
+        self.fits = sum(sizes.values()) <= ring.size
         """Whether nothing will have to wait for memory."""
-        return self.bytes <= self._ring.size
 
     @property
     def items(self) -> Mapping[str, Item]:
@@ -81,7 +85,7 @@ class Staging:
             with self._stream() as event:
                 for name, item in self._items.items():
                     if self._wanted is None or name in self._wanted:
-                        staged, offset = self._stage(item)
+                        staged, offset = self._stage(item, self._sizes[name])
                         self._publish(name, (staged, offset, event()))
         except StagingAborted:
             return
@@ -129,12 +133,12 @@ class Staging:
             self._staged[name] = staged
             self._changed.notify_all()
 
-    def _stage(self, item: RowsItem | BlockItem | ChunkItem) -> tuple[Staged, int]:
+    def _stage(self, item: RowsItem | BlockItem | ChunkItem, size: int) -> tuple[Staged, int]:
         memory = self._memory.bytes
         if isinstance(item, RowsItem):
             shard = item.shard.shard
             if shard.table not in self._encode:
-                offset = self._ring.take(staged_size(item))
+                offset = self._ring.take(size)
                 rows = StagedRows.plan(shard, item.count, item.encoding, offset)
                 rows.copy(shard, item.positions(), memory)
                 return rows, offset
@@ -180,12 +184,12 @@ class _StagedItem:
 def staged_size(item: RowsItem | BlockItem | ChunkItem) -> int:
     """Bytes that an item takes as a copy."""
     if isinstance(item, RowsItem):
-        size = StagedRows.plan(item.shard.shard, item.count, item.encoding, 0).size
-    elif isinstance(item, BlockItem):
+        return rows_size(item.shard.shard, item.count)
+    if isinstance(item, BlockItem):
         size = item.block.tensor[item.start : item.stop].nbytes
     else:
         size = sum(memoryview(piece).nbytes for piece in item.chunk.pieces)
-    return max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
+    return aligned(size)
 
 
 def encoded_while_staged(
@@ -218,7 +222,7 @@ def _encodes_as_fast(shard: LocalShard, encoding: Encoding) -> bool:
     rows = shard.rectangle.rows
     positions = torch.arange(0, rows, max(1, -(-rows // _TRIAL_ROWS)))
     staged = StagedRows.plan(shard, len(positions), encoding, 0)
-    memory = torch.zeros(staged.size, dtype=torch.uint8)
+    memory = torch.zeros(rows_size(shard, len(positions)), dtype=torch.uint8)
 
     def copy() -> None:
         staged.copy(shard, positions, memory)

@@ -27,19 +27,35 @@ class StagingMemory:
 
     Args:
         size: in bytes.
+        shared: another process can map it.
         descriptor: of memory that another process has made; None: new memory.
         pinned: register it with CUDA, for copies that don't wait.
     """
 
-    def __init__(self, size: int, *, descriptor: int | None = None, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        shared: bool = False,
+        descriptor: int | None = None,
+        pinned: bool = False,
+    ) -> None:
         self.size = size
         made = descriptor is None
-        if descriptor is None and hasattr(os, "memfd_create"):
+        if shared:
+            if not hasattr(os, "memfd_create"):
+                raise RuntimeError(
+                    "background='process' needs memory that processes share, which there is on "
+                    "Linux (memfd_create): use background='thread' here"
+                )
             descriptor = os.memfd_create("torchrec_checknrun staging", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, size)
         self.descriptor = descriptor
-        """For another process; None where the system has no such files."""
-        self._map = mmap.mmap(-1 if descriptor is None else descriptor, size)
+        """For another process; None if not shared."""
+        if descriptor is None:
+            self._map = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._map = mmap.mmap(descriptor, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)

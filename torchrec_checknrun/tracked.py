@@ -304,6 +304,10 @@ class TrackedModel:
         brings rows back from GPU caches.
         """
         self.refresh()
+        self.write_back()
+
+    def write_back(self) -> None:
+        """Brings rows back from GPU caches."""
         for hook in self._hooks:
             hook.kernel.flush()
 

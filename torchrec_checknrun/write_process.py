@@ -60,11 +60,7 @@ class WriteProcess:
         self._map(memory)
 
     def _map(self, memory: StagingMemory) -> None:
-        if memory.descriptor is None:
-            raise RuntimeError(
-                "background='process' needs memory that processes share (memfd_create, on Linux): "
-                "use background='thread' here"
-            )
+        assert memory.descriptor is not None, "staging memory is not shared"
         self._connection.send(memory.size)
         send_handle(self._connection, memory.descriptor, self.pid)
 

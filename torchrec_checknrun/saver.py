@@ -1,0 +1,236 @@
+"""One checkpoint after the other: all ranks agree on it, it is begun, and what became of it is
+noted. All of this runs in the training thread; the rest is ``Background``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchrec_checknrun.background import Background, Save
+from torchrec_checknrun.chain import highest_sequence
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.gradients import PendingGradients
+from torchrec_checknrun.lineage import Lineage, Proposal
+from torchrec_checknrun.policy import Decision, Policy
+from torchrec_checknrun.quantization import Quantization
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.report import CheckpointReport, checkpoint_report
+from torchrec_checknrun.restore import Target
+from torchrec_checknrun.snapshot import Snapshot, take_snapshot
+from torchrec_checknrun.tracking import Consumer, Cut
+
+logger = logging.getLogger("torchrec_checknrun.checkpointer")
+
+Callback = Callable[[CheckpointReport], None]
+
+_MARKS = {
+    Decision.FULL: None,
+    Decision.SINCE_BASELINE: Consumer.BASELINE,
+    Decision.SINCE_LAST: Consumer.LAST,
+}
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a rank says when a checkpoint is due."""
+
+    step: int
+    waiting: bool
+    """Gradients wait for their optimizer."""
+    busy: bool
+    """A checkpoint is still being written."""
+    failed: bool
+    """The last one was not committed, and the caller doesn't know yet."""
+    proposal: Proposal | None
+    """Rank 0's."""
+
+
+class Saver:
+    """Saves a model's checkpoints, in a lineage.
+
+    Args:
+        target: the model and its states.
+        max_failures: how many in a row are only logged.
+        callbacks: called with the report of every committed checkpoint.
+
+    Attributes:
+        lineage: what was committed or restored last.
+        deferred: a checkpoint was due, but gradients waited for their optimizer.
+    """
+
+    def __init__(
+        self,
+        root: Folder,
+        model: nn.Module,
+        target: Target,
+        ranks: Ranks,
+        background: Background,
+        *,
+        policy: Policy,
+        quantization: Quantization,
+        max_failures: int,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self.lineage = Lineage()
+        self.deferred = False
+        self._root = root
+        self._model = model
+        self._target = target
+        self._ranks = ranks
+        self._background = background
+        self._policy = policy
+        self._quantization = quantization
+        self._max_failures = max_failures
+        self._callbacks = tuple(callbacks)
+        self._gradients = PendingGradients(target.states.values())
+        self._sequence: int | None = None
+        """The highest sequence number in use in the root; known on rank 0 after the first look."""
+        self._running: Save | None = None
+        self._failures = 0
+        self._error: BaseException | None = None
+        self._report: CheckpointReport | None = None
+
+    @property
+    def running(self) -> Save | None:
+        """The checkpoint that was begun and of which nothing was noted yet."""
+        return self._running
+
+    @property
+    def quantization(self) -> Quantization:
+        """What rows are stored in now."""
+        return self._quantization.resolved(self.lineage.lossy_restores)
+
+    def begin(self, step: int) -> bool:
+        """Begins a checkpoint if all ranks can; when it returns, training may go on.
+
+        Returns:
+            Whether it was begun, the same on all ranks.
+
+        Raises:
+            SaveFailed: the ranks are at different steps.
+        """
+        started = time.monotonic()
+        facts = self._ranks.everywhere(lambda: self._look(step))
+        steps = [fact.step for fact in facts]
+        if len(set(steps)) > 1:
+            raise SaveFailed(
+                f"the ranks are at different steps {steps}: call step() or save() on all ranks at "
+                "the same point of the training loop"
+            )
+        self.deferred = any(fact.waiting for fact in facts)
+        if self.deferred:
+            message = "gradients wait for their optimizer: the checkpoint of step %d is put off"
+            self.log(message, step, level=logging.WARNING)
+            return False
+        if any(fact.failed for fact in facts):
+            return False  # whoever it failed for hears that from ``outcome``
+        if any(fact.busy for fact in facts):
+            message = "the checkpoint of step %d is skipped: the one before is still being written"
+            self.log(message, step, level=logging.WARNING)
+            return False
+        proposal = facts[0].proposal
+        assert proposal is not None
+        self._target.tracked.unite(self._ranks.group)
+        self._take(proposal, started)
+        return True
+
+    def settle(self, wait: bool) -> None:
+        """Takes note of what became of the checkpoint in the background, once that is known.
+
+        Marks of one that was not committed are merged back: only this thread may do that.
+        """
+        save = self._running
+        if save is None or not (wait or save.done):
+            return
+        save.wait()
+        self._running = None
+        try:
+            manifest = save.result()
+        except BaseException as error:
+            if save.cut is not None:
+                self._target.tracked.merge(save.cut)
+            self._failures += 1
+            if self._failures > self._max_failures or not isinstance(error, Exception):
+                self._error = error
+            else:
+                logger.warning("failure %d of %d: %s", self._failures, self._max_failures, error)
+            return
+        self._failures = 0
+        self.lineage.committed(manifest)
+        self._report = checkpoint_report(manifest, self.lineage.chain_length, save.progress)
+        self.log("%s", self._report)
+        for callback in self._callbacks:
+            callback(self._report)
+
+    def outcome(self) -> CheckpointReport | None:
+        """What ``settle`` has found since this was last asked.
+
+        Raises:
+            SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
+        """
+        error, report = self._error, self._report
+        self._error = self._report = None
+        if error is not None:
+            raise error
+        return report
+
+    def log(self, message: str, *values: object, level: int = logging.INFO) -> None:
+        """Once for all ranks."""
+        if self._ranks.rank == 0:
+            logger.log(level, message, *values)
+
+    def close(self) -> None:
+        """Ends what is in the background, without waiting for it."""
+        self._gradients.close()
+        self._background.close()
+
+    def _look(self, step: int) -> _Facts:
+        """What this rank knows of the next checkpoint; rank 0 decides on it, if it can be."""
+        tracked = self._target.tracked
+        tracked.refresh()
+        waiting = self._gradients.waiting or tracked.waiting
+        busy = self._running is not None
+        failed = self._error is not None
+        if tracked.converted:  # so it is on all ranks
+            self.lineage.resharded()
+            tracked.converted = False
+        decides = self._ranks.rank == 0 and not (waiting or busy or failed)
+        return _Facts(step, waiting, busy, failed, self._decide(step) if decides else None)
+
+    def _decide(self, step: int) -> Proposal:
+        if self._sequence is None:
+            self._sequence = highest_sequence(self._root)
+        self._sequence += 1
+        quantization = self.quantization
+        rows = {name: shape.rows for name, shape in self._target.tracked.tables.items()}
+        return self.lineage.propose(
+            self._policy, quantization.width, quantization.widths(rows), step, self._sequence
+        )
+
+    def _take(self, proposal: Proposal, started: float) -> None:
+        snapshot: Snapshot | Exception
+        cut: Cut | None = None
+        try:
+            try:
+                snapshot, cut = take_snapshot(
+                    self._model,
+                    self._target.tracked,
+                    self._target.states,
+                    frozenset(self._target.per_rank),
+                    _MARKS[proposal.decision],
+                )
+            except Exception as error:
+                snapshot = error
+            self._running = self._background.begin(
+                proposal, snapshot, cut, self.quantization, started
+            )
+        except BaseException:
+            if cut is not None:
+                self._target.tracked.merge(cut)
+            raise
