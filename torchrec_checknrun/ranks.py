@@ -84,7 +84,7 @@ class Ranks:
         Called on all ranks at once. Its keys are seen by nobody else: not by another call's, nor by
         the workers that torchrun starts after these, which find the same store.
         """
-        if self.group is None:
+        if self.group is None or self.world_size == 1:
             return None
         name = self.from_rank_0(lambda: secrets.token_hex(8))
         store = self.group.get_group_store()

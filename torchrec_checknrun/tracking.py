@@ -84,9 +84,7 @@ class Marks:
 
     def take(self, consumer: Consumer) -> RowSet:
         """The consumer's marks, taken away."""
-        taken = RowSet(self.raw, int(consumer))
-        self.clear(consumer)
-        return taken
+        return RowSet(self.raw, int(consumer), take=True)
 
     def merge(self, taken: RowSet, consumer: Consumer) -> None:
         """Marks again what was taken, beside what is marked now."""

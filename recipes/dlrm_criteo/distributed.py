@@ -35,20 +35,23 @@ def process_group(timeout_seconds: float) -> Iterator[Worker]:
     """The default process group, for torchrun's workers or for one process without torchrun.
 
     When the body raises, a worker prints the error and exits at once, waiting for nobody; torchrun
-    ends the others.
+    ends the others. A SystemExit (SIGTERM's, say) gives the exit status.
     """
     worker = _init_process_group(timedelta(seconds=timeout_seconds))
     try:
         yield worker
-    except BaseException:
+    except BaseException as error:
         if worker.world_size == 1:
             dist.destroy_process_group()
             raise
-        # Interpreter shutdown would join gloo's threads, and with them wait for the peers.
-        traceback.print_exc()
+        status = 1
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            status = error.code
+        else:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(status)  # interpreter shutdown would join gloo's threads, which wait for the peers
     # Nobody leaves while a peer may still need its connections.
     dist.barrier()
     dist.destroy_process_group()

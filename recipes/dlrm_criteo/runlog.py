@@ -43,6 +43,19 @@ class JsonLines:
         self._file.close()
 
 
+_CHECKPOINT_SCALARS = (
+    "modified_fraction",
+    "modified_bytes",
+    "encoded_bytes",
+    "stall_seconds",
+    "encoded_seconds",
+    "written_seconds",
+    "committed_seconds",
+    "chain_length",
+    "error_mean",
+)
+
+
 class RunLog:
     """The events of a run; only rank 0 writes them down, calls on the other ranks do nothing."""
 
@@ -111,7 +124,7 @@ class RunLog:
             return
         values = report.to_json()
         self._write("checkpoint", **values)
-        scalars = {name: values.get(name) for name in ("modified_fraction", "stall_seconds")}
+        scalars = {name: values.get(name) for name in _CHECKPOINT_SCALARS}
         if values.get("bytes"):
             scalars["bytes"] = sum(values["bytes"].values())
         for name, value in scalars.items():

@@ -9,23 +9,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_checknrun import row_set
+from torchrec_checknrun.codecs.kernel import has_extension
 from torchrec_checknrun.row_set import RowSet
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
-    st.lists(st.sampled_from([0, 0, 1, 2, 3, 255]), max_size=70),
+    st.lists(st.sampled_from([0, 0, 1, 2, 3, 255]), max_size=200),
     st.sampled_from([1, 2, 255]),
     st.integers(1, 20),
     st.sampled_from([8, 16, 1 << 20]),
+    st.booleans(),
+    st.booleans(),
     st.data(),
 )
 def test_it_holds_what_the_marks_say(
-    marks: list[int], bits: int, size: int, block: int, data: st.DataObject
+    marks: list[int],
+    bits: int,
+    size: int,
+    block: int,
+    compiled: bool,
+    take: bool,
+    data: st.DataObject,
 ) -> None:
     wanted = np.flatnonzero(np.array(marks, np.uint8) & bits)
-    with patch.object(row_set, "_BLOCK", block):
-        rows = RowSet(torch.tensor(marks, dtype=torch.uint8), bits)
+    compiled = compiled and has_extension()
+    with (
+        patch.object(row_set, "_BLOCK", block),
+        patch.object(row_set, "has_extension", lambda: compiled),
+    ):
+        live = torch.tensor(marks, dtype=torch.uint8)
+        rows = RowSet(live, bits, take)
+        left = [mark & ~bits for mark in marks] if take else marks
+        assert live.tolist() == left
         assert len(rows) == len(wanted)
         masks = [mask for _, mask in rows.masks()]
         assert np.flatnonzero(np.concatenate([[], *masks])).tolist() == wanted.tolist()

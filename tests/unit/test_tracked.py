@@ -37,7 +37,7 @@ from torchrec_checknrun import (
     StorageWriter,
     TrackedModel,
     TrackedShard,
-    shards,
+    kernels,
     track,
 )
 from torchrec_checknrun.shards import Rectangle, TableShape
@@ -311,7 +311,7 @@ class TestMarks:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Of one that isn't known to leave them alone, that is assumed; it is said once."""
-        monkeypatch.setattr(shards, "_TOUCHES_LOOKED_UP_ROWS_ONLY", frozenset())
+        monkeypatch.setattr(kernels, "_TOUCHES_LOOKED_UP_ROWS_ONLY", frozenset())
         model = make_model()
         tracked = track(model)
         with caplog.at_level(logging.WARNING, "torchrec_checknrun"):

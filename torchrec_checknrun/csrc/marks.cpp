@@ -1,0 +1,109 @@
+// torch.ops.checknrun: sets of rows, one bit for each, made of mark bytes while training waits.
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace checknrun {
+namespace {
+
+constexpr uint64_t kEveryByte = 0x0101010101010101ull;
+
+void check_bytes(const at::Tensor& bytes, const char* what) {
+  TORCH_CHECK_VALUE(bytes.dim() == 1 && bytes.is_contiguous() &&
+                        bytes.scalar_type() == at::kByte && bytes.device().is_cpu(),
+                    what, " must be contiguous uint8 on the CPU");
+}
+
+// Bit k of the result: whether byte k is not zero.
+uint8_t nonzero_bytes(uint64_t bytes) {
+  constexpr uint64_t low = 0x7f * kEveryByte;
+  const uint64_t high = (((bytes & low) + low) | bytes) & ~low;
+  return uint8_t(((high >> 7) * 0x0102040810204080ull) >> 56);
+}
+
+void pack_marks(at::Tensor marks, int64_t bits, int64_t keep, at::Tensor packed) {
+  check_bytes(marks, "marks");
+  check_bytes(packed, "packed");
+  const int64_t rows = marks.numel();
+  TORCH_CHECK_VALUE(packed.numel() == (rows + 7) / 8, "packed must have a bit for each mark");
+  uint8_t* from = marks.mutable_data_ptr<uint8_t>();
+  uint8_t* into = packed.mutable_data_ptr<uint8_t>();
+  const uint64_t wanted = uint64_t(bits & 255) * kEveryByte, kept = uint64_t(keep & 255) * kEveryByte;
+  for (int64_t row = 0; row < rows; row += 8) {
+    uint64_t eight = 0;
+    const size_t size = size_t(std::min<int64_t>(8, rows - row));
+    std::memcpy(&eight, from + row, size);
+    into[row / 8] = nonzero_bytes(eight & wanted);
+    if ((keep & 255) != 255) {
+      eight &= kept;
+      std::memcpy(from + row, &eight, size);
+    }
+  }
+}
+
+// Bits from ``bit`` on, 64 of them; those from ``stop`` on are zero.
+uint64_t word_at(const uint8_t* packed, int64_t bit, int64_t stop) {
+  uint64_t word = 0;
+  const int64_t first = bit / 8, last = (stop + 7) / 8;
+  std::memcpy(&word, packed + first, size_t(std::min<int64_t>(8, last - first)));
+  const int64_t left = stop - first * 8;
+  if (left < 64) word &= (uint64_t(1) << left) - 1;
+  return word >> (bit % 8) << (bit % 8);
+}
+
+at::Tensor positions(const at::Tensor& packed, int64_t start, int64_t stop) {
+  check_bytes(packed, "packed");
+  TORCH_CHECK_INDEX(0 <= start && start <= stop && stop <= packed.numel() * 8, "rows ", start,
+                    " to ", stop);
+  const uint8_t* bits = packed.const_data_ptr<uint8_t>();
+  int64_t count = 0;
+  for (int64_t at = start; at < stop; at = at / 8 * 8 + 64) {
+    count += __builtin_popcountll(word_at(bits, at, stop));
+  }
+  at::Tensor found = at::empty({count}, packed.options().dtype(at::kLong));
+  int64_t* into = found.mutable_data_ptr<int64_t>();
+  for (int64_t at = start; at < stop; at = at / 8 * 8 + 64) {
+    const int64_t base = at / 8 * 8;
+    for (uint64_t word = word_at(bits, at, stop); word != 0; word &= word - 1) {
+      *into++ = base + __builtin_ctzll(word);
+    }
+  }
+  return found;
+}
+
+// (start, stop, count) of ranges of rows with ``size`` of the set each; see RowSet.spans.
+std::vector<int64_t> spans(const at::Tensor& packed, int64_t rows, int64_t size) {
+  check_bytes(packed, "packed");
+  TORCH_CHECK_VALUE(size > 0 && packed.numel() == (rows + 7) / 8, "spans of ", size, " rows");
+  const uint8_t* bits = packed.const_data_ptr<uint8_t>();
+  std::vector<int64_t> found;
+  int64_t start = 0, held = 0;
+  for (int64_t at = 0; at < rows; at += 64) {
+    uint64_t word = word_at(bits, at, rows);
+    int64_t here = __builtin_popcountll(word);
+    while (held + here > size) {
+      for (; held < size; ++held, --here) word &= word - 1;
+      const int64_t next = at + __builtin_ctzll(word);
+      found.insert(found.end(), {start, next, size});
+      start = next;
+      held = 0;
+    }
+    held += here;
+  }
+  if (held > 0) found.insert(found.end(), {start, rows, held});
+  return found;
+}
+
+}  // namespace
+}  // namespace checknrun
+
+TORCH_LIBRARY_FRAGMENT(checknrun, library) {
+  library.def("pack_marks(Tensor(a!) marks, int bits, int keep, Tensor(b!) packed) -> ()",
+              checknrun::pack_marks);
+  library.def("marked_positions(Tensor packed, int start, int stop) -> Tensor",
+              checknrun::positions);
+  library.def("marked_spans(Tensor packed, int rows, int size) -> int[]", checknrun::spans);
+}
