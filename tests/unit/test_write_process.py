@@ -1,0 +1,155 @@
+"""The process that writes: same file, errors come back, and it never outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.dlrm_criteo.job import is_alive
+from torchrec_checknrun.codecs import Rowwise
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.quantization import Encoding
+from torchrec_checknrun.rank_file import Job, write_rank_file
+from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.staged import StagedJob, StagedRows, rows_size
+from torchrec_checknrun.staging_memory import StagingMemory
+from torchrec_checknrun.write_process import WriteProcess
+
+ROWS, DIM, CHUNKS = 50, 8, 6
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[StagingMemory]:
+    memory = StagingMemory(1 << 20, shared=True)
+    yield memory
+    memory.close()
+
+
+@pytest.fixture(scope="module")
+def process(memory: StagingMemory) -> Iterator[WriteProcess]:
+    process = WriteProcess(memory)
+    yield process
+    process.close()
+    assert not is_alive(process.pid)
+
+
+def jobs(
+    memory: StagingMemory, closed: list[int], each: Callable[[int], None] = lambda i: None
+) -> Iterator[Job]:
+    generator = torch.Generator().manual_seed(0)
+    shard = LocalShard(
+        "t",
+        TableShape(ROWS * CHUNKS, DIM),
+        Rectangle(0, ROWS * CHUNKS, 0, DIM),
+        torch.randn((ROWS * CHUNKS, DIM), generator=generator),
+        {"momentum1": torch.rand(ROWS * CHUNKS, generator=generator)},
+    )
+    size = rows_size(shard, ROWS)
+    for i in range(CHUNKS):
+        each(i)
+        staged = StagedRows.plan(shard, ROWS, Encoding(Rowwise(4)), i * size)
+        staged.copy(shard, torch.arange(i * ROWS, (i + 1) * ROWS), memory.bytes)
+        yield StagedJob(staged, memory.bytes, partial(closed.append, i))
+
+
+def test_it_writes_what_a_thread_writes(
+    process: WriteProcess, memory: StagingMemory, tmp_path: Path
+) -> None:
+    here, there = Folder(tmp_path / "here"), Folder(tmp_path / "there")
+    here.create()
+    there.create()
+    closed_here: list[int] = []
+    closed_there: list[int] = []
+    started = time.monotonic()
+    first = write_rank_file(here, 3, jobs(memory, closed_here))
+    second = process.write(there, 3, jobs(memory, closed_there))
+    assert closed_here == closed_there == list(range(CHUNKS))
+    assert first.file == second.file
+    assert first.tables == second.tables
+    assert here.read(first.file.name) == there.read(first.file.name)
+    assert started < first.encoded_at <= first.written_at <= second.encoded_at
+    assert second.encoded_at <= second.written_at <= time.monotonic()
+
+
+def test_errors_come_back_and_it_goes_on(
+    process: WriteProcess, memory: StagingMemory, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError):
+        process.write(Folder(tmp_path / "missing"), 0, jobs(memory, []))
+
+    def fail(i: int) -> None:
+        if i == 3:
+            raise ValueError("not staged, says the test")
+
+    with pytest.raises(ValueError, match="not staged"):
+        process.write(Folder(tmp_path), 1, jobs(memory, [], fail))
+    assert process.write(Folder(tmp_path), 2, jobs(memory, [])).file.chunks == CHUNKS
+
+
+def test_signals_are_its_parents_to_answer(
+    process: WriteProcess, memory: StagingMemory, tmp_path: Path
+) -> None:
+    def signal_it(i: int) -> None:
+        if i == 2:
+            os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, signal.SIGINT)
+
+    assert process.write(Folder(tmp_path), 0, jobs(memory, [], signal_it)).file.chunks == CHUNKS
+
+
+def test_its_death_is_told(memory: StagingMemory, tmp_path: Path) -> None:
+    process = WriteProcess(memory)
+
+    def kill_it(i: int) -> None:
+        if i == 2:
+            os.kill(process.pid, signal.SIGKILL)
+            while process.alive:
+                time.sleep(0.01)
+
+    with pytest.raises(SaveFailed, match=r"died \(exit status -9\).*started anew"):
+        process.write(Folder(tmp_path), 0, jobs(memory, [], kill_it))
+    with pytest.raises(SaveFailed, match="died"):
+        process.write(Folder(tmp_path), 0, jobs(memory, []))
+    process.close()
+
+
+PARENT = """
+import time
+from torchrec_checknrun.staging_memory import StagingMemory
+from torchrec_checknrun.write_process import WriteProcess
+process = WriteProcess(StagingMemory(1 << 20, shared=True))
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_it_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert is_alive(child)
+    parent.send_signal(number)
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(child)
+
+
+def test_it_needs_no_torchrec() -> None:
+    source = (
+        "import sys, torchrec_checknrun.write_process; "
+        "assert not {'torchrec', 'fbgemm_gpu', 'hydra'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True)
