@@ -96,6 +96,8 @@ def train(name: str, root: Path, plan: Plan, overrides: list[str], module: str, 
         "checkpoint=check_n_run",
         "checkpoint.policy=consecutive",
         f"checkpoint.every_steps={plan.interval}",
+        # On steps this short a checkpoint may still be on its way when the next is due.
+        "checkpoint.when_busy=wait",
         *overrides,
     ]
     bar = tqdm(total=plan.steps, desc=name, unit="step", file=sys.stderr)
@@ -113,7 +115,9 @@ def train(name: str, root: Path, plan: Plan, overrides: list[str], module: str, 
                 if len(run.starts) == 1:
                     # Also what is read after the kill: the worker may have logged it before.
                     run.step_at_kill = event["step"] + 1
-                if kill and run.killed_pid is None and event["step"] >= plan.kill_at:
+                differential = [c for c in run.checkpoints if c["kind"] == "differential"]
+                due = event["step"] >= plan.kill_at and len(differential) >= 2
+                if kill and run.killed_pid is None and due:
                     run.killed_pid = job.kill(KILLED_RANK)
                     bar.write(
                         f"SIGKILL to rank {KILLED_RANK} (pid {run.killed_pid}) after step "

@@ -1,4 +1,4 @@
-"""Draws what `quantization` has measured; knows matplotlib, and nothing of how it was measured."""
+"""Draws what the other recipes have measured; knows matplotlib, and nothing of how it was done."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NAMES = ("fig09", "fig10", "fig11", "fig12", "fig13", "shannon")
+POLICY_NAMES = ("fig05", "fig06", "fig15", "fig16")
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 """Paul Tol's bright scheme, which the colour-blind can tell apart."""
 _MARKERS = "osD^vP*"
@@ -184,3 +185,80 @@ def _changes(ax: Axes, rows: list[dict[str, Any]]) -> None:
     ax.set_xticks(numbers, [str(number) for number in numbers])
     ax.minorticks_off()
     ax.set_xlabel("restores")
+
+
+def draw_policies(numbers: dict[str, Any], folder: Path) -> None:
+    """The figures of `policies`, as PNG files in a folder."""
+    for name, curves in (("fig05", _growth(numbers)), ("fig06", _per_interval(numbers))):
+        with figure(folder / f"{name}.png", width=7.5) as (ax,):
+            for i, (label, xs, ys) in enumerate(curves):
+                ax.plot(
+                    xs,
+                    [100 * y for y in ys],
+                    color=_COLOURS[i],
+                    marker=_MARKERS[i],
+                    markersize=3,
+                    label=label,
+                )
+            ax.set_ylim(bottom=0)
+            ax.xaxis.set_major_formatter(lambda samples, _: f"{samples:,.0f}")
+            ax.tick_params(axis="x", labelsize=8)
+            ax.set_xlabel("samples trained")
+            ax.set_ylabel("modified rows (%)")
+            ax.set_title(f"{numbers['source']}: {numbers['rows']:,} rows")
+            ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    widths = list(dict.fromkeys(run["bits"] for run in numbers["runs"]))
+    for name, of, label in (
+        ("fig15", _written, "bytes written (% of a full checkpoint)"),
+        ("fig16", _kept, "bytes kept (full checkpoints)"),
+    ):
+        with figure(folder / f"{name}.png", len(widths), 2.6 + 4.2 * len(widths)) as axes:
+            for ax, bits in zip(axes, widths, strict=True):
+                runs = [run for run in numbers["runs"] if run["bits"] == bits]
+                of(ax, runs)
+                ax.set_title("exact rows" if bits is None else f"{bits} bit rows")
+                ax.set_xlabel(f"interval ({numbers['interval_samples']:,} samples each)")
+            axes[0].set_ylim(bottom=0)
+            axes[0].set_ylabel(label)
+            axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def _growth(numbers: dict[str, Any]) -> Iterator[tuple[str, list[int], list[float]]]:
+    for line in numbers["growth"]:
+        xs = [line["start"] + samples for samples in (0, *line["samples"])]
+        yield f"since sample {line['start']:,}", xs, [0.0, *line["fractions"]]
+
+
+def _per_interval(numbers: dict[str, Any]) -> Iterator[tuple[str, list[int], list[float]]]:
+    for line in numbers["per_interval"]:
+        yield f"every {line['interval_samples']:,} samples", line["ends"], line["fractions"]
+
+
+def _written(ax: Axes, runs: list[dict[str, Any]]) -> None:
+    for i, run in enumerate(runs):
+        ys = [100 * checkpoint["fraction"] for checkpoint in run["checkpoints"]]
+        ax.plot(ys, color=_COLOURS[i], marker=_MARKERS[i], markersize=4, label=run["policy"])
+        if run["policy"] == "Intermittent":
+            decided = run["baselines"][1:]  # the first one is full without asking
+            ax.plot(
+                decided,
+                [ys[at] for at in decided],
+                "o",
+                markersize=11,
+                markerfacecolor="none",
+                color=_COLOURS[i],
+                label="predictor: a new baseline",
+            )
+
+
+def _kept(ax: Axes, runs: list[dict[str, Any]]) -> None:
+    for i, run in enumerate(runs):
+        full = run["checkpoints"][0]["bytes"]
+        for key, style in (("kept_bytes", "-"), ("peak_bytes", ":")):
+            ys = [checkpoint[key] / full for checkpoint in run["checkpoints"]]
+            marker = _MARKERS[i] if style == "-" else ""
+            label = run["policy"] if style == "-" else ""
+            ax.plot(
+                ys, color=_COLOURS[i], linestyle=style, marker=marker, markersize=4, label=label
+            )
+    ax.plot([], [], color="black", linestyle=":", label="while it is written")

@@ -51,7 +51,8 @@ def test_green(module: str, uninterrupted: demo.Run, tmp_path: Path) -> None:
     [
         ("dropped_mark", STATES_DIFFER),
         ("dropped_optimizer_row", STATES_DIFFER),
-        ("skipped_batch", r"step 25 goes on at sample 24576, not 25600"),
+        # From the checkpoint of step 18 or 24, whichever was durable when the kill came.
+        ("skipped_batch", r"step (19|25) goes on at sample (18432, not 19456|24576, not 25600)"),
         pytest.param("lost_marks", STATES_DIFFER, marks=pytest.mark.slow),
     ],
 )

@@ -40,6 +40,7 @@ from torchrec_checknrun import (
     StorageReader,
     errors,
     filesystem,
+    rank_file,
     storage,
 )
 
@@ -576,7 +577,7 @@ def save_fails_once(root: str, spec: dict[str, Any], plan: Plan, how: str, error
     note.how = how if how in ("unstorable", "raises") else None
     with pytest.MonkeyPatch.context() as patch:
         if how == "write" and dist.get_rank() == 1:
-            patch.setattr(storage, "_write_index", raise_os_error)
+            patch.setattr(rank_file, "_write_index", raise_os_error)
         if how == "manifest":
             patch.setattr(filesystem.Folder, "put", raise_os_error)
         if how == "steps":

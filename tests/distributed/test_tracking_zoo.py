@@ -236,7 +236,8 @@ def accumulate(root: str, plan: dict[str, str]) -> dict[str, int]:
             assert watch.saver.save() is None
             assert watch.saver.step() is None
         zoo.optimizer.step()
-        report = watch.saver.step()  # the one put off
+        assert watch.saver.step() is None  # begins the one put off
+        report = watch.saver.wait()
         assert report is not None
         watch.compare(report)
     watch.saver.close()
@@ -260,7 +261,9 @@ def scaler_skips(root: str, plan: dict[str, str]) -> dict[str, int]:
             assert watch.saver.save() is None
             continue
         zoo.optimizer.step()
-        report = watch.saver.step() if step else watch.saver.save()
+        if step:
+            assert watch.saver.step() is None
+        report = watch.saver.wait() if step else watch.saver.save()
         assert report is not None
         watch.compare(report)
     watch.saver.close()

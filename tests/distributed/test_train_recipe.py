@@ -191,8 +191,9 @@ def test_one_process_needs_no_torchrun(tmp_path: Path) -> None:
     """It stops where the dataset ends, and a second start goes on from the last checkpoint."""
     command = [
         *(sys.executable, "-m", "recipes.dlrm_criteo.train", f"run_dir={tmp_path / 'run'}"),
-        *("checkpoint=check_n_run", "checkpoint.every_steps=2", "trainer.batch_size=32"),
+        *("checkpoint=check_n_run", "checkpoint.every_steps=2", "checkpoint.at_end=true"),
         *("dataset.samples=150", "dataset.holdout_every=0", "optimizer=sgd"),
+        "trainer.batch_size=32",
     ]
     for _ in range(2):
         subprocess.run(command, cwd=CONFIGS.parent, check=True, timeout=100, capture_output=True)

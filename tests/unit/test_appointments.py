@@ -143,6 +143,14 @@ def run_in_turns(
     urgent=st.booleans(),
     first=st.integers(0, 2),
 )
+@example(  # rank 0 comes to the step between a late rank's look and its word
+    order=[1] * 12 + [0] * 2 + [1] * 4 + [0] * 5,
+    lengths=[12, 12],
+    wishes=["save"],
+    patience=60.0,
+    urgent=False,
+    first=0,
+)
 def test_all_act_or_none(
     order: list[int],
     lengths: list[int],

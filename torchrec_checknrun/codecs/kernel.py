@@ -117,9 +117,12 @@ def has_extension() -> bool:
     for library in sorted(Path(__file__).parents[1].glob("_C*.so")):
         try:
             torch.ops.load_library(library)
-            return True
         except OSError as error:
             logger.warning("%s can't be loaded: %s", library, error)
+            continue
+        if hasattr(torch.ops.checknrun, "pack_marks"):
+            return True
+        logger.warning("%s is of an earlier version of this package", library)
     logger.warning(
         "rows are quantized by NumPy, which is several times slower: install "
         "torchrec_checknrun where there is a C++ compiler (g++) to have the compiled kernel"

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tests.crash.sabotage import rank, replace, report, train
-from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.saver import Saver
 from torchrec_checknrun.tracking import Marks
 
 
 def sabotage() -> None:
-    save, mark = Checkpointer.save, Marks.mark
-    baseline: list[Any] = []
+    begin, mark = Saver.begin, Marks.mark
+    baseline: list[bool] = []
     victim: list[tuple[Marks, int]] = []
 
-    def save_and_see(checkpointer: Checkpointer) -> Any:
-        baseline.append(save(checkpointer))
+    def begin_and_see(saver: Saver, step: int) -> bool:
+        baseline.append(begin(saver, step))
         return baseline[-1]
 
     def mark_others(marks: Marks, ids: torch.Tensor) -> None:
@@ -29,7 +27,7 @@ def sabotage() -> None:
         mark(marks, ids)
 
     if rank() == 0:
-        replace(Checkpointer, "save", save_and_see)
+        replace(Saver, "begin", begin_and_see)
         replace(Marks, "mark", mark_others)
 
 

@@ -1,0 +1,129 @@
+"""One rank of a job that gets SIGTERM: trains, or is stuck in C++, and tells what it comes to.
+
+Started by forkserver (``train`` and the like), or by torchrun as a program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.schedule import Schedule
+from torchrec_checknrun.triggers import OnSigterm
+
+TIMEOUT = timedelta(seconds=60)
+
+
+class Rank:
+    """Joins the job; ``say`` appends to the file that the test reads."""
+
+    def __init__(
+        self, rank: int, world_size: int, port: int, folder: str, keeps_store: bool = False
+    ) -> None:
+        self._file = Path(folder) / f"rank-{rank}"
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=keeps_store, timeout=TIMEOUT, wait_for_workers=False
+        )
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
+        )
+        self.store = store
+        self.ranks = Ranks(TIMEOUT)
+
+    def say(self, what: str) -> None:
+        with open(self._file, "a") as file:
+            file.write(what + "\n")
+
+    @contextlib.contextmanager
+    def schedule(self, grace: float) -> Iterator[Schedule]:
+        made = Schedule([OnSigterm(grace)], self.ranks)
+        self.say("ready")
+        try:
+            yield made
+        except BaseException as error:
+            made.close(failed=True)
+            self.say(f"unwound by {error!r}")
+            raise
+        made.close()
+
+
+def train(rank: int, world_size: int, port: int, folder: str, seconds: float = 0.01) -> None:
+    """Steps with a collective each, until SIGTERM ends them."""
+    job = Rank(rank, world_size, port, folder)
+    with job.schedule(grace=20.0) as schedule:
+        for step in range(1, 10_000):
+            time.sleep(seconds)
+            dist.all_reduce(torch.ones(1))
+            if schedule.due(step):
+                job.say(f"saves {step}")
+                dist.barrier()
+                schedule.end()
+
+
+def go_on(rank: int, world_size: int, port: int, folder: str) -> None:
+    """The application has a handler of its own, which stops the loop."""
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    job = Rank(rank, world_size, port, folder)
+    with job.schedule(grace=20.0) as schedule:
+        for step in range(1, 10_000):
+            time.sleep(0.01)
+            dist.all_reduce(torch.ones(1))
+            if schedule.due(step):
+                job.say(f"saves {step}")
+                dist.barrier()
+                schedule.end()
+                job.say(f"told {told}")
+                break
+    dist.barrier()
+    job.say("done")
+
+
+def stuck(rank: int, world_size: int, port: int, folder: str, grace: float = 20.0) -> None:
+    """In C++, where no Python handler runs."""
+    job = Rank(rank, world_size, port, folder)
+    with job.schedule(grace):
+        job.store.wait(["never"], TIMEOUT)
+
+
+def lose_the_store(rank: int, world_size: int, port: int, folder: str) -> None:
+    """Rank 1 keeps it; the others are stuck in something else."""
+    job = Rank(rank, world_size, port, folder, keeps_store=rank == 1)
+    elsewhere = dist.HashStore()
+    with job.schedule(grace=20.0):
+        elsewhere.wait(["never"], TIMEOUT)
+
+
+def fail(rank: int, world_size: int, port: int, folder: str) -> None:
+    """Rank 1 raises and stays a while on its way out; the others are stuck."""
+    job = Rank(rank, world_size, port, folder)
+    with job.schedule(grace=20.0):
+        if rank == 1:
+            raise RuntimeError("no more data")
+        job.store.wait(["never"], TIMEOUT)
+
+
+def main(folder: str) -> None:
+    """Under torchrun: rank 1 kills itself when all are stuck."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    job = Rank(rank, world_size, int(os.environ["MASTER_PORT"]), folder)
+    with job.schedule(grace=20.0):
+        dist.barrier()
+        if rank == 1:
+            job.say(f"killed {time.time()}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        job.store.wait(["never"], TIMEOUT)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
