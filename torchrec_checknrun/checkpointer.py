@@ -24,7 +24,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.per_rank import PerRank
-from torchrec_checknrun.policy import OneShot, Policy
+from torchrec_checknrun.policy import Intermittent, Policy
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport
@@ -160,7 +160,7 @@ class Checkpointer:
             self._target,
             self._ranks,
             made[0],
-            policy=policy or OneShot(),
+            policy=policy or Intermittent(),
             quantization=quantization,
             max_failures=max_failures,
             callbacks=callbacks,

@@ -62,7 +62,7 @@ class CheckNRunConfig:
     _target_: str = "torchrec_checknrun.config.make_check_n_run"
     root: str = MISSING
     every_steps: int | None = 1000
-    policy: PolicyName = PolicyName.one_shot
+    policy: PolicyName = PolicyName.intermittent
     bits: Bits | None = None
     method: str = "adaptive"
     expected_restores: float | None = None

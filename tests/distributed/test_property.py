@@ -29,6 +29,7 @@ from torchrec_checknrun import (
     Checkpointer,
     Consecutive,
     Full,
+    Intermittent,
     OneShot,
     Policy,
     Quantization,
@@ -36,7 +37,12 @@ from torchrec_checknrun import (
 
 Workers = Callable[[int], WorkerPool]
 
-POLICIES: dict[str, Policy] = {"full": Full(), "one_shot": OneShot(), "consecutive": Consecutive()}
+POLICIES: dict[str, Policy] = {
+    "full": Full(),
+    "one_shot": OneShot(),
+    "consecutive": Consecutive(),
+    "intermittent": Intermittent(),
+}
 
 
 @dataclass(frozen=True)

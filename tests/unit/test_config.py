@@ -16,7 +16,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 import torchrec_checknrun
-from torchrec_checknrun import Consecutive, Full, OneShot, PerRank, Quantization, stock
+from torchrec_checknrun import (
+    AtEnd,
+    Consecutive,
+    EverySeconds,
+    Full,
+    Intermittent,
+    OneShot,
+    OnSigterm,
+    PerRank,
+    Quantization,
+    stock,
+)
 from torchrec_checknrun.config import GROUP, register
 from torchrec_checknrun.stock import NoCheckpointer
 
@@ -84,14 +95,42 @@ class TestCheckNRun:
         assert isinstance(checkpointer, Recorder)
         assert checkpointer.root == "/data/run"
         arguments = checkpointer.arguments
-        assert arguments["policy"] == OneShot()
+        assert arguments["policy"] == Intermittent()
         assert arguments["quantization"] == Quantization(bits=None)
         assert arguments["every_steps"] == 1000
         assert arguments["callbacks"] == ()
+        assert arguments["triggers"] == []
+        assert (arguments["background"], arguments["staging"]) == ("thread", "auto")
+        assert (arguments["when_busy"], arguments["memory_budget"]) == ("skip", None)
+
+    def test_background_and_triggers(self) -> None:
+        arguments = made(
+            *("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.every_steps=null"),
+            *("checkpoint.every_seconds=600", "checkpoint.at_end=true"),
+            *("checkpoint.on_sigterm=true", "checkpoint.grace_seconds=12"),
+            *("checkpoint.background=process", "checkpoint.staging=copy"),
+            *("checkpoint.memory_budget=1000000", "checkpoint.when_busy=wait"),
+            "checkpoint.max_failures=3",
+        ).arguments
+        assert arguments["every_steps"] is None
+        assert arguments["triggers"] == [EverySeconds(600), AtEnd(), OnSigterm(12)]
+        wanted = {"background": "process", "staging": "copy", "memory_budget": 1_000_000}
+        wanted |= {"when_busy": "wait", "max_failures": 3}
+        assert {name: arguments[name] for name in wanted} == wanted
+
+    @pytest.mark.parametrize("what", ["background=fork", "staging=none", "when_busy=queue"])
+    def test_choices_are_checked(self, what: str) -> None:
+        with pytest.raises(Exception, match=what.split("=")[0]):
+            made("checkpoint=check_n_run", "checkpoint.root=x", f"checkpoint.{what}")
 
     @pytest.mark.parametrize(
         ("name", "policy"),
-        [("full", Full()), ("one_shot", OneShot()), ("consecutive", Consecutive())],
+        [
+            ("full", Full()),
+            ("one_shot", OneShot()),
+            ("consecutive", Consecutive()),
+            ("intermittent", Intermittent()),
+        ],
     )
     def test_policy(self, name: str, policy: object) -> None:
         checkpointer = made(
@@ -227,7 +266,7 @@ OPTIONS = ["check_n_run", "dcp", "dcp_async", "off"]
         *((f"checkpoint={option} checkpoint.evry_steps=5", "evry_steps") for option in OPTIONS),
         *((f"checkpoint={option} checkpoint.every_steps=often", "often") for option in OPTIONS),
         ("checkpoint=check_n_run checkpoint.every_steps=1.5", "1.5"),
-        ("checkpoint=check_n_run checkpoint.every_steps=null", "every_steps"),
+        ("checkpoint=check_n_run checkpoint.every_steps=often", "every_steps"),
         ("checkpoint=check_n_run checkpoint.policy=oneshot", "oneshot"),
         ("checkpoint=check_n_run checkpoint.policy=null", "policy"),
         ("checkpoint=check_n_run checkpoint.bits=four", "four"),

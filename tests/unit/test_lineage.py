@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_checknrun import Consecutive, Decision, Full, OneShot, Policy
+from torchrec_checknrun import Consecutive, Decision, Full, Intermittent, OneShot, Policy
 from torchrec_checknrun.chain import Chain
 from torchrec_checknrun.lineage import Lineage, Proposal
 from torchrec_checknrun.manifest import Manifest, TableTotals, sequence_of
 
 EXACT = 32
-POLICIES: list[Policy] = [Full(), OneShot(), Consecutive()]
+POLICIES: list[Policy] = [Full(), OneShot(), Consecutive(), Intermittent()]
 
 
 class Run:
@@ -62,6 +62,7 @@ def commit(proposal: Proposal, rows: int = 5) -> Manifest:
         states={},
         dense_bytes=0,
         files=(),
+        earlier_fractions=header.earlier_fractions,
     ).sealed()
 
 
@@ -305,3 +306,14 @@ def test_a_table_of_more_bits_than_it_is_stored_in_needs_a_full_checkpoint() -> 
     ):
         assert lineage.propose(OneShot(), 4, widths, 2, 2).header.kind == kind
     assert lineage.propose(OneShot(), 4, {"t": 4, "new": 8}, 2, 2).header.kind == "differential"
+
+
+def test_sizes_since_the_last_full_checkpoint_go_from_manifest_to_manifest() -> None:
+    run = Run(OneShot())
+    saved = [run.save() for _ in range(4)]
+    assert [len(manifest.earlier_fractions) for manifest in saved] == [0, 0, 1, 2]
+    restarted = Run(OneShot(), sequence=4)
+    restarted.lineage.restored(Chain((saved[0], saved[2])), converted=False)
+    assert len(restarted.save().earlier_fractions) == 2
+    restarted.policy = Full()
+    assert restarted.save().earlier_fractions == ()
