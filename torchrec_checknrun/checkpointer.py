@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -169,7 +167,6 @@ class Checkpointer:
         self._when_busy = when_busy
         self._schedule = Schedule([*steps, *triggers], self._ranks)
         self._partly_restored: str | None = None
-        self._at_exit = atexit.register(_last_words, self._saver)
 
     def restore(
         self,
@@ -353,7 +350,6 @@ class Checkpointer:
             self._release(failed=True)
 
     def _release(self, failed: bool = False) -> None:
-        atexit.unregister(self._at_exit)
         self._target.tracked.close()
         self._saver.close()
         self._schedule.close(failed)
@@ -388,16 +384,3 @@ def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:
     """About what parameters outside the tables take, with an optimizer's two states each."""
     tables = {shard.local.weight.data_ptr() for shard in tracked.shards}
     return sum(3 * p.nbytes for p in model.parameters() if p.data_ptr() not in tables)
-
-
-def _last_words(saver: Saver) -> None:
-    """Of a script that ended without ``close``: what it began becomes durable, or it is told."""
-    running = saver.running
-    ended_by_error = getattr(sys, "last_value", None) is not None
-    if running is None or ended_by_error:  # the other ranks may never come
-        return
-    running.wait()
-    try:
-        running.result()
-    except Exception:
-        logger.exception("the last checkpoint was not committed")

@@ -4,10 +4,13 @@ noted. All of this runs in the training thread; the rest is ``Background``'s.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -92,6 +95,7 @@ class Saver:
         self._sequence: int | None = None
         """The highest sequence number in use in the root; known on rank 0 after the first look."""
         self._running: Save | None = None
+        self._last_words: Callable[[], None] = lambda: None
         self._failures = 0
         self._error: BaseException | None = None
         self._report: CheckpointReport | None = None
@@ -149,7 +153,7 @@ class Saver:
         if save is None or not (wait or save.done):
             return
         save.wait()
-        self._running = None
+        self._forget_running()
         try:
             manifest = save.result()
         except BaseException as error:
@@ -187,8 +191,13 @@ class Saver:
 
     def close(self) -> None:
         """Ends what is in the background, without waiting for it."""
+        self._forget_running()
         self._gradients.close()
         self._background.close()
+
+    def _forget_running(self) -> None:
+        atexit.unregister(self._last_words)
+        self._running = None
 
     def _look(self, step: int) -> _Facts:
         """What this rank knows of the next checkpoint; rank 0 decides on it, if it can be."""
@@ -227,10 +236,21 @@ class Saver:
                 )
             except Exception as error:
                 snapshot = error
-            self._running = self._background.begin(
-                proposal, snapshot, cut, self.quantization, started
-            )
+            save = self._background.begin(proposal, snapshot, cut, self.quantization, started)
+            self._running, self._last_words = save, partial(_last_words, save)
+            atexit.register(self._last_words)
         except BaseException:
             if cut is not None:
                 self._target.tracked.merge(cut)
             raise
+
+
+def _last_words(save: Save) -> None:
+    """Of a script that ended without ``close``: what it began becomes durable, or it is told."""
+    if getattr(sys, "last_value", None) is not None:
+        return  # it ended by an error: the other ranks may never come
+    save.wait()
+    try:
+        save.result()
+    except Exception:
+        logger.exception("the last checkpoint was not committed")

@@ -61,7 +61,7 @@ class NoCheckpointer(_Closing):
         self.steps += 1
         return None
 
-    def save(self) -> CheckpointReport | None:
+    def save(self, *, wait: bool = True) -> CheckpointReport | None:
         """Saves nothing."""
         return None
 
@@ -133,10 +133,14 @@ class DcpCheckpointer(_Closing):
     def step(self) -> CheckpointReport | None:
         """Saves at every ``every_steps`` steps."""
         self._steps.value += 1
-        return None if self.steps % self._every_steps else self.save()
+        return None if self.steps % self._every_steps else self.save(wait=False)
 
-    def save(self) -> CheckpointReport | None:
-        """Saves everything; reports what is in storage when the call returns."""
+    def save(self, *, wait: bool = True) -> CheckpointReport | None:
+        """Saves everything; reports what is in storage when the call returns.
+
+        Args:
+            wait: until it is durable, which it is in any case unless ``asynchronous``.
+        """
         started = time.perf_counter()
         self.wait()
         path = self._root / f"step-{self.steps:08d}"
@@ -150,9 +154,11 @@ class DcpCheckpointer(_Closing):
         else:
             dcp.save(self._state, checkpoint_id=path, process_group=self._ranks.group)
         stall = time.perf_counter() - started
+        if wait:
+            self.wait()
         self._sequence += 1
         size = 0
-        if not self._asynchronous:
+        if self._running is None:
             files = self._ranks.from_rank_0(lambda: [f.stat().st_size for f in path.iterdir()])
             size = sum(files)
         report = CheckpointReport(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ from tests.distributed.models import (
     scramble,
     uniform_plan,
 )
-from tests.distributed.worker_pool import WorkerPool
+from tests.distributed.worker_pool import REPOSITORY, WorkerPool
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Quantization
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.filesystem import Folder
@@ -403,3 +405,53 @@ def the_snapshot_is_a_copy(root: str, plan: Plan) -> bool:
 
 def test_tables_can_be_overwritten_at_once(workers: Workers, tmp_path: Path) -> None:
     assert workers(1).run(the_snapshot_is_a_copy, **where(tmp_path, 1)) == [True]
+
+
+SCRIPT = """
+import logging, os, sys, time
+import torch.distributed as dist
+from tests.distributed.test_background import build, checkpointer, uniform_plan, SPEC
+from torchrec_checknrun.filesystem import Folder
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+put = Folder.put
+
+def put_later(folder, name, data):
+    time.sleep(1)
+    if "broken" in str(folder):
+        raise OSError("no space left, says the test")
+    put(folder, name, data)
+
+Folder.put = put_later
+def main():
+    job = build(uniform_plan(SPEC, "row_wise", 1))
+    for name in ("whole", "broken"):
+        checkpointer(os.path.join(sys.argv[1], name), job, background="process").save(wait=False)
+    print("the end", flush=True)
+    if sys.argv[2] == "error":
+        raise RuntimeError("training failed")
+main()
+"""
+
+
+@pytest.mark.parametrize("ends", ["well", pytest.param("error", marks=pytest.mark.slow)])
+def test_a_script_that_never_closes(tmp_path: Path, ends: str) -> None:
+    """What it has begun becomes durable before it ends, or is told; after an error it isn't
+    waited for. No process is left over.
+    """
+    started = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), ends],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "the end" in started.stdout, started.stderr
+    assert (started.returncode == 0) == (ends == "well")
+    if ends == "well":
+        assert len(ids(str(tmp_path / "whole"))) == 1
+        assert "the last checkpoint was not committed" in started.stderr
+        assert "no space left, says the test" in started.stderr
+    else:
+        assert ids(str(tmp_path / "whole")) == []
+    assert ids(str(tmp_path / "broken")) == []
