@@ -82,11 +82,13 @@ def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSumma
 
 def _write_chunk(file: IO[bytes], chunk: EncodedChunk, job: Job) -> Entry:
     offset, checksum = file.tell(), xxhash.xxh3_64()
-    for piece in chunk.pieces:
-        checksum.update(piece)
-        file.write(piece)
-    length = file.tell() - offset
-    job.close()
+    try:
+        for piece in chunk.pieces:
+            checksum.update(piece)
+            file.write(piece)
+        length = file.tell() - offset
+    finally:
+        job.close()  # the next job may wait for its memory, also where this one has failed
     return {**chunk.entry, "offset": offset, "length": length, "checksum": checksum.hexdigest()}
 
 

@@ -81,6 +81,9 @@ class WriteProcess:
                 outcome.append(answer)
             except (EOFError, OSError):
                 outcome.append(self._dead())
+            with contextlib.suppress(queue.Empty):
+                while True:  # the next job may wait for the memory of those
+                    sent.get_nowait().close()
 
         try:
             self._connection.send((folder.url, rank))
@@ -92,9 +95,9 @@ class WriteProcess:
         try:
             for job in jobs:
                 assert isinstance(job, StagedJob)
+                sent.put(job)
                 if outcome:
                     break
-                sent.put(job)
                 self._connection.send(job.staged)
         except OSError:
             pass  # the listener knows more
@@ -161,12 +164,10 @@ def main(descriptor: int, parent: int, threads: int) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             url, rank = connection.recv()
-            connection.send(_write(connection, memory, Folder(url), rank))
+            _write(connection, memory, Folder(url), rank)
 
 
-def _write(
-    connection: Connection, memory: torch.Tensor, folder: Folder, rank: int
-) -> FileSummary | Exception:
+def _write(connection: Connection, memory: torch.Tensor, folder: Folder, rank: int) -> None:
     ended = False
 
     def jobs() -> Iterator[Job]:
@@ -181,13 +182,13 @@ def _write(
             yield _RemoteJob(message, memory, lambda: connection.send(None))
 
     try:
-        return write_rank_file(folder, rank, jobs())
+        connection.send(write_rank_file(folder, rank, jobs()))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
+        connection.send(_picklable(error))  # at once: the parent may be waiting for memory
         while not ended:  # what the parent has sent in the meantime
             ended = isinstance(connection.recv(), bool)
-        return _picklable(error)
 
 
 def _picklable(error: Exception) -> Exception:
