@@ -96,6 +96,7 @@ class Saver:
         """The highest sequence number in use in the root; known on rank 0 after the first look."""
         self._running: Save | None = None
         self._last_words: Callable[[], None] = lambda: None
+        self._skipped = False
         self._failures = 0
         self._error: BaseException | None = None
         self._report: CheckpointReport | None = None
@@ -135,9 +136,12 @@ class Saver:
         if any(fact.failed for fact in facts):
             return False  # whoever it failed for hears that from ``outcome``
         if any(fact.busy for fact in facts):
-            message = "the checkpoint of step %d is skipped: the one before is still being written"
-            self.log(message, step, level=logging.WARNING)
+            if not self._skipped:  # said once: a clock may ask for it again and again
+                message = "step %d: no checkpoint while the one before is still being written"
+                self.log(message, step, level=logging.WARNING)
+            self._skipped = True
             return False
+        self._skipped = False
         proposal = facts[0].proposal
         assert proposal is not None
         self._target.tracked.unite(self._ranks.group)
