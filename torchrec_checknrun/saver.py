@@ -144,6 +144,10 @@ class Saver:
         self._skipped = False
         proposal = facts[0].proposal
         assert proposal is not None
+        previous = self.lineage.previous
+        if previous is not None and previous.link != proposal.header.previous:
+            # This rank has dropped its marks for a commit that rank 0 never heard of.
+            self._target.tracked.mark_all()
         self._target.tracked.unite(self._ranks.group)
         self._take(proposal, started)
         return True
