@@ -1,0 +1,247 @@
+"""This package beside its peers: one model, one access trace, one run.
+
+    python -m recipes.benchmarks.side_by_side --json out.json
+    python -m recipes.benchmarks.side_by_side --only bytes,restore
+    python -m recipes.benchmarks.side_by_side --only training --ranks 1 --systems ours dcp
+
+A DLRM with Criteo Kaggle's 26 tables, scaled, row-wise Adagrad, on CPU; every system gets the same
+steps. The parts:
+
+training: what a save costs it, on one and on two ranks (`side_by_side_worker`); with the machine's
+own limits, the time until a fresh process lists the checkpoint, and the peak of memory.
+bytes: what checkpoints weigh and how much capacity they keep (`side_by_side_bytes`).
+restore: how long a restore takes (`side_by_side_restore`).
+instants: whether what is written behind training is one instant (`side_by_side_restore`).
+
+Parts and systems have processes of their own. Ratios are of the same rounds. Exits with 1 if a
+target is missed; the targets are for two cores, one rank and dim 64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from tqdm import tqdm
+
+from recipes.benchmarks import (
+    side_by_side_bytes,
+    side_by_side_restore,
+    side_by_side_tables,
+    side_by_side_turns,
+)
+from recipes.benchmarks.machine import describe
+from recipes.benchmarks.side_by_side_model import Setting, architecture
+from recipes.benchmarks.side_by_side_systems import ASYNC, CASES, COPY, DCP, NONE, OURS, PEERS
+from recipes.benchmarks.side_by_side_targets import Rows, evaluate
+from recipes.benchmarks.side_by_side_trace import Kind, Trace, promised
+
+PARTS = ("training", "bytes", "restore", "instants")
+KINDS: tuple[Kind, ...] = ("skewed", "independent")
+QUICK = Setting(rows=50_000, batch=128, steps=3)
+# Those that targets compare come first: they are measured in the same rounds.
+FIRST = [COPY, DCP, f"{ASYNC}, DTensor, kept stager"]
+ON_TWO_RANKS = [
+    *FIRST,
+    *(case.name for case in PEERS),
+    *(case.name for case in OURS if case.options["staging"] == "copy"),
+]
+
+
+def names(ranks: int, chosen: Sequence[str]) -> list[str]:
+    """The systems that are trained with on so many ranks.
+
+    Args:
+        chosen: parts of names; none: all.
+    """
+    found = list(dict.fromkeys([*FIRST, *CASES] if ranks == 1 else ON_TWO_RANKS))
+    return [name for name in found if not chosen or any(part in name for part in chosen)]
+
+
+def summary(result: dict[str, Any], ranks: int, batch: int) -> dict[str, Any]:
+    """A worker's result as a row: by kind of save the medians, and what they come to."""
+    row = {**result, "ranks": ranks}
+    if "error" in result:
+        return row
+    saves = result["saves"]
+    for label in ("first", "idle", "warm"):
+        of_kind = [save for save in saves if save["label"] == label]
+        if of_kind:
+            columns = ("call", "extra", "longest", "listed", "gather")
+            row[label] = {
+                name: median(save[name] for save in of_kind)
+                for name in columns
+                if name in of_kind[0]  # without checkpoints there is nothing to list
+            }
+    later = saves[1:] or saves
+    row["normal"] = median(save["normal"] for save in saves)
+    # A block with a save has ``extra`` more than its steps.
+    rates = [save["steps"] * save["normal"] for save in later]
+    seconds = [rate + save["extra"] for rate, save in zip(rates, later, strict=True)]
+    row["samples_per_second"] = batch * sum(save["steps"] for save in later) / sum(seconds)
+    row["of_without"] = sum(rates) / sum(seconds)
+    return row
+
+
+def limits(rows: Rows) -> Rows:
+    """The machine's limits by ranks: the medians of what the worker without checkpoints found."""
+    found = []
+    for row in rows:
+        if (row["name"], row["trace"]) == (NONE, "skewed") and "error" not in row:
+            for name in row["limits"][0]:
+                seconds = median(one[name] for one in row["limits"])
+                size = row["limit_bytes"] * row["ranks"]
+                found.append(
+                    {
+                        "ranks": row["ranks"],
+                        "name": name,
+                        "seconds": seconds,
+                        "bytes": size,
+                        "gbps": size / seconds / 1e9,
+                    }
+                )
+    return found
+
+
+def traces(setting: Setting, intervals: int = 12) -> dict[str, dict[str, list[float]]]:
+    """What the traces promise and have: shares of rows within 1, 2 … intervals, and in each."""
+    tables = architecture(setting).num_embeddings_per_feature
+    found: dict[str, dict[str, list[float]]] = {}
+    for kind in KINDS:
+        trace = Trace(tables, kind)
+        single = [sum(map(len, trace.rows(i))) / sum(tables) for i in range(intervals)]
+        found[kind] = {
+            "promised": [promised(kind, i + 1) for i in range(intervals)],
+            "since_baseline": trace.fractions(intervals),
+            "since_last": single,
+        }
+    return found
+
+
+def _alone(call: Callable[..., Rows], *arguments: object) -> Rows:
+    """Calls in a fresh process."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as process:
+        return process.submit(call, *arguments).result()
+
+
+def training(setting: Setting, options: argparse.Namespace, folder: Path) -> Rows:
+    """What saves cost training, for all chosen numbers of ranks; and on the other trace."""
+    rows = []
+    runs = [(ranks, setting, names(ranks, options.systems)) for ranks in options.ranks]
+    if 1 in options.ranks:
+        other = [name for name in (COPY, DCP, NONE) if name in names(1, options.systems)]
+        runs.append((1, replace(setting, trace="independent"), other))
+    turns = sum(options.rounds * len(cases) for _, _, cases in runs)
+    with tqdm(total=turns, desc="training", unit="turn") as bar:
+        for number, (ranks, own, cases) in enumerate(runs):
+            results = side_by_side_turns.run(
+                cases,
+                own,
+                ranks,
+                options.rounds,
+                folder / f"training-{number}",
+                together=options.together,
+                idle_seconds=options.idle,
+                progress=bar.update,
+            )
+            found = [{**summary(r, ranks, own.batch), "trace": own.trace} for r in results]
+            own_memory = [row["memory"] for row in found if row["name"] == NONE and "memory" in row]
+            for row in found:
+                if own_memory and "memory" in row:
+                    row["memory_beyond"] = row["memory"] - own_memory[0]
+            rows += found
+    return rows
+
+
+def main() -> int:
+    """The command."""
+    options = _options()
+    setting = QUICK if options.quick else Setting()
+    setting = replace(
+        setting,
+        **{
+            n: getattr(options, n) for n in ("rows", "dim", "steps", "batch") if getattr(options, n)
+        },
+        threads=options.threads,
+    )
+    calm = replace(setting, threads=len(os.sched_getaffinity(0)))  # where nothing trains beside
+    holder = nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory()
+    found: dict[str, Any] = {"setting": asdict(setting), "traces": traces(setting)}
+    with holder as root:
+        folder = Path(tempfile.mkdtemp(dir=root))
+        if "training" in options.only:
+            found["training"] = training(setting, options, folder)
+            found["limits"] = limits(found["training"])
+        if "bytes" in options.only:
+            found["bytes"] = _alone(side_by_side_bytes.measure, calm, folder)
+        if "restore" in options.only:
+            rounds = 1 if options.quick else 3
+            found["restore"] = _alone(side_by_side_restore.measure, calm, folder, rounds)
+        if "instants" in options.only:
+            found["instants"] = _alone(side_by_side_restore.instants, calm, folder)
+        shutil.rmtree(folder)
+    parts = [found.get(name, []) for name in ("training", "bytes", "restore")]
+    parts[0] = [row for row in parts[0] if row["trace"] == "skewed"]
+    aims = evaluate(*parts)
+    console = Console(width=190)
+    for table in side_by_side_tables.tables(found, aims):
+        console.print(table)
+    if options.json:
+        content = {
+            **describe(),
+            "quick": options.quick,
+            "targets": [aim.to_json() for aim in aims],
+            **found,
+        }
+        options.json.write_text(json.dumps(content, indent=2) + "\n")
+    missed = [aim for aim in aims if not aim.met]
+    print(f"{len(aims) - len(missed)} of {len(aims)} targets met (they are for 2 cores and dim 64)")
+    return 1 if missed else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.benchmarks.side_by_side", description=__doc__.split("\n")[0]
+    )
+    parts = ",".join(PARTS)
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--only", default=parts, help=f"parts, with commas: {parts}")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of training")
+    parser.add_argument("--systems", nargs="+", default=[], help="parts of names; of training")
+    parser.add_argument("--rows", type=int, help="of all tables together")
+    parser.add_argument("--dim", type=int, help="columns")
+    parser.add_argument("--steps", type=int, help="between two checkpoints")
+    parser.add_argument("--batch", type=int, help="samples of a step, over all ranks")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on each rank")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each system in training")
+    parser.add_argument("--together", type=int, default=3, help="systems alive at the same time")
+    parser.add_argument("--idle", type=float, default=15.0, help="seconds of a long idle, at least")
+    parser.add_argument("--folder", type=Path, help="for the stores; default: a temporary one")
+    parser.add_argument("--quick", action="store_true", help="tiny tables: figures mean nothing")
+    options = parser.parse_args()
+    options.only = options.only.split(",")
+    if unknown := set(options.only) - set(PARTS):
+        parser.error(f"--only: {sorted(unknown)} is none of {', '.join(PARTS)}")
+    if options.rounds < 1 or options.together < 1:
+        parser.error("--rounds and --together must be at least 1")
+    if options.quick:
+        options.idle = min(options.idle, 0.5)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
