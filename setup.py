@@ -49,8 +49,10 @@ EXTRAS = {
         "rich>=13.7,<16",  # tables in the terminal
         "tensorboard>=2.16,<3",  # curves of a run
         "torchmetrics==1.0.3",  # AUC and logloss; the version that TorchRec 1.8 insists on
-        "torchsnapshot==0.1.0",  # a peer in benchmarks/side_by_side, whose row says so without it
         "tqdm>=4.66,<5",  # progress bars
+    ],
+    "peers": [
+        "torchsnapshot==0.1.0",  # stands in benchmarks/side_by_side, whose row says so without it
     ],
     "figures": [
         "kmeans1d>=0.5,<0.6",  # the codec that others are compared with

@@ -175,7 +175,7 @@ class TorchSnapshot(System):
 
     def __init__(self, job: Job, root: Path, asynchronous: bool = False) -> None:
         if importlib.util.find_spec("torchsnapshot") is None:
-            raise NotInstalled("not installed: pip install torchsnapshot==0.1.0")
+            raise NotInstalled("not installed: pip install torchsnapshot==0.1.0 (the extra peers)")
         super().__init__(job, root)
         self._snapshot = importlib.import_module("torchsnapshot").Snapshot
         self._take = self._snapshot.async_take if asynchronous else self._snapshot.take
