@@ -52,7 +52,7 @@ EXTRAS = {
         "tqdm>=4.66,<5",  # progress bars
     ],
     "peers": [
-        "torchsnapshot>=0.1,<0.2",  # stands in benchmarks/side_by_side, whose row says so without it
+        "torchsnapshot>=0.1,<0.2",  # a peer in benchmarks/side_by_side
     ],
     "figures": [
         "kmeans1d>=0.5,<0.6",  # the codec that others are compared with
