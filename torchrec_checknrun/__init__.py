@@ -14,6 +14,7 @@ from torchrec_checknrun.version import __version__
 if TYPE_CHECKING:
     from torchrec_checknrun.bitwidth import expected_restores
     from torchrec_checknrun.checkpointer import Checkpointer
+    from torchrec_checknrun.compaction import compact
     from torchrec_checknrun.load_planner import LoadPlanner
     from torchrec_checknrun.per_rank import PerRank
     from torchrec_checknrun.policy import Consecutive, Decision, Full, Intermittent, OneShot, Policy
@@ -53,6 +54,7 @@ _HOME = {
     "TrackedShard": "tracked",
     "track": "tracked",
     "expected_restores": "bitwidth",
+    "compact": "compaction",
     "load_tables": "warm_start",
     "Consumer": "tracking",
     "AtEnd": "triggers",
@@ -89,6 +91,7 @@ __all__ = [
     "TrackedShard",
     "Trigger",
     "__version__",
+    "compact",
     "expected_restores",
     "load_tables",
     "track",

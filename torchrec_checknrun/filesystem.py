@@ -86,6 +86,34 @@ class Folder:
         data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=offset, end=end)
         return data
 
+    def read_into(self, memory: memoryview, name: str, offset: int) -> int:
+        """Fills memory with a part of a file, which no other copy is made of on a local disk.
+
+        Args:
+            memory: bytes, writable.
+
+        Returns:
+            How many bytes there were: fewer than asked for where the file ends.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        if not self._local:
+            data = self.read(name, offset, len(memory))
+            memory[: len(data)] = data
+            return len(data)
+        descriptor = os.open(f"{self._path}/{name}", os.O_RDONLY)
+        try:
+            done = 0
+            while done < len(memory):
+                count = os.preadv(descriptor, [memory[done:]], offset + done)
+                if not count:
+                    break
+                done += count
+            return done
+        finally:
+            os.close(descriptor)
+
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
         """Opens a file for positioned reads, without reading ahead."""

@@ -1,14 +1,14 @@
 """DCP's load protocol for table rows: which stored chunks this rank's shards need, and into them.
 
 Everything that can be known from manifests and indexes is checked on all ranks before a tensor is
-touched: DCP's planning step fails on every rank if it fails on one. Then chunks come in the chain's
-order, and a newer row replaces an older one.
+touched: DCP's planning step fails on every rank if it fails on one.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,18 +19,18 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from torchrec_checknrun import blocks, collisions
-from torchrec_checknrun.chunks import EncodedChunk, Entry, decode_state_chunk, state_tree
-from torchrec_checknrun.conversion import Conversion, is_converted
+from torchrec_checknrun.chunks import Entry, decode_state_chunk, state_tree
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.fit import Fit, check_rows, common_states, is_rounded, match_tables
+from torchrec_checknrun.fit import Fit, match_tables
 from torchrec_checknrun.progress import OptimizerProgress
-from torchrec_checknrun.row_chunks import RowsHeader, decode_blocks, rows_header
+from torchrec_checknrun.read_chunks import ChainContent, ReadableChunk, StoredChunk
+from torchrec_checknrun.row_chunks import KIND as ROWS
+from torchrec_checknrun.row_restore import RowRestore
 from torchrec_checknrun.save_planner import DirectInterval
 from torchrec_checknrun.sharded_state import StoredTables, find_blocks, find_shards
-from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
+from torchrec_checknrun.shards import LocalShard, TableShape
 from torchrec_checknrun.state import check_state, common_state, merge_state
-from torchrec_checknrun.storage import ChainContent, StoredChunk
 from torchrec_checknrun.tracked import TrackedModel
 from torchrec_checknrun.tracking import Consumer
 
@@ -82,11 +82,7 @@ class LoadPlanner(DcpLoadPlanner):
         self._tables: dict[str, TableShape] = {}
         self._states_read: dict[str, list[Any]] = {}
         self._targets: dict[str, str] = {}
-        self._without_state: set[str] = set()
-        self._rounded: set[str] = set()
-        self._shards_of: dict[str, list[int]] = {}
-        self._conversions: dict[int, Conversion] = {}
-        self._age: dict[str, int] = {}
+        self._lock = threading.Lock()
         self.began = False
         self.converted = False
         self.skipped: list[str] = []
@@ -115,53 +111,21 @@ class LoadPlanner(DcpLoadPlanner):
         match = match_tables(self._tables, saved, self._fit)
         self._saved, self._targets = saved, match.target
         self.converted, self.skipped = match.resized, match.skipped
-        self._states_of = self._stored_states()
+        self._rows = RowRestore(content, match.target, self._fit)
         if self._optimizers is not None:
             state_dict.update(self._fit_optimizers(self._optimizers))
         if self._tracked is not None:
             self._tracked.flush()
             self._shards = [shard.local for shard in self._tracked.shards]
-        for i, shard in enumerate(self._shards):
-            self._shards_of.setdefault(shard.table, []).append(i)
 
     def create_local_plan(self) -> LoadPlan:
-        saved = self._saved
-        self._stored = StoredTables(self._tables.keys() | saved.keys(), self._shards)
-        items = []
-        baseline_area = [0] * len(self._shards)
-        for age, chunks in enumerate(self._content.chunks):
-            for chunk in chunks:
-                if chunk.entry["kind"] != "rows":
-                    continue
-                header = rows_header(chunk.entry)
-                needed = False
-                for i in self._shards_into(header):
-                    shard = self._shards[i]
-                    common = shard.rectangle.intersect(header.rectangle)
-                    if common is None:
-                        continue
-                    self._check_rows(shard, header)
-                    if is_converted(shard, header):
-                        self.converted = True
-                        self._conversions.setdefault(i, Conversion(shard))
-                    needed = True
-                    if age == 0 and header.covers_range:
-                        baseline_area[i] += common.area
-                if needed:
-                    self._age[chunk.key] = age
-                    items.append(_read_item(chunk.key))
-        for name, into in self._targets.items():
-            whole = Rectangle(0, saved[name].rows, 0, saved[name].dim)
-            for i in self._shards_of.get(into, ()):
-                common = self._shards[i].rectangle.intersect(whole)
-                area = common.area if common else 0
-                if baseline_area[i] != area:
-                    raise CorruptCheckpoint(
-                        f"{self._content.chain.baseline.id} holds {baseline_area[i]} of the {area} "
-                        f"values of {self._shards[i]}: the full checkpoint is not full"
-                    )
-        keys = [*self._plan_blocks(), *self._plan_states()]
-        return LoadPlan(items + [_read_item(key) for key in keys])
+        self._stored = StoredTables(self._tables.keys() | self._saved.keys(), self._shards)
+        marks = None if self._tracked is None else [shard.marks for shard in self._tracked.shards]
+        rows = self._rows.plan(self._shards, marks)
+        self.converted = self.converted or self._rows.converted
+        self.skipped += self._rows.skipped
+        keys = [*rows, *self._plan_blocks(), *self._plan_states()]
+        return LoadPlan([_read_item(key) for key in keys])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -177,18 +141,23 @@ class LoadPlanner(DcpLoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        assert isinstance(value, EncodedChunk)
+        """Loads a chunk; several threads may, where chunks of rows are concerned."""
+        assert isinstance(value, ReadableChunk)
         kind = value.entry["kind"]
-        if kind == "rows":
-            self._load_rows(value, self._age[read_item.storage_index.fqn])
+        if kind == ROWS:
+            self._rows.load(value, self._dry_run)
         elif kind == "state":
             self._load_state(value)
-        elif kind == blocks.KIND and not self._dry_run:
-            self._blocks.load(value.entry, value.getvalue())
+        elif kind == blocks.KIND:
+            payload = value.payload()
+            if not self._dry_run:
+                self._blocks.load(value.entry, payload)
         elif kind == collisions.KIND:
-            self._collisions.load(value.entry, value.getvalue())
-        self._left -= 1
-        if not self._left and not self._dry_run:
+            self._collisions.load(value.entry, value.payload())
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
             self._finish()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -197,34 +166,16 @@ class LoadPlanner(DcpLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         raise AssertionError("this format has no tensor items")
 
-    def _load_rows(self, chunk: EncodedChunk, age: int) -> None:
-        header = rows_header(chunk.entry)
-        for rows in decode_blocks(chunk.entry, chunk.getvalue()):
-            if not self._dry_run:
-                self._scatter(header, rows, age)
-
     def _finish(self) -> None:
         """What is to be done when everything has come."""
-        for conversion in self._conversions.values():
-            conversion.finish()
+        self._rows.finish(self._dry_run)
+        if self._dry_run:
+            return
         self._collisions.finish()
         if self._tracked is not None:
             self._tracked.purge()
             if self._optimizers is None:
                 self._tracked.set_progress(self.progress)
-
-    def _scatter(self, header: RowsHeader, rows: Rows, age: int) -> None:
-        for i in self._shards_into(header):
-            shard = self._shards[i]
-            if not shard.rectangle.intersect(header.rectangle):
-                continue
-            part = _rows_within(shard, rows, common_states(shard, header, self._fit))
-            if is_converted(shard, header):
-                self._conversions[i].scatter(header, part)
-            else:
-                shard.scatter(part)
-            if self._tracked is not None and age > 0:
-                self._tracked.shards[i].marks.add(shard.local_ids(part.ids), Consumer.BASELINE)
 
     @property
     def progress(self) -> dict[str, OptimizerProgress]:
@@ -235,22 +186,9 @@ class LoadPlanner(DcpLoadPlanner):
         return {
             into: OptimizerProgress(table.optimizer_step, table.learning_rate)
             for name, into in self._targets.items()
-            if (table := tables[name]).learning_rate is not None and into not in self._without_state
+            if (table := tables[name]).learning_rate is not None
+            and into not in self._rows.without_state
         }
-
-    def _stored_states(self) -> dict[str, set[str]]:
-        """By the model's tables, names of the optimizer state that any rows were stored with."""
-        headers = (
-            rows_header(chunk.entry)
-            for chunks in self._content.chunks
-            for chunk in chunks
-            if chunk.entry["kind"] == "rows"
-        )
-        found: dict[str, set[str]] = {into: set() for into in self._targets.values()}
-        for header in headers:
-            if header.table in self._targets:
-                found[self._targets[header.table]].update(header.optimizer)
-        return found
 
     def _fit_optimizers(self, optimizers: DenseStates) -> dict[str, Any]:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -258,26 +196,9 @@ class LoadPlanner(DcpLoadPlanner):
         for name, by_rank in self._state_chunks().items():
             chunk = by_rank.get(None) or by_rank.get(rank) or next(iter(by_rank.values()))
             trees[name] = state_tree(chunk.entry)
-        restored = self._states_of if self._fit.optimizer else {}
+        restored = self._rows.states if self._fit.optimizer else {}
         tables = {table: restored.get(table) for table in self._tables}
         return optimizers.fit(trees, tables, self._fit.strict)
-
-    def _check_rows(self, shard: LocalShard, header: RowsHeader) -> None:
-        """Refuses rows that don't fit a shard; notes where optimizer state is left out."""
-        other = check_rows(shard, header, self._fit, bool(self._states_of[shard.table]))
-        if other is not None:
-            if not common_states(shard, header, self._fit):
-                self._without_state.add(shard.table)
-            self.converted = True
-            self.skipped.append(other)
-        if self._fit.optimizer and shard.table not in self._rounded and is_rounded(shard, header):
-            self._rounded.add(shard.table)
-            logger.warning("%s: optimizer state is rounded to a narrower type", shard.table)
-
-    def _shards_into(self, header: RowsHeader) -> Sequence[int]:
-        """The local shards, by index, of the table that a chunk's rows go into."""
-        target = self._targets.get(header.table)
-        return self._shards_of.get(target, ()) if target is not None else ()
 
     def _plan_states(self) -> Iterable[str]:
         """The chunks of the head's state objects that were asked for, checked against them."""
@@ -339,9 +260,9 @@ class LoadPlanner(DcpLoadPlanner):
         self.skipped += self._blocks.skipped
         yield from self._collisions.plan(entries[collisions.KIND], self._blocks.blocks(), where)
 
-    def _load_state(self, chunk: EncodedChunk) -> None:
+    def _load_state(self, chunk: ReadableChunk) -> None:
         name = chunk.entry["name"]
-        value = decode_state_chunk(chunk.entry, chunk.getvalue())
+        value = decode_state_chunk(chunk.entry, chunk.payload())
         if self._dry_run:
             return
         head = self._content.chain.head
@@ -362,14 +283,3 @@ class LoadPlanner(DcpLoadPlanner):
 def _read_item(key: str) -> ReadItem:
     index, nothing = MetadataIndex(key), torch.Size((0,))
     return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-
-
-def _rows_within(shard: LocalShard, rows: Rows, states: Iterable[str]) -> Rows:
-    """Those of a chunk's rows that are in a shard, with some of their optimizer states."""
-    optimizer = {name: rows.optimizer[name] for name in states}
-    here = (rows.ids >= shard.rectangle.row_start) & (rows.ids < shard.rectangle.row_stop)
-    if bool(here.all()):
-        return Rows(rows.ids, rows.weight, optimizer)
-    return Rows(
-        rows.ids[here], rows.weight[here], {name: state[here] for name, state in optimizer.items()}
-    )

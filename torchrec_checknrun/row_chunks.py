@@ -1,4 +1,4 @@
-"""Rows of a shard as a chunk, and back.
+"""Rows of a shard as a chunk; ``stored_rows`` has the way back.
 
 The payload is row ids, then encoded weights, then the rows that the codec can't hold, then each
 optimizer state.
@@ -6,10 +6,8 @@ optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from torchrec_checknrun import row_ids
@@ -25,13 +23,14 @@ from torchrec_checknrun.codecs import (
 )
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.sections import Section, Sections, open_sections
-from torchrec_checknrun.shards import Rectangle, RowBlock, Rows, TableShape
+from torchrec_checknrun.sections import Section, Sections
+from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 from torchrec_checknrun.state import raw_bytes
+
+KIND = "rows"
 
 _ERROR_SAMPLE_ROWS = 1024
 _ERROR_SAMPLE_RUN = 32
-_BLOCK_BYTES = 1 << 20
 _DTYPES = {
     dtype_name(dtype): dtype
     for dtype in (
@@ -124,7 +123,7 @@ def encode_rows(block: RowBlock, encoding: Encoding) -> EncodedChunk:
             }
         )
     entry: Entry = {
-        "kind": "rows",
+        "kind": KIND,
         "table": block.table,
         "table_rows": block.shape.rows,
         "table_dim": block.shape.dim,
@@ -187,64 +186,6 @@ def rows_header(entry: Entry) -> RowsHeader:
         raise CorruptCheckpoint(f"index entry of a rows chunk is malformed: {error!r}") from error
 
 
-def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
-    """The rows again, on the CPU.
-
-    Raises:
-        CorruptCheckpoint: entry and payload don't fit each other.
-    """
-    (rows,) = decode_blocks(entry, payload, rows_header(entry).count)
-    return rows
-
-
-def decode_blocks(
-    entry: Entry, payload: bytes | memoryview, block_rows: int | None = None
-) -> Iterator[Rows]:
-    """The rows again, on the CPU, some at a time: blocks that stay small are memory used again.
-
-    Args:
-        block_rows: how many at a time; None for about a megabyte.
-
-    Raises:
-        CorruptCheckpoint: entry and payload don't fit each other.
-    """
-    header = rows_header(entry)
-    n, cols = header.count, header.rectangle.cols
-    first, last = header.rectangle.row_start, header.rectangle.row_stop - 1
-    try:
-        parts = open_sections(header.sections, memoryview(payload), n * (8 * cols + 64))
-        ids = row_ids.decode(header.ids_encoding, next(parts), first, last, n)
-        data = _tensor(next(parts))
-        positions, exact = _exceptions(header, next(parts) if header.exceptions else b"")
-        states = {
-            name: row_state.decode_state(
-                _tensor(part), header.state_encodings[name], n * (1 if rowwise else cols), dtype
-            )
-            for (name, (dtype, rowwise)), part in zip(header.optimizer.items(), parts, strict=True)
-        }
-        size = block_rows or max(1, _BLOCK_BYTES // (4 * cols))
-        for start in range(0, n, size):
-            stop = min(start + size, n)
-            weight = torch.empty((stop - start, cols), dtype=header.dtype)
-            header.codec.decode(data, header.parameters, n, start, weight)
-            here = slice(*np.searchsorted(positions, (start, stop)))
-            weight[torch.from_numpy(positions[here] - start)] = exact[here]
-            yield Rows(
-                torch.from_numpy(ids[start:stop]),
-                weight,
-                {
-                    name: state[start:stop]
-                    if header.optimizer[name][1]
-                    else state.view(n, cols)[start:stop]
-                    for name, state in states.items()
-                },
-            )
-    except (ValueError, TypeError, RuntimeError, IndexError) as error:
-        raise CorruptCheckpoint(
-            f"a chunk of {n} rows of {header.table} can't be decoded: {error}"
-        ) from error
-
-
 def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
     """Mean and maximum over rows of ‖ŵ − w‖/‖w‖, from evenly spaced rows where there are many."""
     n, weight = len(block.ids), block.weight
@@ -267,23 +208,3 @@ def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
         "max": float(every.max()),
         "sampled_rows": len(every),
     }
-
-
-def _exceptions(header: RowsHeader, data: bytes | memoryview) -> tuple[np.ndarray, torch.Tensor]:
-    """Positions in the chunk, sorted, of rows stored exactly, and the rows."""
-    count, cols = header.exceptions, header.rectangle.cols
-    size = count * (4 + cols * header.dtype.itemsize)
-    if len(data) != size:
-        raise ValueError(f"{count} exact rows take {size} bytes, not {len(data)}")
-    positions = np.frombuffer(data, "<u4", count).astype(np.int64)
-    if count and (positions[-1] >= header.count or not bool((np.diff(positions) > 0).all())):
-        raise ValueError("positions of exact rows are out of order or out of range")
-    values = _tensor(memoryview(data)[4 * count :]).view(header.dtype)
-    return positions, values.view(count, cols)
-
-
-def _tensor(data: memoryview) -> torch.Tensor:
-    """A copy, uint8: tensors must be aligned and writable."""
-    if not len(data):
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,33 +1,38 @@
 """DCP's storage protocol: one file per rank that ends in its own index, and the manifest, last.
 
-Reading checks all that it uses against the checksums; nothing is ever unpickled.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
-import xxhash
+import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchrec_checknrun.chain import Chain, highest_sequence, resolve
-from torchrec_checknrun.chunks import EncodedChunk, Entry
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointExists,
-    CorruptCheckpoint,
     InvalidPlan,
 )
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.in_order import Turn, work_in_order
 from torchrec_checknrun.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -35,23 +40,16 @@ from torchrec_checknrun.manifest import (
     is_plain_name,
 )
 from torchrec_checknrun.rank_file import FileSummary, WriteRankFile, add_totals, write_rank_file
+from torchrec_checknrun.read_chunks import (
+    ChainContent,
+    ReadableChunk,
+    StoredChunk,
+    read_chunk,
+    read_content,
+)
+from torchrec_checknrun.row_chunks import KIND as ROWS
 from torchrec_checknrun.save_plan import CheckpointPlanner, GlobalPlan, OwnStorage
 from torchrec_checknrun.version import __version__
-
-
-@dataclass(frozen=True)
-class StoredChunk:
-    """A chunk in storage: its index entry, and where it is."""
-
-    checkpoint: str
-    file: str
-    number: int
-    entry: Entry = field(hash=False)
-
-    @property
-    def key(self) -> str:
-        """Names the chunk within a chain (an offset would not: chunks may be empty)."""
-        return f"{self.checkpoint}/{self.file}#{self.number}"
 
 
 class StorageWriter(DcpStorageWriter):
@@ -157,17 +155,36 @@ class StorageWriter(DcpStorageWriter):
         metadata.planner_data = manifest
 
 
+_THREADS = 8
+_CHUNKS_AT_ONCE = 3
+"""Of the size that the largest chunk's rows have in memory: what all threads may take."""
+_IDS_BYTES = 24
+
+
 class StorageReader(DcpStorageReader):
     """Reads a checkpoint, and the ones it is differential to.
 
     Args:
         path: the checkpoint's directory.
         chain: what a restore needs, if that is decided already; else it is looked up.
+        threads: how many read; None: one for each CPU of this process, up to 8. However many, they
+            take no more memory than a few chunks do.
+
+    Raises:
+        ValueError: no thread.
     """
 
-    def __init__(self, path: str | os.PathLike[str], chain: Chain | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        chain: Chain | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
         self._folder = Folder(path)
         self._chain = chain
+        self._threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
         self._chunks: dict[str, StoredChunk] = {}
 
     @classmethod
@@ -202,14 +219,55 @@ class StorageReader(DcpStorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads chunk by chunk in the plan's order, each verified before the planner sees it."""
-        root = self._folder.parent
-        for item in plan.items:
-            chunk = self._chunks[item.storage_index.fqn]
-            planner.load_bytes(item, EncodedChunk(chunk.entry, [read_chunk(root, chunk)]))
+        """Gives the planner its chunks; those of table rows by several threads, each chunk with its
+        turn in the plan's order. Every chunk is verified before the planner sees a byte of it.
+        """
+        items = [(item, self._chunks[item.storage_index.fqn]) for item in plan.items]
+        rows = [(item, chunk) for item, chunk in items if chunk.entry["kind"] == ROWS]
+        longest = max((chunk.entry["length"] for _, chunk in rows), default=0)
+        # Of these only so many are ever touched as chunks are loaded at once.
+        free = [np.empty(longest, dtype=np.uint8).data for _ in range(self._threads)]
+
+        def load(number: int, turn: Turn) -> None:
+            memory = free.pop()
+            try:
+                self._load(*rows[number], planner, turn, memory)
+            finally:
+                free.append(memory)
+
+        sizes = [_memory(chunk) for _, chunk in rows]
+        most = _CHUNKS_AT_ONCE * max((_decoded(chunk) for _, chunk in rows), default=0)
+        work_in_order(load, sizes, most, self._threads)
+        for item, chunk in items:
+            if chunk.entry["kind"] != ROWS:
+                self._load(item, chunk, planner, nullcontext(), None)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _load(
+        self,
+        item: ReadItem,
+        chunk: StoredChunk,
+        planner: LoadPlanner,
+        turn: Turn,
+        memory: memoryview | None,
+    ) -> None:
+        def read() -> memoryview:
+            return read_chunk(self._folder.parent, chunk, memory)
+
+        planner.load_bytes(item, ReadableChunk(chunk.key, chunk.entry, read, turn))
+
+
+def _memory(chunk: StoredChunk) -> int:
+    """Bytes that it takes to load a chunk of rows: its own, and their ids in several forms."""
+    return int(chunk.entry["length"]) + _IDS_BYTES * int(chunk.entry["count"])
+
+
+def _decoded(chunk: StoredChunk) -> int:
+    """Bytes of a chunk's rows as a table has them."""
+    first, last = chunk.entry["columns"]
+    return max(4 * (last - first) * int(chunk.entry["count"]), _memory(chunk))
 
 
 class _ForLoadPlannerOnly(dict[str, Any]):
@@ -224,70 +282,6 @@ class _ForLoadPlannerOnly(dict[str, Any]):
         )
 
     keys = items = __iter__ = __contains__ = __getitem__ = _refuse
-
-
-@dataclass(frozen=True)
-class ChainContent:
-    """A chain with the index of every file in it, checkpoints oldest first."""
-
-    chain: Chain
-    chunks: tuple[tuple[StoredChunk, ...], ...]
-
-
-def read_content(root: Folder, chain: Chain) -> ChainContent:
-    """Reads the chunk indexes of a chain.
-
-    Raises:
-        CorruptCheckpoint: an index is missing, or differs from what the manifest says of it.
-    """
-    return ChainContent(chain, tuple(read_indexes(root, manifest) for manifest in chain.manifests))
-
-
-def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
-    """All chunks of one checkpoint."""
-    folder = root / manifest.id
-    chunks: list[StoredChunk] = []
-    for file in manifest.files:
-        where = f"{folder}/{file.name}"
-        try:
-            data = folder.read(file.name, file.index_offset, file.index_length)
-        except FileNotFoundError:
-            raise CorruptCheckpoint(f"{where} is missing") from None
-        checksum = xxhash.xxh3_64_hexdigest(data)
-        if checksum != file.index_checksum:
-            raise CorruptCheckpoint(
-                f"{where}: its index at {file.index_offset} has checksum {checksum}, the manifest "
-                f"says {file.index_checksum}"
-            )
-        entries = json.loads(data)["chunks"]
-        for entry in entries:
-            if entry["offset"] < 0 or entry["offset"] + entry["length"] > file.index_offset:
-                raise CorruptCheckpoint(
-                    f"{where}: a chunk at {entry['offset']} lies outside the file"
-                )
-        chunks += [StoredChunk(manifest.id, file.name, i, e) for i, e in enumerate(entries)]
-    return tuple(chunks)
-
-
-def read_chunk(root: Folder, chunk: StoredChunk) -> bytes:
-    """A chunk's bytes, verified.
-
-    Raises:
-        CorruptCheckpoint: they are not what was written.
-    """
-    entry, folder = chunk.entry, root / chunk.checkpoint
-    where = f"{folder}/{chunk.file} at offset {entry['offset']}"
-    try:
-        data = folder.read(chunk.file, entry["offset"], entry["length"])
-    except FileNotFoundError:
-        raise CorruptCheckpoint(f"{folder}/{chunk.file} is missing") from None
-    checksum = xxhash.xxh3_64_hexdigest(data)
-    if len(data) != entry["length"] or checksum != entry["checksum"]:
-        raise CorruptCheckpoint(
-            f"{where}: {len(data)} bytes with checksum {checksum}, expected {entry['length']} with "
-            f"{entry['checksum']}"
-        )
-    return data
 
 
 def _sum_tables(plan: GlobalPlan, parts: list[dict[str, TableTotals]]) -> dict[str, TableTotals]:

@@ -43,6 +43,7 @@ from torchrec_checknrun import (
     rank_file,
     storage,
 )
+from torchrec_checknrun.read_chunks import StoredChunk
 
 Workers = Callable[[int], WorkerPool]
 
@@ -285,6 +286,9 @@ def damage(checkpoint: Path, how: str) -> None:
             0 if how == "first_rows" else -1
         ]
         flip(file, chunk["offset"] + chunk["length"] // 2)
+    elif how == "every_rows":
+        for file, chunk in chunks_of(checkpoint, "rows"):
+            flip(file, chunk["offset"] + chunk["length"] // 2)
     else:
         raise ValueError(how)
 
@@ -450,9 +454,45 @@ def test_damage_met_midway(workers: Workers, made: Made, tmp_path: Path, how: st
     shutil.rmtree(tmp_path / "root")
     names = made(tmp_path)
     damage(tmp_path / "root" / names[0], how)
-    newest = [names[1], None] if how != "state" else [names[0]]
-    for name in newest:
+    workers(2).run(only_one_is_damaged, **where(tmp_path), name=names[0])
+
+
+def test_damage_met_midway_in_a_parent(workers: Workers, made: Made, tmp_path: Path) -> None:
+    names = made(tmp_path)
+    damage(tmp_path / "root" / names[0], "every_rows")
+    for name in (names[1], None):
         workers(2).run(only_one_is_damaged, **where(tmp_path), name=name)
+
+
+def superseded_is_damaged(root: str, spec: dict[str, Any], plan: Plan, names: list[str]) -> None:
+    job = build(spec, plan, seed=5)
+    with checkpointer(root, job) as saver:
+        with pytest.raises(errors.CorruptCheckpoint, match=names[0]):
+            saver.restore(names[2], verify="all")
+        saver.restore(names[2])
+        assert is_at(job, root, names[2])
+
+
+def test_damage_in_rows_that_newer_ones_replace(
+    workers: Workers, made: Made, tmp_path: Path
+) -> None:
+    """They are not read, unless everything is to be verified."""
+    names = made(tmp_path)
+    newer = [c for name in names[1:] for _, c in chunks_of(tmp_path / "root" / name, "rows")]
+    replaced = 0
+    for file, chunk in chunks_of(tmp_path / "root" / names[0], "rows"):
+        if any(covers(other, chunk) for other in newer):
+            flip(file, chunk["offset"] + chunk["length"] // 2)
+            replaced += 1
+    assert replaced
+    workers(2).run(superseded_is_damaged, **where(tmp_path), names=names)
+
+
+def covers(newer: dict[str, Any], older: dict[str, Any]) -> bool:
+    """Whether it has all the rows of another chunk's range."""
+    (first, last), (start, stop) = [[chunk["first"], chunk["last"]] for chunk in (newer, older)]
+    same = newer["table"] == older["table"] and newer["columns"] == older["columns"]
+    return same and newer["count"] == last - first + 1 and first <= start and stop <= last
 
 
 @pytest.mark.parametrize("how", FOUND_WHEN_READ)
@@ -505,10 +545,10 @@ def read_fails_on_one_rank(root: str, spec: dict[str, Any], plan: Plan, names: l
     """The storage answers rank 1 with errors for the newest checkpoint's chunks."""
     read_chunk = storage.read_chunk
 
-    def failing(folder: filesystem.Folder, chunk: storage.StoredChunk) -> bytes:
+    def failing(folder: filesystem.Folder, chunk: StoredChunk, *memory: Any) -> memoryview:
         if dist.get_rank() == 1 and chunk.checkpoint == names[2]:
             raise OSError("connection reset")
-        return read_chunk(folder, chunk)
+        return read_chunk(folder, chunk, *memory)
 
     job = build(spec, plan, seed=5)
     with checkpointer(root, job) as saver, pytest.MonkeyPatch.context() as patch:

@@ -20,6 +20,7 @@ from torchrec_checknrun.codecs import (
     Fp16,
     ImportanceWeighted,
     KMeans,
+    Parameters,
     RowContext,
     Rowwise,
     codec_from_spec,
@@ -197,6 +198,34 @@ def test_bytes_of_another_length(codec: Codec) -> None:
     for n in (29, 31, 300):
         with pytest.raises(ValueError, match=r"bytes|group"):
             codec.decode(data, encoded.parameters, n, 0, torch.empty(n, 6))
+
+
+@every_codec
+@settings(max_examples=6, deadline=None)
+@given(SEEDS, st.integers(2, 20), st.integers(1, 70), st.data())
+def test_some_rows_of_a_block_are_a_block(
+    codec: Codec, seed: int, n: int, dim: int, data: st.DataObject
+) -> None:
+    rows = random_rows(seed, n, dim)
+    encoded = codec.encode(rows, context=context(n))
+    whole = torch.empty_like(rows)
+    codec.decode(encoded.data.view(-1), encoded.parameters, n, 0, whole)
+    chosen = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1)))
+    block = encoded.data.view(-1), encoded.parameters, n, dim, torch.tensor(chosen)
+    selected = codec.select(*block)
+    if selected is None:
+        assert isinstance(codec, KMeans)
+        assert codec.block_rows is not None
+        return
+    part = torch.empty((len(chosen), dim), dtype=rows.dtype)
+    codec.decode(*json_again(selected), len(chosen), 0, part)
+    assert part.numpy().tobytes() == whole[chosen].numpy().tobytes()
+    with pytest.raises(ValueError, match="bytes"):
+        codec.select(block[0][:-1], *block[1:])
+
+
+def json_again(block: tuple[torch.Tensor, Parameters]) -> tuple[torch.Tensor, Parameters]:
+    return block[0], json.loads(json.dumps(block[1]))
 
 
 @every_codec

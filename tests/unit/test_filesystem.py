@@ -61,8 +61,34 @@ def test_read_a_part(folder: Folder, offset: int, length: int | None) -> None:
         assert file.read(-1 if length is None else length) == wanted
 
 
+@pytest.mark.parametrize(("offset", "length"), [(0, 4), (3, 5), (0, 100), (2, 0), (100, 5)])
+def test_read_into_memory(folder: Folder, offset: int, length: int) -> None:
+    folder.create()
+    folder.put("a.bin", CONTENT)
+    memory = bytearray(b"." * length)
+    wanted = CONTENT[offset : offset + length]
+    assert folder.read_into(memoryview(memory), "a.bin", offset) == len(wanted)
+    assert memory == wanted + b"." * (length - len(wanted))
+
+
+def test_read_into_memory_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may give less than it was asked for."""
+    (tmp_path / "a.bin").write_bytes(CONTENT)
+    preadv = os.preadv
+
+    def little(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return preadv(descriptor, [buffers[0][:3]], offset)
+
+    monkeypatch.setattr(os, "preadv", little)
+    memory = bytearray(8)
+    assert Folder(tmp_path).read_into(memoryview(memory), "a.bin", 1) == min(8, len(CONTENT) - 1)
+    assert memory.startswith(CONTENT[1:9])
+
+
 def test_missing_files(folder: Folder) -> None:
     folder.create()
+    with pytest.raises(FileNotFoundError):
+        folder.read_into(memoryview(bytearray(1)), "a.bin", 0)
     with pytest.raises(FileNotFoundError):
         folder.read("a.bin")
     with pytest.raises(FileNotFoundError):

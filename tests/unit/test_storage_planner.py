@@ -32,8 +32,8 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Link, Manifest
+from torchrec_checknrun.read_chunks import read_chunk, read_content, read_indexes
 from torchrec_checknrun.report import Progress, checkpoint_report
-from torchrec_checknrun.row_chunks import decode_rows
 from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.save_items import Items
 from torchrec_checknrun.save_plan import (
@@ -45,7 +45,7 @@ from torchrec_checknrun.save_plan import (
 )
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot
-from torchrec_checknrun.storage import read_chunk, read_content, read_indexes
+from torchrec_checknrun.stored_rows import decode_rows
 
 State = dict[str, Any]
 

@@ -99,6 +99,31 @@ class Codec(Protocol):
             ValueError: data or parameters are not of such a block.
         """
 
+    def select(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        dim: int,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, Parameters] | None:
+        """Some rows of a block as a block of their own, which decodes to the same bits.
+
+        Args:
+            data: 1-D uint8 on the CPU, what ``encode`` gave.
+            parameters: of the block.
+            rows: how many it has.
+            dim: their columns.
+            positions: ``(n,)`` int64, sorted: which of them.
+
+        Returns:
+            The new block's data, 1-D uint8, and its parameters; None if a row can't be taken out of
+            its block.
+
+        Raises:
+            ValueError: data or parameters are not of such a block.
+        """
+
     def spec(self) -> CodecSpec:
         """What ``codec_from_spec`` needs to build this codec again."""
 
@@ -123,6 +148,18 @@ def require_size(data: torch.Tensor, size: int, what: str) -> None:
     """
     if data.numel() != size:
         raise ValueError(f"{what} take {size} bytes, not {data.numel()}")
+
+
+def select_rows(
+    data: torch.Tensor, rows: int, row_bytes: int, positions: torch.Tensor
+) -> torch.Tensor:
+    """Those rows' bytes, of data in which every row has as many.
+
+    Raises:
+        ValueError: it isn't such data.
+    """
+    require_size(data, rows * row_bytes, f"{rows} rows of {row_bytes} bytes")
+    return data.view(rows, row_bytes).index_select(0, positions).view(-1)
 
 
 def require_version(spec: CodecSpec, name: str, known: int) -> None:

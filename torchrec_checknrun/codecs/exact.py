@@ -16,6 +16,7 @@ from torchrec_checknrun.codecs.base import (
     output,
     require_size,
     require_version,
+    select_rows,
 )
 
 
@@ -67,6 +68,16 @@ class Exact:
         require_size(data, rows * row_bytes, f"{rows} exact rows")
         part = data[start * row_bytes : (start + len(out)) * row_bytes]
         out.view(-1).view(torch.uint8).copy_(part)
+
+    def select(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        dim: int,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, Parameters]:
+        return select_rows(data, rows, data.numel() // max(rows, 1), positions), parameters
 
     def spec(self) -> CodecSpec:
         return {"name": self.name, "version": self.version}

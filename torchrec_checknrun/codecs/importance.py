@@ -25,6 +25,7 @@ from torchrec_checknrun.codecs.base import (
     RowContext,
     output,
     require_version,
+    select_rows,
 )
 from torchrec_checknrun.codecs.rowwise import Rowwise
 from torchrec_checknrun.errors import UnsupportedFormat
@@ -138,26 +139,37 @@ class ImportanceWeighted:
         start: int,
         out: torch.Tensor,
     ) -> None:
-        groups = parameters.get("groups")
-        if not isinstance(groups, list) or len(groups) != len(WIDTHS):
-            raise ValueError(f"groups {groups!r}")
         kinds = _unpack_kinds(data, rows)
-        at = -(-rows // 4)
         wanted = kinds[start : start + len(out)]
-        for kind, (bits, group) in enumerate(zip(WIDTHS, groups, strict=True)):
-            codec, count = Rowwise(bits), int((kinds == kind).sum())
-            if not isinstance(group, dict) or group.get("rows") != count:
-                raise ValueError(f"group {group!r} of {count} rows of {bits} bit")
-            size = count * codec.row_bytes(out.shape[1])
+        groups = _groups(data, parameters, kinds, out.shape[1])
+        for kind, (bits, (group, count, part)) in enumerate(zip(WIDTHS, groups, strict=True)):
             members = (wanted == kind).nonzero().view(-1)
             if len(members):
                 before = int((kinds[:start] == kind).sum())
                 values = torch.empty((len(members), out.shape[1]), dtype=out.dtype)
-                codec.decode(data[at : at + size], group, count, before, values)
+                Rowwise(bits).decode(part, group, count, before, values)
                 out.index_copy_(0, members.to(out.device), values.to(out.device))
-            at += size
-        if at != data.numel():
-            raise ValueError(f"{rows} rows of mixed width take {at} bytes, not {data.numel()}")
+
+    def select(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        dim: int,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, Parameters]:
+        kinds = _unpack_kinds(data, rows)
+        wanted = kinds[positions]
+        parts, chosen = [_pack_kinds(wanted)], []
+        groups = _groups(data, parameters, kinds, dim)
+        for kind, (bits, (group, count, part)) in enumerate(zip(WIDTHS, groups, strict=True)):
+            members = (kinds == kind).nonzero().view(-1)
+            of_kind = torch.searchsorted(members, positions[wanted == kind])
+            if len(of_kind):
+                size = Rowwise(bits).row_bytes(dim)
+                parts.append(select_rows(part, count, size, of_kind))
+            chosen.append({**group, "rows": len(of_kind)})
+        return torch.cat(parts), {"groups": chosen}
 
     def spec(self) -> CodecSpec:
         spec: CodecSpec = {"name": self.name, "version": self.version}
@@ -186,6 +198,26 @@ class ImportanceWeighted:
         trained = accumulator.detach().to(torch.float32).cpu()
         positive = trained[(trained > 0) & trained.isfinite()]
         return self.offset - (0.5 * float(positive.median().log2()) if len(positive) else 0.0)
+
+
+def _groups(
+    data: torch.Tensor, parameters: Parameters, kinds: torch.Tensor, dim: int
+) -> list[tuple[Parameters, int, torch.Tensor]]:
+    """Of each width the parameters, how many rows have it, and their bytes."""
+    groups, rows = parameters.get("groups"), len(kinds)
+    if not isinstance(groups, list) or len(groups) != len(WIDTHS):
+        raise ValueError(f"groups {groups!r}")
+    found, at = [], -(-rows // 4)
+    for kind, (bits, group) in enumerate(zip(WIDTHS, groups, strict=True)):
+        count = int((kinds == kind).sum())
+        if not isinstance(group, dict) or group.get("rows") != count:
+            raise ValueError(f"group {group!r} of {count} rows of {bits} bit")
+        size = count * Rowwise(bits).row_bytes(dim)
+        found.append((group, count, data[at : at + size]))
+        at += size
+    if at != data.numel():
+        raise ValueError(f"{rows} rows of mixed width take {at} bytes, not {data.numel()}")
+    return found
 
 
 def importance(rows: torch.Tensor, ids: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:

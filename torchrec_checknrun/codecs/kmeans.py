@@ -23,6 +23,7 @@ from torchrec_checknrun.codecs.base import (
     output,
     require_size,
     require_version,
+    select_rows,
 )
 from torchrec_checknrun.codecs.narrow import lost_rows
 from torchrec_checknrun.errors import UnsupportedFormat
@@ -160,6 +161,18 @@ class KMeans:
                 values = heads[:, 1:] + heads[:, :1] * codebook[codes]
             part = out[begin - start : end - start]
             part.copy_(torch.from_numpy(np.ldexp(values, -exponent)))
+
+    def select(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        dim: int,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, Parameters] | None:
+        if self.block_rows is not None:
+            return None  # rows share a codebook
+        return select_rows(data, rows, self._row_bytes(dim), positions), parameters
 
     def spec(self) -> CodecSpec:
         spec: CodecSpec = {"name": self.name, "version": self.version, "bits": self.bits}

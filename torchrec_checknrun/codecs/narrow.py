@@ -21,6 +21,7 @@ from torchrec_checknrun.codecs.base import (
     output,
     require_size,
     require_version,
+    select_rows,
 )
 
 _BLOCK_BYTES = 1 << 19  # of rows: they are still in the processor's cache when read again
@@ -98,6 +99,16 @@ class Narrow:
         part = data[start * dim * 2 : (start + out.shape[0]) * dim * 2]
         part = part if is_aligned(part, 2) else part.clone()
         out.copy_(part.view(self.dtype).view(out.shape))
+
+    def select(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        dim: int,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, Parameters]:
+        return select_rows(data, rows, dim * 2, positions), parameters
 
     def spec(self) -> CodecSpec:
         return {"name": self.name, "version": self.version}

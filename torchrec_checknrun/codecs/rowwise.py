@@ -29,6 +29,7 @@ from torchrec_checknrun.codecs.base import (
     output,
     require_size,
     require_version,
+    select_rows,
 )
 from torchrec_checknrun.codecs.greedy import choose_greedy
 from torchrec_checknrun.codecs.kernel import (
@@ -166,19 +167,58 @@ class Rowwise:
         start: int,
         out: torch.Tensor,
     ) -> None:
-        size = row_bytes(out.shape[1], self.bits)
-        require_size(data, rows * size, f"{rows} rows of {out.shape[1]} × {self.bits} bit")
-        exponent = parameters.get("exponent", 0)
-        if type(exponent) is not int or abs(exponent) > 126:
-            raise ValueError(f"exponent {exponent!r}")
-        part = data.view(rows, size)[start : start + len(out)]
+        part = self._part(data, parameters, rows, start, len(out), out.shape[1])
         if out.dtype in _KERNEL_DTYPES and out.device.type == "cpu":
-            decode_rows(part, self.bits, 2.0**-exponent, out)
+            decode_rows(part, self.bits, _factor(parameters), out)
         else:
             narrow = out.dtype if out.dtype in _KERNEL_DTYPES else torch.float32
             values = torch.empty(out.shape, dtype=narrow)
-            decode_rows(part, self.bits, 2.0**-exponent, values)
+            decode_rows(part, self.bits, _factor(parameters), values)
             out.copy_(values)
+
+    def scatter(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        start: int,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+    ) -> bool:
+        """Decodes as many rows as there are ids, from ``start`` on, each to its own row of ``out``.
+
+        Args:
+            ids: ``(n,)`` int64 on the CPU: which rows of ``out``.
+            out: ``(m, dim)``.
+
+        Returns:
+            Whether it was done: only where the kernel can write.
+
+        Raises:
+            ValueError: data or parameters are not of such a block.
+        """
+        if out.dtype not in _KERNEL_DTYPES or out.device.type != "cpu" or out.stride(1) != 1:
+            return False
+        part = self._part(data, parameters, rows, start, len(ids), out.shape[1])
+        decode_rows(part, self.bits, _factor(parameters), out, ids)
+        return True
+
+    def _part(
+        self, data: torch.Tensor, parameters: Parameters, rows: int, start: int, n: int, dim: int
+    ) -> torch.Tensor:
+        size = row_bytes(dim, self.bits)
+        require_size(data, rows * size, f"{rows} rows of {dim} × {self.bits} bit")
+        return data.view(rows, size)[start : start + n]
+
+    def select(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        dim: int,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, Parameters]:
+        return select_rows(data, rows, self.row_bytes(dim), positions), parameters
 
     def spec(self) -> CodecSpec:
         spec: CodecSpec = {
@@ -192,6 +232,14 @@ class Rowwise:
         if self.ratio is not None:
             spec = {**spec, "ratio": self.ratio}
         return spec
+
+
+def _factor(parameters: Parameters) -> float:
+    """What decoded rows are multiplied by."""
+    exponent = parameters.get("exponent", 0)
+    if type(exponent) is not int or abs(exponent) > 126:
+        raise ValueError(f"exponent {exponent!r}")
+    return 2.0**-exponent
 
 
 def _exponent(rows: torch.Tensor, refused: torch.Tensor) -> int:

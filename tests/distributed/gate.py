@@ -1,0 +1,144 @@
+"""A gate between a checkpointer and its storage: what comes by is held there, or fails there.
+
+It stands in the workers, on every rank, and reaches into a rank file as well as behind the commit.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from tests.distributed.sequence_model import Point, Way
+from torchrec_checknrun.background import Background, Save
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.storage import StorageWriter
+from torchrec_checknrun.write_process import WriteProcess
+
+PATIENCE = 40.0
+"""Seconds until a test that hangs says so."""
+
+
+class Passage:
+    """One checkpoint's way, on this rank."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self.save: Save | None = None
+        self.cut_short = False
+        self._let_go = threading.Event()
+        self._reached = threading.Event()
+
+    def at(self, point: Point) -> None:
+        """Called by whoever takes the checkpoint to the storage."""
+        if self.way.holds(point, dist.get_rank()):
+            self._reached.set()
+            assert self._let_go.wait(PATIENCE), f"held at {point!r} for good"
+            if self.cut_short:
+                raise OSError("the process is gone, says the test")
+        if self.way.fails(point, dist.get_rank()):
+            raise OSError(errno.ENOSPC, "no space left, says the test")
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+    def wait(self) -> None:
+        """Until it is held, or at its end, on all ranks."""
+        hold, rank = self.way.hold, dist.get_rank()
+        if hold is None or (hold is Point.HEARD and rank != self.way.hold_rank):
+            self.wait_for_end()
+        elif hold not in (Point.MANIFEST, Point.COMMITTED) or rank == 0:
+            assert self._reached.wait(PATIENCE), f"{hold!r} is not reached"
+        dist.barrier()
+
+    def wait_for_end(self) -> None:
+        assert self.save is not None
+        assert self.save.wait(PATIENCE), "the save does not end"
+
+
+class Gate:
+    """Puts itself into all that a save goes through."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.next = Way()
+        self.passage: Passage | None = None
+        begin, save = Background.begin, dcp.save
+        write_data, write, put = StorageWriter.write_data, Folder.write, Folder.put
+        write_there = WriteProcess.write
+
+        def begin_here(background: Background, *args: Any, **kwargs: Any) -> Save:
+            self.passage = passage = Passage(self.next)
+            passage.save = begin(background, *args, **kwargs)
+            return passage.save
+
+        def hear(*args: Any, **kwargs: Any) -> Any:
+            passage = self.passage
+            metadata = save(*args, **kwargs)
+            if passage is not None:
+                passage.at(Point.HEARD)
+            return metadata
+
+        def write_data_here(writer: StorageWriter, *args: Any) -> Any:
+            self._at(Point.FILE)
+            return write_data(writer, *args)
+
+        @contextmanager
+        def write_here(folder: Folder, name: str) -> Iterator[Any]:
+            with write(folder, name) as file:
+                yield _Torn(file, self._at)
+
+        def put_here(folder: Folder, name: str, data: bytes) -> None:
+            self._at(Point.MANIFEST)
+            put(folder, name, data)
+            self._at(Point.COMMITTED)
+
+        def killing(process: WriteProcess, jobs: Iterator[Any]) -> Iterator[Any]:
+            yield from itertools.islice(jobs, 1)
+            try:
+                self._at(Point.IN_FILE)
+            except OSError:
+                os.kill(process.pid, signal.SIGKILL)
+            yield from jobs
+
+        def write_there_or_die(
+            process: WriteProcess, folder: Folder, rank: int, jobs: Iterator[Any]
+        ) -> Any:
+            return write_there(process, folder, rank, killing(process, jobs))
+
+        patch.setattr(Background, "begin", begin_here)
+        patch.setattr(dcp, "save", hear)
+        patch.setattr(StorageWriter, "write_data", write_data_here)
+        patch.setattr(Folder, "write", write_here)
+        patch.setattr(Folder, "put", put_here)
+        patch.setattr(WriteProcess, "write", write_there_or_die)
+
+    def _at(self, point: Point) -> None:
+        if self.passage is not None:
+            self.passage.at(point)
+
+
+class _Torn:
+    """A file of which only the beginning can be written, if that is where it fails."""
+
+    def __init__(self, file: IO[bytes], at: Callable[[Point], None]) -> None:
+        self._file = file
+        self._at = at
+        self._writes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: Any) -> int:
+        self._writes += 1
+        if self._writes == 2:  # an index and a footer are in every file
+            self._at(Point.IN_FILE)
+        return self._file.write(data)

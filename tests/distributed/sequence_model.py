@@ -1,0 +1,380 @@
+"""What a sequence of operations must lead to: a Checkpointer in plain Python, without any rows.
+
+Knows of every checkpoint whether it will be listed, and of every call on every rank what it returns
+or raises. Rows are compared elsewhere, with copies taken when a checkpoint was begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+
+class Point(IntEnum):
+    """Where on its way a checkpoint can be held, and can fail. The order is that of time."""
+
+    FILE = 0
+    """A rank is about to write its file."""
+    IN_FILE = 1
+    """A part of it is written."""
+    MANIFEST = 2
+    """All files are written, and rank 0 is about to commit."""
+    COMMITTED = 3
+    """It is listed, but rank 0 doesn't know: the answer of the storage is lost."""
+    HEARD = 4
+    """A rank is about to hear of it."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of the training processes: how many they are, and what they are told.
+
+    Attributes:
+        plan: seed of the sharding.
+        in_parts: so little staging memory that no snapshot fits.
+        at_end: a checkpoint is due when they end in peace.
+    """
+
+    world_size: int = 2
+    plan: int = 0
+    policy: str = "one_shot"
+    bits: int | None = None
+    background: str = "thread"
+    staging: str = "auto"
+    in_parts: bool = False
+    when_busy: str = "skip"
+    max_failures: int = 0
+    at_end: bool = False
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a checkpoint meets on its way to the storage.
+
+    Attributes:
+        hold: where it is held until it is let go.
+        hold_rank: who is held at ``HEARD``; elsewhere it is everyone who comes there.
+        fault: where it fails.
+        fault_rank: for whom; None for all who come there.
+    """
+
+    hold: Point | None = None
+    hold_rank: int = 0
+    fault: Point | None = None
+    fault_rank: int | None = None
+
+    def fitted(self, life: Life) -> Way:
+        """As it can happen: nobody is held behind the point where it fails, and a snapshot in parts
+        is staged only while its file is written.
+        """
+        hold = self.hold
+        if hold is not None and self.fault is not None and self.fault < hold:
+            hold = None
+        if life.in_parts and hold is Point.FILE:
+            hold = None if self.fault in (Point.FILE, Point.IN_FILE) else Point.MANIFEST
+        rank = None if self.fault_rank is None else self.fault_rank % life.world_size
+        return Way(hold, self.hold_rank % life.world_size, self.fault, rank)
+
+    def holds(self, point: Point, rank: int) -> bool:
+        return point is self.hold and (point is not Point.HEARD or rank == self.hold_rank)
+
+    def fails(self, point: Point, rank: int) -> bool:
+        return point is self.fault and (
+            point in (Point.MANIFEST, Point.COMMITTED) or self.fault_rank in (None, rank)
+        )
+
+    def heard_by(self, rank: int) -> bool:
+        """Whether a rank is told that it was committed."""
+        return self.fault is None or (
+            self.fault is Point.HEARD and not self.fails(self.fault, rank)
+        )
+
+    def to_json(self) -> dict[str, int | None]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Way:
+        points = {
+            name: None if document[name] is None else Point(document[name])
+            for name in ("hold", "fault")
+        }
+        return cls(**{**document, **points})
+
+
+@dataclass(eq=False)
+class Begun:
+    """A checkpoint that was begun.
+
+    Attributes:
+        held: on its way, and not let go yet.
+        listed: whether it is or will be; None if that can't be known.
+        id: once the sequence has run so far.
+        digest: of what the first restore of it gave.
+    """
+
+    number: int
+    step: int
+    way: Way
+    held: bool
+    listed: bool | None
+    id: str = ""
+    digest: str = ""
+
+    def known_to(self, rank: int) -> bool:
+        """Whether a rank knows by now what became of it."""
+        elsewhere = self.way.hold is Point.HEARD and rank != self.way.hold_rank
+        return not self.held or elsewhere
+
+
+@dataclass
+class Answer:
+    """What a call must do on one rank.
+
+    Attributes:
+        told: of which checkpoints the callbacks hear.
+    """
+
+    error: bool = False
+    report: Begun | None = None
+    told: list[Begun] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "error": self.error,
+            "report": self.report and self.report.id,
+            "told": [begun.id for begun in self.told],
+        }
+
+
+@dataclass
+class _Rank:
+    running: Begun | None = None
+    failures: int = 0
+    error: bool = False
+    report: Begun | None = None
+    told: list[Begun] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that the next checkpoint's kind follows from: ``restored``, ``begun``,
+    ``committed`` (and rank 0 knows) or ``unheard`` (it is listed, but rank 0 doesn't know).
+    """
+
+    what: str
+    checkpoint: Begun
+
+
+@dataclass
+class Call:
+    """A call and what it must do: answers by rank, and which checkpoints it begins."""
+
+    answers: list[Answer]
+    begun: Begun | None = None
+
+
+class Reference:
+    """The state of a run: what is listed, and what each rank of this life knows.
+
+    Attributes:
+        begun: every checkpoint that was ever begun, in order.
+        events: of this life.
+        only_logged: how many failures in this life nobody is told of.
+    """
+
+    def __init__(self) -> None:
+        self.begun: list[Begun] = []
+        self.steps = 0
+
+    @property
+    def listed(self) -> list[Begun]:
+        """In the order of their sequence numbers."""
+        return [begun for begun in self.begun if begun.listed]
+
+    def born(self, life: Life) -> None:
+        """New processes."""
+        self._life = life
+        self._ranks = [_Rank() for _ in range(life.world_size)]
+        self._last: Begun | None = None
+        self.events: list[Event] = []
+        self.only_logged = 0
+        self.steps = 0
+
+    def fitted(self, way: Way) -> Way:
+        """As it can happen in this life."""
+        return way.fitted(self._life)
+
+    @property
+    def held(self) -> Begun | None:
+        """The checkpoint that is on its way, and held."""
+        return next((r.running for r in self._ranks if r.running and r.running.held), None)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a rank has something to hear of."""
+        return any(rank.running or rank.error for rank in self._ranks)
+
+    def let_go(self) -> None:
+        if self.held:
+            self.held.held = False
+
+    def restore(self, source: Begun | None) -> Begun | None:
+        """Of a checkpoint, or of the newest. What was restored."""
+        self._settle_all()
+        for rank in self._ranks:  # what failed before is only logged
+            rank.error, rank.report, rank.told = False, None, []
+        found = source or (self.listed[-1] if self.listed else None)
+        if found is not None:
+            self._last, self.steps = found, found.step
+            self.events.append(Event("restored", found))
+        return found
+
+    def step(self, due: Way | None = None) -> Call:
+        """One step of training and ``step``, at which a checkpoint may be due."""
+        self.steps += 1
+        for rank in range(len(self._ranks)):
+            self._settle(rank, wait=False)
+        begun = None
+        if due is not None:
+            if self._life.when_busy == "wait":
+                self._settle_all()
+            begun = self._begin(due)
+        return Call(self._outcomes(), begun)
+
+    def save(self, way: Way, wait: bool) -> Call:
+        self._settle_all()
+        begun = self._begin(way)
+        answers = self._outcomes()
+        for answer in answers:
+            answer.report = None
+        if begun is not None and wait:
+            return Call(_joined(answers, self.wait().answers), begun)
+        return Call(answers, begun)
+
+    def wait(self) -> Call:
+        self._settle_all()
+        return Call(self._outcomes())
+
+    def close(self, way: Way) -> Call:
+        """The end in peace."""
+        self._settle_all()
+        begun = None
+        is_behind = self._last is None or self._last.step != self.steps
+        if self._life.at_end and self.steps > 0 and is_behind:
+            begun = self._begin(way)
+            self._settle_all()
+        answers = self._outcomes()
+        for answer in answers:
+            answer.report = None
+        return Call(answers, begun)
+
+    def die(self, let_go: bool) -> None:
+        """The end without a word.
+
+        Args:
+            let_go: what was held goes on, and gets nobody knows how far.
+        """
+        held = self.held
+        if held is None or held.way.hold is None or held.way.hold >= Point.COMMITTED:
+            return
+        if let_go and held.listed:
+            held.listed = None
+        else:
+            held.listed = False
+
+    def _begin(self, way: Way) -> Begun | None:
+        if any(rank.error or rank.running for rank in self._ranks):
+            return None
+        way = self.fitted(way)
+        listed = way.fault is None or way.fault >= Point.COMMITTED
+        begun = Begun(len(self.begun), self.steps, way, way.hold is not None, listed)
+        self.begun.append(begun)
+        self.events.append(Event("begun", begun))
+        for rank in self._ranks:
+            rank.running = begun
+        return begun
+
+    def _settle_all(self) -> None:
+        self.let_go()
+        for rank in range(len(self._ranks)):
+            self._settle(rank, wait=True)
+
+    def _settle(self, number: int, wait: bool) -> None:
+        rank = self._ranks[number]
+        begun = rank.running
+        if begun is None or not (wait or begun.known_to(number)):
+            return
+        rank.running = None
+        if begun.way.heard_by(number):
+            rank.failures = 0
+            rank.report = begun
+            rank.told.append(begun)
+            if number == 0:
+                self._last = begun
+                self.events.append(Event("committed", begun))
+            return
+        rank.failures += 1
+        if rank.failures > self._life.max_failures:
+            rank.error = True
+        else:
+            self.only_logged += 1
+        if number == 0 and begun.listed:
+            self.events.append(Event("unheard", begun))
+
+    def _outcomes(self) -> list[Answer]:
+        answers = []
+        for rank in self._ranks:
+            report = None if rank.error else rank.report
+            answers.append(Answer(rank.error, report, rank.told))
+            rank.error, rank.report, rank.told = False, None, []
+        return answers
+
+
+def _joined(first: list[Answer], second: list[Answer]) -> list[Answer]:
+    return [
+        Answer(b.error, b.report, [*a.told, *b.told]) for a, b in zip(first, second, strict=True)
+    ]
+
+
+Manifests = Mapping[str, Mapping[str, Any]]
+"""By id, of what is listed."""
+
+
+def wrong_parents(life: Life, events: list[Event], manifests: Manifests) -> list[str]:
+    """Which of a life's checkpoints are not differential to what they should be."""
+    problems = []
+    history: list[str] = []
+    doubt = False
+    for event in events:
+        name = event.checkpoint.id
+        if event.what == "restored":
+            history, doubt = _chain(name, manifests), False
+        elif event.what == "unheard":
+            doubt = True
+        elif event.what == "committed":
+            history = [*history, name] if manifests[name]["parent"] else [name]
+        elif name in manifests:
+            allowed = _parents(life, [manifests[each] for each in history])
+            parent = (manifests[name]["parent"] or {"id": None})["id"]
+            if parent not in (allowed | {None} if doubt else allowed):
+                problems.append(f"{name} is differential to {parent}, not to one of {allowed}")
+    return problems
+
+
+def _chain(name: str, manifests: Manifests) -> list[str]:
+    parent = manifests[name]["parent"]
+    return [*(_chain(parent["id"], manifests) if parent else []), name]
+
+
+def _parents(life: Life, history: list[Mapping[str, Any]]) -> set[str | None]:
+    """Ids of those that the next checkpoint may be differential to; None: it may be full."""
+    if not history or life.policy == "full":
+        return {None}
+    width, widths = life.bits or 32, [manifest["bits"] or 32 for manifest in history]
+    if width > widths[0]:
+        return {None}
+    parent = history[-1 if life.policy == "consecutive" else 0]["id"]
+    # Whether the later ones have stored any row at all is not known here.
+    return {parent, None} if life.policy == "intermittent" or width > min(widths) else {parent}

@@ -1,0 +1,290 @@
+"""What the workers of ``test_sequences`` do: one life of a job, operation by operation.
+
+Between its checkpointer and the storage stands a ``Gate``. At every begin a copy of the whole state
+is put aside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed import references
+from tests.distributed.gate import PATIENCE, Gate
+from tests.distributed.models import Job, ModelSpec, State, gather, scramble
+from tests.distributed.sequence_model import Life, Way
+from torchrec_checknrun import (
+    Checkpointer,
+    CheckpointReport,
+    Consecutive,
+    Full,
+    Intermittent,
+    OneShot,
+    Policy,
+    Quantization,
+)
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.staged import StagedRows
+from torchrec_checknrun.tracked import TrackedModel
+from torchrec_checknrun.tracking import Marks
+from torchrec_checknrun.triggers import AtEnd, Moment
+
+POLICIES: dict[str, Policy] = {
+    "full": Full(),
+    "one_shot": OneShot(),
+    "consecutive": Consecutive(),
+    "intermittent": Intermittent(),
+}
+CHUNK_BYTES = 700
+SMALL_BUDGET = 3 * CHUNK_BYTES
+"""The least there is; a single item that needs more gets it."""
+
+
+class Requested:
+    """A trigger that is pulled by hand, on all ranks."""
+
+    by_step = True
+
+    def __init__(self) -> None:
+        self.pulled = False
+
+    def due(self, now: Moment) -> bool:
+        return self.pulled
+
+
+class Living:
+    """A job and its checkpointer, and the operations that they go through.
+
+    Args:
+        ids: of all checkpoints that were begun in former lives, in order.
+    """
+
+    def __init__(
+        self, where: dict[str, Any], life: Life, ids: list[str], patch: pytest.MonkeyPatch
+    ) -> None:
+        self.root, self.copies = where["root"], Path(where["copies"])
+        self.job = Job.build(ModelSpec.from_json(where["spec"]), where["plan"], seed=len(ids))
+        self.life = life
+        self.ids = list(ids)
+        self._told: list[str] = []
+        self._trigger = Requested()
+        self.gate = Gate(patch)
+        self.saver = Checkpointer(
+            self.root,
+            model=self.job.model,
+            state={"optimizer": self.job.optimizer, "job": self.job},
+            policy=POLICIES[life.policy],
+            quantization=Quantization(life.bits, "asymmetric", exact_below_rows=0),
+            triggers=[self._trigger, *([AtEnd()] if life.at_end else [])],
+            background=life.background,  # type: ignore[arg-type]
+            staging=life.staging,  # type: ignore[arg-type]
+            memory_budget=SMALL_BUDGET if life.in_parts else None,
+            when_busy=life.when_busy,  # type: ignore[arg-type]
+            max_failures=life.max_failures,
+            callbacks=[lambda report: self._told.append(report.id)],
+            chunk_bytes=CHUNK_BYTES,
+            timeout_seconds=PATIENCE,
+        )
+
+    def train(self, steps: int) -> dict[str, Any]:
+        return {"steps": [self._step() for _ in range(steps)]}
+
+    def due(self, way: dict[str, Any]) -> dict[str, Any]:
+        """A step at which a checkpoint is due."""
+        self.job.train()
+        if self.life.when_busy == "wait":
+            self._let_go_soon()
+        self._trigger.pulled = True
+        try:
+            return self._beginning(self.saver.step, way)
+        finally:
+            self._trigger.pulled = False
+
+    def save_in_the_background(self, way: dict[str, Any], meanwhile: int) -> dict[str, Any]:
+        """``save(wait=False)``, and batches while nothing but the storage makes it wait."""
+        self._let_go_soon()
+        answer = self._beginning(lambda: self.saver.save(wait=False), way, meanwhile)
+        answer["steps"] = [self._call(self.saver.step) for _ in range(meanwhile)]
+        return answer
+
+    def save(self, way: dict[str, Any]) -> dict[str, Any]:
+        self._let_go_soon()
+        return self._beginning(self.saver.save, way)
+
+    def let_go(self) -> dict[str, Any]:
+        """What is held goes on to its end, while training waits for something else."""
+        if self.gate.passage is not None:
+            self.gate.passage.let_go()
+            self.gate.passage.wait_for_end()
+        dist.barrier()
+        return {}
+
+    def wait(self) -> dict[str, Any]:
+        self._let_go_soon()
+        return {"call": self._call(self.saver.wait)}
+
+    def restore(self, number: int | None, anything: bool) -> dict[str, Any]:
+        """Of the checkpoint that was begun as the so-manieth, or of the newest.
+
+        Args:
+            anything: whether there is one.
+        """
+        self._let_go_soon()
+        if anything:
+            scramble(self.job)
+        report = self.saver.restore(None if number is None else self.ids[number])
+        self._told.clear()
+        if report is None:
+            return {"restored": None, "problems": [], "digest": ""}
+        assert self.saver.steps == report.step
+        return {
+            "restored": report.id,
+            **compare(self.job, self.root, self.copies, report.id),
+        }
+
+    def close(self, way: dict[str, Any]) -> dict[str, Any]:
+        self._let_go_soon()
+        return self._beginning(self.saver.close, way)
+
+    def abandon(self) -> dict[str, Any]:
+        """As if the process were gone: nothing that it still does reaches the storage."""
+        with pytest.raises(InterruptedError), self.saver:
+            raise InterruptedError
+        if (passage := self.gate.passage) is not None:
+            passage.cut_short = True
+            passage.let_go()
+            passage.wait_for_end()
+        return {}
+
+    def kill(self, let_go: bool) -> None:
+        """SIGKILL, on all ranks; perhaps some moments after what was held went on."""
+        if let_go and self.gate.passage is not None:
+            self.gate.passage.let_go()
+            time.sleep(0.004 * len(self.ids))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _step(self) -> dict[str, Any]:
+        self.job.train()
+        return self._call(self.saver.step)
+
+    def _beginning(
+        self, call: Callable[[], CheckpointReport | None], way: dict[str, Any], meanwhile: int = 0
+    ) -> dict[str, Any]:
+        """A call that may begin a checkpoint; when it is over, that one is held or at its end."""
+        before = self.gate.passage
+        self.gate.next = Way.from_json(way)
+        state = gather(self.job)
+        answer = self._call(call)
+        self.job.train(meanwhile)
+        passage = self.gate.passage
+        if passage is before:
+            return {"call": answer, "begun": None, "in_parts": False}
+        assert passage is not None
+        assert passage.save is not None
+        self.ids.append(passage.save.proposal.id)
+        self._put_aside(state)
+        passage.wait()
+        in_parts = passage.save.progress.in_parts
+        return {"call": answer, "begun": self.ids[-1], "in_parts": in_parts}
+
+    def _put_aside(self, state: State) -> None:
+        if dist.get_rank() == 0:
+            references.store(self.copies / f"{self.ids[-1]}.npz", state)
+
+    def _call(self, call: Callable[[], CheckpointReport | None]) -> dict[str, Any]:
+        self._told.clear()
+        try:
+            report = call()
+        except SaveFailed:
+            return {"error": True, "report": None, "told": list(self._told)}
+        return {"error": False, "report": report and report.id, "told": list(self._told)}
+
+    def _let_go_soon(self) -> None:
+        """For calls that wait for what is held."""
+        if self.gate.passage is not None:
+            threading.Timer(0.002, self.gate.passage.let_go).start()
+
+
+def compare(job: Job, root: str, copies: Path, name: str) -> dict[str, Any]:
+    """How a restored job differs from the copy that was put aside, and what it holds."""
+    state = gather(job)
+    wanted = references.load(copies / f"{name}.npz")
+    digest = hashlib.sha256()
+    for key in sorted(state):
+        digest.update(key.encode() + state[key].tobytes())
+    bits = references.narrowest_bits(Path(root), name)
+    problems = references.differences(state, wanted, bits)
+    return {"problems": problems, "digest": digest.hexdigest(), "step": job.steps}
+
+
+def live(
+    where: dict[str, Any],
+    life: dict[str, Any],
+    ids: list[str],
+    script: list[list[Any]],
+    sabotage: str | None = None,
+) -> list[dict[str, Any]]:
+    """Goes through a script of operations; what each has led to.
+
+    Args:
+        where: ``root``, ``copies``, ``spec`` and ``plan``.
+        script: names of ``Living``'s methods, each with its arguments.
+    """
+    done: list[dict[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if sabotage is not None:
+            SABOTAGE[sabotage](patch)
+        living = Living(where, Life(**life), ids, patch)
+        for name, arguments in script:
+            if name == "kill":
+                leave(where, done)
+            done.append(getattr(living, name)(**arguments))
+    return done
+
+
+def leave(where: dict[str, Any], done: list[dict[str, Any]]) -> None:
+    """Puts down what was done, for when the process can't return it."""
+    Path(where["copies"], f"rank{dist.get_rank()}.json").write_text(json.dumps(done))
+    dist.barrier()
+
+
+def _no_merge(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TrackedModel, "merge", lambda *_: None)
+
+
+def _no_marks_after_restore(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Marks, "add", lambda *_: None)
+
+
+def _no_copies(patch: pytest.MonkeyPatch) -> None:
+    """Rows are taken out of the live tables when they are encoded."""
+    copy, encode = StagedRows.copy, StagedRows.encode
+    live_rows: dict[int, tuple[Any, ...]] = {}
+
+    def remember(rows: StagedRows, *source: Any) -> None:
+        live_rows[rows.ids.offset] = source
+        copy(rows, *source)
+
+    def encode_live(rows: StagedRows, memory: Any) -> Any:
+        copy(rows, *live_rows[rows.ids.offset])
+        return encode(rows, memory)
+
+    patch.setattr(StagedRows, "copy", remember)
+    patch.setattr(StagedRows, "encode", encode_live)
+
+
+SABOTAGE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "marks of a failed save are lost": _no_merge,
+    "marks since the baseline are lost": _no_marks_after_restore,
+    "staging is no copy": _no_copies,
+}

@@ -1,0 +1,130 @@
+"""Whatever happens to a run, in whatever order: no row is lost, and who should hear of it does.
+
+Hypothesis makes sequences of operations. They are run on real processes, life by life, and every
+answer is compared with a reference model's, every restored state with a copy that was taken when
+its checkpoint was begun.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.distributed.sequence_model import Life, Point, Way
+from tests.distributed.sequence_run import ALPHABET, FREE, Run, Workers
+from tests.distributed.sequences import SABOTAGE
+
+quick = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    stateful_step_count=20,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def check_sequences(
+    workers: Workers,
+    many: int,
+    start: int,
+    ends: Sequence[str] = ("abandon", "close"),
+    backgrounds: Sequence[str] = ("thread",),
+) -> Counter[str]:
+    """What has happened in them, and how often.
+
+    Args:
+        start: where Hypothesis begins: the same sequences every time.
+    """
+    seen: Counter[str] = Counter()
+
+    @seed(start)
+    class OneOfMany(Run):
+        def __init__(self) -> None:
+            super().__init__(workers, ends, backgrounds, seen)
+
+    run_state_machine_as_test(OneOfMany, settings=settings(quick, max_examples=many))
+    print(dict(sorted(seen.items())))
+    return seen
+
+
+def test_nothing_is_lost(workers: Workers) -> None:
+    seen = check_sequences(workers, 20, 4)
+    assert seen["differential"] > seen["full"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_nothing_is_lost_long(workers: Workers) -> None:
+    ends = (*("abandon", "close") * 4, "kill", "kill later")
+    backgrounds = (*("thread",) * 5, "process")
+    seen = check_sequences(workers, 200, 2, ends, backgrounds)
+    assert {what for what in ALPHABET if not seen[what]} == set()
+
+
+def go_through(run: Run) -> None:
+    """A short sequence that has all in it that ``SABOTAGE`` breaks."""
+    run.begin_run(11, Life(policy="consecutive", staging="copy"), background=0)
+    run.save(2, FREE)
+    run.save(2, Way(fault=Point.FILE, fault_rank=1))
+    run.save_in_the_background(1, Way(Point.FILE), meanwhile=2)
+    run.restart(1, FREE, Life(policy="one_shot"), background=0, newest=True, which=0)
+    run.save(1, FREE)
+    run.teardown()
+
+
+@pytest.mark.parametrize("background", ["thread", "process"])
+def test_a_short_sequence(workers: Workers, background: str) -> None:
+    go_through(Run(workers, backgrounds=(background,)))
+
+
+@pytest.mark.parametrize("sabotage", sorted(SABOTAGE))
+def test_a_lost_row_is_found(workers: Workers, sabotage: str) -> None:
+    with pytest.raises(AssertionError, match=r"rows .* differ"):
+        go_through(Run(workers, sabotage=sabotage))
+
+
+@pytest.mark.parametrize("background", ["thread", "process"])
+def test_failing_in_parts(workers: Workers, background: str) -> None:
+    """Training waits for memory that is not given back in the ordinary way."""
+    run = Run(workers, backgrounds=(background,))
+    run.begin_run(256, Life(plan=39, in_parts=True), background=0)
+    for rank in (None, 1):
+        run.train_until_due(2, Way(fault=Point.IN_FILE, fault_rank=rank))
+        run.save(1, FREE)
+    run.teardown()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_does_not_hear(workers: Workers, rank: int) -> None:
+    """The others have given up their marks by then."""
+    run = Run(workers)
+    run.begin_run(11, Life(policy="consecutive", plan=3), background=0)
+    run.save(2, FREE)
+    run.save(2, Way(fault=Point.HEARD, fault_rank=rank))
+    run.save(1, FREE)
+    run.save(1, FREE)
+    run.teardown()
+
+
+@pytest.mark.parametrize(
+    ("end", "hold"),
+    [
+        ("kill", Point.COMMITTED),
+        ("kill later", Point.FILE),
+        pytest.param("kill", Point.FILE, marks=pytest.mark.slow),
+        pytest.param("kill", Point.MANIFEST, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_while_it_is_written(workers: Workers, end: str, hold: Point) -> None:
+    run = Run(workers, ends=(end,))
+    run.begin_run(11, Life(policy="consecutive"), background=0)
+    run.save(2, FREE)
+    run.save_in_the_background(1, Way(hold), meanwhile=2)
+    run.restart(0, FREE, Life(1, policy="consecutive"), background=0, newest=True, which=0)
+    run.save(1, FREE)
+    run.teardown()

@@ -1,0 +1,313 @@
+"""Chains of checkpoints made by hand, of random chunks, and what a plain reader makes of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from torchrec_checknrun.chain import resolve
+from torchrec_checknrun.chunks import EncodedChunk, Entry, state_chunk
+from torchrec_checknrun.codecs import Codec, Exact, Fp16, ImportanceWeighted, Rowwise
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.fit import Fit
+from torchrec_checknrun.in_order import Turn, work_in_order
+from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, TableTotals, checkpoint_id
+from torchrec_checknrun.quantization import Encoding
+from torchrec_checknrun.rank_file import add_totals, write_rank_file
+from torchrec_checknrun.read_chunks import (
+    ChainContent,
+    ReadableChunk,
+    read_chunk,
+    read_content,
+)
+from torchrec_checknrun.row_chunks import encode_rows
+from torchrec_checknrun.row_restore import RowRestore
+from torchrec_checknrun.shards import LocalShard, Rectangle, RowBlock, TableShape
+from torchrec_checknrun.state import encode_state
+from torchrec_checknrun.stored_rows import decode_rows
+from torchrec_checknrun.tracking import Consumer, Marks
+
+TABLE, DIM = "ebc.embedding_bags.t", 8
+STATES = {"momentum1": True, "exp_avg": False}
+"""Optimizer states, and whether they are row-wise."""
+
+CODECS: list[Codec] = [
+    Exact(),
+    Fp16(),
+    *(Rowwise(bits) for bits in (8, 4, 3, 2)),
+    ImportanceWeighted(),
+]
+_numbers = itertools.count()
+
+
+def new_root() -> Folder:
+    """In memory."""
+    root = Folder(f"memory://tests/chains/{next(_numbers)}")
+    root.create()
+    return root
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For small operations: their threads wait for each other where CPUs are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Part:
+    """Rows of some columns, a chunk each for so many of them."""
+
+    columns: tuple[int, int]
+    ids: list[int]
+    size: int
+    states: tuple[str, ...] = tuple(STATES)
+    encoding: Encoding = field(default_factory=lambda: Encoding(Exact()))
+
+
+@dataclass
+class Job:
+    """A chunk as the writer takes it."""
+
+    chunk: EncodedChunk
+
+    def encode(self) -> EncodedChunk:
+        return self.chunk
+
+    def close(self) -> None:
+        pass
+
+
+def encode(part: Part, rows: int, seed: int) -> list[EncodedChunk]:
+    """Chunks of random rows."""
+    generator = torch.Generator().manual_seed(seed)
+    start, stop = part.columns
+    chunks = []
+    for at in range(0, len(part.ids), part.size):
+        ids = torch.tensor(part.ids[at : at + part.size])
+        shapes = {n: (len(ids),) if STATES[n] else (len(ids), stop - start) for n in part.states}
+        weight = torch.randn((len(ids), stop - start), generator=generator)
+        weight[torch.rand(len(ids), generator=generator) < 0.05] = torch.inf
+        block = RowBlock(
+            table=TABLE,
+            shape=TableShape(rows, DIM),
+            columns=part.columns,
+            ids=ids,
+            weight=weight,
+            positions=None,
+            optimizer={n: torch.rand(shape, generator=generator) for n, shape in shapes.items()},
+        )
+        chunks.append(encode_rows(block, part.encoding))
+    return chunks
+
+
+def write(
+    root: Folder,
+    rows: int,
+    parts: Sequence[Part],
+    parent: Manifest | None = None,
+    ranks: int = 1,
+    **other: Any,
+) -> Manifest:
+    """Commits a checkpoint of one table, and a state that all ranks have alike, and one each of
+    their own.
+    """
+    sequence = parent.sequence + 1 if parent else 1
+    name = checkpoint_id(sequence, sequence * 10, f"{sequence:08x}")
+    (root / name).create()
+    chunks = [c for i, part in enumerate(parts) for c in encode(part, rows, 100 * sequence + i)]
+    summaries = []
+    for rank in range(ranks):
+        of_rank = chunks[rank::ranks]
+        if rank == 0:
+            of_rank.append(state_chunk("model", None, *encode_state({"w": sequence}, "model")))
+        own = {"drawn": torch.arange(rank + 3.0)}
+        of_rank.append(state_chunk("rng", rank, *encode_state(own, "rng")))
+        summaries.append(write_rank_file(root / name, rank, iter(map(Job, of_rank))))
+    total = TableTotals(rows, DIM)
+    for summary in summaries:
+        if TABLE in summary.tables:
+            total = add_totals(total, summary.tables[TABLE])
+    manifest = Manifest(
+        id=name,
+        sequence=sequence,
+        step=sequence * 10,
+        kind="differential" if parent else "full",
+        parent=parent.link if parent else None,
+        previous=parent.link if parent else None,
+        world_size=ranks,
+        created_at="2024-02-03T04:05:06.789+00:00",
+        created_by="test",
+        lossy_restores=0,
+        bits=None,
+        tables={TABLE: total},
+        states={"model": False, "rng": True},
+        dense_bytes=sum(summary.dense_bytes for summary in summaries),
+        files=tuple(summary.file for summary in summaries),
+        **other,
+    ).sealed()
+    (root / name).put(MANIFEST_NAME, manifest.to_bytes())
+    return manifest
+
+
+@st.composite
+def splits(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
+    """Ranges that make up ``[0, size)``."""
+    cuts = sorted(draw(st.sets(st.integers(1, size - 1), max_size=3))) if size > 1 else []
+    return list(zip([0, *cuts], [*cuts, size], strict=True))
+
+
+@st.composite
+def random_parts(
+    draw: st.DrawFn, rows: int, codecs: Sequence[Codec] = (Exact(),)
+) -> list[list[Part]]:
+    """A chain: a full checkpoint and differential ones; of some, a chunk has all rows of a range.
+
+    Rows of the first ones may have no optimizer state yet.
+    """
+    columns = draw(splits(DIM))
+    length = draw(st.integers(1, 5))
+    without = draw(st.integers(0, length - 1))
+    chain = []
+    for age in range(length):
+        parts = []
+        for of_columns in columns:
+            ids = list(range(rows))
+            if age and draw(st.booleans()):
+                ids = sorted(draw(st.sets(st.sampled_from(ids), min_size=int(age == without))))
+            elif age:
+                start = draw(st.integers(0, rows - 1))
+                ids = ids[start : start + draw(st.integers(int(age == without), rows))]
+            parts.append(
+                Part(
+                    of_columns,
+                    ids,
+                    draw(st.integers(1, 30)),
+                    () if age < without else tuple(STATES),
+                    Encoding(
+                        draw(st.sampled_from(list(codecs))),
+                        draw(st.sampled_from(["fp32", "bf16", "log8"])),
+                        draw(st.booleans()),
+                    ),
+                )
+            )
+        chain.append(parts)
+    return chain
+
+
+def write_chain(root: Folder, rows: int, chain: Sequence[Sequence[Part]], ranks: int = 1) -> str:
+    """Returns the head's id."""
+    manifest = None
+    for parts in chain:
+        manifest = write(root, rows, parts, manifest, ranks)
+    assert manifest is not None
+    return manifest.id
+
+
+def make_shards(rows: int, places: Iterable[Rectangle], fill: float = -1.0) -> list[LocalShard]:
+    """Shards whose memory has a value that no stored row has."""
+    return [
+        LocalShard(
+            TABLE,
+            TableShape(rows, DIM),
+            place,
+            torch.full((place.rows, place.cols), fill),
+            {
+                name: torch.full((place.rows,) if rowwise else (place.rows, place.cols), fill)
+                for name, rowwise in STATES.items()
+            },
+        )
+        for place in places
+    ]
+
+
+def content_of(root: Folder, head: str) -> ChainContent:
+    return read_content(root, resolve(root, head))
+
+
+def restore(
+    root: Folder, head: str, shards: list[LocalShard], threads: int = 1, dry_run: bool = False
+) -> tuple[list[Marks], list[str]]:
+    """Restores as a planner and a reader do.
+
+    Returns:
+        The shards' marks, and the keys of the chunks that were read.
+    """
+    content = content_of(root, head)
+    marks = [Marks(shard.rectangle.rows, torch.device("cpu")) for shard in shards]
+    rows = RowRestore(content, {TABLE: TABLE}, Fit())
+    chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
+    keys = rows.plan(shards, marks)
+    were_read: list[str] = []
+
+    def load(number: int, turn: Turn) -> None:
+        chunk = chunks[keys[number]]
+
+        def read() -> memoryview:
+            were_read.append(chunk.key)
+            return read_chunk(root, chunk)
+
+        rows.load(ReadableChunk(chunk.key, chunk.entry, read, turn), dry_run)
+
+    if threads == 1:
+        for number in range(len(keys)):
+            load(number, nullcontext())
+    else:
+        work_in_order(load, [1] * len(keys), len(keys), threads)
+    rows.finish(dry_run)
+    return marks, were_read
+
+
+def apply_in_order(root: Folder, head: str, shards: list[LocalShard]) -> list[np.ndarray]:
+    """What a restore should come to: every chunk in the chain's order, over whatever is there.
+
+    Returns:
+        By shard, which rows differential checkpoints hold.
+    """
+    held = [np.zeros(shard.rectangle.rows, dtype=bool) for shard in shards]
+    for age, chunks in enumerate(content_of(root, head).chunks):
+        for chunk in chunks:
+            if chunk.entry["kind"] == "rows":
+                for shard, of_shard in zip(shards, held, strict=True):
+                    local = _apply(chunk.entry, read_chunk(root, chunk), shard)
+                    of_shard[local] |= age > 0
+    return held
+
+
+def _apply(entry: Entry, payload: memoryview, shard: LocalShard) -> np.ndarray:
+    own, rows = shard.rectangle, decode_rows(entry, payload)
+    first, last = entry["columns"]
+    start, stop = max(first, own.col_start), min(last, own.col_stop)
+    here = (rows.ids >= own.row_start) & (rows.ids < own.row_stop)
+    local = rows.ids[here] - own.row_start
+    if start >= stop:
+        return local[:0].numpy()
+    into, source = (
+        slice(start - own.col_start, stop - own.col_start),
+        slice(start - first, stop - first),
+    )
+    shard.weight[local, into] = rows.weight[here][:, source]
+    for name, state in rows.optimizer.items():
+        if state.dim() == 1:
+            assert (start, stop) == (first, last) == (own.col_start, own.col_stop)
+            shard.optimizer[name][local] = state[here]
+        else:
+            shard.optimizer[name][local, into] = state[here][:, source]
+    return local.numpy()
+
+
+def marked(marks: Marks) -> np.ndarray:
+    return marks.modified(Consumer.BASELINE).numpy()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.numpy().tobytes() == other.numpy().tobytes()

@@ -1,0 +1,121 @@
+"""What a chain holds, and its chunks' bytes: all that is read is checked against the checksums."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from torchrec_checknrun.chain import Chain
+from torchrec_checknrun.chunks import Entry
+from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.in_order import Turn
+from torchrec_checknrun.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk in storage: its index entry, and where it is."""
+
+    checkpoint: str
+    file: str
+    number: int
+    entry: Entry = field(hash=False)
+
+    @property
+    def key(self) -> str:
+        """Names the chunk within a chain (an offset would not: chunks may be empty)."""
+        return f"{self.checkpoint}/{self.file}#{self.number}"
+
+
+@dataclass(frozen=True)
+class ChainContent:
+    """A chain with the index of every file in it, checkpoints oldest first."""
+
+    chain: Chain
+    chunks: tuple[tuple[StoredChunk, ...], ...]
+
+
+class ReadableChunk(io.BytesIO):
+    """A stored chunk for the planner, which may find that it needs no byte of it.
+
+    A BytesIO because DCP's planners are given those.
+
+    Args:
+        key: which chunk of the chain.
+        read: gives its bytes, verified, in memory that may be used again once it is loaded.
+        turn: entered by what must be done in the plan's order, when several threads load chunks.
+    """
+
+    def __init__(self, key: str, entry: Entry, read: Callable[[], memoryview], turn: Turn) -> None:
+        super().__init__()
+        self.key = key
+        self.entry = entry
+        self.payload = read
+        self.turn = turn
+
+
+def read_content(root: Folder, chain: Chain) -> ChainContent:
+    """Reads the chunk indexes of a chain.
+
+    Raises:
+        CorruptCheckpoint: an index is missing, or differs from what the manifest says of it.
+    """
+    return ChainContent(chain, tuple(read_indexes(root, manifest) for manifest in chain.manifests))
+
+
+def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
+    """All chunks of one checkpoint."""
+    folder = root / manifest.id
+    chunks: list[StoredChunk] = []
+    for file in manifest.files:
+        where = f"{folder}/{file.name}"
+        try:
+            data = folder.read(file.name, file.index_offset, file.index_length)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{where} is missing") from None
+        checksum = xxhash.xxh3_64_hexdigest(data)
+        if checksum != file.index_checksum:
+            raise CorruptCheckpoint(
+                f"{where}: its index at {file.index_offset} has checksum {checksum}, the manifest "
+                f"says {file.index_checksum}"
+            )
+        entries = json.loads(data)["chunks"]
+        for entry in entries:
+            if entry["offset"] < 0 or entry["offset"] + entry["length"] > file.index_offset:
+                raise CorruptCheckpoint(
+                    f"{where}: a chunk at {entry['offset']} lies outside the file"
+                )
+        chunks += [StoredChunk(manifest.id, file.name, i, e) for i, e in enumerate(entries)]
+    return tuple(chunks)
+
+
+def read_chunk(root: Folder, chunk: StoredChunk, memory: memoryview | None = None) -> memoryview:
+    """A chunk's bytes, verified.
+
+    Args:
+        memory: where to put them, if there is room; else new memory is taken.
+
+    Raises:
+        CorruptCheckpoint: they are not what was written.
+    """
+    entry, folder = chunk.entry, root / chunk.checkpoint
+    length = entry["length"]
+    if memory is None or len(memory) < length:
+        memory = memoryview(bytearray(length))
+    data = memory[:length]
+    try:
+        count = folder.read_into(data, chunk.file, entry["offset"])
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{folder}/{chunk.file} is missing") from None
+    checksum = xxhash.xxh3_64_hexdigest(data[:count])
+    if count != length or checksum != entry["checksum"]:
+        raise CorruptCheckpoint(
+            f"{folder}/{chunk.file} at offset {entry['offset']}: {count} bytes with checksum "
+            f"{checksum}, expected {length} with {entry['checksum']}"
+        )
+    return data

@@ -1,0 +1,395 @@
+"""A chunk's rows from its bytes: its ids first, then only the rows that are wanted, where they are
+wanted.
+
+Rows that were stored as they are go from the chunk into a table's memory at once; others are
+decoded into it where they follow each other, and otherwise a block at a time, which stays in the
+processor's cache until it is written to its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from torchrec_checknrun import row_ids
+from torchrec_checknrun.chunks import Entry
+from torchrec_checknrun.codecs import Codec, Exact, Parameters, Rowwise, row_state
+from torchrec_checknrun.codecs.base import require_size
+from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.row_chunks import RowsHeader, rows_header
+from torchrec_checknrun.sections import open_sections
+from torchrec_checknrun.shards import LocalShard, Rows
+
+_BLOCK_BYTES = 1 << 19
+
+Chosen = slice | np.ndarray
+"""Some of a chunk's rows: a range of positions in it, or positions, sorted and distinct int64."""
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Rows' weights as they are stored.
+
+    Attributes:
+        data: 1-D uint8; of all rows, but what is at exceptions means nothing.
+        count, cols, dtype: of the rows.
+        exceptions: sorted int64 positions of the rows that are stored exactly.
+        exact: ``(exceptions, cols)``, those rows.
+    """
+
+    codec: Codec
+    parameters: Parameters
+    data: torch.Tensor
+    count: int
+    cols: int
+    dtype: torch.dtype
+    exceptions: np.ndarray
+    exact: torch.Tensor
+
+    @property
+    def raw(self) -> np.ndarray | None:
+        """The rows' own bytes, an item for each; None if they are encoded.
+
+        Raises:
+            ValueError: there are more or fewer.
+        """
+        if not isinstance(self.codec, Exact) or len(self.exceptions):
+            return None
+        require_size(self.data, self.count * self.row_bytes, f"{self.count} exact rows")
+        return self.data.numpy().view(f"V{self.row_bytes}")
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a decoded row."""
+        return self.cols * self.dtype.itemsize
+
+    def select(self, positions: np.ndarray) -> EncodedRows | None:
+        """Those rows alone, still encoded; None if the codec can't tell them apart."""
+        chosen = self.codec.select(
+            self.data, self.parameters, self.count, self.cols, torch.from_numpy(positions)
+        )
+        if chosen is None:
+            return None
+        at = np.searchsorted(positions, self.exceptions)
+        kept = at < len(positions)
+        kept[kept] = positions[at[kept]] == self.exceptions[kept]
+        return EncodedRows(
+            codec=self.codec,
+            parameters=chosen[1],
+            data=chosen[0],
+            count=len(positions),
+            cols=self.cols,
+            dtype=self.dtype,
+            exceptions=at[kept],
+            exact=self.exact[torch.from_numpy(kept)],
+        )
+
+    def decode(self, start: int, out: torch.Tensor) -> None:
+        """Rows from ``start`` on, as many as ``out`` has, which may be on any device."""
+        self.codec.decode(self.data, self.parameters, self.count, start, out)
+        here = slice(*np.searchsorted(self.exceptions, (start, start + len(out))))
+        if here.start < here.stop:
+            at = torch.from_numpy(self.exceptions[here] - start)
+            out[at.to(out.device)] = self.exact[here].to(out.device)
+
+    def write(self, start: int, weight: torch.Tensor, where: Chosen) -> bool:
+        """Decodes rows from ``start`` on into rows of a weight, if that is possible at once.
+
+        Returns:
+            Whether it was.
+        """
+        if isinstance(where, slice):
+            if weight.is_contiguous():
+                self.decode(start, weight[where])
+            return weight.is_contiguous()
+        if not isinstance(self.codec, Rowwise):
+            return False
+        ids = torch.from_numpy(where)
+        if not self.codec.scatter(self.data, self.parameters, self.count, start, ids, weight):
+            return False
+        here = slice(*np.searchsorted(self.exceptions, (start, start + len(where))))
+        weight[ids[torch.from_numpy(self.exceptions[here] - start)]] = self.exact[here]
+        return True
+
+    def blocks(self, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
+        """Chosen rows, decoded, some at a time, each time in the same memory; and how many there
+        were before.
+        """
+        size = max(1, _BLOCK_BYTES // self.row_bytes)
+        rows, positions = self, None
+        if isinstance(chosen, slice):
+            first, n = chosen.start, chosen.stop - chosen.start
+        else:
+            first, n = 0, len(chosen)
+            selected = self.select(chosen)
+            if selected is None:
+                positions = chosen
+                first, n = int(chosen[0]), int(chosen[-1]) + 1 - int(chosen[0])
+            else:
+                rows = selected
+        memory = torch.empty((min(size, n), self.cols), dtype=self.dtype)
+        done = 0
+        for start in range(first, first + n, size):
+            block = memory[: min(size, first + n - start)]
+            rows.decode(start, block)
+            if positions is not None:
+                here = positions[slice(*np.searchsorted(positions, (start, start + len(block))))]
+                block = block[torch.from_numpy(here - start)]
+            yield done, block
+            done += len(block)
+
+
+@dataclass(frozen=True)
+class EncodedState:
+    """Rows' optimizer state as it is stored.
+
+    Attributes:
+        data: 1-D uint8.
+        width: values of each row.
+        rowwise: one value, as ``(n,)``.
+    """
+
+    parameters: Parameters
+    data: torch.Tensor
+    count: int
+    width: int
+    dtype: torch.dtype
+    rowwise: bool
+
+    def checked(self) -> EncodedState:
+        """Itself.
+
+        Raises:
+            ValueError: it isn't as long as it should be.
+        """
+        values = self.count * self.width
+        size = values * row_state.state_row_bytes(self.parameters, self.dtype)
+        require_size(self.data, size, f"{values} values stored as {self.parameters['scheme']}")
+        return self
+
+    def select(self, positions: np.ndarray) -> EncodedState:
+        """Those rows' alone, still encoded."""
+        size = self.width * row_state.state_row_bytes(self.parameters, self.dtype)
+        if not len(positions):
+            return replace(self, data=self.data[:0], count=0)
+        chosen = self.data.numpy().view(f"V{size}")[positions].view(np.uint8)
+        return replace(self, data=torch.from_numpy(chosen), count=len(positions))
+
+    def decode(self, chosen: Chosen) -> torch.Tensor:
+        """Of chosen rows, ``(n,)`` or ``(n, cols)``."""
+        if not isinstance(chosen, slice):
+            return self.select(chosen).decode(slice(0, len(chosen)))
+        size = self.width * row_state.state_row_bytes(self.parameters, self.dtype)
+        n = chosen.stop - chosen.start
+        data = self.data[chosen.start * size : chosen.stop * size]
+        values = row_state.decode_state(data, self.parameters, n * self.width, self.dtype)
+        return values if self.rowwise else values.view(n, self.width)
+
+
+class StoredRows:
+    """A rows chunk that was read.
+
+    Args:
+        payload: its bytes, writable, which this points into.
+
+    Attributes:
+        ids: ``(n,)`` int64, sorted, global.
+
+    Raises:
+        CorruptCheckpoint: entry and payload don't fit each other; all methods do.
+    """
+
+    def __init__(self, header: RowsHeader, payload: memoryview) -> None:
+        self.header = header
+        n, cols = header.count, header.rectangle.cols
+        first, last = header.rectangle.row_start, header.rectangle.row_stop - 1
+        with self._refusing():
+            self._sections = open_sections(header.sections, payload, n * (8 * cols + 64))
+            self.ids = row_ids.decode(header.ids_encoding, next(self._sections), first, last, n)
+
+    @cached_property
+    def _parts(self) -> list[memoryview]:
+        """All sections but the ids."""
+        return list(self._sections)
+
+    @cached_property
+    def weight(self) -> EncodedRows:
+        """The rows' weights."""
+        header = self.header
+        with self._refusing():
+            exceptions, exact = _exceptions(header, self._parts[1] if header.exceptions else b"")
+            return EncodedRows(
+                codec=header.codec,
+                parameters=header.parameters,
+                data=_tensor(self._parts[0]),
+                count=header.count,
+                cols=header.rectangle.cols,
+                dtype=header.dtype,
+                exceptions=exceptions,
+                exact=exact,
+            )
+
+    @cached_property
+    def states(self) -> dict[str, EncodedState]:
+        """Their optimizer state by name."""
+        header = self.header
+        with self._refusing():
+            parts = self._parts[2 if header.exceptions else 1 :]
+            return {
+                name: EncodedState(
+                    parameters=header.state_encodings[name],
+                    data=_tensor(part),
+                    count=header.count,
+                    width=1 if rowwise else header.rectangle.cols,
+                    dtype=dtype,
+                    rowwise=rowwise,
+                ).checked()
+                for (name, (dtype, rowwise)), part in zip(
+                    header.optimizer.items(), parts, strict=True
+                )
+            }
+
+    def select(self, chosen: np.ndarray) -> EncodedRows | None:
+        """Chosen rows' weights, still encoded; None if the codec can't tell them apart."""
+        with self._refusing():
+            return self.weight.select(chosen)
+
+    def rows(self, chosen: Chosen | None = None) -> Rows:
+        """Chosen rows, or all, decoded, on the CPU."""
+        chosen = slice(0, self.header.count) if chosen is None else chosen
+        ids = torch.from_numpy(self.ids[chosen])
+        weight = torch.empty((len(ids), self.header.rectangle.cols), dtype=self.header.dtype)
+        for start, block in self._decoded(self.weight, chosen):
+            weight[start : start + len(block)] = block
+        return Rows(ids, weight, {name: self._state(name, chosen) for name in self.states})
+
+    def blocks(self, chosen: Chosen) -> Iterator[Rows]:
+        """Chosen rows, decoded, some at a time, their weights each time in the same memory."""
+        ids = torch.from_numpy(self.ids[chosen])
+        states = {name: self._state(name, chosen) for name in self.states}
+        for start, weight in self._decoded(self.weight, chosen):
+            here = slice(start, start + len(weight))
+            yield Rows(ids[here], weight, {name: state[here] for name, state in states.items()})
+
+    def write(self, shard: LocalShard, chosen: Chosen, states: Iterable[str]) -> None:
+        """Overwrites a shard's rows.
+
+        Args:
+            shard: has the columns of these rows and all that are chosen.
+            states: names of the optimizer states that are written with them.
+        """
+        local = self.ids[chosen] - shard.rectangle.row_start
+        if not len(local):
+            return
+        where: Chosen = local
+        if int(local[-1]) - int(local[0]) + 1 == len(local):
+            where = slice(int(local[0]), int(local[-1]) + 1)
+        self._write_weights(shard.weight, where, chosen)
+        for name in states:
+            _put(shard.optimizer[name], where, self._state(name, chosen))
+
+    def _write_weights(self, weight: torch.Tensor, where: Chosen, chosen: Chosen) -> None:
+        encoded, items = self.weight, _items(weight)
+        with self._refusing():
+            raw = encoded.raw
+        if raw is not None and items is not None:
+            _copy(items, where, raw, chosen)
+            return
+        with self._refusing():
+            if not isinstance(chosen, slice) and (selected := encoded.select(chosen)) is not None:
+                encoded, chosen = selected, slice(0, len(chosen))
+            if isinstance(chosen, slice) and encoded.write(chosen.start, weight, where):
+                return
+        for start, block in self._decoded(encoded, chosen):
+            _put(weight, _part(where, start, start + len(block)), block)
+
+    def _decoded(self, encoded: EncodedRows, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
+        with self._refusing():
+            yield from encoded.blocks(chosen)
+
+    def _state(self, name: str, chosen: Chosen) -> torch.Tensor:
+        with self._refusing():
+            return self.states[name].decode(chosen)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            raise CorruptCheckpoint(
+                f"a chunk of {self.header.count} rows of {self.header.table} can't be decoded: "
+                f"{error}"
+            ) from error
+
+
+def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
+    """A chunk's rows, on the CPU.
+
+    Raises:
+        CorruptCheckpoint: entry and payload don't fit each other.
+    """
+    return StoredRows(rows_header(entry), memoryview(payload)).rows()
+
+
+def _put(memory: torch.Tensor, where: Chosen, rows: torch.Tensor) -> None:
+    """Overwrites rows of a tensor on any device, of another type perhaps."""
+    if isinstance(where, slice):
+        memory[where].copy_(rows)
+        return
+    items = _items(memory)
+    if items is not None and rows.dtype == memory.dtype:
+        items[where] = _items(rows)
+    else:
+        memory.index_copy_(0, torch.from_numpy(where).to(memory.device), rows.to(memory))
+
+
+def _copy(memory: np.ndarray, where: Chosen, rows: np.ndarray, chosen: Chosen) -> None:
+    """Copies chosen items, a block at a time if they don't follow each other."""
+    if isinstance(chosen, slice):
+        memory[where] = rows[chosen]
+        return
+    size = max(1, _BLOCK_BYTES // rows.itemsize)
+    for start in range(0, len(chosen), size):
+        part = chosen[start : start + size]
+        memory[_part(where, start, start + len(part))] = rows[part]
+
+
+def _items(rows: torch.Tensor) -> np.ndarray | None:
+    """The same memory as items of a row each, which NumPy copies as fast as memory goes; None where
+    that can't be.
+    """
+    if rows.device.type != "cpu" or not rows.is_contiguous() or not rows.numel():
+        return None
+    size = rows[0].numel() * rows.element_size()
+    return rows.detach().reshape(-1).view(torch.uint8).numpy().view(f"V{size}")
+
+
+def _part(chosen: Chosen, start: int, stop: int) -> Chosen:
+    if isinstance(chosen, slice):
+        return slice(chosen.start + start, chosen.start + stop)
+    return chosen[start:stop]
+
+
+def _exceptions(header: RowsHeader, data: bytes | memoryview) -> tuple[np.ndarray, torch.Tensor]:
+    """Positions in the chunk, sorted, of rows stored exactly, and the rows."""
+    count, cols = header.exceptions, header.rectangle.cols
+    size = count * (4 + cols * header.dtype.itemsize)
+    if len(data) != size:
+        raise ValueError(f"{count} exact rows take {size} bytes, not {len(data)}")
+    positions = np.frombuffer(data, "<u4", count).astype(np.int64)
+    if count and (positions[-1] >= header.count or not bool((np.diff(positions) > 0).all())):
+        raise ValueError("positions of exact rows are out of order or out of range")
+    values = bytearray(memoryview(data)[4 * count :])  # a copy, as tensors must be aligned
+    return positions, _tensor(memoryview(values)).view(header.dtype).view(count, cols)
+
+
+def _tensor(data: memoryview) -> torch.Tensor:
+    """The bytes as a tensor; a copy if they can't be written to."""
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
