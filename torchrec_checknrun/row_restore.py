@@ -16,12 +16,13 @@ import torch
 
 from torchrec_checknrun.conversion import Conversion, is_converted
 from torchrec_checknrun.done_rows import DoneRows
+from torchrec_checknrun.encoded_rows import Chosen
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.fit import Fit, check_rows, common_states, is_rounded
 from torchrec_checknrun.read_chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.row_chunks import KIND, RowsHeader, rows_header
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
-from torchrec_checknrun.stored_rows import Chosen, StoredRows
+from torchrec_checknrun.stored_rows import StoredRows
 from torchrec_checknrun.tracking import Consumer, Marks
 
 logger = logging.getLogger(__name__)

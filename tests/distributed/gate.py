@@ -24,7 +24,7 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.storage import StorageWriter
 from torchrec_checknrun.write_process import WriteProcess
 
-PATIENCE = 40.0
+PATIENCE = 60.0
 """Seconds until a test that hangs says so."""
 
 

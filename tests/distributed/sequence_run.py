@@ -48,10 +48,12 @@ WAYS = st.builds(
 FREE = Way()
 STEPS = st.integers(1, 3)
 CHOICES = st.integers(0, 99)
+CASE_SECONDS = 240.0
 ALPHABET = {
     *("train", "save", "save in the background", "let go", "wait", "at the end"),
     *(f"fail: {point.name}" for point in Point),
     *("raised", "only logged", "skipped", "waited for", "in parts"),
+    *("background: thread", "staging: auto", "staging: copy", "staging: encode"),
     *("restore the newest", "restore an older one", "end: close", "end: abandon"),
     *("more ranks", "fewer ranks", "width rises", "width falls", "differential", "full"),
     *(f"policy: {policy}" for policy in POLICIES),
@@ -187,16 +189,14 @@ class Run(RuleBasedStateMachine):
     def _born(self, life: Life, background: int, which: int | None) -> None:
         before = self.life
         self.life = replace(life, background=self.backgrounds[background % len(self.backgrounds)])
-        self.seen.update((f"policy: {life.policy}", f"bits: {life.bits}"))
+        choices = ("policy", "bits", "background", "staging", "when_busy")
+        self.seen.update(f"{name}: {getattr(self.life, name)}" for name in choices)
         if before is not None:
-            ranks, width = (
-                (life.world_size, before.world_size),
-                (life.bits or 32, before.bits or 32),
-            )
-            self.seen["more ranks"] += ranks[0] > ranks[1]
-            self.seen["fewer ranks"] += ranks[0] < ranks[1]
-            self.seen["width rises"] += width[0] > width[1]
-            self.seen["width falls"] += width[0] < width[1]
+            wider = (life.bits or 32) - (before.bits or 32)
+            self.seen["more ranks"] += life.world_size > before.world_size
+            self.seen["fewer ranks"] += life.world_size < before.world_size
+            self.seen["width rises"] += wider > 0
+            self.seen["width falls"] += wider < 0
         self.model.born(self.life)
         self.ids = [begun.id for begun in self.model.begun]
         self.script: list[list[Any]] = []
@@ -257,6 +257,7 @@ class Run(RuleBasedStateMachine):
         try:
             answers = self.workers(self.life.world_size).run(
                 live,
+                timeout=CASE_SECONDS,
                 where=where,
                 life=asdict(self.life),
                 ids=self.ids,

@@ -32,11 +32,14 @@ from torchrec_checknrun import (
     OneShot,
     Policy,
     Quantization,
+    checkpointer,
 )
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.restore import Target
 from torchrec_checknrun.staged import StagedRows
 from torchrec_checknrun.tracked import TrackedModel
-from torchrec_checknrun.tracking import Marks
+from torchrec_checknrun.tracking import Consumer
 from torchrec_checknrun.triggers import AtEnd, Moment
 
 POLICIES: dict[str, Policy] = {
@@ -79,6 +82,8 @@ class Living:
         self._told: list[str] = []
         self._trigger = Requested()
         self.gate = Gate(patch)
+        names = ("background", "staging", "when_busy", "max_failures")
+        options: dict[str, Any] = {name: getattr(life, name) for name in names}
         self.saver = Checkpointer(
             self.root,
             model=self.job.model,
@@ -86,14 +91,11 @@ class Living:
             policy=POLICIES[life.policy],
             quantization=Quantization(life.bits, "asymmetric", exact_below_rows=0),
             triggers=[self._trigger, *([AtEnd()] if life.at_end else [])],
-            background=life.background,  # type: ignore[arg-type]
-            staging=life.staging,  # type: ignore[arg-type]
             memory_budget=SMALL_BUDGET if life.in_parts else None,
-            when_busy=life.when_busy,  # type: ignore[arg-type]
-            max_failures=life.max_failures,
             callbacks=[lambda report: self._told.append(report.id)],
             chunk_bytes=CHUNK_BYTES,
             timeout_seconds=PATIENCE,
+            **options,
         )
 
     def train(self, steps: int) -> dict[str, Any]:
@@ -134,9 +136,10 @@ class Living:
         return {"call": self._call(self.saver.wait)}
 
     def restore(self, number: int | None, anything: bool) -> dict[str, Any]:
-        """Of the checkpoint that was begun as the so-manieth, or of the newest.
+        """Of the newest checkpoint, or of another.
 
         Args:
+            number: which of those that were begun, from 0 on; None for the newest.
             anything: whether there is one.
         """
         self._let_go_soon()
@@ -147,10 +150,7 @@ class Living:
         if report is None:
             return {"restored": None, "problems": [], "digest": ""}
         assert self.saver.steps == report.step
-        return {
-            "restored": report.id,
-            **compare(self.job, self.root, self.copies, report.id),
-        }
+        return {"restored": report.id, **compare(self.job, self.root, self.copies, report.id)}
 
     def close(self, way: dict[str, Any]) -> dict[str, Any]:
         self._let_go_soon()
@@ -263,7 +263,14 @@ def _no_merge(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_marks_after_restore(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Marks, "add", lambda *_: None)
+    restore = checkpointer.restore
+
+    def restore_and_forget(root: Folder, target: Target, *args: Any) -> Any:
+        found = restore(root, target, *args)
+        target.tracked.clear(Consumer.BASELINE)
+        return found
+
+    patch.setattr(checkpointer, "restore", restore_and_forget)
 
 
 def _no_copies(patch: pytest.MonkeyPatch) -> None:

@@ -115,14 +115,20 @@ CASES: list[dict[str, Any]] = [
     {"policy": "consecutive", "sharding": "row_wise"},
     {"policy": "one_shot", "sharding": "column_wise", "bits": 4, "optimizer": "log8"},
     {"policy": "intermittent", "sharding": "table_wise", "bits": 2, "compress": True},
-    {"policy": "consecutive", "sharding": "column_wise", "bits": 8, "optimizer": "bf16"},
     {"policy": "consecutive", "sharding": "row_wise", "method": "importance"},
+]
+MORE_CASES: list[dict[str, Any]] = [
+    {"policy": "consecutive", "sharding": "column_wise", "bits": 8, "optimizer": "bf16"},
     {"policy": "consecutive", "sharding": "row_wise", "method": "fp16"},
     {"policy": "one_shot", "sharding": "row_wise", "bits": 4, "method": "kmeans"},
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)],
+    ids=lambda case: "-".join(map(str, case.values())),
+)
 def test_the_same_bits(workers: Workers, tmp_path: Path, case: dict[str, Any]) -> None:
     if case.get("method") == "kmeans":
         pytest.importorskip("kmeans1d", reason="encoding k-means codebooks needs kmeans1d")

@@ -52,6 +52,7 @@ def check_sequences(
     return seen
 
 
+@pytest.mark.timeout(900)
 def test_nothing_is_lost(workers: Workers) -> None:
     seen = check_sequences(workers, 20, 4)
     assert seen["differential"] > seen["full"] > 0
@@ -63,7 +64,8 @@ def test_nothing_is_lost_long(workers: Workers) -> None:
     ends = (*("abandon", "close") * 4, "kill", "kill later")
     backgrounds = (*("thread",) * 5, "process")
     seen = check_sequences(workers, 200, 2, ends, backgrounds)
-    assert {what for what in ALPHABET if not seen[what]} == set()
+    alphabet = ALPHABET | {"background: process", "end: kill", "end: kill later"}
+    assert {what for what in alphabet if not seen[what]} == set()
 
 
 def go_through(run: Run) -> None:
@@ -77,7 +79,7 @@ def go_through(run: Run) -> None:
     run.teardown()
 
 
-@pytest.mark.parametrize("background", ["thread", "process"])
+@pytest.mark.parametrize("background", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_short_sequence(workers: Workers, background: str) -> None:
     go_through(Run(workers, backgrounds=(background,)))
 
@@ -115,7 +117,7 @@ def test_one_rank_does_not_hear(workers: Workers, rank: int) -> None:
     ("end", "hold"),
     [
         ("kill", Point.COMMITTED),
-        ("kill later", Point.FILE),
+        pytest.param("kill later", Point.FILE, marks=pytest.mark.slow),
         pytest.param("kill", Point.FILE, marks=pytest.mark.slow),
         pytest.param("kill", Point.MANIFEST, marks=pytest.mark.slow),
     ],

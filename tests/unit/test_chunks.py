@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_checknrun import stored_rows
+from torchrec_checknrun import encoded_rows
 from torchrec_checknrun.chunks import EncodedChunk, decode_state_chunk, state_chunk
 from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, RowContext, Rowwise
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat, UnsupportedTable
@@ -172,7 +172,7 @@ def test_mostly_rows_that_a_codec_would_destroy_are_a_chunk_stored_exactly() -> 
 
 @pytest.mark.parametrize("block_rows", [1, 7, 100])
 def test_blocks_are_parts_of_the_whole(block_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_rows, "_BLOCK_BYTES", block_rows * 16 * 4)
+    monkeypatch.setattr(encoded_rows, "BLOCK_BYTES", block_rows * 16 * 4)
     shard = make_shard(40, 16, states={"momentum1": (torch.float32, True)})
     shard.weight[::9] = float("inf")
     shard.optimizer["momentum1"].abs_()

@@ -90,7 +90,7 @@ def states_of(root: Folder, name: str) -> dict[Any, Any]:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 60), ranks=st.sampled_from([1, 3]))
 def test_random_chains(data: st.DataObject, rows: int, ranks: int) -> None:
     pytest.importorskip("kmeans1d", reason="encoding k-means codebooks needs kmeans1d")

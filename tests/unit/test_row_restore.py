@@ -58,7 +58,7 @@ def assert_same(shards: list[LocalShard], wanted: list[LocalShard]) -> None:
             assert same_bits(state, plain.optimizer[name]), (shard, name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 60), threads=st.sampled_from([1, 1, 3]))
 def test_random_chains(data: st.DataObject, rows: int, threads: int) -> None:
     chain = data.draw(random_parts(rows, CODECS))
@@ -74,7 +74,7 @@ def test_random_chains(data: st.DataObject, rows: int, threads: int) -> None:
         assert (marked(of_shard) == plain).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 40), threads=st.sampled_from([1, 3]))
 def test_random_chains_into_other_columns(data: st.DataObject, rows: int, threads: int) -> None:
     chain = data.draw(random_parts(rows))
