@@ -7,6 +7,7 @@ instant, since training waits until the last item is staged.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,8 @@ from torchrec_checknrun.staging_memory import Ring, StagingAborted, StagingMemor
 
 StagingMode = Literal["auto", "copy", "encode"]
 _TRIAL_ROWS = 16384
+_MOST_THREADS = 8
+"""More don't find more memory bandwidth."""
 
 
 class Staging:
@@ -67,6 +70,13 @@ class Staging:
         self._wanted: frozenset[str] | None = None
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
+        self._devices = {
+            item.shard.shard.weight.device
+            for item in items.by_name.values()
+            if isinstance(item, RowsItem)
+        }
+        # A GPU copies by itself; of the processor training uses nothing meanwhile.
+        self._helpers = idle_threads() if self._devices <= {torch.device("cpu")} else 0
         self.fits = sum(sizes.values()) <= ring.size
         """Whether nothing will have to wait for memory."""
 
@@ -81,17 +91,37 @@ class Staging:
         Raises:
             Exception: an item could not be encoded; ``job`` raises it as well.
         """
-        try:
-            with self._stream() as event:
-                for name, item in self._items.items():
-                    if self._wanted is None or name in self._wanted:
-                        staged, offset = self._stage(item, self._sizes[name])
-                        self._publish(name, (staged, offset, event()))
-        except StagingAborted:
-            return
-        except BaseException as error:
-            self.fail(error)
-            raise
+        items, turn = iter(self._items.items()), threading.Lock()
+        with self._stream() as event:
+
+            def work() -> None:
+                try:
+                    # Memory is taken in the order in which it is given back: else what is staged
+                    # could wait for what can't be.
+                    while True:
+                        with turn:
+                            name, item = next(items, ("", None))
+                            if item is None or self._failure is not None:
+                                return
+                            if self._wanted is not None and name not in self._wanted:
+                                continue
+                            stage, offset = self._place(item, self._sizes[name])
+                        self._publish(name, (stage(), offset, event()))
+                except StagingAborted:
+                    return
+                except BaseException as error:
+                    self.fail(error)
+
+            helpers = [
+                threading.Thread(target=work, name="checknrun-stage") for _ in range(self._helpers)
+            ]
+            for helper in helpers:
+                helper.start()
+            work()
+            for helper in helpers:
+                helper.join()
+        if self._failure is not None:
+            raise self._failure
 
     def fail(self, error: BaseException) -> None:
         """What isn't staged yet will not be."""
@@ -133,34 +163,36 @@ class Staging:
             self._staged[name] = staged
             self._changed.notify_all()
 
-    def _stage(self, item: RowsItem | BlockItem | ChunkItem, size: int) -> tuple[Staged, int]:
+    def _place(
+        self, item: RowsItem | BlockItem | ChunkItem, size: int
+    ) -> tuple[Callable[[], Staged], int]:
+        """Takes memory for an item: where, and what is yet to be done."""
         memory = self._memory.bytes
-        if isinstance(item, RowsItem):
-            shard = item.shard.shard
-            if shard.table not in self._encode:
-                offset = self._ring.take(size)
-                rows = StagedRows.plan(shard, item.count, item.encoding, offset)
+        if isinstance(item, RowsItem) and item.shard.shard.table not in self._encode:
+            shard, offset = item.shard.shard, self._ring.take(size)
+            rows = StagedRows.plan(shard, item.count, item.encoding, offset)
+
+            def copy() -> Staged:
                 rows.copy(shard, item.positions(), memory)
-                return rows, offset
+                return rows
+
+            return copy, offset
         chunk = item.job({})
         sizes = [memoryview(piece).nbytes for piece in chunk.pieces]
         offset = self._ring.take(sum(sizes))
         at, target = offset, memory.numpy()
-        for piece, size in zip(chunk.pieces, sizes, strict=True):
-            target[at : at + size] = np.frombuffer(piece, dtype=np.uint8)
-            at += size
-        return StagedChunk(chunk.entry, StagedTensor(offset, torch.uint8, (at - offset,))), offset
+        for piece, length in zip(chunk.pieces, sizes, strict=True):
+            target[at : at + length] = np.frombuffer(piece, dtype=np.uint8)
+            at += length
+        staged = StagedChunk(chunk.entry, StagedTensor(offset, torch.uint8, (at - offset,)))
+        return lambda: staged, offset
 
     @contextmanager
     def _stream(self) -> Iterator[Callable[[], torch.cuda.Event | None]]:
         """Around copies from a GPU: on a stream of their own, which training's waits for. Gives
         what the background waits for, at any moment.
         """
-        devices = {
-            item.shard.shard.weight.device
-            for item in self._items.values()
-            if isinstance(item, RowsItem) and item.shard.shard.weight.is_cuda
-        }
+        devices = self._devices - {torch.device("cpu")}
         if not devices:
             yield lambda: None
             return
@@ -179,6 +211,14 @@ class _StagedItem:
 
     def job(self, constants: Constants) -> StagedJob:
         return self.staging.job(self.name, constants)
+
+
+def idle_threads() -> int:
+    """How many threads more than this rank's operations use would find a processor of their own,
+    while all ranks of the machine copy.
+    """
+    processors = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(0, min(_MOST_THREADS, processors // torch.get_num_threads()) - 1)
 
 
 def staged_size(item: RowsItem | BlockItem | ChunkItem) -> int:
