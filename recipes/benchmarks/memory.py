@@ -3,8 +3,8 @@
     python -m recipes.benchmarks.memory [--json out.json] [--budget-mib 64] [--times 10]
 
 One rank holds one table of `times` the budget (`Checkpointer(memory_budget=…)`) with row-wise
-Adagrad state. Every measurement has a process of its own: the peak of its resident memory during the
-call, above the level just before, after a first small checkpoint has loaded all code that takes
+Adagrad state. Every measurement has a process of its own: the peak of its resident memory during
+the call, above the level just before, after a first small checkpoint has loaded all code that takes
 part. To a save's peak comes the staging memory that the Checkpointer holds all the time.
 """
 
