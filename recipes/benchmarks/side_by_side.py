@@ -46,7 +46,7 @@ from recipes.benchmarks import (
 from recipes.benchmarks.machine import describe
 from recipes.benchmarks.side_by_side_model import Setting, architecture
 from recipes.benchmarks.side_by_side_systems import ASYNC, CASES, COPY, DCP, NONE, OURS, PEERS
-from recipes.benchmarks.side_by_side_targets import Rows, evaluate
+from recipes.benchmarks.side_by_side_targets import Rows, Target, evaluate
 from recipes.benchmarks.side_by_side_trace import Kind, Trace, promised
 
 PARTS = ("training", "bytes", "restore", "instants")
@@ -181,36 +181,37 @@ def main() -> int:
     calm = replace(setting, threads=len(os.sched_getaffinity(0)))  # where nothing trains beside
     holder = nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory()
     found: dict[str, Any] = {"setting": asdict(setting), "traces": traces(setting)}
+    rounds = 1 if options.quick else 3
+    measures: dict[str, Callable[[Path], Rows]] = {
+        "training": lambda folder: training(setting, options, folder),
+        "bytes": lambda folder: _alone(side_by_side_bytes.measure, calm, folder),
+        "restore": lambda folder: _alone(side_by_side_restore.measure, calm, folder, rounds),
+        "instants": lambda folder: _alone(side_by_side_restore.instants, calm, folder),
+    }
+    aims: list[Target] = []
     with holder as root:
         folder = Path(tempfile.mkdtemp(dir=root))
-        if "training" in options.only:
-            found["training"] = training(setting, options, folder)
-            found["limits"] = limits(found["training"])
-        if "bytes" in options.only:
-            found["bytes"] = _alone(side_by_side_bytes.measure, calm, folder)
-        if "restore" in options.only:
-            rounds = 1 if options.quick else 3
-            found["restore"] = _alone(side_by_side_restore.measure, calm, folder, rounds)
-        if "instants" in options.only:
-            found["instants"] = _alone(side_by_side_restore.instants, calm, folder)
+        for part in (part for part in PARTS if part in options.only):
+            found[part] = measures[part](folder)
+            if part == "training":
+                found["limits"] = limits(found[part])
+            parts = [found.get(name, []) for name in ("training", "bytes", "restore")]
+            parts[0] = [row for row in parts[0] if row["trace"] == "skewed"]
+            aims = evaluate(*parts)
+            if options.json:  # after every part: a run that is ended early is not lost
+                _write(options.json, {"quick": options.quick, **found}, aims)
         shutil.rmtree(folder)
-    parts = [found.get(name, []) for name in ("training", "bytes", "restore")]
-    parts[0] = [row for row in parts[0] if row["trace"] == "skewed"]
-    aims = evaluate(*parts)
     console = Console(width=190)
     for table in side_by_side_tables.tables(found, aims):
         console.print(table)
-    if options.json:
-        content = {
-            **describe(),
-            "quick": options.quick,
-            "targets": [aim.to_json() for aim in aims],
-            **found,
-        }
-        options.json.write_text(json.dumps(content, indent=2) + "\n")
     missed = [aim for aim in aims if not aim.met]
     print(f"{len(aims) - len(missed)} of {len(aims)} targets met (they are for 2 cores and dim 64)")
     return 1 if missed else 0
+
+
+def _write(path: Path, found: dict[str, Any], aims: Sequence[Target]) -> None:
+    content = {**describe(), "targets": [aim.to_json() for aim in aims], **found}
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _options() -> argparse.Namespace:
