@@ -54,8 +54,9 @@ def check_sequences(
 
 @pytest.mark.timeout(900)
 def test_nothing_is_lost(workers: Workers) -> None:
-    seen = check_sequences(workers, 20, 4)
-    assert seen["differential"] > seen["full"] > 0
+    seen = check_sequences(workers, 12, 4)
+    # Neither kind is rare; each life begins with a full one, and many lives are short.
+    assert min(seen["differential"], seen["full"]) > 50
 
 
 @pytest.mark.slow
