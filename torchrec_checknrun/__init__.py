@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.policy import Consecutive, Decision, Full, Intermittent, OneShot, Policy
     from torchrec_checknrun.quantization import Quantization
     from torchrec_checknrun.report import CheckpointReport, RestoreReport
+    from torchrec_checknrun.retention import Retention
     from torchrec_checknrun.save_planner import SavePlanner
     from torchrec_checknrun.storage import StorageReader, StorageWriter
     from torchrec_checknrun.tracked import TrackedModel, TrackedShard, track
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         OnSigterm,
         Trigger,
     )
+    from torchrec_checknrun.verification import verify
     from torchrec_checknrun.warm_start import load_tables
 
 _HOME = {
@@ -47,6 +49,7 @@ _HOME = {
     "Quantization": "quantization",
     "CheckpointReport": "report",
     "RestoreReport": "report",
+    "Retention": "retention",
     "SavePlanner": "save_planner",
     "StorageReader": "storage",
     "StorageWriter": "storage",
@@ -56,6 +59,7 @@ _HOME = {
     "expected_restores": "bitwidth",
     "compact": "compaction",
     "load_tables": "warm_start",
+    "verify": "verification",
     "Consumer": "tracking",
     "AtEnd": "triggers",
     "EverySeconds": "triggers",
@@ -84,6 +88,7 @@ __all__ = [
     "Policy",
     "Quantization",
     "RestoreReport",
+    "Retention",
     "SavePlanner",
     "StorageReader",
     "StorageWriter",
@@ -95,6 +100,7 @@ __all__ = [
     "expected_restores",
     "load_tables",
     "track",
+    "verify",
 ]
 
 

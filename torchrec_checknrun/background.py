@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal, NoReturn
 
 import torch.distributed.checkpoint as dcp
@@ -143,6 +143,7 @@ class Background:
         cut: Cut | None,
         quantization: Quantization,
         begun: float,
+        before_commit: Callable[[], object],
     ) -> Save:
         """Stages a snapshot; when it returns, training may go on. Called on all ranks.
 
@@ -150,6 +151,7 @@ class Background:
             snapshot: or why there is none on this rank: then the checkpoint fails on all ranks.
             cut: kept in the result.
             begun: when training began to wait, by the monotonic clock.
+            before_commit: called on rank 0; raises an error if it must not be committed.
         """
         save = Save(proposal, cut, begun)
         failure = snapshot if isinstance(snapshot, Exception) else None
@@ -174,7 +176,7 @@ class Background:
 
         thread = threading.Thread(
             target=self._finish,
-            args=(save, CheckpointPlanner(prepare)),
+            args=(save, CheckpointPlanner(prepare), before_commit),
             name="checknrun-save",
             daemon=True,  # it may wait for a rank that never comes
         )
@@ -211,11 +213,14 @@ class Background:
             self._start_process()
         self._ring.begin()
 
-    def _finish(self, save: Save, planner: CheckpointPlanner) -> None:
+    def _finish(
+        self, save: Save, planner: CheckpointPlanner, before_commit: Callable[[], object]
+    ) -> None:
         process = self._process
         writer = StorageWriter(
             (self._root / save.proposal.id).url,
             write_rank_file if process is None else process.write,
+            before_commit,
         )
         try:
             metadata = dcp.save(

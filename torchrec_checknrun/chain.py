@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from torchrec_checknrun.errors import (
@@ -13,6 +13,7 @@ from torchrec_checknrun.errors import (
     CorruptCheckpoint,
 )
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import FOLDER, Claim, latest_claim
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, parse_manifest, sequence_of
 
 logger = logging.getLogger(__name__)
@@ -69,9 +70,34 @@ def read_manifest(root: Folder, name: str) -> Manifest:
     return manifest
 
 
-def committed(root: Folder) -> list[str]:
-    """Ids of directories that may hold a committed checkpoint, highest sequence number first."""
-    return [name for _, name in sorted(_sequences(root), reverse=True)]
+def committed(root: Folder, names: Iterable[str] | None = None) -> list[str]:
+    """Ids of directories that may hold a committed checkpoint, highest sequence number first.
+
+    Args:
+        names: what is in the root, if that is known.
+    """
+    return [name for _, name in sorted(_sequences(root, names), reverse=True)]
+
+
+def counting(
+    root: Folder, claim: Claim | None, names: Iterable[str] | None = None
+) -> Iterator[Manifest]:
+    """The committed checkpoints that can be read and count, highest sequence number first.
+
+    Args:
+        claim: the latest; of earlier writers only what it admits counts.
+        names: what is in the root, if that is known.
+    """
+    for name in committed(root, names):
+        try:
+            manifest = read_manifest(root, name)
+        except CheckpointNotFound:
+            continue
+        except CheckNRunError as error:
+            logger.warning("%s", error)
+            continue
+        if claim is None or claim.admits(manifest.id, manifest.epoch):
+            yield manifest
 
 
 def highest_sequence(root: Folder) -> int:
@@ -79,9 +105,11 @@ def highest_sequence(root: Folder) -> int:
     return max((sequence for sequence, _ in _sequences(root)), default=0)
 
 
-def _sequences(root: Folder) -> list[tuple[int, str]]:
+def _sequences(root: Folder, names: Iterable[str] | None = None) -> list[tuple[int, str]]:
     found = []
-    for name in root.names():
+    for name in root.names() if names is None else names:
+        if name == FOLDER:
+            continue
         sequence = sequence_of(name)
         if sequence is None:
             # Saved through dcp.save under a name of the user's own: only its manifest knows.
@@ -120,10 +148,10 @@ def resolve(root: Folder, name: str) -> Chain:
         }:
             raise ChainBroken(f"{child.id} and its parent {link.id} hold different tables")
         manifests.append(parent)
-    _check_sizes(root, manifests[0])
+    check_sizes(root, manifests[0])
     for parent in manifests[1:]:
         try:
-            _check_sizes(root, parent)
+            check_sizes(root, parent)
         except CorruptCheckpoint as error:
             raise ChainBroken(f"{name} needs {parent.id}, which is damaged: {error}") from error
     return Chain(tuple(reversed(manifests)))
@@ -136,11 +164,15 @@ def newest(root: Folder, unusable: Container[str] = ()) -> tuple[Chain | None, l
         unusable: ids to pass over without a word.
     """
     problems: list[str] = []
+    claim = latest_claim(root)
     for name in committed(root):
         if name in unusable:
             continue
         try:
-            return resolve(root, name), problems
+            chain = resolve(root, name)
+            if claim is None or claim.admits(name, chain.head.epoch):
+                return chain, problems
+            logger.warning("%s was committed by a writer that had been replaced by then", name)
         except CheckpointNotFound:
             logger.info("%s in %s was never committed", name, root)
         except (CheckNRunError, OSError) as error:
@@ -148,10 +180,16 @@ def newest(root: Folder, unusable: Container[str] = ()) -> tuple[Chain | None, l
     return None, problems
 
 
-def _check_sizes(root: Folder, manifest: Manifest) -> None:
+def check_sizes(root: Folder, manifest: Manifest) -> None:
+    """Whether a checkpoint's files are there and as long as they were.
+
+    Raises:
+        CorruptCheckpoint: names the file.
+    """
     folder = root / manifest.id
+    sizes = folder.sizes()
     for file in manifest.files:
-        size = folder.size(file.name)
+        size = sizes.get(file.name)
         if size != file.size:
             raise CorruptCheckpoint(
                 f"{folder}/{file.name} should have {file.size} bytes, "

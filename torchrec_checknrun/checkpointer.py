@@ -27,6 +27,7 @@ from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport
 from torchrec_checknrun.restore import Target, restore
+from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.saver import Callback, Saver
 from torchrec_checknrun.schedule import Schedule
 from torchrec_checknrun.snapshot import CHUNK_BYTES, MODEL
@@ -35,6 +36,8 @@ from torchrec_checknrun.tracked import RowIds, TrackedModel, track
 from torchrec_checknrun.triggers import EverySteps, Trigger
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_RETENTION = Retention()
 
 
 class Checkpointer:
@@ -69,6 +72,8 @@ class Checkpointer:
         when_busy: what ``step`` does when a checkpoint is due while one is being written: ``skip``
             it (its rows are part of the next one), or ``wait``.
         max_failures: how many background failures in a row are only logged.
+        retention: which checkpoints stay when new ones are committed; the others are deleted in the
+            background. None: all stay.
         timeout_seconds: how long a rank waits for the others in a save or restore.
         chunk_bytes: memory for the rows of a chunk, with every copy of them that is made while it
             is saved; a restore takes as much.
@@ -93,6 +98,7 @@ class Checkpointer:
         memory_budget: int | None = None,
         when_busy: Literal["skip", "wait"] = "skip",
         max_failures: int = 0,
+        retention: Retention | None = DEFAULT_RETENTION,
         callbacks: Sequence[Callback] = (),
         timeout_seconds: float = 1800.0,
         chunk_bytes: int = CHUNK_BYTES,
@@ -160,6 +166,7 @@ class Checkpointer:
             made[0],
             policy=policy or Intermittent(),
             quantization=quantization,
+            retention=retention,
             max_failures=max_failures,
             callbacks=callbacks,
         )
@@ -223,7 +230,7 @@ class Checkpointer:
             return None
         head = found.chain.head
         self.steps = head.step
-        self._saver.lineage.restored(found.chain, found.converted)
+        self._saver.restored(found.chain, found.converted, found.forks)
         if self._saver.quantization != before:
             self._saver.log(
                 "restored %d times from quantized rows, oftener than expected_restores=%g: rows "
@@ -263,8 +270,10 @@ class Checkpointer:
             SaveFailed, UnsupportedState, InvalidPlan: the last checkpoint was not committed, on no
                 rank; its rows stay marked and the next one holds them.
             ModelPartlyRestored: a restore failed half-way before.
+            RootInUse: another run writes checkpoints to this root.
         """
         self._refuse_if_partly_restored()
+        self._saver.claim_early()
         self.steps += 1
         self._saver.settle(wait=False)
         due = self._schedule.due(self.steps) or self._saver.deferred
@@ -289,10 +298,11 @@ class Checkpointer:
 
         Returns:
             What was saved, if ``wait``. None if gradients wait for their optimizer on any rank:
-            then ``step`` will save as soon as none does.
+            then ``step`` will save as soon as none does. None also if the last checkpoint is of
+            this step, can be restored, and no row was modified since.
 
         Raises:
-            SaveFailed, UnsupportedState, InvalidPlan, ModelPartlyRestored: as ``step``.
+            SaveFailed, UnsupportedState, InvalidPlan, ModelPartlyRestored, RootInUse: as ``step``.
         """
         self._refuse_if_partly_restored()
         self._saver.settle(wait=True)

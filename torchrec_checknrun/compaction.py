@@ -32,6 +32,7 @@ from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
 )
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import Lease, latest_claim
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, TableTotals, checkpoint_id
 from torchrec_checknrun.rank_file import FileSummary, Job, add_totals, write_rank_file
 from torchrec_checknrun.read_chunks import ChainContent, StoredChunk, read_chunk, read_content
@@ -90,13 +91,20 @@ def compact(
     if chain.head.kind == "full":
         logger.info("%s is full already: nothing to compact", chain.head.id)
         return None
+    jobs = _Compaction(folder, read_content(folder, chain), progress).jobs()
     sequence = highest_sequence(folder) + 1
     into = folder / checkpoint_id(sequence, chain.head.step, secrets.token_hex(4))
     into.create()
     into.sync()
-    jobs = _Compaction(folder, read_content(folder, chain), progress).jobs()
-    manifest = _manifest(chain, into.name, sequence, list(_write(into, jobs, file_bytes)))
-    into.put(MANIFEST_NAME, manifest.to_bytes())
+    lease = Lease(into)  # a run that prunes meanwhile sees that this directory is no leftover
+    lease.acquire(lambda _: ())
+    try:
+        files = list(_write(into, jobs, file_bytes))
+        epoch = claim.epoch if (claim := latest_claim(folder)) else 0
+        manifest = _manifest(chain, into.name, sequence, epoch, files)
+        into.put(MANIFEST_NAME, manifest.to_bytes(), new=True)
+    finally:
+        lease.release(forget=True)
     seconds = time.perf_counter() - started
     report = checkpoint_report(manifest, 1, Progress(committed=seconds))
     logger.info("compacted %d checkpoints: %s", len(chain.manifests), report)
@@ -300,7 +308,9 @@ def select(stored: StoredRows, entry: Entry, chosen: np.ndarray) -> EncodedChunk
     return EncodedChunk(entry, sections.pieces)
 
 
-def _manifest(chain: Chain, name: str, sequence: int, summaries: list[FileSummary]) -> Manifest:
+def _manifest(
+    chain: Chain, name: str, sequence: int, epoch: int, summaries: list[FileSummary]
+) -> Manifest:
     head = chain.head
     tables: dict[str, TableTotals] = {}
     for table, of_head in head.tables.items():
@@ -330,4 +340,6 @@ def _manifest(chain: Chain, name: str, sequence: int, summaries: list[FileSummar
         states=head.states,
         dense_bytes=sum(summary.dense_bytes for summary in summaries),
         files=tuple(summary.file for summary in summaries),
+        lineage=head.lineage,
+        epoch=epoch,
     ).sealed()

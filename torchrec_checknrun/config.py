@@ -81,6 +81,8 @@ class CheckNRunConfig:
     memory_budget: int | None = None
     when_busy: WhenBusy = WhenBusy.skip
     max_failures: int = 0
+    keep: int | None = 2
+    keep_every_hours: float | None = None
     timeout_seconds: float = 1800.0
 
 
@@ -131,6 +133,8 @@ def make_check_n_run(
     memory_budget: int | None,
     when_busy: WhenBusy,
     max_failures: int,
+    keep: int | None,
+    keep_every_hours: float | None,
     timeout_seconds: float,
     model: nn.Module,
     state: Mapping[str, Any],
@@ -167,6 +171,7 @@ def make_check_n_run(
         memory_budget=memory_budget,
         when_busy=when_busy.value,
         max_failures=max_failures,
+        retention=None if keep is None else package.Retention(keep, keep_every_hours),
         timeout_seconds=timeout_seconds,
         callbacks=callbacks,
     )

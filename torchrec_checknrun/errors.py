@@ -47,6 +47,14 @@ class SaveFailed(CheckNRunError):
     """A checkpoint was not committed; its rows stay marked and are part of the next one."""
 
 
+class StorageFailed(OSError):
+    """The storage refused an operation or didn't answer: names it, the path and the remedy."""
+
+
+class RootInUse(CheckNRunError):
+    """Another trainer writes checkpoints to this root, or has taken it over from this one."""
+
+
 class ModelPartlyRestored(CheckNRunError):
     """A restore failed after it had begun to change the model: training must not go on."""
 

@@ -1,20 +1,27 @@
 """The few file operations a checkpoint needs, on a folder or any fsspec URL, and made durable.
 
 On a local disk "written" means fsync of the file and of its folder. An object store has no rename
-and needs none: an object appears whole or not at all.
+and needs none: an object appears whole or not at all. What fails for a moment is tried again; what
+fails for good is a ``StorageFailed`` that names the path and the remedy.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
-from typing import IO
+from typing import IO, Any, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+
+from torchrec_checknrun.retries import retrying, storage_failed
+from torchrec_checknrun.s3_upload import S3Upload
+
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
 
 
 class Folder:
@@ -22,6 +29,10 @@ class Folder:
 
     Args:
         url: a path or any fsspec URL (``s3://bucket/run``).
+
+    Raises:
+        StorageFailed: the storage refused an operation, or didn't answer for a minute; all methods
+            do.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
@@ -29,6 +40,8 @@ class Folder:
         self._fs, path = fsspec.core.url_to_fs(self.url)
         self._path = path.rstrip("/")
         self._local = isinstance(self._fs, LocalFileSystem)
+        protocols = self._fs.protocol
+        self._s3 = "s3" in ((protocols,) if isinstance(protocols, str) else protocols)
         if self._local:
             # A relative path must mean the same folder when the process has gone elsewhere.
             self.url = self._path or "/"
@@ -58,20 +71,38 @@ class Folder:
 
     def names(self) -> list[str]:
         """What is directly in the folder, sorted; nothing where there is no folder."""
-        self._fs.invalidate_cache()
+        return sorted(self._list(detail=False))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all files that are directly in the folder, with one look."""
+        found = self._list(detail=True)
+        return {name: int(info["size"]) for name, info in found.items() if info["type"] == "file"}
+
+    def _list(self, detail: bool) -> dict[str, dict[str, Any]]:
+        def look() -> list[Any]:
+            self._fs.invalidate_cache()
+            return list(self._fs.ls(self._path, detail=detail))
+
         try:
-            found = self._fs.ls(self._path, detail=False)
+            entries = retrying(look, f"listing {self}")
         except FileNotFoundError:
-            return []
-        # Some stores list the folder itself among its content.
-        paths = {str(path).rstrip("/") for path in found} - {self._path}
-        return sorted(path.rsplit("/", 1)[-1] for path in paths)
+            return {}
+        found = {}
+        for entry in entries:
+            path = str(entry["name"] if detail else entry).rstrip("/")
+            if path != self._path:  # some stores list the folder itself among its content
+                found[path.rsplit("/", 1)[-1]] = entry if detail else {}
+        return found
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, or None where there is none."""
-        self._fs.invalidate_cache()
+
+        def look() -> dict[str, Any]:
+            self._fs.invalidate_cache()
+            return cast("dict[str, Any]", self._fs.info(f"{self._path}/{name}"))
+
         try:
-            info = self._fs.info(f"{self._path}/{name}")
+            info = retrying(look, f"looking at {self}/{name}")
         except FileNotFoundError:
             return None
         return int(info["size"]) if info["type"] == "file" else None
@@ -83,8 +114,11 @@ class Folder:
             FileNotFoundError: there is no such file.
         """
         end = None if length is None else offset + length
-        data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=offset, end=end)
-        return data
+        path = f"{self._path}/{name}"
+        return retrying(
+            lambda: cast(bytes, self._fs.cat_file(path, start=offset, end=end)),
+            f"reading {self}/{name}",
+        )
 
     def read_into(self, memory: memoryview, name: str, offset: int) -> int:
         """Fills memory with a part of a file, which no other copy is made of on a local disk.
@@ -102,56 +136,136 @@ class Folder:
             data = self.read(name, offset, len(memory))
             memory[: len(data)] = data
             return len(data)
-        descriptor = os.open(f"{self._path}/{name}", os.O_RDONLY)
-        try:
-            done = 0
-            while done < len(memory):
-                count = os.preadv(descriptor, [memory[done:]], offset + done)
-                if not count:
-                    break
-                done += count
-            return done
-        finally:
-            os.close(descriptor)
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[IO[bytes]]:
-        """Opens a file for positioned reads, without reading ahead."""
-        with self._fs.open(f"{self._path}/{name}", "rb", cache_type="none") as file:
-            yield file
+        def fill() -> int:
+            descriptor = os.open(f"{self._path}/{name}", os.O_RDONLY)
+            try:
+                done = 0
+                while done < len(memory):
+                    count = os.preadv(descriptor, [memory[done:]], offset + done)
+                    if not count:
+                        break
+                    done += count
+                return done
+            finally:
+                os.close(descriptor)
+
+        return retrying(fill, f"reading {self}/{name}")
 
     def create(self) -> None:
         """Makes the folder (object stores have none to make)."""
-        self._fs.makedirs(self._path, exist_ok=True)
+        if not self._s3:  # there it would make a bucket, which is for its owner to do
+            retrying(lambda: self._fs.makedirs(self._path, exist_ok=True), f"making {self}")
 
     @contextmanager
     def write(self, name: str) -> Iterator[IO[bytes]]:
-        """Opens a new file; when the block ends without an error, it is durable."""
-        with self._fs.open(f"{self._path}/{name}", "wb") as file:
+        """Opens a new file; when the block ends without an error, it is durable.
+
+        After an error nothing of it is left.
+        """
+        path, what = f"{self._path}/{name}", f"writing {self}/{name}"
+        file: Any = retrying(lambda: self._open_new(path), what)
+        try:
             yield file
             if self._local:
                 file.flush()
                 os.fsync(file.fileno())
+            if isinstance(file, S3Upload):
+                file.commit()
+            else:
+                file.close()
+        except BaseException as error:
+            with suppress(Exception):  # the first error counts
+                self._discard(file, path)
+            if isinstance(error, OSError):
+                raise storage_failed(error, what) from error
+            raise
         self._sync_folder(self._path)
 
-    def put(self, name: str, data: bytes) -> None:
-        """Writes a whole small file so that readers see all of it or none of it, and durably."""
-        target = f"{self._path}/{name}"
-        if not self._local:
-            self._fs.pipe_file(target, data)
+    def _open_new(self, path: str) -> Any:
+        if self._local:
+            return open(path, "wb")
+        return S3Upload(self._fs, path) if self._s3 else self._fs.open(path, "wb")
+
+    def _discard(self, file: Any, path: str) -> None:
+        if isinstance(file, S3Upload):
+            file.discard()
             return
+        if not self._local:
+            with suppress(Exception):
+                file.discard()
+            file.forced = True  # what is buffered is not to be sent when it is closed
+        with suppress(Exception):
+            file.close()
+        if self._local:
+            os.unlink(path)
+        elif self._fs.exists(path):
+            self._fs.rm_file(path)
+
+    def put(self, name: str, data: bytes, new: bool = False) -> None:
+        """Writes a whole small file so that readers see all of it or none of it, and durably.
+
+        Args:
+            new: only if there is no such file yet. A store that can't check that while it writes
+                is asked before.
+
+        Raises:
+            FileExistsError: there is one, with other content.
+        """
+        put = self._put_locally if self._local else self._put_object
+        try:
+            retrying(lambda: put(name, data, new), f"writing {self}/{name}")
+        except FileExistsError:
+            # Perhaps by an earlier try, of which the answer was lost.
+            if self.read(name) != data:
+                raise
+
+    def _put_object(self, name: str, data: bytes, new: bool) -> None:
+        path = f"{self._path}/{name}"
+        if not new:
+            self._fs.pipe_file(path, data)
+            return
+        self._fs.invalidate_cache()
+        if self._fs.exists(path):
+            raise FileExistsError(errno.EEXIST, "there is such a file", path)
+        try:
+            self._fs.pipe_file(path, data, mode="create")
+        except (OSError, NotImplementedError, TypeError) as error:
+            if _precondition_failed(error):
+                raise FileExistsError(errno.EEXIST, "there is such a file", path) from error
+            if getattr(error, "errno", errno.ENOSYS) != errno.ENOSYS:
+                raise
+            self._fs.pipe_file(path, data)  # the store knows no such condition
+
+    def _put_locally(self, name: str, data: bytes, new: bool) -> None:
+        target = f"{self._path}/{name}"
         temporary = f"{self._path}/.{name}.{secrets.token_hex(4)}"
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.rename(temporary, target)
-        except BaseException:
+            if not (new and _link(temporary, target)):
+                os.rename(temporary, target)
+        finally:
             with suppress(OSError):
                 os.unlink(temporary)
-            raise
         self._sync_folder(self._path)
+
+    def delete(self, name: str) -> None:
+        """Removes a file, if it is there."""
+
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(f"{self._path}/{name}")
+
+        retrying(remove, f"deleting {self}/{name}")
+
+    def remove(self) -> None:
+        """Removes the folder itself, if it is there and empty."""
+        with suppress(Exception):  # an object store has none, and an empty folder does no harm
+            if not self._s3:
+                self._fs.rmdir(self._path)
 
     def sync(self) -> None:
         """Makes the folder's own entry in its parent durable."""
@@ -165,3 +279,26 @@ class Folder:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _link(temporary: str, target: str) -> bool:
+    """Gives a file its name unless that is taken; False where the file system has no links."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, "there is such a file", target) from error
+        return False
+    return True
+
+
+def _precondition_failed(error: BaseException | None) -> bool:
+    """Whether a conditional put found that there is such an object."""
+    if isinstance(error, FileExistsError):
+        return True
+    response = getattr(getattr(error, "__cause__", None), "response", None) or {}
+    return response.get("Error", {}).get("Code") in ("PreconditionFailed", "412")

@@ -30,11 +30,13 @@ class Lineage:
     Attributes:
         history: the last full checkpoint and those upon it, oldest first.
         lossy_restores: how often this lineage was restored from a lossy checkpoint.
+        id: names it; rank 0's counts until the first commit.
     """
 
     def __init__(self) -> None:
         self.history: tuple[Manifest, ...] = ()
         self.lossy_restores = 0
+        self.id = secrets.token_hex(8)
         self._converted = False
 
     @property
@@ -58,6 +60,7 @@ class Lineage:
         widths: Mapping[str, int],
         step: int,
         sequence: int,
+        epoch: int,
     ) -> Proposal:
         """Decides on the next checkpoint (on rank 0).
 
@@ -65,6 +68,7 @@ class Lineage:
             bits: the quantization asked for, None for exact.
             value_bits: the width that means.
             sequence: its sequence number, used by no attempt before.
+            epoch: the writer's.
         """
         decision = Decision.FULL if self._must_be_full(widths) else policy.decide(self.history)
         parent: Link | None = None
@@ -81,27 +85,39 @@ class Lineage:
             lossy_restores=self.lossy_restores,
             bits=bits,
             earlier_fractions=self._fractions() if parent else (),
+            lineage=self.id,
+            epoch=epoch,
         )
         return Proposal(checkpoint_id(sequence, step, secrets.token_hex(4)), header, decision)
 
     def committed(self, manifest: Manifest) -> None:
         """A proposed checkpoint exists now."""
         self._converted = False
+        self.id = manifest.lineage
         self.history = (manifest,) if manifest.kind == "full" else (*self.history, manifest)
 
-    def restored(self, chain: Chain, converted: bool) -> None:
+    def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
         """The model is in a checkpoint's state now.
 
         Args:
+            forks: there is a newer one, which is left behind.
             converted: rows lie in other column ranges than stored, on any rank.
         """
         self.history = chain.manifests
         self.lossy_restores = chain.head.lossy_restores + int(chain.lossy)
+        self.id = secrets.token_hex(8) if forks else chain.head.lineage
         self._converted = converted
 
-    def resharded(self) -> None:
-        """Rows lie in other column ranges than in the checkpoints so far."""
+    def must_begin_anew(self) -> None:
+        """The next checkpoint can't be differential: rows lie in other column ranges than in those
+        so far, or one of these is damaged.
+        """
         self._converted = True
+
+    def holds(self, step: int, widths: Mapping[str, int]) -> bool:
+        """Whether the last checkpoint is of this step, as one that is made now would be."""
+        last = self.previous
+        return last is not None and last.step == step and not self._must_be_full(widths)
 
     def _fractions(self) -> tuple[float, ...]:
         """Sizes of the differential checkpoints since the last full one, for the next to name."""

@@ -59,6 +59,7 @@ class Header:
 
     Attributes:
         sequence: None: one more than the highest beside it.
+        epoch: None: the latest that was claimed in the root.
         others: as in ``Manifest``.
     """
 
@@ -70,6 +71,8 @@ class Header:
     lossy_restores: int = 0
     bits: int | None = None
     earlier_fractions: tuple[float, ...] = ()
+    lineage: str = ""
+    epoch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,9 @@ class Manifest:
         dense_bytes: in storage, of all that is no table: state objects and sharded buffers.
         earlier_fractions: of the differential checkpoints between the last full one and this, which
             may have been deleted since; see ``fraction_of``.
+        lineage: the same as its predecessor's, unless an older one than the newest was restored
+            before: then a fork has begun.
+        epoch: its writer's; see ``lease``.
     """
 
     id: str
@@ -154,6 +160,8 @@ class Manifest:
     dense_bytes: int
     files: tuple[RankFile, ...]
     earlier_fractions: tuple[float, ...] = ()
+    lineage: str = ""
+    epoch: int = 0
     format_version: int = FORMAT_VERSION
     checksum: str = field(default="", compare=False)
 
@@ -248,7 +256,7 @@ def _build(content: dict[str, Any], checksum: str) -> Manifest:
     kind, parent = fields["kind"], fields["parent"]
     if kind not in ("full", "differential") or (kind == "full") != (parent is None):
         raise ValueError(f"kind {kind!r} with parent {parent!r}")
-    for name in ("sequence", "step", "world_size", "lossy_restores", "dense_bytes"):
+    for name in ("sequence", "step", "world_size", "lossy_restores", "dense_bytes", "epoch"):
         if type(fields[name]) is not int or fields[name] < 0:
             raise ValueError(f"{name} = {fields[name]!r}")
     fields["parent"] = None if parent is None else Link(**parent)

@@ -17,6 +17,7 @@ from typing import IO, Protocol
 import xxhash
 
 from torchrec_checknrun.chunks import EncodedChunk, Entry
+from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import RankFile, TableTotals
 from torchrec_checknrun.state import TORCH_DTYPES
@@ -99,6 +100,21 @@ def _write_index(file: IO[bytes], name: str, rank: int, index: list[Entry]) -> R
     file.write(data)
     file.write(FOOTER.pack(offset, len(data), checksum.encode(), MAGIC))
     return RankFile(name, file.tell(), offset, len(data), checksum, len(index))
+
+
+def read_footer(folder: Folder, file: RankFile) -> None:
+    """Compares a file's end with what the manifest says of it.
+
+    Raises:
+        CorruptCheckpoint: they differ.
+    """
+    data = folder.read(file.name, file.size - FOOTER.size, FOOTER.size)
+    wanted = FOOTER.pack(file.index_offset, file.index_length, file.index_checksum.encode(), MAGIC)
+    if data != wanted:
+        raise CorruptCheckpoint(
+            f"{folder}/{file.name}: its last {FOOTER.size} bytes are not those that the manifest "
+            "says"
+        )
 
 
 def _totals(index: list[Entry]) -> tuple[dict[str, TableTotals], int]:

@@ -8,6 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import xxhash
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    retry_if_result,
+    stop_after_delay,
+    wait_fixed,
+)
 
 from torchrec_checknrun.chain import Chain
 from torchrec_checknrun.chunks import Entry
@@ -15,6 +22,9 @@ from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.in_order import Turn
 from torchrec_checknrun.manifest import Manifest
+
+VISIBLE_SECONDS = 10.0
+_LOOK_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -74,10 +84,8 @@ def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
     chunks: list[StoredChunk] = []
     for file in manifest.files:
         where = f"{folder}/{file.name}"
-        try:
-            data = folder.read(file.name, file.index_offset, file.index_length)
-        except FileNotFoundError:
-            raise CorruptCheckpoint(f"{where} is missing") from None
+        data = bytearray(file.index_length)
+        _fill(folder, memoryview(data), file.name, file.index_offset)
         checksum = xxhash.xxh3_64_hexdigest(data)
         if checksum != file.index_checksum:
             raise CorruptCheckpoint(
@@ -94,6 +102,25 @@ def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
     return tuple(chunks)
 
 
+def _fill(folder: Folder, memory: memoryview, name: str, offset: int) -> int:
+    """Reads what rank 0 has seen in the storage already: on a network file system it may take this
+    machine some seconds to see it, too.
+
+    Returns:
+        How many bytes there were, after all that waiting.
+    """
+    try:
+        return Retrying(
+            retry=retry_if_exception_type(FileNotFoundError)
+            | retry_if_result(lambda count: count < len(memory)),
+            stop=stop_after_delay(VISIBLE_SECONDS),
+            wait=wait_fixed(_LOOK_SECONDS),
+            retry_error_callback=lambda state: state.outcome and state.outcome.result(),
+        )(lambda: folder.read_into(memory, name, offset))
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{folder}/{name} is missing") from None
+
+
 def read_chunk(root: Folder, chunk: StoredChunk, memory: memoryview | None = None) -> memoryview:
     """A chunk's bytes, verified.
 
@@ -108,10 +135,7 @@ def read_chunk(root: Folder, chunk: StoredChunk, memory: memoryview | None = Non
     if memory is None or len(memory) < length:
         memory = memoryview(bytearray(length))
     data = memory[:length]
-    try:
-        count = folder.read_into(data, chunk.file, entry["offset"])
-    except FileNotFoundError:
-        raise CorruptCheckpoint(f"{folder}/{chunk.file} is missing") from None
+    count = _fill(folder, data, chunk.file, entry["offset"])
     checksum = xxhash.xxh3_64_hexdigest(data[:count])
     if count != length or checksum != entry["checksum"]:
         raise CorruptCheckpoint(

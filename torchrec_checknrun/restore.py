@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchrec_checknrun.chain import Chain, newest, resolve
+from torchrec_checknrun.chain import Chain, counting, newest, resolve
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import (
     ChainBroken,
@@ -27,6 +27,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
+from torchrec_checknrun.lease import latest_claim
 from torchrec_checknrun.load_planner import LoadPlanner, Merge
 from torchrec_checknrun.ranks import Ranks, own_error
 from torchrec_checknrun.snapshot import MODEL
@@ -44,12 +45,14 @@ class Restored:
         converted: rows lie in other column ranges than stored, on any rank.
         passed_over: newer checkpoints that could not be used, and why.
         skipped: what only the checkpoint or only the model has.
+        forks: newer checkpoints are left behind.
     """
 
     chain: Chain
     converted: bool
     passed_over: list[str]
     skipped: list[str]
+    forks: bool
 
 
 @dataclass
@@ -86,8 +89,7 @@ def restore(
     changed = False
     optimizers = DenseStates(target.model, target.states)
     while True:
-        found = ranks.from_rank_0(lambda: _find(root, checkpoint, unusable))
-        chain, problems = found
+        chain, problems, is_newest = ranks.from_rank_0(lambda: _find(root, checkpoint, unusable))
         passed_over += [problem for problem in problems if problem not in passed_over]
         if chain is None and changed:
             raise ModelPartlyRestored(
@@ -134,15 +136,19 @@ def restore(
             raise
         _hand_back(target, live, optimizers, ranks)
         target.tracked.set_progress(planner.progress)
-        return Restored(chain, converted, passed_over, sorted(set(planner.skipped)))
+        forks = bool(passed_over) or not is_newest
+        return Restored(chain, converted, passed_over, sorted(set(planner.skipped)), forks)
 
 
 def _find(
     root: Folder, checkpoint: str | None, unusable: set[str]
-) -> tuple[Chain | None, list[str]]:
-    if checkpoint is not None:
-        return resolve(root, checkpoint), []
-    return newest(root, unusable)
+) -> tuple[Chain | None, list[str], bool]:
+    """The chain, why newer ones were passed over, and whether it is the newest that counts."""
+    if checkpoint is None:
+        return *newest(root, unusable), True
+    chain = resolve(root, checkpoint)
+    first = next(counting(root, latest_claim(root)), None)
+    return chain, [], first is None or first.id == checkpoint
 
 
 def _load(

@@ -15,22 +15,28 @@ from functools import partial
 from torch import nn
 
 from torchrec_checknrun.background import Background, Save
-from torchrec_checknrun.chain import highest_sequence
-from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.chain import Chain, counting, highest_sequence, resolve
+from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.gradients import PendingGradients
+from torchrec_checknrun.lease import Claim, Lease
 from torchrec_checknrun.lineage import Lineage, Proposal
 from torchrec_checknrun.policy import Decision, Policy
+from torchrec_checknrun.pruning import Pruned, Pruner, prune
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, checkpoint_report
 from torchrec_checknrun.restore import Target
+from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.snapshot import Snapshot, take_snapshot
 from torchrec_checknrun.tracking import Consumer, Cut
 
 logger = logging.getLogger("torchrec_checknrun.checkpointer")
 
 Callback = Callable[[CheckpointReport], None]
+
+_PRUNE_SECONDS = 60.0
+"""How long the end of a run waits for old checkpoints to be deleted."""
 
 _MARKS = {
     Decision.FULL: None,
@@ -50,8 +56,12 @@ class _Facts:
     """A checkpoint is still being written."""
     failed: bool
     """The last one was not committed, and the caller doesn't know yet."""
+    modified: bool
+    """Rows were marked since the last one, or may have been."""
     proposal: Proposal | None
     """Rank 0's."""
+    committed: bool
+    """Rank 0 has found that this step is committed already and can be restored."""
 
 
 class Saver:
@@ -59,6 +69,7 @@ class Saver:
 
     Args:
         target: the model and its states.
+        retention: which checkpoints are deleted after a commit; None: none.
         max_failures: how many in a row are only logged.
         callbacks: called with the report of every committed checkpoint.
 
@@ -77,6 +88,7 @@ class Saver:
         *,
         policy: Policy,
         quantization: Quantization,
+        retention: Retention | None,
         max_failures: int,
         callbacks: Sequence[Callback],
     ) -> None:
@@ -92,6 +104,13 @@ class Saver:
         self._max_failures = max_failures
         self._callbacks = tuple(callbacks)
         self._gradients = PendingGradients(target.states.values())
+        self._lease: Lease | None = None
+        """Rank 0's, from the first claim on."""
+        self._claimed = self._claimed_early = False
+        self._resumed_from: tuple[str, ...] = ()
+        self._pruner: Pruner | None = None
+        if retention is not None:
+            self._pruner = Pruner(partial(self._prune, retention))
         self._sequence: int | None = None
         """The highest sequence number in use in the root; known on rank 0 after the first look."""
         self._running: Save | None = None
@@ -111,6 +130,38 @@ class Saver:
         """What rows are stored in now."""
         return self._quantization.resolved(self.lineage.lossy_restores)
 
+    def claim(self) -> None:
+        """Makes this run the only one that writes to the root, if it isn't yet.
+
+        Raises:
+            RootInUse: another one does.
+        """
+        if not self._claimed:
+            self._ranks.from_rank_0(self._claim)
+            self._claimed = True
+
+    def claim_early(self) -> None:
+        """The same at a run's first step, so that two runs in one root hear of it at once; storage
+        that fails then is asked again when something is to be saved.
+
+        Raises:
+            RootInUse: another run writes to the root.
+        """
+        if self._claimed_early:
+            return
+        self._claimed_early = True
+        try:
+            self.claim()
+        except OSError as error:
+            self.log("the root was not claimed yet: %s", error, level=logging.WARNING)
+
+    def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
+        """The model is in a checkpoint's state; see ``Lineage.restored``."""
+        self.lineage.restored(chain, converted, forks)
+        self._resumed_from = tuple(manifest.id for manifest in chain.manifests)
+        if self._lease is not None:
+            self._lease.use(self._resumed_from)
+
     def begin(self, step: int) -> bool:
         """Begins a checkpoint if all ranks can; when it returns, training may go on.
 
@@ -119,8 +170,14 @@ class Saver:
 
         Raises:
             SaveFailed: the ranks are at different steps.
+            RootInUse: another run writes to the root.
         """
         started = time.monotonic()
+        try:
+            self.claim()
+        except OSError as error:
+            self._note(SaveFailed(f"nothing can be saved to {self._root}: {error}"))
+            return False
         facts = self._ranks.everywhere(lambda: self._look(step))
         steps = [fact.step for fact in facts]
         if len(set(steps)) > 1:
@@ -142,6 +199,10 @@ class Saver:
             self._skipped = True
             return False
         self._skipped = False
+        if facts[0].committed and not any(fact.modified for fact in facts):
+            message = "step %d is committed already, as %s: nothing is saved"
+            self.log(message, step, self.lineage.history[-1].id)
+            return False
         proposal = facts[0].proposal
         assert proposal is not None
         previous = self.lineage.previous
@@ -167,18 +228,24 @@ class Saver:
         except BaseException as error:
             if save.cut is not None:
                 self._target.tracked.merge(save.cut)
-            self._failures += 1
-            if self._failures > self._max_failures or not isinstance(error, Exception):
-                self._error = error
-            else:
-                logger.warning("failure %d of %d: %s", self._failures, self._max_failures, error)
+            self._note(error)
             return
         self._failures = 0
         self.lineage.committed(manifest)
         self._report = checkpoint_report(manifest, self.lineage.chain_length, save.progress)
         self.log("%s", self._report)
+        if self._pruner is not None and self._ranks.rank == 0:
+            self._pruner.start(manifest.sequence)
         for callback in self._callbacks:
             callback(self._report)
+
+    def _note(self, error: BaseException) -> None:
+        """Keeps a failure for the caller, unless so many are only logged."""
+        self._failures += 1
+        if self._failures > self._max_failures or not isinstance(error, Exception):
+            self._error = error
+        else:
+            logger.warning("failure %d of %d: %s", self._failures, self._max_failures, error)
 
     def outcome(self) -> CheckpointReport | None:
         """What ``settle`` has found since this was last asked.
@@ -202,6 +269,10 @@ class Saver:
         self._forget_running()
         self._gradients.close()
         self._background.close()
+        if self._pruner is not None:
+            self._pruner.wait(_PRUNE_SECONDS)
+        if self._lease is not None:
+            self._lease.release()
 
     def _forget_running(self) -> None:
         atexit.unregister(self._last_words)
@@ -215,19 +286,54 @@ class Saver:
         busy = self._running is not None
         failed = self._error is not None
         if tracked.converted:  # so it is on all ranks
-            self.lineage.resharded()
+            self.lineage.must_begin_anew()
             tracked.converted = False
-        decides = self._ranks.rank == 0 and not (waiting or busy or failed)
-        return _Facts(step, waiting, busy, failed, self._decide(step) if decides else None)
+        previous = self.lineage.previous
+        # Looked for only where it matters, since it takes a look at every mark.
+        again = previous is not None and previous.step == step
+        modified = not again or tracked.is_modified(Consumer.LAST)
+        if self._ranks.rank != 0 or waiting or busy or failed:
+            return _Facts(step, waiting, busy, failed, modified, None, False)
+        committed = again and self._is_committed(step)
+        return _Facts(step, waiting, busy, failed, modified, self._decide(step), committed)
+
+    def _claim(self) -> None:
+        def committed(before: Claim | None) -> list[str]:
+            return [manifest.id for manifest in counting(self._root, before)]
+
+        lease = Lease(self._root)
+        lease.acquire(committed, self._resumed_from)
+        self._lease = lease
+
+    def _is_committed(self, step: int) -> bool:
+        """Whether what would be saved is there and can be restored."""
+        rows = {name: shape.rows for name, shape in self._target.tracked.tables.items()}
+        if not self.lineage.holds(step, self.quantization.widths(rows)):
+            return False
+        try:
+            resolve(self._root, self.lineage.history[-1].id)
+        except CheckNRunError as error:
+            logger.warning("the last checkpoint is damaged, the next one is full: %s", error)
+            self.lineage.must_begin_anew()
+            return False
+        return True
+
+    def _prune(self, retention: Retention, sequence: int) -> Pruned:
+        lease = self._lease
+        assert lease is not None, "only a writer prunes"
+        in_use = {*self._resumed_from, *(manifest.id for manifest in self.lineage.history)}
+        return prune(self._root, retention, in_use=in_use, own=lease.claim, below=sequence)
 
     def _decide(self, step: int) -> Proposal:
         if self._sequence is None:
             self._sequence = highest_sequence(self._root)
         self._sequence += 1
+        assert self._lease is not None, "the root is claimed before"
+        epoch = self._lease.claim.epoch
         quantization = self.quantization
         rows = {name: shape.rows for name, shape in self._target.tracked.tables.items()}
         return self.lineage.propose(
-            self._policy, quantization.width, quantization.widths(rows), step, self._sequence
+            self._policy, quantization.width, quantization.widths(rows), step, self._sequence, epoch
         )
 
     def _take(self, proposal: Proposal, started: float) -> None:
@@ -244,7 +350,10 @@ class Saver:
                 )
             except Exception as error:
                 snapshot = error
-            save = self._background.begin(proposal, snapshot, cut, self.quantization, started)
+            check = self._lease.check if self._lease is not None else lambda: None
+            save = self._background.begin(
+                proposal, snapshot, cut, self.quantization, started, before_commit=check
+            )
             self._running, self._last_words = save, partial(_last_words, save)
             atexit.register(self._last_words)
         except BaseException:

@@ -6,6 +6,7 @@ Nothing is ever unpickled.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -33,6 +34,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.in_order import Turn, work_in_order
+from torchrec_checknrun.lease import latest_claim
 from torchrec_checknrun.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -59,16 +61,21 @@ class StorageWriter(DcpStorageWriter):
         path: the checkpoint's directory, a path or fsspec URL; it must not hold anything yet.
             Differential checkpoints must be beside their parents.
         write: how a rank's file is written.
+        before_commit: raises an error if the checkpoint must not come to be.
 
     Attributes:
         written: this rank's file, once it is.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], write: WriteRankFile = write_rank_file
+        self,
+        path: str | os.PathLike[str],
+        write: WriteRankFile = write_rank_file,
+        before_commit: Callable[[], object] = lambda: None,
     ) -> None:
         self._folder = Folder(path)
         self._write = write
+        self._before_commit = before_commit
         self.written: FileSummary | None = None
         self._rank = 0
         self._is_coordinator = True
@@ -129,9 +136,11 @@ class StorageWriter(DcpStorageWriter):
         if written != plan.chunks:
             raise InvalidPlan(f"ranks were to write {plan.chunks} chunks, but wrote {written}")
         header = plan.header
-        sequence = header.sequence
+        root, sequence, epoch = self._folder.parent, header.sequence, header.epoch
         if sequence is None:
-            sequence = highest_sequence(self._folder.parent) + 1
+            sequence = highest_sequence(root) + 1
+        if epoch is None:
+            epoch = claim.epoch if (claim := latest_claim(root)) else 0
         manifest = Manifest(
             id=self._folder.name,
             sequence=sequence,
@@ -149,8 +158,11 @@ class StorageWriter(DcpStorageWriter):
             dense_bytes=sum(summary.dense_bytes for summary in summaries),
             files=tuple(summary.file for summary in summaries),
             earlier_fractions=header.earlier_fractions,
+            lineage=header.lineage,
+            epoch=epoch,
         ).sealed()
-        self._folder.put(MANIFEST_NAME, manifest.to_bytes())
+        self._before_commit()
+        self._folder.put(MANIFEST_NAME, manifest.to_bytes(), new=True)
         # dcp.save gives every rank this metadata once all is done.
         metadata.planner_data = manifest
 

@@ -240,6 +240,10 @@ class TrackedModel:
             found.setdefault(shard.table, []).append(shard.modified_rows(consumer))
         return {table: torch.unique(torch.cat(ids)) for table, ids in found.items()}
 
+    def is_modified(self, consumer: Consumer) -> bool:
+        """Whether any row of the shards here is marked."""
+        return any(bool((s.marks.raw & int(consumer)).any()) for s in self.shards)
+
     def clear(self, consumer: Consumer = Consumer.USER) -> None:
         """Starts the consumer's next interval."""
         for shard in self.shards:

@@ -90,7 +90,9 @@ class Run:
     def save(self, lookups: Lookups, samples: int) -> None:
         """A checkpoint after the slots so far, of whatever the policy decides."""
         sequence = len(self.checkpoints) + 1
-        proposal = self._lineage.propose(self._policy, self._bits, self._widths, samples, sequence)
+        proposal = self._lineage.propose(
+            self._policy, self._bits, self._widths, samples, sequence, 0
+        )
         if proposal.decision is Decision.FULL:
             windows = [Window(rows, 0) for rows in lookups.num_embeddings]
             self._slots = []

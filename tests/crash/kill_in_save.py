@@ -23,6 +23,7 @@ from tests.crash import kills
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.load_planner import LoadPlanner
+from torchrec_checknrun.manifest import MANIFEST_NAME
 from torchrec_checknrun.storage import StorageReader, StorageWriter
 
 RUN_DIR = Path(next(a.split("=", 1)[1] for a in sys.argv if a.startswith("run_dir=")))
@@ -99,12 +100,15 @@ class Bomb:
             with write(folder, name) as file:
                 yield TornFile(file, self) if self._is_at(kills.IN_FILE) else file
 
-        def put_or_die(folder: Folder, name: str, data: bytes) -> None:
+        def put_or_die(folder: Folder, name: str, data: bytes, new: bool = False) -> None:
+            if name != MANIFEST_NAME:
+                put(folder, name, data, new)
+                return
             if self._is_at(kills.BEFORE_MANIFEST):
                 self.explode()
             if self._is_at(kills.IN_MANIFEST):
-                _replace(os, "rename", lambda *_: self.explode())
-            put(folder, name, data)
+                _replace(os, "link", lambda *_: self.explode())
+            put(folder, name, data, new)
             if self._is_at(kills.AFTER_MANIFEST):
                 self.explode()
 

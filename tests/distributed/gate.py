@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from tests.distributed.sequence_model import Point, Way
 from torchrec_checknrun.background import Background, Save
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.manifest import MANIFEST_NAME
 from torchrec_checknrun.storage import StorageWriter
 from torchrec_checknrun.write_process import WriteProcess
 
@@ -96,9 +97,12 @@ class Gate:
             with write(folder, name) as file:
                 yield _Torn(file, self._at)
 
-        def put_here(folder: Folder, name: str, data: bytes) -> None:
+        def put_here(folder: Folder, name: str, data: bytes, new: bool = False) -> None:
+            if name != MANIFEST_NAME:
+                put(folder, name, data, new)
+                return
             self._at(Point.MANIFEST)
-            put(folder, name, data)
+            put(folder, name, data, new)
             self._at(Point.COMMITTED)
 
         def killing(process: WriteProcess, jobs: Iterator[Any]) -> Iterator[Any]:

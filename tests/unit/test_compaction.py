@@ -231,7 +231,7 @@ def test_storage_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     root = Folder(tmp_path)
     head = small_chain(root)
 
-    def full(self: Folder, name: str, data: bytes) -> None:
+    def full(self: Folder, name: str, data: bytes, new: bool = False) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:

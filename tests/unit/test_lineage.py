@@ -28,7 +28,7 @@ class Run:
         self.step += 10
         self.sequence += 1
         widths = {"t": bits or EXACT}
-        return self.lineage.propose(self.policy, bits, widths, self.step, self.sequence)
+        return self.lineage.propose(self.policy, bits, widths, self.step, self.sequence, 1)
 
     def save(self, bits: int | None = None) -> Manifest:
         manifest = commit(self.propose(bits))
@@ -90,7 +90,7 @@ def test_the_first_is_full(policy: Policy) -> None:
 
 def test_ids_are_of_one_attempt_only() -> None:
     run = Run(Full())
-    proposals = [run.lineage.propose(Full(), None, {"t": EXACT}, 10, 1) for _ in range(20)]
+    proposals = [run.lineage.propose(Full(), None, {"t": EXACT}, 10, 1, 1) for _ in range(20)]
     assert len({proposal.id for proposal in proposals}) == 20
 
 
@@ -139,7 +139,7 @@ def test_a_restored_run_goes_on_with_its_chain(policy: Policy) -> None:
     saved = [run.save(), run.save(), run.save()]
     head = saved[-1]
     restarted = Run(policy, sequence=3)
-    restarted.lineage.restored(chain_of(head, saved), converted=False)
+    restarted.lineage.restored(chain_of(head, saved), converted=False, forks=False)
     assert restarted.lineage.chain_length == run.lineage.chain_length
     following = restarted.save()
     expected = saved[0] if isinstance(policy, OneShot) else head
@@ -149,7 +149,7 @@ def test_a_restored_run_goes_on_with_its_chain(policy: Policy) -> None:
 def test_falling_back_starts_a_fork() -> None:
     run = Run(Consecutive())
     full, second, abandoned = run.save(), run.save(), run.save()
-    run.lineage.restored(Chain((full, second)), converted=False)
+    run.lineage.restored(Chain((full, second)), converted=False, forks=False)
     fork = run.save()
     assert fork.parent == fork.previous == second.link
     assert fork.sequence > abandoned.sequence
@@ -160,7 +160,7 @@ def test_falling_back_starts_a_fork() -> None:
 def test_a_converting_restore_needs_a_full_checkpoint(policy: Policy) -> None:
     run = Run(policy)
     full = run.save()
-    run.lineage.restored(Chain((full,)), converted=True)
+    run.lineage.restored(Chain((full,)), converted=True, forks=False)
     assert run.propose().decision is Decision.FULL
     again = run.save()  # the one proposed before failed: this one must be full, too
     assert again.kind == "full"
@@ -172,12 +172,14 @@ def test_a_converting_restore_needs_a_full_checkpoint(policy: Policy) -> None:
 def test_other_columns_need_a_full_checkpoint(policy: Policy) -> None:
     run = Run(policy)
     run.save()
-    run.lineage.resharded()
+    run.lineage.must_begin_anew()
     assert run.propose().decision is Decision.FULL
     assert run.save().kind == "full"  # the one proposed before failed
     assert run.propose().decision is policy.decide(run.lineage.history)
-    run.lineage.resharded()
-    run.lineage.restored(Chain(run.lineage.history), converted=False)  # into those columns
+    run.lineage.must_begin_anew()
+    run.lineage.restored(
+        Chain(run.lineage.history), converted=False, forks=False
+    )  # into those columns
     assert run.propose().decision is policy.decide(run.lineage.history)
 
 
@@ -223,24 +225,24 @@ def test_a_width_that_no_row_was_stored_in_does_not_count() -> None:
 def test_restores_from_lossy_checkpoints_are_counted() -> None:
     run = Run(OneShot())
     exact = run.save()
-    run.lineage.restored(Chain((exact,)), converted=False)
+    run.lineage.restored(Chain((exact,)), converted=False, forks=False)
     assert run.lineage.lossy_restores == 0
     lossy = run.save(8)
     assert lossy.lossy_restores == 0
-    run.lineage.restored(Chain((exact, lossy)), converted=False)
+    run.lineage.restored(Chain((exact, lossy)), converted=False, forks=False)
     assert run.lineage.lossy_restores == 1
     second = run.save(8)
     assert second.lossy_restores == 1
     third = run.save(8)
     assert third.lossy_restores == 1
-    run.lineage.restored(Chain((exact, third)), converted=False)
+    run.lineage.restored(Chain((exact, third)), converted=False, forks=False)
     assert run.lineage.lossy_restores == 2
     # Another process counts from what the checkpoint says.
     other = Run(OneShot())
-    other.lineage.restored(Chain((exact, third)), converted=False)
+    other.lineage.restored(Chain((exact, third)), converted=False, forks=False)
     assert other.lineage.lossy_restores == 2
     # Falling back to before the loss forgets it.
-    other.lineage.restored(Chain((exact,)), converted=False)
+    other.lineage.restored(Chain((exact,)), converted=False, forks=False)
     assert other.lineage.lossy_restores == 0
 
 
@@ -249,7 +251,7 @@ def test_a_loss_in_the_middle_of_a_chain_counts() -> None:
     first = run.save()
     lossy = run.save(8)
     last = replace(commit(run.propose(8), rows=0))
-    run.lineage.restored(Chain((first, lossy, last)), converted=False)
+    run.lineage.restored(Chain((first, lossy, last)), converted=False, forks=False)
     assert run.lineage.lossy_restores == 1
 
 
@@ -275,7 +277,7 @@ def test_any_history(policy: Policy, actions: list[tuple[str, int | None, int]])
             if action == "restart":
                 run.lineage = Lineage()
             state = saved[choice % len(saved)]
-            run.lineage.restored(chain_of(state, saved), converted=action == "convert")
+            run.lineage.restored(chain_of(state, saved), converted=action == "convert", forks=False)
         elif action == "fail":
             run.propose(bits)
         elif action == "save":
@@ -298,14 +300,14 @@ def test_any_history(policy: Policy, actions: list[tuple[str, int | None, int]])
 
 def test_a_table_of_more_bits_than_it_is_stored_in_needs_a_full_checkpoint() -> None:
     lineage = Lineage()
-    lineage.committed(commit(lineage.propose(OneShot(), 4, {"t": 4}, 1, 1)))
+    lineage.committed(commit(lineage.propose(OneShot(), 4, {"t": 4}, 1, 1, 1)))
     for widths, kind in (
         ({"t": 4}, "differential"),
         ({"t": 3}, "differential"),
         ({"t": 8}, "full"),
     ):
-        assert lineage.propose(OneShot(), 4, widths, 2, 2).header.kind == kind
-    assert lineage.propose(OneShot(), 4, {"t": 4, "new": 8}, 2, 2).header.kind == "differential"
+        assert lineage.propose(OneShot(), 4, widths, 2, 2, 1).header.kind == kind
+    assert lineage.propose(OneShot(), 4, {"t": 4, "new": 8}, 2, 2, 1).header.kind == "differential"
 
 
 def test_sizes_since_the_last_full_checkpoint_go_from_manifest_to_manifest() -> None:
@@ -313,7 +315,7 @@ def test_sizes_since_the_last_full_checkpoint_go_from_manifest_to_manifest() -> 
     saved = [run.save() for _ in range(4)]
     assert [len(manifest.earlier_fractions) for manifest in saved] == [0, 0, 1, 2]
     restarted = Run(OneShot(), sequence=4)
-    restarted.lineage.restored(Chain((saved[0], saved[2])), converted=False)
+    restarted.lineage.restored(Chain((saved[0], saved[2])), converted=False, forks=False)
     assert len(restarted.save().earlier_fractions) == 2
     restarted.policy = Full()
     assert restarted.save().earlier_fractions == ()

@@ -1,0 +1,221 @@
+"""What a checkpoint of many tables on many ranks costs rank 0: time, memory, and the manifest.
+
+    python -m recipes.benchmarks.planning [--json out.json] [--tables 1000] [--ranks 1024]
+
+No rows are made: every rank's plan is what a real one would send, of tables that are split by rows
+over all ranks, and rank 0 does with them what it does in a save. Sizes grow up to the largest, each
+in a process of its own, so that the growth is seen: nothing may grow faster than ranks × tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import pickle
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from tqdm import tqdm
+
+from recipes.benchmarks import machine
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.manifest import MANIFEST_NAME, Header, RankFile, TableTotals
+from torchrec_checknrun.progress import OptimizerProgress
+from torchrec_checknrun.rank_file import FileSummary
+from torchrec_checknrun.save_plan import CheckpointPlanner, OwnStorage, PlanSummary, Prepared
+from torchrec_checknrun.shards import Rectangle, TableShape
+from torchrec_checknrun.storage import StorageWriter
+
+MOST_MANIFEST_BYTES = 4_000_000
+DIM, ROWS_PER_RANK = 64, 4096
+_STATE_BYTES = 4 << 20
+_SLACK = 1.25
+"""Of proportional growth: what timing on a busy machine may add."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much rank 0 has to do."""
+
+    tables: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What it took.
+
+    Attributes:
+        received_bytes: of all ranks' plans, as they are sent to rank 0.
+        plan_seconds: to check the plans and to make the global one.
+        commit_seconds: to make the manifest of all ranks' results and to write it.
+        memory_bytes: peak of the process above its level before the first plan came.
+        manifest_bytes: in storage.
+    """
+
+    size: Size
+    received_bytes: int
+    plan_seconds: float
+    commit_seconds: float
+    memory_bytes: int
+    manifest_bytes: int
+
+
+def measure(size: Size) -> Cost:
+    """Plans and commits one checkpoint of that size, in this process."""
+    names = [f"model.sparse_arch.embedding_bags.table_{i:04d}" for i in range(size.tables)]
+    before = _peak()
+    plans, received = [], 0
+    for rank in range(size.ranks):
+        sent = pickle.dumps(_plan(names, rank, size.ranks))
+        received += len(sent)
+        plans.append(pickle.loads(sent))
+    started = time.perf_counter()
+    planner = CheckpointPlanner(lambda path: _refuse())
+    _, metadata = planner.create_global_plan(plans)
+    planned = time.perf_counter()
+    results = []
+    for rank in range(size.ranks):
+        summary = pickle.loads(pickle.dumps(_summary(names, rank, size.ranks)))
+        results.append([WriteResult(MetadataIndex(summary.file.name), 0, summary)])
+    ready = time.perf_counter()
+    folder = Folder("memory://planning/run/seq-000001_step-00000001_00000000")
+    folder.create()
+    StorageWriter(folder.url).finish(metadata, results)
+    done = time.perf_counter()
+    manifest = folder.size(MANIFEST_NAME)
+    assert manifest is not None
+    return Cost(size, received, planned - started, done - ready, _peak() - before, manifest)
+
+
+def _refuse() -> Prepared:
+    raise AssertionError("no rank of this benchmark has anything to save")
+
+
+def _rows_of(name: str, rank: int) -> Rectangle:
+    return Rectangle(rank * ROWS_PER_RANK, (rank + 1) * ROWS_PER_RANK, 0, DIM)
+
+
+def _plan(names: Sequence[str], rank: int, ranks: int) -> SavePlan:
+    shape = TableShape(ROWS_PER_RANK * ranks, DIM)
+    summary = PlanSummary(
+        header=Header(sequence=1, step=1, epoch=1),
+        tables={name: TableShape(shape.rows, shape.dim) for name in names},
+        shards=[(name, _rows_of(name, rank)) for name in names],
+        fp32_bytes=dict.fromkeys(names, 4 * ROWS_PER_RANK * (DIM + 1)),
+        progress={name: OptimizerProgress(1, 0.1) for name in names},
+        replicated={"model": _STATE_BYTES, "optimizer": _STATE_BYTES},
+        per_rank=(),
+    )
+    items = [f"{name}{_rows_of(name, rank)}#0" for name in names]
+    planner = CheckpointPlanner(
+        lambda path: Prepared(summary, dict.fromkeys(items, SimpleNamespace()))  # type: ignore[arg-type]
+    )
+    planner.set_up_planner({}, OwnStorage(checkpoint_id="planning"))
+    return planner.create_local_plan()
+
+
+def _summary(names: Sequence[str], rank: int, ranks: int) -> FileSummary:
+    one = TableTotals(
+        rows=ROWS_PER_RANK * ranks,
+        dim=DIM,
+        stored_values=ROWS_PER_RANK * DIM,
+        weight_bytes=ROWS_PER_RANK * 36,
+        optimizer_bytes=ROWS_PER_RANK * 4,
+        modified_bytes=ROWS_PER_RANK * 260,
+        encoded_bytes=ROWS_PER_RANK * 40,
+        value_bits=4,
+        error_mean=0.0712345678 + rank / 1e6,
+        error_max=0.1123456789 + rank / 1e6,
+        error_rows=1024,
+        codecs=[{"name": "rowwise", "version": 1, "bits": 4, "scheme": "adaptive"}],
+    )
+    size = len(names) * ROWS_PER_RANK * 40
+    # Rank 0 writes the states as well, so that chunks are as the plan says: it has all of them.
+    chunks = len(names)
+    file = RankFile(f"rank-{rank:05d}.bin", size, size - 9000, 8960, "0123456789abcdef", chunks)
+    return FileSummary(file, dict.fromkeys(names, one), 0)
+
+
+def _peak() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def sizes(largest: Size) -> list[Size]:
+    """Up to the largest, along each direction."""
+    t, r = largest.tables, largest.ranks
+    found = [Size(t // 4, r // 4), Size(t // 2, r // 4), Size(t, r // 4)]
+    found += [Size(t // 4, r // 2), Size(t // 4, r), Size(t // 2, r // 2), largest]
+    return [size for size in found if size.tables and size.ranks]
+
+
+def judge(costs: Sequence[Cost]) -> list[str]:
+    """What grew faster than it may, or is too large."""
+    problems = []
+    least, largest = costs[0], costs[-1]
+    times = largest.size.tables * largest.size.ranks / (least.size.tables * least.size.ranks)
+    for name in ("received_bytes", "plan_seconds", "commit_seconds", "memory_bytes"):
+        grown = getattr(largest, name) / max(getattr(least, name), 1e-9)
+        if grown > _SLACK * times:
+            problems.append(f"{name} grew {grown:.1f} times, ranks × tables {times:.1f} times")
+    if largest.manifest_bytes > MOST_MANIFEST_BYTES:
+        problems.append(f"the manifest has {largest.manifest_bytes} bytes")
+    return problems
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 1 if something grew faster than ranks × tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--tables", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, default=1024)
+    options = parser.parse_args(arguments)
+    context = multiprocessing.get_context("spawn")
+    costs = []
+    todo = sizes(Size(options.tables, options.ranks))
+    for size in tqdm(todo, desc="planning", file=sys.stderr, disable=not sys.stderr.isatty()):
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            costs.append(process.submit(measure, size).result())
+    problems = judge(costs)
+    _print(costs, problems)
+    if options.json is not None:
+        document: dict[str, Any] = {
+            "machine": machine.describe(),
+            "costs": [asdict(cost) for cost in costs],
+            "problems": problems,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return int(bool(problems))
+
+
+def _print(costs: Sequence[Cost], problems: Sequence[str]) -> None:
+    table = Table(title="one checkpoint on rank 0")
+    for name in ("tables", "ranks", "plans MB", "plan s", "commit s", "memory MB", "manifest MB"):
+        table.add_column(name, justify="right")
+    for cost in costs:
+        table.add_row(
+            *(str(cost.size.tables), str(cost.size.ranks), f"{cost.received_bytes / 1e6:.1f}"),
+            *(f"{cost.plan_seconds:.2f}", f"{cost.commit_seconds:.2f}"),
+            *(f"{cost.memory_bytes / 1e6:.0f}", f"{cost.manifest_bytes / 1e6:.3f}"),
+        )
+    console = Console(width=100)
+    console.print(table)
+    for problem in problems:
+        console.print(f"[red]{problem}[/red]")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

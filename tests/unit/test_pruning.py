@@ -1,0 +1,194 @@
+"""Old checkpoints, leftovers of crashed saves and pins, in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.chains import Part, write
+from torchrec_checknrun.chain import committed, newest, resolve
+from torchrec_checknrun.errors import CheckpointNotFound, RootInUse
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import FOLDER, Claim, Holder, Lease
+from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, checkpoint_id
+from torchrec_checknrun.pruning import pin, prune, unpin
+from torchrec_checknrun.retention import Retention
+
+ROWS = 20
+
+
+def part(size: int = ROWS) -> list[Part]:
+    return [Part((0, 8), list(range(size)), ROWS)]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "run")
+
+
+def fill(root: Folder) -> list[Manifest]:
+    """A full one, two upon it, and another full one."""
+    root.create()
+    first = write(root, ROWS, part())
+    second = write(root, ROWS, part(5), first)
+    third = write(root, ROWS, part(4), second)
+    fourth = write_full(root, third)
+    return [first, second, third, fourth]
+
+
+def write_full(root: Folder, before: Manifest) -> Manifest:
+    made = write(root, ROWS, part(), before)
+    (root / made.id).delete(MANIFEST_NAME)
+    fields = {**vars(made), "kind": "full", "parent": None}
+    full = Manifest(**fields).sealed()
+    (root / made.id).put(MANIFEST_NAME, full.to_bytes())
+    return full
+
+
+def leftover(root: Folder, sequence: int) -> str:
+    name = checkpoint_id(sequence, 7, "00000abc")
+    (root / name).create()
+    (root / name).put("rank-00000.bin", b"half")
+    return name
+
+
+def test_what_is_not_needed_goes(root: Folder) -> None:
+    first, second, third, fourth = fill(root)
+    (root / "my notes").create()
+    dry = prune(root, Retention(1), dry_run=True)
+    assert committed(root) == [fourth.id, third.id, second.id, first.id]
+    done = prune(root, Retention(1))
+    assert done == dry
+    assert list(done.verdict.delete) == [third.id, second.id, first.id]
+    assert done.bytes == sum(manifest.stored_bytes for manifest in (first, second, third))
+    assert root.names() == ["my notes", fourth.id]
+    resolve(root, fourth.id)
+    assert prune(root, Retention(1)).verdict.delete == {}
+
+
+def test_pins(root: Folder) -> None:
+    first, second, third, fourth = fill(root)
+    pin(root, second.id)
+    assert list(prune(root, Retention(1)).verdict.delete) == [third.id]
+    resolve(root, second.id)
+    unpin(root, second.id)
+    unpin(root, second.id)
+    assert list(prune(root, Retention(1)).verdict.delete) == [second.id, first.id]
+    assert root.names() == [fourth.id]
+    with pytest.raises(CheckpointNotFound):
+        pin(root, first.id)
+
+
+def test_leftovers_of_crashed_saves(root: Folder) -> None:
+    *_, fourth = fill(root)
+    crashed, running = leftover(root, 2), leftover(root, 9)
+    assert prune(root, Retention(9), below=9).leftovers == (crashed,)
+    assert running in root.names()
+    assert crashed not in root.names()
+    assert prune(root, Retention(9)).leftovers == (running,)
+    chain, _ = newest(root)
+    assert chain is not None
+    assert chain.head.id == fourth.id
+
+
+def test_a_live_writer_s_directory_is_no_leftover(root: Folder) -> None:
+    fill(root)
+    mine = leftover(root, 9)
+    lease = Lease(root)
+    lease.acquire(lambda _: ())
+    try:
+        assert prune(root, Retention(9)).leftovers == ()
+        assert prune(root, Retention(9), own=lease.claim).leftovers == (mine,)
+    finally:
+        lease.release()
+
+
+def test_a_compaction_s_directory_is_no_leftover(root: Folder) -> None:
+    fill(root)
+    name = leftover(root, 3)
+    lease = Lease(root / name)
+    lease.acquire(lambda _: ())
+    assert prune(root, Retention(9)).leftovers == ()
+    lease.release(forget=True)
+    assert FOLDER not in (root / name).names()
+    assert prune(root, Retention(9)).leftovers == (name,)
+    assert name not in root.names()
+
+
+def test_what_a_writer_was_restored_from_stays(root: Folder) -> None:
+    first, second, third, fourth = fill(root)
+    lease = Lease(root)
+    lease.acquire(lambda _: committed(root), uses=[first.id, second.id])
+    try:
+        assert list(prune(root, Retention(1)).verdict.delete) == [third.id]
+    finally:
+        lease.release()
+    assert list(prune(root, Retention(1), in_use={first.id}).verdict.delete) == [second.id]
+    resolve(root, fourth.id)
+
+
+def test_a_replaced_writer_deletes_nothing(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fill(root)
+    old = Lease(root)
+    old.acquire(lambda _: ())
+    claim = old.claim
+    old.release()
+    holder = Holder("another", 0, "far", "another", 1, 1)
+    monkeypatch.setattr(Holder, "this_process", classmethod(lambda cls: holder))
+    new = Lease(root)
+    new.acquire(lambda _: [manifest.id for manifest in made])
+    with pytest.raises(RootInUse, match="another writer"):
+        prune(root, Retention(1), own=claim)
+    assert len(committed(root)) == 4
+    new.release()
+
+
+def test_damaged_checkpoints_are_not_counted(root: Folder) -> None:
+    first, second, third, fourth = fill(root)
+    (root / fourth.id).delete("rank-00000.bin")
+    assert prune(root, Retention(1)).verdict.delete == {}
+    chain, _ = newest(root)
+    assert chain is not None
+    assert chain.head.id == third.id
+    assert {first.id, second.id} < set(root.names())
+
+
+@pytest.mark.parametrize("stop_after", range(8))
+def test_a_crash_half_way_leaves_whole_chains(
+    root: Folder, stop_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, fourth = fill(root)
+    deleted: list[str] = []
+    delete = Folder.delete
+
+    def crash(folder: Folder, name: str) -> None:
+        if len(deleted) == stop_after:
+            raise KeyboardInterrupt
+        deleted.append(name)
+        delete(folder, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "delete", crash)
+        try:
+            prune(root, Retention(1))
+        except KeyboardInterrupt:
+            assert stop_after < 6
+        else:
+            assert len(deleted) == 6
+    for name in committed(root):
+        if (root / name).size(MANIFEST_NAME) is not None:
+            resolve(root, name)
+    prune(root, Retention(1))
+    assert root.names() == [fourth.id]
+
+
+def test_an_ignored_checkpoint_goes(root: Folder) -> None:
+    first, second, third, fourth = fill(root)
+    lease = Lease(root)
+    lease.acquire(lambda _: [first.id, second.id, third.id])  # the fourth came too late
+    claim: Claim = lease.claim
+    done = prune(root, Retention(1), own=claim)
+    lease.release()
+    assert fourth.id not in done.verdict.keep
+    assert set(done.verdict.keep) == {first.id, second.id, third.id}

@@ -1,0 +1,163 @@
+"""Deletes what no kept checkpoint needs, and what crashed saves have left.
+
+A checkpoint's manifest goes first, so that a crash half-way leaves either the whole checkpoint or
+something that is no checkpoint, which the next pruning removes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from torchrec_checknrun.chain import counting, read_manifest
+from torchrec_checknrun.errors import RootInUse
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import FOLDER, Claim, latest_claim
+from torchrec_checknrun.manifest import MANIFEST_NAME, sequence_of
+from torchrec_checknrun.retention import Retention, Verdict, judge
+
+logger = logging.getLogger(__name__)
+
+PINNED = "pinned"
+"""The file in a checkpoint's directory that keeps it."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was deleted, or would be.
+
+    Attributes:
+        verdict: on the committed checkpoints.
+        leftovers: directories of saves that were never committed.
+        bytes: that the deleted checkpoints had.
+    """
+
+    verdict: Verdict
+    leftovers: tuple[str, ...]
+    bytes: int
+
+
+def pin(root: Folder, id: str) -> None:
+    """Keeps a checkpoint, and what it needs, until it is unpinned.
+
+    Raises:
+        CheckpointNotFound, CorruptCheckpoint: there is no such checkpoint.
+    """
+    read_manifest(root, id)
+    (root / id).put(PINNED, b"")
+
+
+def unpin(root: Folder, id: str) -> None:
+    """Takes a pin away, if there is one."""
+    (root / id).delete(PINNED)
+
+
+def prune(
+    root: Folder,
+    retention: Retention,
+    *,
+    in_use: Collection[str] = (),
+    own: Claim | None = None,
+    below: int | None = None,
+    dry_run: bool = False,
+) -> Pruned:
+    """Deletes what no kept checkpoint needs.
+
+    Args:
+        in_use: ids that stay whatever the retention says.
+        own: the claim of the writer that asks; None for somebody else, who leaves alone what a live
+            writer may be working on.
+        below: only leftovers of lower sequence numbers are certain to be dead; None: all, if no
+            writer lives.
+
+    Raises:
+        RootInUse: the writer that asks was replaced.
+        StorageFailed: the storage refused; pruning again goes on where it stopped.
+    """
+    claim = latest_claim(root)
+    if own is not None and (claim is None or claim.epoch != own.epoch):
+        raise RootInUse(f"{root} has another writer now: it decides what is deleted")
+    names = root.names()
+    alive = own is None and claim is not None and claim.alive
+    found = list(counting(root, claim, names))
+    pinned, damaged = set(), set()
+    for manifest in found:
+        files = (root / manifest.id).sizes()
+        if PINNED in files:
+            pinned.add(manifest.id)
+        if any(files.get(file.name) != file.size for file in manifest.files):
+            damaged.add(manifest.id)
+    used = {*in_use, *(claim.uses if claim is not None and claim.alive else ())}
+    verdict = judge(found, retention, pinned, used, damaged)
+    sizes = {manifest.id: manifest.stored_bytes for manifest in found}
+    leftovers = () if alive else tuple(_leftovers(root, names, below))
+    if not dry_run:
+        for id in (*verdict.delete, *leftovers):
+            _delete(root / id)
+    return Pruned(verdict, leftovers, sum(sizes[id] for id in verdict.delete))
+
+
+class Pruner:
+    """Prunes in the background after a commit, one time after the other. Used on rank 0 only.
+
+    Failures are logged: a checkpoint too many does no harm.
+    """
+
+    def __init__(self, prune: Callable[[int], Pruned]) -> None:
+        self._prune = prune
+        self._thread: threading.Thread | None = None
+
+    def start(self, sequence: int) -> None:
+        """After the checkpoint of this sequence number was committed."""
+        if self._thread is not None and self._thread.is_alive():
+            return  # the next commit comes
+        self._thread = threading.Thread(
+            target=self._run, args=(sequence,), name="checknrun-prune", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Waits for what is running, at most so long."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self, sequence: int) -> None:
+        try:
+            done = self._prune(sequence)
+        except Exception as error:
+            logger.warning("old checkpoints were not all deleted, the next try follows: %s", error)
+            return
+        if done.verdict.delete or done.leftovers:
+            logger.info(
+                "deleted %d checkpoints (%.2f MB) and %d leftovers of failed saves",
+                len(done.verdict.delete),
+                done.bytes / 1e6,
+                len(done.leftovers),
+            )
+
+
+def _leftovers(root: Folder, names: Iterable[str], below: int | None) -> Iterable[str]:
+    for name in names:
+        sequence = sequence_of(name)
+        if sequence is None or (below is not None and sequence >= below):
+            continue
+        if (root / name).size(MANIFEST_NAME) is not None:
+            continue
+        claim = latest_claim(root / name)  # of a compaction, which has no epoch of the root's
+        if claim is None or not claim.alive:
+            yield name
+
+
+def _delete(folder: Folder) -> None:
+    folder.delete(MANIFEST_NAME)
+    for name in folder.names():
+        if name == FOLDER:
+            claims = folder / FOLDER
+            for claim in claims.names():
+                claims.delete(claim)
+            claims.remove()
+        else:
+            folder.delete(name)
+    folder.remove()

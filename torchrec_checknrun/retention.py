@@ -1,0 +1,146 @@
+"""Which checkpoints may go: plain decisions on manifests; ``pruning`` carries them out.
+
+The unit is the chain: whatever a kept checkpoint needs is kept. Forks that were left behind go
+first. What can't be read is never chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from torchrec_checknrun.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many checkpoints stay.
+
+    Args:
+        keep: the newest so many restorable points. With 1 a damaged newest one has no other to fall
+            back to, except those that its own chain needs.
+        every_hours: also the first point of every so many hours; None: of none.
+
+    Raises:
+        ValueError: out of range.
+    """
+
+    keep: int = 2
+    every_hours: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"keep must be at least 1, not {self.keep}: use None to keep all")
+        if self.every_hours is not None and not self.every_hours > 0:
+            raise ValueError(f"every_hours must be positive, not {self.every_hours}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to become of a root's checkpoints.
+
+    Attributes:
+        keep: by id, why it stays.
+        delete: by id, why it goes; in this order, which never leaves one without its parent.
+    """
+
+    keep: Mapping[str, str]
+    delete: Mapping[str, str]
+
+
+def judge(
+    manifests: Iterable[Manifest],
+    retention: Retention,
+    pinned: Collection[str] = (),
+    in_use: Collection[str] = (),
+    damaged: Collection[str] = (),
+) -> Verdict:
+    """Decides on all committed checkpoints of a root.
+
+    Args:
+        manifests: of all that count, in any order.
+        pinned: ids that a user wants to keep.
+        in_use: ids that a writer goes on from.
+        damaged: ids of those of which files are missing or too short: no restorable points.
+    """
+    ordered = sorted(manifests, key=lambda m: (m.sequence, m.id), reverse=True)
+    by_id = {manifest.id: manifest for manifest in ordered}
+    sound = {id: manifest for id, manifest in by_id.items() if id not in damaged}
+    whole = [m for m in ordered if m.id in sound and _needs(m, sound) is not None]
+    abandoned = _abandoned(whole, by_id)
+    points = [manifest for manifest in whole if manifest.id not in abandoned]
+    reasons: dict[str, str] = {}
+    for manifest in points[: retention.keep]:
+        reasons[manifest.id] = f"one of the newest {retention.keep}"
+    if retention.every_hours is not None:
+        for manifest in _first_of_each(points, 3600 * retention.every_hours):
+            reasons.setdefault(manifest.id, f"the first of {retention.every_hours:g} hours")
+    for ids, reason in ((pinned, "pinned"), (in_use, "in use")):
+        for id in ids:
+            if id in by_id:
+                reasons.setdefault(id, reason)
+    for id in list(reasons):
+        for parent in _needs(by_id[id], by_id) or ():
+            reasons.setdefault(parent.id, f"{id} needs it")
+    restorable = {manifest.id for manifest in whole}
+    enough = len(points) >= retention.keep
+    delete = {}
+    # Children before their parents, forks first.
+    for manifest in sorted(ordered, key=lambda m: m.id not in abandoned):
+        if manifest.id in reasons:
+            continue
+        if manifest.id in abandoned:
+            delete[manifest.id] = "on a fork that was left behind"
+        elif manifest.id in restorable:
+            delete[manifest.id] = "older than what is kept"
+        elif enough and manifest.sequence < points[retention.keep - 1].sequence:
+            # One that is newer, or while there is little else, may yet be mended.
+            delete[manifest.id] = "damaged, or what it builds on is"
+    return Verdict(reasons, delete)
+
+
+def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] | None:
+    """What a restore needs beside the manifest itself; None if that isn't all there."""
+    found: list[Manifest] = []
+    while (link := manifest.parent) is not None:
+        parent = by_id.get(link.id)
+        if parent is None or parent.link != link or parent.sequence >= manifest.sequence:
+            return None
+        found.append(parent)
+        manifest = parent
+    return found
+
+
+def _abandoned(whole: Sequence[Manifest], by_id: Mapping[str, Manifest]) -> set[str]:
+    """Those that the newest one's lineage has jumped over: an older one was gone on from.
+
+    A compacted checkpoint is beside the lineage, in the state of one that is on it.
+    """
+    lineage: dict[str, Manifest] = {}
+    jumps: list[tuple[int, int]] = []
+    at = whole[0] if whole else None
+    while at is not None and at.id not in lineage:
+        lineage[at.id] = at
+        before = by_id.get(at.previous.id) if at.previous else None
+        if before is not None:
+            jumps.append((before.sequence, at.sequence))
+        at = before
+    found = set()
+    for manifest in whole:
+        if manifest.id in lineage:
+            continue
+        before = lineage.get(manifest.previous.id) if manifest.previous else None
+        if before is not None and before.step == manifest.step and manifest.kind == "full":
+            continue
+        if any(low < manifest.sequence < high for low, high in jumps):
+            found.add(manifest.id)
+    return found
+
+
+def _first_of_each(points: Sequence[Manifest], seconds: float) -> Iterable[Manifest]:
+    first: dict[int, Manifest] = {}
+    for manifest in points:  # newest first: the oldest of a time stays
+        when = datetime.fromisoformat(manifest.created_at).timestamp()
+        first[int(when // seconds)] = manifest
+    return first.values()
