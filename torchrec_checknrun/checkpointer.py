@@ -130,7 +130,8 @@ class Checkpointer:
         states = {n: s.state if isinstance(s, PerRank) else s for n, s in declared.items()}
         timeout = timedelta(seconds=timeout_seconds)
         self._ranks = Ranks(timeout)
-        background_ranks = Ranks(timeout)  # a group of its own: it is used at the same time
+        # A group of its own: it is used at the same time.
+        self._background_ranks = background_ranks = Ranks(timeout)
         tracked: list[TrackedModel] = []  # a table may be unsupported where it is: on one rank
         self._ranks.everywhere(lambda: tracked.append(track(model, states.values())))
         self._target = Target(
@@ -343,7 +344,11 @@ class Checkpointer:
                 self._begin()
             self.wait()
         finally:
+            idle = self._saver.running is None
             self._release()
+            if idle:
+                self._ranks.close()
+                self._background_ranks.close()
 
     def __enter__(self) -> Checkpointer:
         return self

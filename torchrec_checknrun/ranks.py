@@ -39,6 +39,14 @@ class Ranks:
         ranks.group = group
         return ranks
 
+    def close(self) -> None:
+        """Gives the group's threads and connections back; nobody may be using it. Waits for no
+        other rank.
+        """
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+            self.group = None
+
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group) if self.group else 0

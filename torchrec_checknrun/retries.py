@@ -42,7 +42,7 @@ _STATUS = frozenset({408, 429, 500, 502, 503, 504})
 # Of botocore, aiohttp and requests, which are not asked for: a store's driver may not need them.
 _NAMES = frozenset(
     {
-        *("HTTPClientError", "ConnectionClosedError", "ResponseStreamingError"),
+        *("HTTPClientError", "ConnectionError", "ResponseStreamingError"),
         *("ResponseParserError", "ClientConnectionError", "ClientPayloadError", "IncompleteRead"),
         *("ServerTimeoutError", "ChunkedEncodingError"),
     }

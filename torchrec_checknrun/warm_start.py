@@ -46,9 +46,9 @@ def load_tables(
     """
     fit = Fit(map or {}, strict=True, shrink=shrink, optimizer=optimizer, only=tuple(tables))
     tracked = track(model)
+    ranks = Ranks(timedelta(seconds=timeout_seconds))
     try:
         target = Target(None, tracked, {}, {}, fit)
-        ranks = Ranks(timedelta(seconds=timeout_seconds))
         found = restore(Folder(root), target, ranks, checkpoint, verify_all=False)
         if found is None:
             raise CheckpointNotFound(f"no committed checkpoint in {root}: nothing to load from")
@@ -58,3 +58,4 @@ def load_tables(
         return found
     finally:
         tracked.close()
+        ranks.close()

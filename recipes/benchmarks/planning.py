@@ -122,7 +122,7 @@ def _plan(names: Sequence[str], rank: int, ranks: int) -> SavePlan:
     )
     items = [f"{name}{_rows_of(name, rank)}#0" for name in names]
     planner = CheckpointPlanner(
-        lambda path: Prepared(summary, dict.fromkeys(items, SimpleNamespace()))  # type: ignore[arg-type]
+        lambda path: Prepared(summary, dict.fromkeys(items, SimpleNamespace()))
     )
     planner.set_up_planner({}, OwnStorage(checkpoint_id="planning"))
     return planner.create_local_plan()

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from tests.object_store.fault_proxy import FaultProxy
-from tests.object_store.server import KEY, SECRET, Server
+from tests.object_store.server import ADMIN_KEY, ADMIN_SECRET, KEY, SECRET, Server
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -54,5 +54,6 @@ def bucket(server: Server, credentials: None, monkeypatch: pytest.MonkeyPatch) -
     """A new bucket, reached without the proxy."""
     use(monkeypatch, server.url)
     name = f"tests-{uuid.uuid4().hex[:8]}"
-    fsspec.filesystem("s3").mkdir(name)
+    admin = {"key": ADMIN_KEY, "secret": ADMIN_SECRET, "endpoint_url": server.url}
+    fsspec.filesystem("s3", **admin).mkdir(name)
     return f"s3://{name}"

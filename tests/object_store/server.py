@@ -12,6 +12,8 @@ import urllib.request
 from pathlib import Path
 
 KEY, SECRET = "checknrun-tests", "a-secret-that-must-not-leak"
+ADMIN_KEY, ADMIN_SECRET = "checknrun-admin", "another-secret"
+"""Who may make buckets."""
 _START_SECONDS = 90.0
 
 
@@ -24,10 +26,15 @@ class Server:
         ports = _free_ports(4)
         self._ports = dict(zip(("master", "volume", "filer", "s3"), ports, strict=True))
         self.url = f"http://127.0.0.1:{self._ports['s3']}"
-        credentials = {"accessKey": KEY, "secretKey": SECRET}
-        everything = ["Admin", "Read", "Write", "List", "Tagging"]
-        identity = {"name": "tests", "credentials": [credentials], "actions": everything}
-        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        identities = [
+            {
+                "name": key,
+                "credentials": [{"accessKey": key, "secretKey": secret}],
+                "actions": ["Read", "Write", "List", *more],
+            }
+            for key, secret, more in ((KEY, SECRET, []), (ADMIN_KEY, ADMIN_SECRET, ["Admin"]))
+        ]
+        (folder / "s3.json").write_text(json.dumps({"identities": identities}))
         (folder / "data").mkdir()
 
     def start(self) -> None:

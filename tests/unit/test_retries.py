@@ -22,8 +22,11 @@ class HTTPClientError(Exception):
     """Has the name of botocore's."""
 
 
-class EndpointConnectionError(HTTPClientError):
+class ReadTimeoutError(HTTPClientError):
     pass
+
+
+EndpointConnectionError = type("ConnectionError", (Exception,), {})
 
 
 class WithStatus(Exception):
@@ -38,6 +41,7 @@ TRANSIENT = [
     OSError(errno.EBUSY, "SlowDown"),
     OSError(errno.EREMOTEIO, "InternalError"),
     OSError(errno.ESTALE, "stale handle"),
+    ReadTimeoutError("slow"),
     EndpointConnectionError("no route"),
     WithStatus(503),
     WithStatus(429),
