@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from torchrec_checknrun.chunks import EncodedChunk, Entry, as_count, dtype_name
+from torchrec_checknrun.chunks import EncodedChunk, Entry, dtype_name
 from torchrec_checknrun.coverage import check_coverage
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, InvalidPlan
 from torchrec_checknrun.shards import Rectangle, TableShape
 from torchrec_checknrun.state import TORCH_DTYPES, raw_bytes
+from torchrec_checknrun.untrusted import LARGEST, as_count, as_text, list_of, optional, record
 
 KIND = "block"
 
@@ -122,20 +123,38 @@ def block_header(entry: Entry) -> BlockHeader:
         CorruptCheckpoint: a field is missing, of a wrong type or out of range.
     """
     try:
-        size = tuple(as_count(n) for n in entry["size"])
-        (row_start, row_stop), (col_start, col_stop) = entry["rows"], entry["columns"]
-        rectangle = Rectangle(*map(as_count, (row_start, row_stop, col_start, col_stop)))
+        found = record(entry, _FIELDS, "offset", "length", "checksum")
+        size = tuple(found["size"])
+        (row_start, row_stop), (col_start, col_stop) = found["rows"], found["columns"]
+        rectangle = Rectangle(row_start, row_stop, col_start, col_stop)
         whole = whole_of(size)
-        dtype = TORCH_DTYPES[entry["dtype"]]
-        first, last = map(as_count, entry["shard_rows"])
+        if found["dtype"] not in TORCH_DTYPES:
+            raise ValueError(f"dtype {found['dtype']!r}")
+        dtype = TORCH_DTYPES[found["dtype"]]
+        first, last = found["shard_rows"]
         if rectangle.intersect(Rectangle(0, whole.rows, 0, whole.dim)) != rectangle:
             raise ValueError(f"{rectangle} of {size}")
-        if entry.get("length", rectangle.area * dtype.itemsize) != rectangle.area * dtype.itemsize:
-            raise ValueError(f"{entry['length']} bytes for {rectangle} of {dtype}")
-        path = tuple(key if type(key) is int else str(key) for key in entry["path"])
-        return BlockHeader(path, dtype, size, rectangle, (first, last))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if not first <= row_start <= row_stop <= last <= whole.rows:
+            raise ValueError(f"rows {row_start} to {row_stop} of a shard of {first} to {last}")
+        length = found.get("length", rectangle.area * dtype.itemsize)
+        if length != rectangle.area * dtype.itemsize or whole.rows * whole.dim > LARGEST:
+            raise ValueError(f"{length} bytes for {rectangle} of {dtype}")
+        return BlockHeader(tuple(found["path"]), dtype, size, rectangle, (first, last))
+    except ValueError as error:
         raise CorruptCheckpoint(f"index entry of a block is malformed: {error!r}") from error
+
+
+def _as_key(value: object) -> str | int:
+    return as_count(value) if type(value) is int else as_text(value)
+
+
+_FIELDS = {
+    **dict.fromkeys(("kind", "dtype"), as_text),
+    **dict.fromkeys(("offset", "length"), as_count),
+    **dict.fromkeys(("size", "rows", "columns", "shard_rows"), list_of(as_count)),
+    "checksum": optional(as_text),
+    "path": list_of(_as_key),
+}
 
 
 def whole_of(size: tuple[int, ...]) -> TableShape:

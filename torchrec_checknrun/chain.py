@@ -14,7 +14,14 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER, Claim, latest_claim
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, parse_manifest, sequence_of
+from torchrec_checknrun.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    is_plain_name,
+    parse_manifest,
+    sequence_of,
+)
+from torchrec_checknrun.untrusted import MANIFEST_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +63,7 @@ def read_manifest(root: Folder, name: str) -> Manifest:
     """
     where = f"{root}/{name}/{MANIFEST_NAME}"
     try:
-        data = (root / name).read(MANIFEST_NAME)
+        data = _read_small(root, name)
     except FileNotFoundError:
         raise CheckpointNotFound(
             f"no committed checkpoint {name!r} in {root} (no {MANIFEST_NAME}): its "
@@ -67,7 +74,21 @@ def read_manifest(root: Folder, name: str) -> Manifest:
         raise CorruptCheckpoint(
             f"{where} is the manifest of {manifest.id!r}: it was moved or copied"
         )
+    if sequence_of(name) not in (None, manifest.sequence):
+        raise CorruptCheckpoint(f"{where} has sequence number {manifest.sequence}")
     return manifest
+
+
+def _read_small(root: Folder, name: str) -> bytes:
+    """A manifest file's content, or so much of it that it is too large."""
+    if not is_plain_name(name):
+        raise CheckpointNotFound(f"{name!r} is no checkpoint's name: give its id, as in {root}")
+    if root.is_link(name):
+        raise CorruptCheckpoint(
+            f"{root}/{name} is a symbolic link: a checkpoint is a directory of its root; copy it "
+            "there if it is wanted"
+        )
+    return (root / name).read(MANIFEST_NAME, 0, MANIFEST_BYTES + 1)
 
 
 def committed(root: Folder, names: Iterable[str] | None = None) -> list[str]:

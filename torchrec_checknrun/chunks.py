@@ -72,14 +72,3 @@ def decode_state_chunk(entry: Entry, payload: bytes | memoryview) -> Any:
 def dtype_name(dtype: torch.dtype) -> str:
     """A data type as index entries have it."""
     return str(dtype).removeprefix("torch.")
-
-
-def as_count(value: object) -> int:
-    """A number from an index entry, checked.
-
-    Raises:
-        ValueError: it is no count.
-    """
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value

@@ -20,10 +20,11 @@ from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
 from torchrec_checknrun.blocks import Block, Span
-from torchrec_checknrun.chunks import EncodedChunk, Entry, as_count, decode_state_chunk
+from torchrec_checknrun.chunks import EncodedChunk, Entry, decode_state_chunk
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.kernels import find_modules
 from torchrec_checknrun.state import encode_state
+from torchrec_checknrun.untrusted import as_count
 
 logger = logging.getLogger(__name__)
 

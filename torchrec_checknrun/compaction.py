@@ -38,7 +38,7 @@ from torchrec_checknrun.rank_file import FileSummary, Job, add_totals, write_ran
 from torchrec_checknrun.read_chunks import ChainContent, StoredChunk, read_chunk, read_content
 from torchrec_checknrun.report import CheckpointReport, Progress, checkpoint_report
 from torchrec_checknrun.row_chunks import KIND, RowsHeader, rows_header
-from torchrec_checknrun.sections import Sections
+from torchrec_checknrun.sections import DECODED_BYTES, Sections
 from torchrec_checknrun.state import raw_bytes
 from torchrec_checknrun.stored_rows import StoredRows
 from torchrec_checknrun.version import __version__
@@ -201,6 +201,13 @@ class _Compaction:
         self, table: str, columns: Columns, chunks: list[tuple[StoredChunk, RowsHeader]]
     ) -> Iterator[_Job]:
         rows = self._chain.head.tables[table].rows
+        baseline = self._chain.baseline.id
+        full = sum(header.count for chunk, header in chunks if chunk.checkpoint == baseline)
+        if full != rows:  # also where no memory could hold a bit for each
+            raise CorruptCheckpoint(
+                f"{baseline} holds {full} of the {rows} rows of {table}, columns {columns[0]} to "
+                f"{columns[1] - 1}: it is not full"
+            )
         done = DoneRows(rows)
         for chunk, header in chunks:
             start, stop = header.rectangle.row_start, header.rectangle.row_stop
@@ -281,7 +288,8 @@ def select(stored: StoredRows, entry: Entry, chosen: np.ndarray) -> EncodedChunk
     entry = copy.deepcopy(entry)
     for name in ("offset", "length", "checksum"):
         entry.pop(name, None)
-    sections = Sections(any(section.raw is not None for section in header.sections))
+    compressed = any(section.raw is not None for section in header.sections)
+    sections = Sections(compressed and header.decoded_bytes <= DECODED_BYTES)
     ids_encoding, ids_bytes = row_ids.encode(ids)
     sections.pieces.append(ids_bytes)
     entry |= {"first": int(ids[0]), "last": int(ids[-1]), "count": len(ids)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -18,6 +19,7 @@ from typing import IO, Any, cast
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.retries import retrying, storage_failed
 from torchrec_checknrun.s3_upload import S3Upload
 
@@ -40,6 +42,7 @@ class Folder:
         self._fs, path = fsspec.core.url_to_fs(self.url)
         self._path = path.rstrip("/")
         self._local = isinstance(self._fs, LocalFileSystem)
+        self._within = False
         protocols = self._fs.protocol
         self._s3 = "s3" in ((protocols,) if isinstance(protocols, str) else protocols)
         if self._local:
@@ -50,7 +53,9 @@ class Folder:
         return self.url
 
     def __truediv__(self, name: str) -> Folder:
-        return self._at(f"{self._path}/{name}")
+        folder = self._at(f"{self._path}/{name}")
+        folder._within = True
+        return folder
 
     @property
     def name(self) -> str:
@@ -65,9 +70,34 @@ class Folder:
     def _at(self, path: str) -> Folder:
         """Another folder of the same store."""
         folder = copy(self)
-        folder._path = path
+        folder._path, folder._within = path, False
         folder.url = (path or "/") if self._local else self._fs.unstrip_protocol(path)
         return folder
+
+    def is_link(self, name: str) -> bool:
+        """Whether something in the folder is a symbolic link, which only local disks have."""
+        return self._local and os.path.islink(f"{self._path}/{name}")
+
+    def _refuse_links(self, name: str | None = None) -> None:
+        """Nothing is read or written through links out of the root, nor waited for in pipes.
+
+        Raises:
+            CorruptCheckpoint: the folder, if it is within a root, is a symbolic link, or the file
+                is anything but a plain one.
+        """
+        if not self._local:
+            return
+        if self._within and os.path.islink(self._path):
+            raise CorruptCheckpoint(
+                f"{self} is a symbolic link: checkpoints are plain files in directories of their "
+                "root; remove it, or copy there what it points to"
+            )
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if name is not None and not stat.S_ISREG(os.lstat(f"{self._path}/{name}").st_mode):
+                raise CorruptCheckpoint(
+                    f"{self}/{name} is a symbolic link, or no file: checkpoints are plain files in "
+                    "directories of their root; remove it, or copy there what it points to"
+                )
 
     def names(self) -> list[str]:
         """What is directly in the folder, sorted; nothing where there is no folder."""
@@ -76,9 +106,15 @@ class Folder:
     def sizes(self) -> dict[str, int]:
         """Bytes of all files that are directly in the folder, with one look."""
         found = self._list(detail=True)
-        return {name: int(info["size"]) for name, info in found.items() if info["type"] == "file"}
+        return {
+            name: int(info["size"])
+            for name, info in found.items()
+            if info["type"] == "file" and not info.get("islink")
+        }
 
     def _list(self, detail: bool) -> dict[str, dict[str, Any]]:
+        self._refuse_links()
+
         def look() -> list[Any]:
             self._fs.invalidate_cache()
             return list(self._fs.ls(self._path, detail=detail))
@@ -113,12 +149,23 @@ class Folder:
         Raises:
             FileNotFoundError: there is no such file.
         """
+        self._refuse_links(name)
         end = None if length is None else offset + length
         path = f"{self._path}/{name}"
-        return retrying(
-            lambda: cast(bytes, self._fs.cat_file(path, start=offset, end=end)),
-            f"reading {self}/{name}",
-        )
+
+        def get() -> bytes:
+            try:
+                return cast(bytes, self._fs.cat_file(path, start=offset, end=end))
+            except OSError as error:
+                if _code(error) in ("InvalidRange", "416"):
+                    return b""  # it begins where the object ends
+                raise
+
+        if length == 0 and self._s3:  # no range of S3's
+            if self.size(name) is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            return b""
+        return retrying(get, f"reading {self}/{name}")
 
     def read_into(self, memory: memoryview, name: str, offset: int) -> int:
         """Fills memory with a part of a file, which no other copy is made of on a local disk.
@@ -132,6 +179,9 @@ class Folder:
         Raises:
             FileNotFoundError: there is no such file.
         """
+        if not len(memory):
+            return 0
+        self._refuse_links(name)
         if not self._local:
             data = self.read(name, offset, len(memory))
             memory[: len(data)] = data
@@ -163,6 +213,7 @@ class Folder:
 
         After an error nothing of it is left.
         """
+        self._refuse_links()
         path, what = f"{self._path}/{name}", f"writing {self}/{name}"
         file: Any = retrying(lambda: self._open_new(path), what)
         try:
@@ -212,6 +263,7 @@ class Folder:
         Raises:
             FileExistsError: there is one, with other content.
         """
+        self._refuse_links()
         put = self._put_locally if self._local else self._put_object
         try:
             retrying(lambda: put(name, data, new), f"writing {self}/{name}")
@@ -219,6 +271,7 @@ class Folder:
             # Perhaps by an earlier try, of which the answer was lost.
             if self.read(name) != data:
                 raise
+            self._sync_folder(self._path)
 
     def _put_object(self, name: str, data: bytes, new: bool) -> None:
         path = f"{self._path}/{name}"
@@ -231,7 +284,7 @@ class Folder:
         try:
             self._fs.pipe_file(path, data, mode="create")
         except (OSError, NotImplementedError, TypeError) as error:
-            if _precondition_failed(error):
+            if isinstance(error, FileExistsError) or _code(error) in ("PreconditionFailed", "412"):
                 raise FileExistsError(errno.EEXIST, "there is such a file", path) from error
             if getattr(error, "errno", errno.ENOSYS) != errno.ENOSYS:
                 raise
@@ -254,6 +307,7 @@ class Folder:
 
     def delete(self, name: str) -> None:
         """Removes a file, if it is there."""
+        self._refuse_links()
 
         def remove() -> None:
             with suppress(FileNotFoundError):
@@ -263,8 +317,11 @@ class Folder:
 
     def remove(self) -> None:
         """Removes the folder itself, if it is there and empty."""
-        with suppress(Exception):  # an object store has none, and an empty folder does no harm
-            if not self._s3:
+        with suppress(Exception):  # an empty folder does no harm
+            if self._s3:  # some servers go on listing it, unless it is deleted as an object
+                bucket, key, _ = self._fs.split_path(self._path)
+                self._fs.call_s3("delete_object", Bucket=bucket, Key=f"{key}/")
+            else:
                 self._fs.rmdir(self._path)
 
     def sync(self) -> None:
@@ -274,9 +331,12 @@ class Folder:
     def _sync_folder(self, path: str) -> None:
         if not self._local:
             return
-        descriptor = os.open(path, os.O_RDONLY)
+        what = f"making what is in {path} durable"
+        descriptor = retrying(lambda: os.open(path, os.O_RDONLY), what)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            raise storage_failed(error, what) from error
         finally:
             os.close(descriptor)
 
@@ -296,9 +356,7 @@ def _link(temporary: str, target: str) -> bool:
     return True
 
 
-def _precondition_failed(error: BaseException | None) -> bool:
-    """Whether a conditional put found that there is such an object."""
-    if isinstance(error, FileExistsError):
-        return True
-    response = getattr(getattr(error, "__cause__", None), "response", None) or {}
-    return response.get("Error", {}).get("Code") in ("PreconditionFailed", "412")
+def _code(error: BaseException) -> str:
+    """What S3 has called an error; empty if it wasn't S3."""
+    response = getattr(error.__cause__, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", ""))

@@ -23,8 +23,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from torchrec_checknrun.errors import RootInUse
+from torchrec_checknrun.errors import CorruptCheckpoint, RootInUse
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.untrusted import (
+    Check,
+    as_count,
+    as_measure,
+    as_text,
+    list_of,
+    optional,
+    parse_json,
+    record,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -166,13 +176,14 @@ class Lease:
             RootInUse: another writer lives, or was faster.
         """
         holder = Holder.this_process()
+        # First, so that whoever claims from now on is either seen, or has taken that number.
+        number = max(_epochs(self._root), default=0) + 1
         latest = latest_claim(self._root)
         if latest is not None and latest.holder == holder and latest.expires > 0:
             claim = latest  # an earlier Checkpointer of this process, which was not closed
         else:
             if latest is not None:
                 self._refuse_unless_free(latest, holder)
-            number = max(_epochs(self._root), default=0) + 1
             claim = self._take(number, holder, tuple(uses))
             # Listed only now: what was committed before the claim was made does count.
             claim = replace(claim, earlier=tuple(committed(latest)))
@@ -280,17 +291,24 @@ def _file_name(epoch: int) -> str:
 def _read(root: Folder, epoch: int) -> Claim | None:
     """A claim; None if it is gone, or not one."""
     try:
-        fields = json.loads((root / FOLDER).read(_file_name(epoch), 0, _MOST_BYTES))
-        earlier = fields.pop("earlier")
-        claim = Claim(
-            holder=Holder(**fields.pop("holder")),
-            earlier=None if earlier is None else tuple(map(str, earlier)),
-            uses=tuple(map(str, fields.pop("uses"))),
-            **fields,
-        )
-        return claim if claim.epoch == epoch else None
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        data = (root / FOLDER).read(_file_name(epoch), 0, _MOST_BYTES + 1)
+        fields = record(parse_json(data, _MOST_BYTES), _CLAIM)
+    except (FileNotFoundError, ValueError, CorruptCheckpoint):
         return None
+    return Claim(**fields) if fields["epoch"] == epoch else None
+
+
+_HOLDER: dict[str, Check] = {
+    **dict.fromkeys(("run", "host", "machine"), as_text),
+    **dict.fromkeys(("attempt", "pid", "started"), as_count),
+}
+_CLAIM: dict[str, Check] = {
+    "epoch": as_count,
+    "holder": lambda value: Holder(**record(value, _HOLDER)),
+    "expires": as_measure,
+    "earlier": optional(lambda value: tuple(list_of(as_text)(value))),
+    "uses": lambda value: tuple(list_of(as_text)(value)),
+}
 
 
 @cache

@@ -10,11 +10,28 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field
+from reprlib import repr as shown
 from typing import Any, Literal
 
 import xxhash
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
+from torchrec_checknrun.untrusted import (
+    MANIFEST_BYTES,
+    Check,
+    as_count,
+    as_flag,
+    as_measure,
+    as_number,
+    as_options,
+    as_text,
+    dict_of,
+    list_of,
+    optional,
+    parse_json,
+    record,
+    require_limits,
+)
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -201,9 +218,16 @@ class Manifest:
         return self.stored_bytes / max(1, full.stored_bytes)
 
     def to_bytes(self) -> bytes:
-        """The manifest file's content."""
+        """The manifest file's content.
+
+        Raises:
+            ValueError: nobody would read it: a field is out of range, or there are too many.
+        """
         content = self._content()
-        return _canonical({"checksum": _checksum(content), "manifest": content})
+        _checked(content)
+        data = _canonical({"checksum": _checksum(content), "manifest": content})
+        require_limits(data, MANIFEST_BYTES)
+        return data
 
     def sealed(self) -> Manifest:
         """The same, with its checksum filled in."""
@@ -226,48 +250,88 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         CorruptCheckpoint: damaged, or not a manifest.
     """
     try:
-        document = json.loads(data)
+        document = parse_json(data, MANIFEST_BYTES)
         content = document["manifest"]
         version = content["format_version"]
         checksum = _checksum(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{where} is not a manifest: {error!r}") from error
+        raise CorruptCheckpoint(f"{where} is not a manifest: {shown(error)}") from error
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise UnsupportedFormat(
-            f"{where} has format version {version!r}; this release reads 1 to {FORMAT_VERSION}: "
-            "upgrade torchrec_checknrun"
+            f"{where} has format version {shown(version)}; this release reads 1 to "
+            f"{FORMAT_VERSION}: upgrade torchrec_checknrun"
         )
     if document.get("checksum") != checksum:
         raise CorruptCheckpoint(
-            f"{where}: its checksum is {document.get('checksum')!r}, its content's is {checksum!r}"
+            f"{where}: its checksum is {shown(document.get('checksum'))}, its content's is "
+            f"{checksum!r}"
         )
     try:
-        manifest = _build(content, checksum)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{where}: a field is missing or wrong: {error!r}") from error
-    for name in (manifest.id, *(file.name for file in manifest.files)):
-        if not is_plain_name(name):
-            raise CorruptCheckpoint(f"{where} names a file {name!r}, which is no plain file name")
-    return manifest
+        return Manifest(**_checked(content), checksum=checksum)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{where}: a field is missing or wrong: {error}") from error
 
 
-def _build(content: dict[str, Any], checksum: str) -> Manifest:
-    fields = dict(content)
+def _checked(content: object) -> dict[str, Any]:
+    """A manifest's fields.
+
+    Raises:
+        ValueError: one is missing, unknown, or not what it should be.
+    """
+    fields = record(content, _FIELDS)
     kind, parent = fields["kind"], fields["parent"]
     if kind not in ("full", "differential") or (kind == "full") != (parent is None):
         raise ValueError(f"kind {kind!r} with parent {parent!r}")
-    for name in ("sequence", "step", "world_size", "lossy_restores", "dense_bytes", "epoch"):
-        if type(fields[name]) is not int or fields[name] < 0:
-            raise ValueError(f"{name} = {fields[name]!r}")
-    fields["parent"] = None if parent is None else Link(**parent)
-    previous = fields["previous"]
-    fields["previous"] = None if previous is None else Link(**previous)
-    if fields["parent"] and not is_plain_name(fields["parent"].id):
-        raise ValueError(f"parent {fields['parent'].id!r}")
-    fields["tables"] = {name: TableTotals(**t) for name, t in fields["tables"].items()}
-    fields["files"] = tuple(RankFile(**f) for f in fields["files"])
-    fields["earlier_fractions"] = tuple(map(float, fields.get("earlier_fractions", ())))
-    return Manifest(**fields, checksum=checksum)
+    names = [file.name for file in fields["files"]]
+    if len(set(names)) != len(names):
+        raise ValueError(f"files: {shown(names)} has a name twice")
+    return fields
+
+
+def _as_name(value: object) -> str:
+    if not is_plain_name(value):
+        raise ValueError(f"{shown(value)} is no plain file name")
+    return as_text(value)
+
+
+def _as_link(value: object) -> Link:
+    return Link(**record(value, {"id": _as_name, "checksum": as_text}))
+
+
+def _as_rank_file(value: object) -> RankFile:
+    return RankFile(**record(value, _RANK_FILE))
+
+
+def _as_table(value: object) -> TableTotals:
+    return TableTotals(**record(value, _TABLE))
+
+
+_RANK_FILE: dict[str, Check] = {
+    **dict.fromkeys(("size", "index_offset", "index_length", "chunks"), as_count),
+    "name": _as_name,
+    "index_checksum": as_text,
+}
+_TABLE: dict[str, Check] = {
+    **dict.fromkeys(("rows", "dim", "stored_values", "fp32_bytes", "error_rows"), as_count),
+    **dict.fromkeys(("weight_bytes", "ids_bytes", "optimizer_bytes"), as_count),
+    **dict.fromkeys(("modified_bytes", "encoded_bytes", "value_bits"), as_count),
+    **dict.fromkeys(("error_mean", "error_max"), optional(as_measure)),
+    "optimizer_step": optional(as_count),
+    "learning_rate": optional(as_number),
+    "codecs": list_of(as_options),
+}
+_FIELDS: dict[str, Check] = {
+    **dict.fromkeys(("sequence", "step", "world_size", "lossy_restores"), as_count),
+    **dict.fromkeys(("dense_bytes", "epoch", "format_version"), as_count),
+    **dict.fromkeys(("kind", "created_at", "created_by", "lineage"), as_text),
+    **dict.fromkeys(("parent", "previous"), optional(_as_link)),
+    "id": _as_name,
+    "bits": optional(as_count),
+    "tables": dict_of(_as_table),
+    "states": dict_of(as_flag),
+    "files": lambda value: tuple(list_of(_as_rank_file)(value)),
+    "earlier_fractions": lambda value: tuple(map(float, list_of(as_measure)(value))),
+}
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ chunks that come one after the other; while one is being written the next is bei
 
 from __future__ import annotations
 
-import json
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import xxhash
 from torchrec_checknrun.chunks import EncodedChunk, Entry
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.index import index_bytes, require_chunk_size
 from torchrec_checknrun.manifest import RankFile, TableTotals
 from torchrec_checknrun.state import TORCH_DTYPES
 
@@ -62,6 +62,7 @@ def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSumma
 
     Raises:
         OSError: the storage failed.
+        InvalidPlan: readers would refuse the file: a chunk or the index is too large.
     """
     name = f"rank-{rank:05d}.bin"
     index: list[Entry] = []
@@ -84,6 +85,7 @@ def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSumma
 def _write_chunk(file: IO[bytes], chunk: EncodedChunk, job: Job) -> Entry:
     offset, checksum = file.tell(), xxhash.xxh3_64()
     try:
+        require_chunk_size(chunk.entry, sum(memoryview(piece).nbytes for piece in chunk.pieces))
         for piece in chunk.pieces:
             checksum.update(piece)
             file.write(piece)
@@ -94,7 +96,7 @@ def _write_chunk(file: IO[bytes], chunk: EncodedChunk, job: Job) -> Entry:
 
 
 def _write_index(file: IO[bytes], name: str, rank: int, index: list[Entry]) -> RankFile:
-    data = json.dumps({"rank": rank, "chunks": index}, separators=(",", ":")).encode()
+    data = index_bytes(rank, index, name)
     checksum = xxhash.xxh3_64_hexdigest(data)
     offset = file.tell()
     file.write(data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,7 +20,10 @@ from torchrec_checknrun.chunks import Entry
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.in_order import Turn
-from torchrec_checknrun.manifest import Manifest
+from torchrec_checknrun.index import parse_index
+from torchrec_checknrun.manifest import Manifest, RankFile
+from torchrec_checknrun.rank_file import FOOTER
+from torchrec_checknrun.untrusted import INDEX_BYTES
 
 VISIBLE_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
@@ -79,11 +81,16 @@ def read_content(root: Folder, chain: Chain) -> ChainContent:
 
 
 def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
-    """All chunks of one checkpoint."""
+    """All chunks of one checkpoint.
+
+    Raises:
+        CorruptCheckpoint, UnsupportedFormat: as ``read_content``.
+    """
     folder = root / manifest.id
     chunks: list[StoredChunk] = []
     for file in manifest.files:
         where = f"{folder}/{file.name}"
+        _check_layout(file, where)
         data = bytearray(file.index_length)
         _fill(folder, memoryview(data), file.name, file.index_offset)
         checksum = xxhash.xxh3_64_hexdigest(data)
@@ -92,14 +99,19 @@ def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
                 f"{where}: its index at {file.index_offset} has checksum {checksum}, the manifest "
                 f"says {file.index_checksum}"
             )
-        entries = json.loads(data)["chunks"]
-        for entry in entries:
-            if entry["offset"] < 0 or entry["offset"] + entry["length"] > file.index_offset:
-                raise CorruptCheckpoint(
-                    f"{where}: a chunk at {entry['offset']} lies outside the file"
-                )
+        entries = parse_index(data, file, where)
         chunks += [StoredChunk(manifest.id, file.name, i, e) for i, e in enumerate(entries)]
     return tuple(chunks)
+
+
+def _check_layout(file: RankFile, where: str) -> None:
+    """Whether index and footer end the file, and the index is of a size that is read."""
+    end = file.index_offset + file.index_length + FOOTER.size
+    if end != file.size or file.index_length > INDEX_BYTES:
+        raise CorruptCheckpoint(
+            f"{where}: an index of {file.index_length} bytes at {file.index_offset} and a footer "
+            f"don't end a file of {file.size} bytes, or it is larger than {INDEX_BYTES} bytes"
+        )
 
 
 def _fill(folder: Folder, memory: memoryview, name: str, offset: int) -> int:
@@ -133,7 +145,13 @@ def read_chunk(root: Folder, chunk: StoredChunk, memory: memoryview | None = Non
     entry, folder = chunk.entry, root / chunk.checkpoint
     length = entry["length"]
     if memory is None or len(memory) < length:
-        memory = memoryview(bytearray(length))
+        try:
+            memory = memoryview(bytearray(length))
+        except MemoryError:
+            raise CorruptCheckpoint(
+                f"{folder}/{chunk.file}: a chunk of {length} bytes, which this machine has no "
+                "memory for"
+            ) from None
     data = memory[:length]
     count = _fill(folder, data, chunk.file, entry["offset"])
     checksum = xxhash.xxh3_64_hexdigest(data[:count])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from torchrec_checknrun import row_ids
-from torchrec_checknrun.chunks import EncodedChunk, Entry, as_count, dtype_name
+from torchrec_checknrun.chunks import EncodedChunk, Entry, dtype_name
 from torchrec_checknrun.codecs import (
     Codec,
     Encoded,
@@ -23,9 +23,19 @@ from torchrec_checknrun.codecs import (
 )
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.sections import Section, Sections
+from torchrec_checknrun.sections import DECODED_BYTES, Section, Sections, decoded_most
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 from torchrec_checknrun.state import raw_bytes
+from torchrec_checknrun.untrusted import (
+    Check,
+    as_count,
+    as_flag,
+    as_measure,
+    as_options,
+    as_text,
+    list_of,
+    record,
+)
 
 KIND = "rows"
 
@@ -62,6 +72,15 @@ class RowsHeader:
     """Ids, weights, exceptions if there are any, optimizer states: as they lie in the chunk."""
 
     @property
+    def decoded_bytes(self) -> int:
+        """What its rows take in memory, with their ids and optimizer state."""
+        cols = self.rectangle.cols
+        row = 8 + cols * self.dtype.itemsize
+        for dtype, rowwise in self.optimizer.values():
+            row += dtype.itemsize * (1 if rowwise else cols)
+        return self.count * row
+
+    @property
     def covers_range(self) -> bool:
         """Whether every row from first to last is there."""
         return self.count == self.rectangle.rows
@@ -91,7 +110,7 @@ def encode_rows(block: RowBlock, encoding: Encoding) -> EncodedChunk:
         codec = Exact()
         encoded = codec.encode(weight, block.positions)
         exceptions = encoded.exceptions
-    sections = Sections(encoding.compress)
+    sections = Sections(encoding.compress and may_be_compressed(block))
     ids_encoding, ids_bytes = row_ids.encode(block.ids.cpu().numpy())
     sections.pieces.append(ids_bytes)  # compressed already
     weight_entry: Entry = {
@@ -140,50 +159,121 @@ def encode_rows(block: RowBlock, encoding: Encoding) -> EncodedChunk:
     return EncodedChunk(entry, sections.pieces)
 
 
+def may_be_compressed(block: RowBlock) -> bool:
+    """Whether readers take these rows from fewer bytes; see ``sections.DECODED_BYTES``."""
+    values = block.weight[0].numel() * block.weight.element_size()
+    values += sum(state[0].numel() * state.element_size() for state in block.optimizer.values())
+    return len(block.ids) * (8 + values) <= DECODED_BYTES
+
+
 def rows_header(entry: Entry) -> RowsHeader:
     """The entry, checked.
 
     Raises:
-        CorruptCheckpoint: a field is missing, of a wrong type or out of range.
+        CorruptCheckpoint: a field is missing, unknown, of a wrong type or out of range.
+        UnsupportedFormat: the codec is unknown to this release.
     """
     try:
-        shape = TableShape(as_count(entry["table_rows"]), as_count(entry["table_dim"]))
-        col_start, col_stop = (as_count(c) for c in entry["columns"])
-        rectangle = Rectangle(
-            as_count(entry["first"]), as_count(entry["last"]) + 1, col_start, col_stop
+        return _header(record(entry, _FIELDS, "error", "offset", "length", "checksum"))
+    except ValueError as error:
+        raise CorruptCheckpoint(f"index entry of a rows chunk is malformed: {error}") from error
+
+
+def _header(entry: Entry) -> RowsHeader:
+    shape = TableShape(entry["table_rows"], entry["table_dim"])
+    col_start, col_stop = _pair(entry["columns"])
+    rectangle = Rectangle(entry["first"], entry["last"] + 1, col_start, col_stop)
+    count, weight = entry["count"], entry["weight"]
+    whole = Rectangle(0, shape.rows, 0, shape.dim)
+    if rectangle.intersect(whole) != rectangle or not 1 <= count <= rectangle.rows:
+        raise ValueError(f"{count} rows in {rectangle} of a table {shape}")
+    exceptions = weight.get("exceptions", {"rows": 0})["rows"]
+    if exceptions > count:
+        raise ValueError(f"{exceptions} exact rows of {count}")
+    sections = [entry["ids"], weight]
+    sections += [weight["exceptions"]] if "exceptions" in weight else []
+    optimizer = {s["name"]: (_DTYPES[s["dtype"]], s["rowwise"]) for s in entry["optimizer"]}
+    if len(optimizer) != len(entry["optimizer"]):
+        raise ValueError(f"optimizer: a name of {list(optimizer)} is there twice")
+    header = RowsHeader(
+        table=entry["table"],
+        shape=shape,
+        rectangle=rectangle,
+        count=count,
+        ids_encoding=entry["ids"]["encoding"],
+        dtype=_DTYPES[weight["dtype"]],
+        codec=codec_from_spec(weight["codec"]),
+        parameters=dict(weight.get("parameters", {})),
+        exceptions=exceptions,
+        optimizer=optimizer,
+        state_encodings={s["name"]: dict(s["encoding"]) for s in entry["optimizer"]},
+        sections=tuple(Section.of(section) for section in (*sections, *entry["optimizer"])),
+    )
+    stored = sum(section.stored for section in header.sections)
+    if entry.get("length", stored) != stored:
+        raise ValueError(f"its parts have {stored} bytes, the chunk {entry['length']}")
+    if header.decoded_bytes > decoded_most(stored):
+        raise ValueError(
+            f"{stored} bytes can't stand for {count} rows of {header.decoded_bytes} bytes: at most "
+            f"{decoded_most(stored)} are read"
         )
-        count = as_count(entry["count"])
-        whole = Rectangle(0, shape.rows, 0, shape.dim)
-        if rectangle.intersect(whole) != rectangle or not 1 <= count <= rectangle.rows:
-            raise ValueError(f"{count} rows in {rectangle} of a table {shape}")
-        weight = entry["weight"]
-        sections = [entry["ids"], weight]
-        exceptions = 0
-        if "exceptions" in weight:
-            exceptions = as_count(weight["exceptions"]["rows"])
-            sections.append(weight["exceptions"])
-        return RowsHeader(
-            table=str(entry["table"]),
-            shape=shape,
-            rectangle=rectangle,
-            count=count,
-            ids_encoding=str(entry["ids"]["encoding"]),
-            dtype=_DTYPES[weight["dtype"]],
-            codec=codec_from_spec(weight["codec"]),
-            parameters=dict(weight.get("parameters", {})),
-            exceptions=exceptions,
-            optimizer={
-                str(s["name"]): (_DTYPES[s["dtype"]], bool(s["rowwise"]))
-                for s in entry["optimizer"]
-            },
-            state_encodings={
-                str(s["name"]): dict(s.get("encoding", {"scheme": "fp32"}))
-                for s in entry["optimizer"]
-            },
-            sections=tuple(Section.of(section) for section in (*sections, *entry["optimizer"])),
+    return header
+
+
+def _pair(numbers: list[int]) -> tuple[int, int]:
+    if len(numbers) != 2:
+        raise ValueError(f"{numbers} is no pair")
+    return numbers[0], numbers[1]
+
+
+def _as_dtype(value: object) -> str:
+    if as_text(value) not in _DTYPES:
+        raise ValueError(f"{value!r} is no dtype of rows")
+    return str(value)
+
+
+def _as_parameters(value: object) -> Parameters:
+    """Options, or lists of them: one for each group of rows."""
+    if type(value) is not dict:
+        raise ValueError("parameters are no object")
+    groups = {name: item for name, item in value.items() if type(item) is list}
+    as_options({name: item for name, item in value.items() if name not in groups})
+    for group in groups.values():
+        list_of(as_options)(group)
+    return value
+
+
+def _as_section(checks: dict[str, Check], *optional: str) -> Check:
+    checks = {**checks, "bytes": as_count, "raw": as_count}
+    return lambda value: record(value, checks, "raw", *optional)
+
+
+_FIELDS: dict[str, Check] = {
+    **dict.fromkeys(("kind", "table", "checksum"), as_text),
+    **dict.fromkeys(("table_rows", "table_dim", "first", "last", "count"), as_count),
+    **dict.fromkeys(("offset", "length"), as_count),
+    "columns": list_of(as_count),
+    "error": lambda value: record(
+        value, {"mean": as_measure, "max": as_measure, "sampled_rows": as_count}
+    ),
+    "ids": lambda value: record(value, {"encoding": as_text, "bytes": as_count}),
+    "weight": _as_section(
+        {
+            "codec": as_options,
+            "dtype": _as_dtype,
+            "value_bits": as_count,
+            "parameters": _as_parameters,
+            "exceptions": _as_section({"rows": as_count}),
+        },
+        "parameters",
+        "exceptions",
+    ),
+    "optimizer": list_of(
+        _as_section(
+            {"name": as_text, "dtype": _as_dtype, "rowwise": as_flag, "encoding": as_options}
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"index entry of a rows chunk is malformed: {error!r}") from error
+    ),
+}
 
 
 def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
@@ -197,10 +287,11 @@ def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
     for start in starts:
         decoded = torch.empty((run, weight.shape[1]), dtype=weight.dtype)
         codec.decode(encoded.data.view(-1), encoded.parameters, n, start, decoded)
-        sample = block.rows(slice(start, start + run)).cpu().to(torch.float32)
+        sample = block.rows(slice(start, start + run)).cpu().to(torch.float64)
         norm = sample.norm(dim=1)
-        error = (decoded.to(torch.float32) - sample).norm(dim=1)
+        error = (decoded.to(torch.float64) - sample).norm(dim=1)
         one = torch.where(norm > 0, error / norm, torch.where(error > 0, 1.0, 0.0))
+        one = torch.where(one.isfinite(), one, 1.0)  # beyond fp64, and JSON
         relative.append(torch.where(exact[start : start + run], 0.0, one))
     every = torch.cat(relative)
     return {

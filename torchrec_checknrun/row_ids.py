@@ -14,6 +14,7 @@ import numpy as np
 import zstandard
 
 from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.sections import decompress
 
 Encoding = Literal["range", "bitmap", "offsets", "gaps", "bitmap_zstd", "gaps_zstd"]
 ENCODINGS: tuple[Encoding, ...] = (
@@ -79,7 +80,7 @@ def decode(
         # Compared, not subtracted: where a sum of gaps has wrapped around, differences do too.
         if not bool((offsets[1:] > offsets[:-1]).all()):
             raise ValueError("not sorted, or not distinct")
-    except (ValueError, zstandard.ZstdError) as error:
+    except ValueError as error:
         raise CorruptCheckpoint(
             f"row ids of a chunk ({encoding!r}, {len(data)} bytes) don't encode {count} distinct "
             f"rows from {first} to {last}: {error}"
@@ -98,11 +99,13 @@ def _offsets(encoding: str, data: bytes | memoryview, span: int, count: int) -> 
     if encoding == "bitmap" and len(data) == bitmap_bytes:
         return _offsets_of_bitmap(data, span, count)
     if encoding == "bitmap_zstd" and bitmap_bytes <= _BITMAP_BYTES_PER_ROW * count:
-        return _offsets_of_bitmap(_decompress(data, bitmap_bytes, bitmap_bytes), span, count)
+        bitmap = decompress(data, bitmap_bytes, bitmap_bytes, bitmap_bytes)
+        return _offsets_of_bitmap(bitmap, span, count)
     if encoding == "gaps":
         return _offsets_of_gaps(data, span, count)
     if encoding == "gaps_zstd":
-        gaps = _decompress(data, count - 1, _GAP_BYTES * (count - 1))
+        most = _GAP_BYTES * (count - 1)
+        gaps = decompress(data, count - 1, most, most)
         return _offsets_of_gaps(gaps, span, count)
     raise ValueError("unknown encoding or wrong size")
 
@@ -215,16 +218,3 @@ def _read_leb128(block: np.ndarray, ends: np.ndarray, out: np.ndarray) -> None:
         longer = np.flatnonzero(extra >= position)
         octets = (block[starts[longer] + position] & 0x7F).astype(np.int64)
         out[longer] |= octets << 7 * position
-
-
-def _decompress(data: bytes | memoryview, least: int, most: int) -> bytes:
-    """A zstd frame's content; nothing is allocated for one that claims an impossible size."""
-    size = zstandard.get_frame_parameters(data).content_size
-    if not least <= size <= most:
-        raise ValueError(f"a frame of {size} bytes, where {least} to {most} are possible")
-    if size == 0:
-        raise ValueError("an empty frame")
-    content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
-    if len(content) != size:
-        raise ValueError(f"{len(content)} bytes in a frame that states {size}")
-    return content

@@ -7,10 +7,23 @@ from dataclasses import dataclass
 
 import zstandard
 
-from torchrec_checknrun.chunks import Entry, as_count
+from torchrec_checknrun.chunks import Entry
+from torchrec_checknrun.untrusted import as_count
 
+DECODED_BYTES = 64 << 20
+"""Up to which size a chunk's rows may be compressed: a few bytes can stand for any number of zeros,
+and whoever reads them must have the memory. Larger chunks have bytes of their own, as many as
+``decoded_most`` says.
+"""
+_EXPANSION = 64
+"""A 64th part of a decoded chunk is stored at least; in 2 bit of fp64 it is a 32nd part."""
 _LEVEL = 1
 """Of zstd: a higher one makes quantized rows no smaller."""
+
+
+def decoded_most(stored: int) -> int:
+    """Bytes that a chunk's rows may have, ids and optimizer state included, by those stored."""
+    return max(DECODED_BYTES, _EXPANSION * stored)
 
 
 @dataclass(frozen=True)
@@ -76,16 +89,33 @@ def open_sections(
     for section in sections:
         part = payload[at : at + section.stored]
         at += section.stored
-        yield part if section.raw is None else _decompress(part, section.raw, most)
+        if section.raw is None:
+            yield part
+        else:
+            yield memoryview(decompress(part, section.raw, section.raw, min(most, DECODED_BYTES)))
 
 
-def _decompress(part: memoryview, size: int, most: int) -> memoryview:
-    if size > most:
-        raise ValueError(f"a part claims {size} bytes, more than the {most} it can have")
+def decompress(part: bytes | memoryview, least: int, most: int, limit: int) -> bytes:
+    """The content of a zstd frame that says how large it is; no memory for one of another size.
+
+    Args:
+        least, most: how many bytes it should have.
+        limit: how many it can have at all.
+
+    Raises:
+        ValueError: it has others, or isn't a frame.
+    """
+    if least > limit:
+        raise ValueError(f"a part claims {least} bytes, more than the {limit} it can have")
     try:
-        data = zstandard.ZstdDecompressor().decompress(part, max_output_size=size)
-    except zstandard.ZstdError as error:
+        size = zstandard.get_frame_parameters(part).content_size
+        if not least <= size <= most:
+            raise ValueError(f"a frame of {size} bytes, where {least} to {most} are possible")
+        if not size:
+            raise ValueError("an empty frame")
+        data = zstandard.ZstdDecompressor().decompress(part, allow_extra_data=False)
+    except (zstandard.ZstdError, MemoryError) as error:
         raise ValueError(f"a part can't be decompressed: {error}") from error
     if len(data) != size:
-        raise ValueError(f"a part has {len(data)} bytes, not {size}")
-    return memoryview(data)
+        raise ValueError(f"{len(data)} bytes in a frame that states {size}")
+    return data

@@ -21,6 +21,10 @@ Tree = dict[str, Any]
 """One node: its type's letter, and what that needs; see ``_Encoder``."""
 
 _ALIGN = 64
+MOST_DEPTH = 100
+"""Of containers in containers: what is deeper can't be read on every stack."""
+MOST_DIMENSIONS = 32
+"""Of a tensor or an array."""
 SHARDED = (ShardedTensor, DTensor)
 TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -51,19 +55,32 @@ class _Encoder:
         self.pieces: list[bytes | memoryview] = []
         self._size = 0
 
-    def node(self, value: object, path: str) -> Tree:
+    def node(self, value: object, path: str, depth: int = 0) -> Tree:
         kind = type(value)
+        if depth > MOST_DEPTH:
+            raise UnsupportedState(
+                f"{path} is nested more than {MOST_DEPTH} deep, or contains itself: let "
+                "state_dict() return something flatter"
+            )
         if value is None or kind in (bool, int, str):
             return {"v": value}
         if isinstance(value, float) and kind is float:
             return {"f": float.hex(value)}
         if isinstance(value, dict):
             return {
-                "d": [[self._key(k, path), self.node(v, f"{path}.{k}")] for k, v in value.items()]
+                "d": [
+                    [self._key(k, path), self.node(v, f"{path}.{k}", depth + 1)]
+                    for k, v in value.items()
+                ]
             }
         if isinstance(value, (list, tuple)) and kind in (list, tuple):
             letter = "l" if kind is list else "t"
-            return {letter: [self.node(v, f"{path}[{i}]") for i, v in enumerate(value)]}
+            return {letter: [self.node(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]}
+        dimensions = getattr(value, "ndim", 0)
+        if isinstance(dimensions, int) and dimensions > MOST_DIMENSIONS:
+            raise UnsupportedState(
+                f"{path} has {dimensions} dimensions; {MOST_DIMENSIONS} can be stored: flatten it"
+            )
         if isinstance(value, bytes) and kind is bytes:
             return {"b": self._add(value)}
         if isinstance(value, torch.Tensor) and kind in (torch.Tensor, torch.nn.Parameter):

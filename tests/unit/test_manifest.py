@@ -58,7 +58,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         tables=draw(st.dictionaries(NAMES, TABLES, max_size=3)),
         states=draw(st.dictionaries(NAMES, st.booleans(), max_size=3)),
         dense_bytes=draw(COUNTS),
-        files=tuple(draw(st.lists(FILES, max_size=3))),
+        files=tuple(draw(st.lists(FILES, max_size=3, unique_by=lambda file: file.name))),
     ).sealed()
 
 

@@ -149,7 +149,7 @@ class KMeans:
         require_size(data, self._size(rows, dim), f"{rows} rows of {dim} values in {self.name}")
         codebooks, coded = self._parts(data.numpy(), rows, dim)
         levels, head = self._levels(dim), self._head_bytes(dim)
-        for begin, end in self._ranges(start, start + out.shape[0]):
+        for begin, end in self._parts_of(start, start + out.shape[0]):
             heads = np.ascontiguousarray(coded[begin:end, :head]).view(np.float16).astype(float)
             codes = _unpack(coded[begin:end, head:], self.bits, dim)
             if int(codes.max(initial=0)) >= levels:
@@ -200,6 +200,12 @@ class KMeans:
         split = self._codebooks(rows) * 2 * self._levels(dim)
         codebooks = data[:split].view(np.float16).reshape(-1, self._levels(dim))
         return codebooks, data[split:].reshape(rows, self._row_bytes(dim))
+
+    def _parts_of(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The same, and of no more rows than are decoded at a time."""
+        for begin, end in self._ranges(start, stop):
+            for first in range(begin, end, _PART_ROWS):
+                yield first, min(end, first + _PART_ROWS)
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows from ``start`` to ``stop``, none of which lies in two blocks."""

@@ -1,0 +1,185 @@
+"""JSON that a stranger may have written: size, shape and every value's type are checked before use.
+
+A checksum says that bytes are what was written, not who wrote them. So manifests, indexes and
+claims are read under the limits below, which writers keep as well; what is parsed here is small,
+finite and of the types that were asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from reprlib import repr as shown
+from typing import Any
+
+MANIFEST_BYTES = 32 << 20
+INDEX_BYTES = 64 << 20
+LARGEST = 2**63 - 1
+"""The largest number: what other languages hold as well."""
+VALUES = 1 << 22
+"""Values in one document: each takes some 60 bytes once it is parsed."""
+
+Check = Callable[[Any], Any]
+"""Returns a value as it is used, or raises a ValueError."""
+
+
+def parse_json(data: bytes | bytearray, most: int) -> Any:
+    """A document, UTF-8, without duplicate keys, NaN and infinities.
+
+    Args:
+        most: bytes that it may have.
+
+    Raises:
+        ValueError: it isn't such a document, or larger than the limits.
+    """
+    require_limits(data, most)
+    try:
+        return json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_distinct,
+            parse_constant=_no_number,
+            parse_float=_finite,
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def require_limits(data: bytes | bytearray, most: int) -> None:
+    """Refuses a document that readers would refuse to parse.
+
+    Raises:
+        ValueError: it has more bytes or values than allowed.
+    """
+    if len(data) > most:
+        raise ValueError(f"it has {len(data)} bytes, more than the {most} that are read")
+    values = sum(data.count(mark) for mark in b"[{,")
+    if values > VALUES:
+        raise ValueError(f"it has {values} values, more than the {VALUES} that are read")
+
+
+def record(value: object, checks: Mapping[str, Check], *optional: str) -> dict[str, Any]:
+    """An object with exactly these fields, each checked.
+
+    Args:
+        optional: names of fields that may be absent.
+
+    Raises:
+        ValueError: it isn't one; names the field.
+    """
+    if type(value) is not dict:
+        raise ValueError(f"{shown(value)} is no object")
+    if unknown := value.keys() - checks.keys():
+        raise ValueError(f"unknown fields {shown(sorted(unknown))}")
+    if missing := checks.keys() - value.keys() - set(optional):
+        raise ValueError(f"fields {sorted(missing)} are missing")
+    found = {}
+    for name, item in value.items():
+        try:
+            found[name] = checks[name](item)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return found
+
+
+def as_count(value: object) -> int:
+    """A number of things, or a position.
+
+    Raises:
+        ValueError: it is no integer from 0 to ``LARGEST``.
+    """
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise ValueError(f"{shown(value)} is not a count")
+    return value
+
+
+def as_number(value: object) -> float:
+    """A finite number, an integer stays one."""
+    if type(value) is int and abs(value) <= LARGEST:
+        return value
+    if type(value) is not float or not math.isfinite(value):
+        raise ValueError(f"{shown(value)} is no finite number")
+    return value
+
+
+def as_measure(value: object) -> float:
+    """A finite number that isn't negative."""
+    number = as_number(value)
+    if number < 0:
+        raise ValueError(f"{number} is negative")
+    return number
+
+
+def as_text(value: object) -> str:
+    """A string that is text in every encoding (no lone surrogates), of at most 4,096 characters."""
+    if type(value) is not str or len(value) > 4096:
+        raise ValueError(f"{shown(value)} is no text, or too long")
+    value.encode()
+    return value
+
+
+def as_flag(value: object) -> bool:
+    """True or false."""
+    if type(value) is not bool:
+        raise ValueError(f"{shown(value)} is neither true nor false")
+    return value
+
+
+def as_options(value: object) -> dict[str, Any]:
+    """Names with numbers, texts, flags or None: a codec's parameters."""
+    if type(value) is not dict or len(value) > 64:
+        raise ValueError(f"{shown(value)} is no small object")
+    for name, item in value.items():
+        as_text(name)
+        if item is not None and type(item) not in (bool, str):
+            as_number(item)
+        elif type(item) is str:
+            as_text(item)
+    return value
+
+
+def optional(check: Check) -> Check:
+    """None is right as well."""
+    return lambda value: None if value is None else check(value)
+
+
+def list_of(check: Check) -> Check:
+    """A list of such values."""
+
+    def as_list(value: object) -> list[Any]:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{shown(value)} is no list")
+        return [check(item) for item in value]
+
+    return as_list
+
+
+def dict_of(check: Check) -> Check:
+    """Names with such values."""
+
+    def as_dict(value: object) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise ValueError(f"{shown(value)} is no object")
+        return {as_text(name): check(item) for name, item in value.items()}
+
+    return as_dict
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {shown(twice)} stands there twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{shown(text)} is too large a number")
+    return number
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
