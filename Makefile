@@ -46,7 +46,7 @@ define MAKE_ENVIRONMENT
 @$(PYTHON) -c 'import ensurepip' || \
 	{ echo '$(PYTHON) has no venv module. On Debian: apt install python3-venv'; exit 1; }
 $(PYTHON) -m venv --clear $(VENV)
-$(PY) recipes/install.py --device $(DEVICE) --extras recipes,kmeans,figures,test --editable
+$(PY) recipes/install.py --device $(DEVICE) --extras recipes,kmeans,figures,cli,s3,test --editable
 endef
 
 # Where nothing but the kernel's sources changed.

@@ -62,6 +62,12 @@ EXTRAS = {
     "kmeans": [
         "kmeans1d>=0.5,<0.6",  # exact k-means of a row's values, the quality reference
     ],
+    "cli": [
+        "matplotlib>=3.8,<4",  # the plots of `checknrun report`
+        "rich>=13.7,<16",  # tables and progress bars
+        "safetensors>=0.5,<1",  # `checknrun export --format safetensors`
+        "typer>=0.15,<1",  # commands, options, shell completion
+    ],
     "s3": [
         "s3fs>=2024.6",  # fsspec's driver for s3:// and what speaks its protocol
     ],
@@ -150,6 +156,7 @@ setup(
     python_requires=">=3.10",
     install_requires=REQUIRES,
     extras_require=EXTRAS,
+    entry_points={"console_scripts": ["checknrun = torchrec_checknrun.cli:main"]},
     # `hydra_plugins` is a namespace that packages share: Hydra looks there for plugins.
     packages=[*find_packages(include=["torchrec_checknrun*"]), "hydra_plugins"],
     package_dir={"hydra_plugins": "torchrec_checknrun/hydra_plugin"},

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,7 +24,9 @@ from torchrec_checknrun.read_chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.row_chunks import KIND, RowsHeader, rows_header
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 from torchrec_checknrun.stored_rows import StoredRows
-from torchrec_checknrun.tracking import Consumer, Marks
+
+if TYPE_CHECKING:
+    from torchrec_checknrun.tracking import Marks
 
 logger = logging.getLogger(__name__)
 
@@ -241,6 +244,8 @@ class RowRestore:
             return
         self._write(i, rows, within)
         if self._marks is not None and age > 0:
+            from torchrec_checknrun.tracking import Consumer  # see `_mark`
+
             local = rows.ids[within] - shard.rectangle.row_start
             self._marks[i].add(torch.from_numpy(local), Consumer.BASELINE)
 
@@ -261,4 +266,7 @@ class RowRestore:
         for i in self._unmarked.intersection(into):
             self._unmarked.remove(i)
             if self._marks is not None:
+                # Brings TorchRec, which reading rows without a model can do without.
+                from torchrec_checknrun.tracking import Consumer
+
                 self._marks[i].merge(self._done[i], Consumer.BASELINE)

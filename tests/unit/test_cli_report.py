@@ -1,0 +1,119 @@
+"""`report`: a run's checkpoints from manifests and JSON lines, as a page or a picture."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.chains import DIM, Part, new_root, one_thread, write
+from tests.unit.console import Console
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.manifest import Manifest
+from torchrec_checknrun.report import Progress, checkpoint_report
+
+WHOLE = (0, DIM)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def console(capsys: pytest.CaptureFixture[str]) -> Console:
+    return Console(capsys)
+
+
+@pytest.fixture
+def run() -> tuple[Folder, list[Manifest]]:
+    root = new_root()
+    with one_thread():
+        full = write(root, 40, [Part(WHOLE, list(range(40)), 10)])
+        return root, [full, write(root, 40, [Part(WHOLE, [1, 2], 10)], full)]
+
+
+def line(manifest: Manifest, stall: float) -> dict[str, Any]:
+    report = checkpoint_report(manifest, 1, Progress(staged=stall, committed=2.0))
+    return {"event": "checkpoint", **report.to_json()}
+
+
+def test_from_manifests_alone(run: tuple[Folder, list[Manifest]], console: Console) -> None:
+    root, (full, later) = run
+    first, second = console.json("report", root)["checkpoints"]
+    assert (first["id"], second["id"]) == (full.id, later.id)
+    assert sum(first["bytes"].values()) == first["kept_bytes"]
+    assert second["kept_bytes"] == sum(first["bytes"].values()) + sum(second["bytes"].values())
+    assert second["modified_fraction"] == pytest.approx(2 / 40)
+    assert second["stall_seconds"] is None
+
+
+def test_with_a_log_of_what_was_deleted(
+    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path
+) -> None:
+    root, (full, later) = run
+    log = tmp_path / "train.jsonl"
+    events = [{"event": "step", "step": 3}, line(full, 0.5), line(later, 0.25), {"event": "end"}]
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    whole = console.json("report", root, "--log", log)["checkpoints"]
+    assert [point["stall_seconds"] for point in whole] == [0.5, 0.25]
+    assert all(point["there"] for point in whole)
+    fs_root = Folder(str(root))
+    for name in (fs_root / full.id).names():
+        (fs_root / full.id).delete(name)
+    first, second = console.json("report", root, "--log", log)["checkpoints"]
+    assert (first["id"], first["there"]) == (full.id, False)
+    assert sum(first["bytes"].values()) == sum(whole[0]["bytes"].values())
+    assert first["bytes"]["weights"] == whole[0]["bytes"]["weights"]
+    assert second["kept_bytes"] == whole[1]["kept_bytes"]
+
+
+def test_a_page_holds_everything(
+    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    root, manifests = run
+    page = tmp_path / "run.html"
+    assert console.run("report", root, "--out", page).code == 0
+    text = page.read_text()
+    assert all(manifest.id in text for manifest in manifests)
+    sources = re.findall(r'(?:src|href)="([^"]{0,40})', text)
+    assert [source.partition(",")[0] for source in sources] == ["data:image/png;base64"]
+    (image,) = re.findall(r"base64,([^\"]+)", text)
+    assert base64.b64decode(image).startswith(PNG)
+
+
+def test_a_picture(run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    root, _ = run
+    picture = tmp_path / "run.png"
+    assert console.run("report", root, "--out", picture).code == 0
+    data = picture.read_bytes()
+    assert data.startswith(PNG)
+    assert min(struct.unpack(">II", data[16:24])) > 500
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{\n", "line 1, is no report of a checkpoint"),
+        ('{"event": "step"}\n{"event": "checkpoint", "id": "a"}\n', "line 2, is no report"),
+    ],
+)
+def test_a_log_of_something_else(
+    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "log").write_text(content)
+    result = console.run("report", run[0], "--log", tmp_path / "log", "--json")
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+
+
+def test_mistakes(run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path) -> None:
+    result = console.run("report", run[0], "--out", tmp_path / "run.pdf")
+    assert result.code == 2
+    assert ".html or .png" in result.err
+    result = console.run("report", run[0], "--log", tmp_path / "none")
+    assert result.code == 2
+    assert "none" in result.err

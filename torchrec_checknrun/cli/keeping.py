@@ -1,0 +1,68 @@
+"""``prune``, ``pin`` and ``unpin``: which checkpoints stay."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from torchrec_checknrun import pruning
+from torchrec_checknrun.cli.output import AsJson, Id, Root, console, print_json, print_table, size
+from torchrec_checknrun.errors import CheckpointNotFound
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.retention import Retention
+
+
+def prune(
+    root: Root,
+    keep: Annotated[
+        int, typer.Option(min=1, help="The newest so many restorable ones.", show_default=False)
+    ] = ...,  # type: ignore[assignment]  # Typer's way to say that it must be given
+    every_hours: Annotated[
+        float | None, typer.Option(help="Also the first one of every so many hours.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Deletes checkpoints that no kept one needs, and leftovers of crashed saves."""
+    try:
+        retention = Retention(keep, every_hours)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    done = pruning.prune(Folder(root), retention, dry_run=dry_run)
+    if as_json:
+        print_json(
+            {
+                "dry_run": dry_run,
+                "keep": dict(done.verdict.keep),
+                "delete": dict(done.verdict.delete),
+                "leftovers": list(done.leftovers),
+                "bytes": done.bytes,
+            }
+        )
+        return
+    goes = "would go" if dry_run else "deleted"
+    rows = [[id, "stays", why] for id, why in done.verdict.keep.items()]
+    rows += [[id, goes, why] for id, why in done.verdict.delete.items()]
+    rows += [[id, goes, "never committed"] for id in done.leftovers]
+    rows.sort(reverse=True)
+    print_table(None, {"id": "left", "": "left", "why": "left"}, rows)
+    count = len(done.verdict.delete) + len(done.leftovers)
+    console().print(f"{goes}: {count}, {size(done.bytes)}")
+
+
+def pin(root: Root, id: Id) -> None:
+    """Keeps a checkpoint, and what it needs, until it is unpinned."""
+    pruning.pin(Folder(root), id)
+    console().print(f"{id} stays until it is unpinned")
+
+
+def unpin(root: Root, id: Id) -> None:
+    """Takes a pin away."""
+    folder = Folder(root)
+    if id not in folder.names():
+        raise CheckpointNotFound(f"no checkpoint {id!r} in {root}: see `checknrun ls`")
+    pruning.unpin(folder, id)
+    console().print(f"{id} is not pinned")

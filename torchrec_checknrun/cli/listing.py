@@ -1,0 +1,186 @@
+"""``ls`` and ``show``: what a root holds, from manifests alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrec_checknrun.chain import read_manifest
+from torchrec_checknrun.cli.output import (
+    AsJson,
+    MaybeId,
+    Root,
+    console,
+    number,
+    print_json,
+    print_table,
+    size,
+)
+from torchrec_checknrun.errors import CheckpointNotFound
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.inventory import Inventory, Listed, inventory
+from torchrec_checknrun.manifest import Manifest, TableTotals
+
+
+def ls(root: Root, as_json: AsJson = False) -> None:
+    """Lists checkpoints, newest first."""
+    found = inventory(Folder(root))
+    if as_json:
+        print_json(_listing(found))
+        return
+    columns = dict.fromkeys(("id",), "left") | dict.fromkeys(
+        ("step", "kind", "bytes", "modified", "chain", "to restore"), "right"
+    )
+    rows = [_row(listed) for listed in found.checkpoints]
+    print_table(None, {**columns, "created": "left", "": "left"}, rows)
+    for listed in found.checkpoints:
+        if listed.problem is not None:
+            console().print(f"{listed.id}: {listed.problem}", style="red")
+    if found.claim is not None and found.claim.alive:
+        console().print(f"in use by {found.claim.holder}")
+
+
+def _row(listed: Listed) -> list[str]:
+    manifest = listed.manifest
+    notes: list[str] = [] if listed.status == "restorable" else [listed.status]
+    notes += ["pinned"] if listed.pinned else []
+    if manifest is None:
+        return [listed.id, "", "", size(listed.bytes), "", "", "", "", ", ".join(notes)]
+    return [
+        listed.id,
+        str(manifest.step),
+        manifest.kind,
+        size(listed.bytes),
+        f"{manifest.modified_fraction:.1%}",
+        str(len(listed.chain) or "–"),
+        size(listed.chain_bytes) if listed.chain else "–",
+        manifest.created_at[:19].replace("T", " "),
+        ", ".join(notes),
+    ]
+
+
+def _listing(found: Inventory) -> dict[str, Any]:
+    writer = None
+    if found.claim is not None:
+        writer = {
+            "epoch": found.claim.epoch,
+            "alive": found.claim.alive,
+            "holder": str(found.claim.holder),
+        }
+    return {"writer": writer, "checkpoints": [_of_listed(c) for c in found.checkpoints]}
+
+
+def _of_listed(listed: Listed) -> dict[str, Any]:
+    manifest = listed.manifest
+    return {
+        "id": listed.id,
+        "status": listed.status,
+        "pinned": listed.pinned,
+        "bytes": listed.bytes,
+        "chain": list(listed.chain),
+        "chain_bytes": listed.chain_bytes,
+        "problem": listed.problem,
+        **({} if manifest is None else _of_manifest(manifest)),
+    }
+
+
+def _of_manifest(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "step": manifest.step,
+        "sequence": manifest.sequence,
+        "kind": manifest.kind,
+        "parent": manifest.parent.id if manifest.parent else None,
+        "previous": manifest.previous.id if manifest.previous else None,
+        "created_at": manifest.created_at,
+        "modified_fraction": manifest.modified_fraction,
+        "lossy": manifest.lossy,
+        "bits": manifest.bits,
+    }
+
+
+def show(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
+    """Shows one checkpoint: tables, codecs, bytes, errors; the newest without an id."""
+    folder = Folder(root)
+    listed = _choose(inventory(folder), id, folder)
+    manifest = listed.manifest or read_manifest(folder, listed.id)
+    if as_json:
+        print_json(_details(listed, manifest))
+        return
+    facts = {
+        "step": str(manifest.step),
+        "kind": manifest.kind,
+        "status": listed.status + (", pinned" if listed.pinned else ""),
+        "created": f"{manifest.created_at} by {manifest.created_by}",
+        "builds on": manifest.parent.id if manifest.parent else "nothing",
+        "came after": manifest.previous.id if manifest.previous else "nothing",
+        "chain": f"{len(listed.chain)} checkpoints, {size(listed.chain_bytes)}",
+        "bytes": f"{size(listed.bytes)}, {size(manifest.dense_bytes)} of them no tables; "
+        f"full in fp32 {size(manifest.full_fp32_bytes)}",
+        "rows": f"{manifest.modified_fraction:.2%} of all",
+        "ranks": f"{manifest.world_size}, {len(manifest.files)} files",
+        "asked for": "exact" if manifest.bits is None else f"{manifest.bits} bit",
+        "restored from lossy": f"{manifest.lossy_restores} times before",
+        "lineage, epoch": f"{manifest.lineage or '–'}, {manifest.epoch}",
+        "states": ", ".join(
+            name + (" (of each rank)" if per_rank else "")
+            for name, per_rank in sorted(manifest.states.items())
+        ),
+    }
+    if listed.problem is not None:
+        facts["problem"] = listed.problem
+    console().print(listed.id, style="bold")
+    print_table(None, {"": "left", " ": "left"}, [[name, text] for name, text in facts.items()])
+    columns = dict.fromkeys(("table",), "left") | dict.fromkeys(
+        ("rows × dim", "stored", "weights", "optimizer", "ids"), "right"
+    )
+    errors = {"codecs": "left", "mean error": "right", "largest": "right"}
+    rows = [_table_row(name, table) for name, table in manifest.tables.items()]
+    console().print()
+    print_table(None, {**columns, **errors}, rows)
+
+
+def _choose(found: Inventory, id: str | None, root: Folder) -> Listed:
+    if id is None:
+        for listed in found.checkpoints:
+            if listed.status == "restorable":
+                return listed
+        raise CheckpointNotFound(f"{root} holds no whole checkpoint: see `checknrun ls`")
+    for listed in found.checkpoints:
+        if listed.id == id:
+            return listed
+    raise CheckpointNotFound(f"no checkpoint {id!r} in {root}: see `checknrun ls`")
+
+
+def _table_row(name: str, table: TableTotals) -> list[str]:
+    return [
+        name,
+        f"{table.rows:,} × {table.dim}",
+        f"{table.stored_values / max(1, table.rows * table.dim):.2%}",
+        size(table.weight_bytes),
+        size(table.optimizer_bytes),
+        size(table.ids_bytes),
+        ", ".join(_codec(codec) for codec in table.codecs) or "–",
+        number(table.error_mean, ".2e"),
+        number(table.error_max, ".2e"),
+    ]
+
+
+def _codec(spec: dict[str, object]) -> str:
+    """A codec's name and what tells it from others of the name."""
+    parts = [f"{k} {v}" for k, v in spec.items() if k not in ("name", "version")]
+    return str(spec.get("name")) + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _details(listed: Listed, manifest: Manifest) -> dict[str, Any]:
+    return {
+        **_of_listed(listed),
+        "created_by": manifest.created_by,
+        "world_size": manifest.world_size,
+        "lineage": manifest.lineage,
+        "epoch": manifest.epoch,
+        "lossy_restores": manifest.lossy_restores,
+        "dense_bytes": manifest.dense_bytes,
+        "full_fp32_bytes": manifest.full_fp32_bytes,
+        "states": {name: "per rank" if own else "all" for name, own in manifest.states.items()},
+        "files": [{"name": f.name, "bytes": f.size, "chunks": f.chunks} for f in manifest.files],
+        "tables": {name: vars(table) for name, table in manifest.tables.items()},
+    }

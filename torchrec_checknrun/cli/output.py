@@ -1,0 +1,126 @@
+"""What all commands print alike: JSON alone on stdout, tables for people, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from torchrec_checknrun.chain import committed
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.manifest import sequence_of
+
+Step = Callable[[int, int], object]
+"""Called with what is done and all there is."""
+
+
+def _complete(context: typer.Context, incomplete: str) -> list[str]:
+    """Ids in the root that was typed before."""
+    root = context.params.get("root")
+    if not root:
+        return []
+    try:
+        names = Folder(root).names()
+        ids = [name for name in names if sequence_of(name) is not None]
+        return [id for id in committed(Folder(root), ids) if id.startswith(incomplete)]
+    except Exception:  # a shell must not be disturbed while somebody types
+        return []
+
+
+Root = Annotated[str, typer.Argument(help="Folder or URL of the checkpoints.", show_default=False)]
+Id = Annotated[
+    str, typer.Argument(help="A checkpoint's id.", autocompletion=_complete, show_default=False)
+]
+MaybeId = Annotated[
+    str | None,
+    typer.Argument(
+        help="A checkpoint's id; without, the newest that is whole.",
+        autocompletion=_complete,
+        show_default=False,
+    ),
+]
+Ids = Annotated[
+    list[str] | None,
+    typer.Argument(help="Ids; without, all.", autocompletion=_complete, show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+
+
+def print_json(document: object) -> None:
+    """Prints JSON that any parser takes: NaN and infinities as strings."""
+    print(json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def plain(value: Any) -> Any:
+    """A value with strings in place of floats that JSON doesn't have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def print_table(title: str | None, columns: dict[str, str], rows: list[list[str]]) -> None:
+    """Prints a table.
+
+    Args:
+        columns: by heading, ``left`` or ``right``.
+    """
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name, side in columns.items():
+        table.add_column(
+            name,
+            justify="right" if side == "right" else "left",
+            overflow="fold",
+            no_wrap=name == "id",
+        )
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def console() -> Console:
+    """For stdout; what is piped isn't wrapped at some width."""
+    out = Console(highlight=False, markup=False, emoji=False)
+    return (
+        out if out.is_terminal else Console(highlight=False, markup=False, emoji=False, width=250)
+    )
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Step]:
+    """A bar on stderr, gone when it is done; nothing where nobody watches."""
+    screen = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))
+
+
+def size(count: float) -> str:
+    """Bytes for people: decimal units."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return (
+        f"{count:.0f} B"
+        if unit == "B"
+        else f"{count:.3g} {unit}"
+        if count < 1000
+        else f"{count:,.0f} {unit}"
+    )
+
+
+def number(value: float | None, form: str = ".3g") -> str:
+    """A number, or that there is none."""
+    return "–" if value is None else format(value, form)

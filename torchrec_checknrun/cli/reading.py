@@ -1,0 +1,175 @@
+"""``cat`` and ``diff``: values of rows, and which of them changed, as a restore would give them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from torchrec_checknrun.cli.output import (
+    AsJson,
+    Id,
+    MaybeId,
+    Root,
+    console,
+    number,
+    print_json,
+    print_table,
+    progress,
+)
+
+if TYPE_CHECKING:
+    from torchrec_checknrun.chain import Chain
+    from torchrec_checknrun.differences import Difference
+    from torchrec_checknrun.filesystem import Folder
+
+_SHOWN = 8
+"""Values of a row, where not all are asked for."""
+
+
+def chain_of(root: Folder, id: str | None) -> Chain:
+    """A checkpoint's chain, or the newest whole one.
+
+    Raises:
+        CheckpointNotFound, ChainBroken, CorruptCheckpoint, UnsupportedFormat: there is none.
+    """
+    from torchrec_checknrun.chain import newest, resolve
+    from torchrec_checknrun.errors import ChainBroken, CheckpointNotFound
+
+    if id is not None:
+        return resolve(root, id)
+    chain, problems = newest(root)
+    if chain is not None:
+        return chain
+    if problems:
+        raise ChainBroken(f"{root} holds no whole chain: {'; '.join(problems)}")
+    raise CheckpointNotFound(f"no committed checkpoint in {root}")
+
+
+def cat(
+    root: Root,
+    id: MaybeId = None,
+    table: Annotated[
+        str, typer.Option(help="Full name, or the last part of it.", show_default=False)
+    ] = ...,  # type: ignore[assignment]  # Typer's way to say that it must be given
+    rows: Annotated[
+        str, typer.Option(help="Row ids and ranges: 1,5,9 or 10-20.", show_default=False)
+    ] = ...,  # type: ignore[assignment]
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Show their optimizer state, too.")
+    ] = False,
+    all_columns: Annotated[
+        bool, typer.Option("--all-columns", help=f"More than the first {_SHOWN} values.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Shows values of rows."""
+    wanted = parse_rows(rows)
+    from torchrec_checknrun.filesystem import Folder
+    from torchrec_checknrun.read_chunks import read_content
+    from torchrec_checknrun.table_reader import ChunkCache, TableReader, find_table
+
+    folder = Folder(root)
+    chain = chain_of(folder, id)
+    name = find_table(chain.head, table)
+    reader = TableReader(read_content(folder, chain), name, ChunkCache(folder))
+    found = reader.rows(wanted)
+    values: dict[str, Any] = {"weight": found.weight.tolist()}
+    if optimizer:
+        values |= {state: tensor.tolist() for state, tensor in found.optimizer.items()}
+    if as_json:
+        listed = [
+            {"row": row, **{key: of_rows[i] for key, of_rows in values.items()}}
+            for i, row in enumerate(wanted)
+        ]
+        print_json({"checkpoint": chain.head.id, "table": name, "rows": listed})
+        return
+    norms = found.weight.double().norm(dim=1).tolist()
+    columns = {"row": "right", "norm": "right", **dict.fromkeys(values, "left")}
+    console().print(f"{name} in {chain.head.id}")
+    print_table(
+        None,
+        columns,
+        [
+            [str(row), number(norms[i]), *(_text(v[i], all_columns) for v in values.values())]
+            for i, row in enumerate(wanted)
+        ],
+    )
+
+
+def parse_rows(text: str) -> list[int]:
+    """Row ids from ``1,5,10-12``.
+
+    Raises:
+        BadParameter: it is something else.
+    """
+    found: list[int] = []
+    try:
+        for part in text.split(","):
+            first, dash, last = part.strip().partition("-")
+            found += range(int(first), int(last) + 1) if dash else [int(first)]
+    except ValueError:
+        found = []
+    if not found:
+        raise typer.BadParameter(f"{text!r} are no row ids: give them as 1,5,9 or 10-20")
+    return list(dict.fromkeys(found))
+
+
+def _text(value: Any, everything: bool) -> str:
+    if not isinstance(value, list):
+        return number(value, ".6g")
+    shown = value if everything else value[:_SHOWN]
+    return " ".join(f"{v:.6g}" for v in shown) + (" …" if len(shown) < len(value) else "")
+
+
+def diff(root: Root, before: Id, after: Id, as_json: AsJson = False) -> None:
+    """Compares two checkpoints: changed rows and the size of the change, by table."""
+    from torchrec_checknrun.differences import compare
+
+    with progress("comparing") as step:
+        found = compare(root, before, after, progress=step)
+    if as_json:
+        print_json(asdict(found))
+        return
+    columns = dict.fromkeys(("table",), "left") | dict.fromkeys(
+        ("rows", "changed", "", "states changed", "norm", "relative", "mean of a row", "largest"),
+        "right",
+    )
+    rows = [
+        [
+            t.table,
+            f"{t.rows:,}",
+            f"{t.changed_rows:,}",
+            f"{t.changed_rows / max(1, t.rows):.1%}",
+            f"{t.changed_states:,}",
+            number(t.norm),
+            number(t.relative),
+            number(t.mean_row_norm),
+            number(t.max_row_norm),
+        ]
+        for t in found.tables
+    ]
+    print_table(None, columns, rows)
+    for line in _others(found):
+        console().print(line)
+
+
+def _others(found: Difference) -> list[str]:
+    lines = [
+        f"{t.table}: {t.not_finite} changed rows are not finite"
+        for t in found.tables
+        if t.not_finite
+    ]
+    lines += [f"{name}: {text}" for name, text in found.reshaped.items()]
+    for names, text in (
+        (found.only_before, "tables only before"),
+        (found.only_after, "tables only after"),
+        (found.dense_only_before, "values only before"),
+        (found.dense_only_after, "values only after"),
+    ):
+        if names:
+            lines.append(f"{text}: {', '.join(names)}")
+    changed = f"of {found.dense_values} other values {len(found.dense_changed)} changed"
+    lines.append(changed + (f": {', '.join(found.dense_changed)}" if found.dense_changed else ""))
+    return lines

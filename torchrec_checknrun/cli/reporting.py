@@ -1,0 +1,210 @@
+"""``report``: a run's checkpoints as one HTML page or PNG.
+
+Bytes and fractions come from the manifests that are there, and, as the stall, from the JSON lines
+that a training loop wrote of its checkpoints (``CheckpointReport.to_json()``, one a line, or among
+other events), which also know those that were deleted since.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchrec_checknrun.cli.output import AsJson, Root, console, print_json, progress, size
+from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.inventory import inventory
+from torchrec_checknrun.manifest import Manifest
+
+PARTS = ("weights", "optimizer", "ids", "dense", "other")
+"""What bytes are spent on."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One checkpoint of the run.
+
+    Attributes:
+        bytes: by part.
+        kept_bytes: of the chain that restores it; None where a parent is not known.
+        stall_seconds: None where no log tells.
+        there: whether it still is in the root.
+    """
+
+    id: str
+    sequence: int
+    step: int
+    kind: str
+    parent: str | None
+    modified_fraction: float
+    bytes: dict[str, int]
+    full_fp32_bytes: int
+    kept_bytes: int | None
+    stall_seconds: float | None
+    there: bool
+
+    @property
+    def total(self) -> int:
+        """Its bytes in storage."""
+        return sum(self.bytes.values())
+
+
+def report(
+    root: Root,
+    out: Annotated[Path, typer.Option(help="The file: .html, with all in it, or .png.")] = Path(
+        "report.html"
+    ),
+    log: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines of the run, for the stall and deleted checkpoints."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draws bytes, capacity, modified fraction and stall over the run."""
+    if out.suffix not in (".html", ".png"):
+        raise typer.BadParameter(f"{out} should end in .html or .png")
+    with progress("looking at checkpoints"):
+        points = collect(Folder(root), log)
+    if as_json:
+        print_json({"checkpoints": [asdict(point) for point in points]})
+        return
+    from torchrec_checknrun.cli.plots import draw
+
+    picture = draw(points)
+    out.write_bytes(picture if out.suffix == ".png" else _page(root, points, picture).encode())
+    console().print(f"{len(points)} checkpoints in {out}")
+
+
+def collect(root: Folder, log: Path | None) -> list[Point]:
+    """All checkpoints that are known, in the order of their sequence numbers.
+
+    Raises:
+        CheckpointNotFound: there are none.
+        CheckNRunError: a line of the log is not what it should be.
+    """
+    logged = {} if log is None else read_log(log)
+    known: dict[str, dict[str, Any]] = dict(logged)
+    try:
+        found = inventory(root).checkpoints
+    except CheckpointNotFound:
+        if not logged:
+            raise
+        found = ()
+    for listed in found:
+        if listed.manifest is not None:
+            of_log = logged.get(listed.id, {})
+            known[listed.id] = {
+                **_of_manifest(listed.manifest, listed.bytes),
+                "stall_seconds": of_log.get("stall_seconds"),
+                "there": True,
+            }
+    if not known:
+        raise CheckpointNotFound(f"no committed checkpoint in {root}: nothing to report")
+    ordered = sorted(known.values(), key=lambda fields: (fields["sequence"], fields["id"]))
+    return [Point(**fields, kept_bytes=_kept(fields["id"], known)) for fields in ordered]
+
+
+def read_log(path: Path) -> dict[str, dict[str, Any]]:
+    """The checkpoints that JSON lines tell of, by id; lines of other events are passed over.
+
+    Raises:
+        CheckNRunError: a line is not JSON, or a checkpoint's lacks something.
+        OSError: there is no such file.
+    """
+    found = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            event = json.loads(line)
+            if not isinstance(event, dict) or event.get("event", "checkpoint") != "checkpoint":
+                continue
+            spent = {part: int(event["bytes"].get(part, 0)) for part in PARTS[:-1]}
+            spent["other"] = sum(event["bytes"].values()) - sum(spent.values())
+            found[event["id"]] = {
+                **{name: event[name] for name in ("id", "sequence", "step", "kind", "parent")},
+                "modified_fraction": float(event["modified_fraction"]),
+                "bytes": spent,
+                "full_fp32_bytes": int(event["full_fp32_bytes"]),
+                "stall_seconds": float(event["stall_seconds"]),
+                "there": False,
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckNRunError(
+                f"{path}, line {number}, is no report of a checkpoint ({error!r}): write one "
+                "CheckpointReport.to_json() a line"
+            ) from error
+    return found
+
+
+def _of_manifest(manifest: Manifest, size: int) -> dict[str, Any]:
+    tables = manifest.tables.values()
+    spent = {
+        "weights": sum(table.weight_bytes for table in tables),
+        "optimizer": sum(table.optimizer_bytes for table in tables),
+        "ids": sum(table.ids_bytes for table in tables),
+        "dense": manifest.dense_bytes,
+    }
+    return {
+        "id": manifest.id,
+        "sequence": manifest.sequence,
+        "step": manifest.step,
+        "kind": manifest.kind,
+        "parent": manifest.parent.id if manifest.parent else None,
+        "modified_fraction": manifest.modified_fraction,
+        "bytes": {**spent, "other": size - sum(spent.values())},
+        "full_fp32_bytes": manifest.full_fp32_bytes,
+    }
+
+
+def _kept(id: str, known: dict[str, dict[str, Any]]) -> int | None:
+    total, at = 0, id
+    for _ in known:
+        if at not in known:
+            return None
+        total += sum(known[at]["bytes"].values())
+        if known[at]["parent"] is None:
+            return total
+        at = known[at]["parent"]
+    return None
+
+
+def _page(root: str, points: list[Point], picture: bytes) -> str:
+    image = base64.b64encode(picture).decode()
+    total, full = sum(p.total for p in points), sum(p.full_fp32_bytes for p in points)
+    times = f", {full / total:.1f} times less than full checkpoints in fp32" if full else ""
+    headings = ("checkpoint", "step", "kind", "bytes", "modified", "to restore", "stall", "")
+    rows = [
+        (
+            p.id,
+            p.step,
+            p.kind,
+            size(p.total),
+            f"{p.modified_fraction:.1%}",
+            "–" if p.kept_bytes is None else size(p.kept_bytes),
+            "–" if p.stall_seconds is None else f"{p.stall_seconds:.3g} s",
+            "" if p.there else "deleted",
+        )
+        for p in points
+    ]
+    body = "\n".join(_cells(row, "td") for row in rows)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Checkpoints of {html.escape(root)}</title>
+<style>
+body {{ font: 15px sans-serif; margin: 2em auto; max-width: 70em; }}
+img {{ max-width: 100%; }} td, th {{ padding: 0.2em 0.8em; text-align: left; }}
+</style></head><body>
+<h1>Checkpoints of {html.escape(root)}</h1>
+<p>{len(points)} checkpoints, {size(total)}{times}.</p>
+<img alt="bytes, capacity, modified rows and stall by step" src="data:image/png;base64,{image}">
+<table>{_cells(headings, "th")}
+{body}</table></body></html>
+"""
+
+
+def _cells(values: tuple[object, ...], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(str(v))}</{tag}>" for v in values) + "</tr>"

@@ -1,0 +1,153 @@
+"""What a root holds, checkpoint by checkpoint, and what each of them is good for.
+
+From manifests and file names alone: no tensor is read, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torchrec_checknrun.chain import committed, read_manifest
+from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import Claim, latest_claim
+from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.pruning import PINNED
+from torchrec_checknrun.retention import Retention, judge
+
+Status = Literal["restorable", "abandoned", "ignored", "broken", "uncommitted"]
+"""A restore can choose it; is on a fork that was left behind; comes from a writer that had been
+replaced; misses files, or what it builds on; has no manifest.
+"""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One directory of a root.
+
+    Attributes:
+        manifest: None if there is none that can be read.
+        chain: ids of what a restore reads, oldest first; empty if that isn't all there.
+        chain_bytes: of the rank files of the chain.
+        bytes: of all files in the directory.
+        problem: why it is broken.
+    """
+
+    id: str
+    status: Status
+    manifest: Manifest | None
+    chain: tuple[str, ...]
+    chain_bytes: int
+    bytes: int
+    pinned: bool
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All directories of checkpoints, newest first.
+
+    Attributes:
+        claim: of the writer that wrote there last.
+    """
+
+    checkpoints: tuple[Listed, ...]
+    claim: Claim | None
+
+
+def inventory(root: Folder) -> Inventory:
+    """Looks at every checkpoint of a root: one listing and one small file for each.
+
+    Raises:
+        CheckpointNotFound: there is none, committed or not.
+        StorageFailed: the storage doesn't answer.
+    """
+    claim = latest_claim(root)
+    ids = committed(root)
+    if not ids:
+        raise CheckpointNotFound(
+            f"no checkpoints in {root}: name the folder or URL that was given to Checkpointer"
+        )
+    manifests: dict[str, Manifest] = {}
+    problems: dict[str, str] = {}
+    files = {id: (root / id).sizes() for id in ids}
+    for id in ids:
+        if MANIFEST_NAME not in files[id]:
+            continue
+        try:
+            manifests[id] = read_manifest(root, id)
+        except CheckNRunError as error:
+            problems[id] = str(error)
+            continue
+        problem = _files_problem(manifests[id], files[id])
+        if problem is not None:
+            problems[id] = problem
+    counting = {
+        id: manifest
+        for id, manifest in manifests.items()
+        if claim is None or claim.admits(id, manifest.epoch)
+    }
+    abandoned = abandoned_of(counting.values(), problems)
+    found = []
+    for id in ids:
+        manifest, own = manifests.get(id), files[id]
+        chain: list[Manifest] = []
+        problem = problems.get(id)
+        status: Status = "uncommitted"
+        if manifest is not None:
+            chain, broken = _chain(manifest, manifests, problems)
+            problem = problem or broken
+            status = "restorable"
+            if id not in counting:
+                status = "ignored"
+            elif id in abandoned:
+                status = "abandoned"
+        if problem is not None:
+            status, chain = "broken", []
+        found.append(
+            Listed(
+                id=id,
+                status=status,
+                manifest=manifest,
+                chain=tuple(m.id for m in chain),
+                chain_bytes=sum(m.stored_bytes for m in chain),
+                bytes=sum(own.values()),
+                pinned=PINNED in own,
+                problem=problem,
+            )
+        )
+    return Inventory(tuple(found), claim)
+
+
+def abandoned_of(manifests: Iterable[Manifest], damaged: Iterable[str]) -> set[str]:
+    """Ids of checkpoints on forks that were left behind: those that go although all may stay."""
+    found = list(manifests)
+    keep_all = Retention(keep=len(found) + 1)
+    return set(judge(found, keep_all, damaged=set(damaged)).delete)
+
+
+def _files_problem(manifest: Manifest, files: Mapping[str, int]) -> str | None:
+    for file in manifest.files:
+        size = files.get(file.name)
+        if size != file.size:
+            found = "is missing" if size is None else f"has {size}"
+            return f"{file.name} should have {file.size} bytes and {found}"
+    return None
+
+
+def _chain(
+    head: Manifest, manifests: Mapping[str, Manifest], problems: Mapping[str, str]
+) -> tuple[list[Manifest], str | None]:
+    """The chain, oldest first, and what is wrong with what the head needs."""
+    chain = [head]
+    while (link := chain[-1].parent) is not None:
+        parent = manifests.get(link.id)
+        if parent is None or parent.link != link or parent.sequence >= chain[-1].sequence:
+            why = "is missing" if parent is None else "was replaced"
+            return [], f"{chain[-1].id} needs {link.id}, which {problems.get(link.id, why)}"
+        if link.id in problems:
+            return [], f"it needs {link.id}, which is damaged: {problems[link.id]}"
+        chain.append(parent)
+    return chain[::-1], None
