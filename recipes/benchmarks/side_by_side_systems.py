@@ -280,6 +280,7 @@ class Ours(System):
         self.checkpointer = Checkpointer(
             root,
             model=job.model,
+            retention=None,
             state={"optimizer": job.optimizer},
             policy=POLICIES[policy](),
             quantization=Quantization(bits=bits, optimizer=optimizer),

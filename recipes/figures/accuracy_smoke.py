@@ -225,7 +225,7 @@ def restored_branch(
         job.put_back(start)
         state = {"optimizer": job.optimizer, "reader": job.reader}
         with Checkpointer(
-            folder, model=job.model, state=state, quantization=scheme.quantization
+            folder, model=job.model, retention=None, state=state, quantization=scheme.quantization
         ) as checkpointer:
 
             def restore() -> None:

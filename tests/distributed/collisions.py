@@ -249,6 +249,7 @@ def checkpointer(root: str, zoo: CollisionZoo) -> Checkpointer:
     return Checkpointer(
         root,
         model=zoo.model,
+        retention=None,
         state={"optimizer": zoo.optimizer, "zoo": zoo},
         policy=Consecutive(),
         chunk_bytes=CHUNK_BYTES,

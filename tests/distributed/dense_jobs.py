@@ -72,6 +72,7 @@ def checkpointer(root: str, job: LayoutJob, policy: Policy | None = None) -> Che
     return Checkpointer(
         root,
         model=job.model,
+        retention=None,
         state={"optimizer": job.optimizer, "job": job},
         policy=policy or Consecutive(),
         chunk_bytes=700,

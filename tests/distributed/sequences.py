@@ -87,6 +87,7 @@ class Living:
         self.saver = Checkpointer(
             self.root,
             model=self.job.model,
+            retention=None,
             state={"optimizer": self.job.optimizer, "job": self.job},
             policy=POLICIES[life.policy],
             quantization=Quantization(life.bits, "asymmetric", exact_below_rows=0),

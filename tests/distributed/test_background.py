@@ -52,6 +52,7 @@ def checkpointer(root: str, job: Job, **options: Any) -> Checkpointer:
     state = {"optimizer": job.optimizer, "job": job}
     options.setdefault("chunk_bytes", 3000)
     options.setdefault("policy", Consecutive())
+    options.setdefault("retention", None)
     return Checkpointer(root, model=job.model, state=state, **options)
 
 
@@ -353,6 +354,8 @@ def empty_differential(root: str, plan: Plan) -> list[Any]:
     with checkpointer(root, job) as saver:
         job.train(2)
         saver.save()
+        assert saver.save() is None  # that step is saved
+        saver.steps += 1
         report = saver.save()
         assert report is not None
         problems = differences(saver, job, gather(job))

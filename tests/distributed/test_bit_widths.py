@@ -40,6 +40,7 @@ def lives(
             Checkpointer(
                 root,
                 model=job.model,
+                retention=None,
                 state={"optimizer": job.optimizer},
                 policy=Consecutive(),
                 quantization=Quantization(**quantization),

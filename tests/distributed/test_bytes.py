@@ -46,6 +46,7 @@ def train(root: str, spec: dict[str, Any], plan: Plan, bits: int | None) -> dict
     saver = Checkpointer(
         root,
         model=job.model,
+        retention=None,
         state={"optimizer": job.optimizer},
         policy=Consecutive(),
         quantization=Quantization(bits, "asymmetric", exact_below_rows=0),

@@ -71,6 +71,7 @@ def checkpointer(
     return Checkpointer(
         root,
         model=job.model,
+        retention=None,
         state={"optimizer": job.optimizer, "job": job, "own": PerRank(own, add_up)},
         policy=POLICIES[policy],
         quantization=Quantization(**quantization, exact_below_rows=100),

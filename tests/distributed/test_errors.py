@@ -70,7 +70,9 @@ def build(spec: dict[str, Any], plan: Plan, seed: int = 0) -> Job:
 
 def checkpointer(root: str, job: Job, **options: Any) -> Checkpointer:
     state = {"optimizer": job.optimizer, "job": job, **options.pop("state", {})}
-    return Checkpointer(root, model=job.model, state=state, chunk_bytes=600, **options)
+    return Checkpointer(
+        root, model=job.model, state=state, chunk_bytes=600, retention=None, **options
+    )
 
 
 def save(saver: Checkpointer) -> str:
@@ -363,8 +365,8 @@ def starts_fresh(root: str, spec: dict[str, Any], plan: Plan) -> int:
 
 def test_nothing_committed_is_a_fresh_start(workers: Workers, tmp_path: Path) -> None:
     assert workers(2).run(starts_fresh, **where(tmp_path))[0] == 1
-    for checkpoint in (tmp_path / "root").iterdir():
-        damage(checkpoint, "uncommitted")
+    for manifest in (tmp_path / "root").glob("*/manifest.json"):
+        damage(manifest.parent, "uncommitted")
     assert workers(2).run(starts_fresh, **where(tmp_path))[0] == 2
     workers(2).run(
         restore_is_refused,

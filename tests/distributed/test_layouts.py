@@ -65,6 +65,7 @@ def checkpointer(root: str, job: Any, **options: Any) -> Checkpointer:
     return Checkpointer(
         root,
         model=job.model,
+        retention=None,
         state={"optimizer": job.optimizer, "job": job},
         policy=Consecutive(),
         chunk_bytes=1500,

@@ -135,6 +135,7 @@ def checkpointer(root: str, job: LayoutJob) -> Checkpointer:
     return Checkpointer(
         root,
         model=job.model,
+        retention=None,
         state={"optimizer": job.optimizer, "job": job},
         policy=Consecutive(),
         chunk_bytes=1500,

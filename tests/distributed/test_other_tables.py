@@ -51,7 +51,7 @@ def other(*tables: TableSpec) -> ModelSpec:
 
 
 def checkpointer(root: str, job: LayoutJob, /, **state: Any) -> Checkpointer:
-    return Checkpointer(root, model=job.model, state=state, chunk_bytes=700)
+    return Checkpointer(root, model=job.model, state=state, chunk_bytes=700, retention=None)
 
 
 def save_two(root: str, spec: dict[str, Any], layout: dict[str, Any], copy: str) -> None:

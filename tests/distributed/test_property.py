@@ -58,6 +58,7 @@ def checkpointer(root: str, job: Job, segment: dict[str, Any]) -> Checkpointer:
     return Checkpointer(
         root,
         model=job.model,
+        retention=None,
         state={"optimizer": job.optimizer, "job": job},
         policy=POLICIES[segment["policy"]],
         quantization=Quantization(segment["bits"], "asymmetric", exact_below_rows=0),

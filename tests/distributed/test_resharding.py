@@ -179,7 +179,11 @@ def other_columns(root: str, fused: str, seen: bool) -> list[str]:
     zoo.train(2)
     kinds = []
     with Checkpointer(
-        root, model=zoo.model, state={"optimizer": zoo.optimizer}, policy=Consecutive()
+        root,
+        model=zoo.model,
+        retention=None,
+        state={"optimizer": zoo.optimizer},
+        policy=Consecutive(),
     ) as saver:
         for ranks in ([0, 1], [1], [1, 0], [1, 0]):
             zoo.train(1)

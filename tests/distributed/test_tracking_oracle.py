@@ -58,7 +58,9 @@ def compare(
     """Two intervals of ``actions``, each ended by a differential checkpoint; what was found."""
     job = Job.build(ModelSpec.from_json(spec), plan, seed=3)
     policy = OneShot() if one_shot else Consecutive()
-    checkpointer = Checkpointer(root, model=job.model, policy=policy, chunk_bytes=1500)
+    checkpointer = Checkpointer(
+        root, model=job.model, policy=policy, chunk_bytes=1500, retention=None
+    )
     job.train()
     checkpointer.save()
     before = row_bytes(job.spec, gather(job))

@@ -50,6 +50,7 @@ class Watch:
         self.saver = Checkpointer(
             root,
             model=zoo.model,
+            retention=None,
             state={"optimizer": zoo.optimizer},
             policy=Consecutive(),
             chunk_bytes=700,
