@@ -255,7 +255,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         version = content["format_version"]
         checksum = _checksum(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{where} is not a manifest: {shown(error)}") from error
+        what = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(f"{where} is not a manifest: {what}") from error
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise UnsupportedFormat(
             f"{where} has format version {shown(version)}; this release reads 1 to "

@@ -1,0 +1,217 @@
+"""Chains that an attacker has changed: checksums fit, since nobody needs a key to make them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from tests.unit.chains import DIM, TABLE, Part, make_shards, new_root, restore, write
+from torchrec_checknrun.chain import committed, newest, resolve
+from torchrec_checknrun.codecs import Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
+from torchrec_checknrun.compaction import compact
+from torchrec_checknrun.errors import (
+    ChainBroken,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    UnsupportedFormat,
+)
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import latest_claim
+from torchrec_checknrun.manifest import MANIFEST_NAME
+from torchrec_checknrun.quantization import Encoding
+from torchrec_checknrun.rank_file import FOOTER, MAGIC
+from torchrec_checknrun.shards import Rectangle
+from torchrec_checknrun.verification import verify
+
+ROWS = 60
+REFUSALS = (
+    ChainBroken,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    UnsupportedFormat,
+)
+"""What hostile input may end in."""
+
+
+@dataclass
+class ForgedFile:
+    """A rank file.
+
+    Attributes:
+        index: its document; each chunk's checksum is made to fit.
+        raw_index: the index's bytes in its place, if they are no JSON of ``index``.
+    """
+
+    payload: bytearray
+    index: Any
+    raw_index: bytes | None = None
+
+
+@dataclass
+class Forged:
+    """A checkpoint.
+
+    Attributes:
+        folder: its directory's name.
+        manifest: its document; what it says of files, and its parent's checksum, are made to fit.
+        last: changes the document after that; then only its own checksum is made.
+        raw_manifest: the file in its place.
+    """
+
+    folder: str
+    manifest: dict[str, Any]
+    files: dict[str, ForgedFile]
+    last: Callable[[dict[str, Any]], None] | None = None
+    raw_manifest: Callable[[bytes], bytes] | None = None
+
+    @property
+    def entries(self) -> list[Any]:
+        """The first file's index entries."""
+        return self.first.index["chunks"]  # type: ignore[no-any-return]
+
+    @property
+    def first(self) -> ForgedFile:
+        return next(iter(self.files.values()))
+
+    def change_manifest(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """After everything else in it fits."""
+        self.last = change
+
+
+def example() -> list[Forged]:
+    """A full checkpoint and two upon it: several codecs, ids encodings, states."""
+    root = new_root()
+    packed = Encoding(Rowwise(4), "log8", compress=True)
+    first = write(
+        root,
+        ROWS,
+        [
+            Part((0, 4), list(range(ROWS)), 40, encoding=packed),
+            Part((4, DIM), list(range(ROWS)), 60, encoding=Encoding(Exact(), compress=True)),
+        ],
+        ranks=2,
+    )
+    every_third = list(range(1, ROWS, 3))
+    second = write(
+        root,
+        ROWS,
+        [
+            Part((0, 4), every_third, 60, encoding=Encoding(ImportanceWeighted(), "bf16")),
+            Part((4, DIM), [0, 40, 41, 59], 4, encoding=Encoding(Fp16())),
+        ],
+        first,
+    )
+    encoding = Encoding(KMeans(2))
+    write(root, ROWS, [Part((0, 4), list(range(20, 30)), 10, encoding=encoding)], second)
+    return load(root)
+
+
+def load(root: Folder) -> list[Forged]:
+    """The checkpoints of a root, oldest first."""
+    found = []
+    for name in reversed(committed(root)):
+        manifest = json.loads((root / name).read(MANIFEST_NAME))["manifest"]
+        files = {}
+        for file in manifest["files"]:
+            data = (root / name).read(file["name"])
+            offset = file["index_offset"]
+            index = json.loads(data[offset : offset + file["index_length"]])
+            files[file["name"]] = ForgedFile(bytearray(data[:offset]), index)
+        found.append(Forged(name, manifest, files))
+    return found
+
+
+def seal(root: Folder, chain: list[Forged]) -> str:
+    """Writes a chain with right checksums; returns its head's id."""
+    checksums: dict[str, str] = {}
+    for forged in chain:
+        folder, manifest = root / forged.folder, copy.deepcopy(forged.manifest)
+        folder.create()
+        facts = []
+        for name, file in forged.files.items():
+            data, fact = _file(name, file)
+            folder.put(name, data)
+            facts.append(fact)
+        manifest["files"] = facts
+        parent = manifest.get("parent")
+        if isinstance(parent, dict) and parent.get("id") in checksums:
+            parent["checksum"] = checksums[parent["id"]]
+        if forged.last is not None:
+            forged.last(manifest)
+        canonical = json.dumps(
+            manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=False
+        ).encode("utf-8", "surrogatepass")
+        checksum = xxhash.xxh3_128_hexdigest(canonical)
+        data = b'{"checksum":"%s","manifest":%s}' % (checksum.encode(), canonical)
+        folder.put(MANIFEST_NAME, forged.raw_manifest(data) if forged.raw_manifest else data)
+        checksums[forged.folder] = checksum
+    return chain[-1].folder
+
+
+def _file(name: str, file: ForgedFile) -> tuple[bytes, dict[str, Any]]:
+    chunks = file.index.get("chunks") if isinstance(file.index, dict) else None
+    for entry in chunks if isinstance(chunks, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("checksum"), str):
+            place = entry.get("offset"), entry.get("length")
+            if all(type(n) is int and 0 <= n < 2**40 for n in place):
+                part = file.payload[place[0] : place[0] + place[1]]
+                entry["checksum"] = xxhash.xxh3_64_hexdigest(part)
+    index = file.raw_index
+    if index is None:
+        index = json.dumps(file.index, separators=(",", ":")).encode()
+    offset, checksum = len(file.payload), xxhash.xxh3_64_hexdigest(index)
+    footer = FOOTER.pack(offset, len(index), checksum.encode(), MAGIC)
+    data = bytes(file.payload) + index + footer
+    fact = {
+        "name": name,
+        "size": len(data),
+        "index_offset": offset,
+        "index_length": len(index),
+        "index_checksum": checksum,
+        "chunks": len(chunks) if isinstance(chunks, list) else 0,
+    }
+    return data, fact
+
+
+def attack(root: Folder, head: str) -> list[str]:
+    """Does everything that reads a chain.
+
+    Returns:
+        What was refused, by whom; nothing else may be raised.
+    """
+    refused: list[str] = []
+
+    def attempt(name: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except REFUSALS as error:
+            refused.append(f"{name}: {type(error).__name__}: {error}")
+
+    def look() -> None:
+        _, problems = newest(root)
+        refused.extend(f"newest: {problem}" for problem in problems)
+
+    def check() -> None:
+        for found in verify(root.url):
+            refused.extend(f"verify: {problem}" for problem in found.problems)
+
+    def read() -> None:
+        table = resolve(root, head).head.tables.get(TABLE)
+        if table is not None and (table.rows, table.dim) == (ROWS, DIM):
+            places = [Rectangle(0, 33, 0, 4), Rectangle(33, ROWS, 0, 4), Rectangle(0, ROWS, 4, DIM)]
+            restore(root, head, make_shards(ROWS, places))
+
+    attempt("resolve", lambda: resolve(root, head))
+    attempt("latest_claim", lambda: latest_claim(root))
+    attempt("newest", look)
+    attempt("verify", check)
+    attempt("restore", read)
+    attempt("compact", lambda: compact(root.url, head))
+    return refused
