@@ -178,11 +178,17 @@ def resolve(root: Folder, name: str) -> Chain:
     return Chain(tuple(reversed(manifests)))
 
 
-def newest(root: Folder, unusable: Container[str] = ()) -> tuple[Chain | None, list[str]]:
+def newest(
+    root: Folder, unusable: Container[str] = (), *, answers: bool = False
+) -> tuple[Chain | None, list[str]]:
     """The newest whole chain, and why newer checkpoints were passed over.
 
     Args:
         unusable: ids to pass over without a word.
+        answers: what the storage doesn't give an answer for is not passed over either.
+
+    Raises:
+        StorageFailed: the root can't be listed; with ``answers``, or anything in it can't be read.
     """
     problems: list[str] = []
     claim = latest_claim(root)
@@ -197,6 +203,8 @@ def newest(root: Folder, unusable: Container[str] = ()) -> tuple[Chain | None, l
         except CheckpointNotFound:
             logger.info("%s in %s was never committed", name, root)
         except (CheckNRunError, OSError) as error:
+            if answers and isinstance(error, OSError):
+                raise
             problems.append(f"{name}: {error}")
     return None, problems
 

@@ -114,7 +114,8 @@ def compact(
 def _find(root: Folder, checkpoint: str | None) -> Chain:
     if checkpoint is not None:
         return resolve(root, checkpoint)
-    chain, problems = newest(root)
+    # A newer one that can't be read just now would be replaced by what is made of an older one.
+    chain, problems = newest(root, answers=True)
     if chain is not None:
         return chain
     if problems:

@@ -175,10 +175,10 @@ class Saver:
         started = time.monotonic()
         try:
             self.claim()
+            facts = self._ranks.everywhere(lambda: self._look(step))
         except OSError as error:
             self._note(SaveFailed(f"nothing can be saved to {self._root}: {error}"))
             return False
-        facts = self._ranks.everywhere(lambda: self._look(step))
         steps = [fact.step for fact in facts]
         if len(set(steps)) > 1:
             raise SaveFailed(

@@ -1,0 +1,320 @@
+"""Storage that fails at a chosen operation: a fsspec file system of its own, or the local disk.
+
+Operations are counted as ``Folder`` asks for them. The fsspec one (``faulty://``) is in memory and
+behaves as object stores do; the disk is the real one, with the calls to it wrapped.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, TypeVar
+from unittest import mock
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from torchrec_checknrun import filesystem, retries
+
+T = TypeVar("T")
+
+PROTOCOL = "faulty"
+
+
+class Mode(Enum):
+    """How an operation fails."""
+
+    ONCE = "once"
+    EVER = "for ever"
+    PARTIAL = "after a partial write"
+    LOST = "after success"
+    BUSY = "for a moment"
+    LOST_BUSY = "for a moment, after success"
+
+    @property
+    def transient(self) -> bool:
+        """Whether another try may heal it."""
+        return self in (Mode.BUSY, Mode.LOST_BUSY)
+
+    def error(self) -> OSError:
+        if self is Mode.BUSY:
+            return OSError(errno.EBUSY, "busy, says the test")
+        if self is Mode.LOST_BUSY:
+            return ConnectionResetError(errno.ECONNRESET, "connection reset, says the test")
+        return OSError(errno.ENOSPC, "no space left, says the test")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One that was asked for.
+
+    Attributes:
+        changes: something in the storage.
+        partly: it can be done by half.
+    """
+
+    name: str
+    changes: bool
+    partly: bool
+
+    def can_fail(self, mode: Mode) -> bool:
+        """Whether that is another failure than ``ONCE``, or than ``BUSY``."""
+        if mode is Mode.PARTIAL:
+            return self.partly
+        return self.changes or mode not in (Mode.LOST, Mode.LOST_BUSY)
+
+    @property
+    def streams(self) -> bool:
+        """It is part of a file that is written piece by piece, or makes it durable: not repeated,
+        since nobody knows what the first try has left.
+        """
+        return self.name in ("write", "flush", "close", "fsync", "fsync of a folder")
+
+
+class Faults:
+    """Counts operations, and makes the chosen one fail.
+
+    Attributes:
+        asked_for: all while it was armed.
+        failed: those that were made to fail.
+    """
+
+    def __init__(self) -> None:
+        self.asked_for: list[Operation] = []
+        self.failed: list[Operation] = []
+        self._armed = False
+        self._at = self._candidates = 0
+        self._mode: Mode | None = None
+        self._within = threading.local()
+        self._lock = threading.Lock()
+
+    def arm(self, at: int, mode: Mode | None) -> None:
+        """From now on one operation fails, or only counts if there is no mode.
+
+        Args:
+            at: which of those that can fail that way, counted from 1.
+        """
+        with self._lock:
+            self.asked_for, self.failed, self._at, self._mode = [], [], at, mode
+            self._candidates = 0
+            self._armed = True
+
+    def disarm(self) -> None:
+        """From now on nothing is counted, and nothing fails."""
+        with self._lock:
+            self._armed = False
+
+    def run(
+        self,
+        name: str,
+        act: Callable[[], T],
+        changes: bool = False,
+        half: Callable[[], object] | None = None,
+    ) -> T:
+        """An operation; what it does by way of others is part of it."""
+        if getattr(self._within, "one", False):
+            return act()
+        self._within.one = True
+        try:
+            mode = self._ask(Operation(name, changes, half is not None))
+            if mode is None:
+                return act()
+            if mode is Mode.PARTIAL and half is not None:
+                half()
+            if mode in (Mode.LOST, Mode.LOST_BUSY):
+                act()
+            raise mode.error()
+        finally:
+            self._within.one = False
+
+    def _ask(self, operation: Operation) -> Mode | None:
+        with self._lock:
+            if not self._armed:
+                return None
+            self.asked_for.append(operation)
+            mode = self._mode
+            if mode is None or not operation.can_fail(mode):
+                return None
+            self._candidates += 1
+            if self._candidates == self._at or (mode is Mode.EVER and self._candidates > self._at):
+                self.failed.append(operation)
+                return mode
+            return None
+
+
+class FaultyFile:
+    """A file that is being written."""
+
+    def __init__(self, file: Any, faults: Faults) -> None:
+        self._file = file
+        self._faults = faults
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> FaultyFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        return self._faults.run(
+            "write",
+            lambda: self._file.write(view),
+            changes=True,
+            half=lambda: self._file.write(view[: len(view) // 2]),
+        )
+
+    def flush(self) -> None:
+        self._faults.run("flush", self._file.flush, changes=True)
+
+    def close(self) -> None:
+        self._faults.run("close", self._file.close, changes=True)
+
+
+class FaultyStore(MemoryFileSystem):
+    """Objects in memory: a put is there wholly or not at all."""
+
+    protocol = PROTOCOL
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    faults: ClassVar[Faults] = Faults()
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        plain: str = super()._strip_protocol(str(path).removeprefix(f"{PROTOCOL}://"))
+        return plain
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        return self.faults.run("list", lambda: super(FaultyStore, self).ls(path, detail, **options))
+
+    def info(self, path: str, **options: Any) -> Any:
+        return self.faults.run("look", lambda: super(FaultyStore, self).info(path, **options))
+
+    def exists(self, path: str, **options: Any) -> Any:
+        return self.faults.run("look", lambda: super(FaultyStore, self).exists(path, **options))
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **options: Any) -> Any:
+        return self.faults.run(
+            "read", lambda: super(FaultyStore, self).cat_file(path, start, end, **options)
+        )
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.faults.run(
+            "make a folder", lambda: super(FaultyStore, self).makedirs(path, exist_ok), changes=True
+        )
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        nested = getattr(self.faults._within, "one", False)
+        file = self.faults.run(
+            "open",
+            lambda: super(FaultyStore, self).open(path, mode, **options),
+            changes="w" in mode,
+        )
+        return file if nested or "w" not in mode else FaultyFile(file, self.faults)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        self.faults.run(
+            "put",
+            lambda: super(FaultyStore, self).pipe_file(path, value, mode, **options),
+            changes=True,
+        )
+
+    def rm_file(self, path: str) -> None:
+        self.faults.run("delete", lambda: self._rm(path), changes=True)
+
+    def rmdir(self, path: str) -> None:
+        self.faults.run("delete", lambda: super(FaultyStore, self).rmdir(path), changes=True)
+
+    @classmethod
+    def clear(cls) -> None:
+        """Forgets everything that was stored."""
+        cls.store.clear()
+        cls.pseudo_dirs[:] = [""]
+
+    @classmethod
+    def copied(cls) -> dict[str, bytes]:
+        """All objects, by path."""
+        return {path: file.getvalue() for path, file in cls.store.items()}
+
+
+fsspec.register_implementation(PROTOCOL, FaultyStore, clobber=True)
+
+
+class _FaultyOs:
+    """The module ``os``, as far as ``filesystem`` uses it."""
+
+    _NAMES: ClassVar[dict[str, tuple[str, bool]]] = {
+        "open": ("open", False),
+        "preadv": ("read", False),
+        "link": ("link", True),
+        "rename": ("rename", True),
+        "unlink": ("delete", True),
+    }
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name == "fsync":
+            return self._fsync
+        if name not in self._NAMES:
+            return real
+        said, changes = self._NAMES[name]
+        return lambda *args: self._faults.run(said, lambda: real(*args), changes)
+
+    def _fsync(self, descriptor: int) -> None:
+        is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")
+        name = "fsync of a folder" if is_folder else "fsync"
+        self._faults.run(name, lambda: os.fsync(descriptor), changes=True)
+
+
+@contextmanager
+def faulty_disk(faults: Faults) -> Iterator[None]:
+    """Every ``Folder`` on a local disk meets the faults."""
+
+    def opened(path: str, mode: str) -> Any:
+        file = faults.run("open", lambda: builtins.open(path, mode), "w" in mode)  # noqa: SIM115
+        return FaultyFile(file, faults) if "w" in mode else file
+
+    def wrapped(name: str, said: str, changes: bool) -> Callable[..., Any]:
+        real = getattr(LocalFileSystem, name)
+
+        def method(fs: LocalFileSystem, *args: Any, **options: Any) -> Any:
+            return faults.run(said, lambda: real(fs, *args, **options), changes)
+
+        return method
+
+    methods = (
+        *(("ls", "list", False), ("info", "look", False), ("cat_file", "read", False)),
+        *(("makedirs", "make a folder", True), ("rm_file", "delete", True)),
+        ("rmdir", "delete", True),
+    )
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(filesystem, "os", _FaultyOs(faults)))
+        patches.enter_context(mock.patch.object(filesystem, "open", opened, create=True))
+        for name, said, changes in methods:
+            patch = mock.patch.object(LocalFileSystem, name, wrapped(name, said, changes))
+            patches.enter_context(patch)
+        yield
+
+
+@contextmanager
+def patience(mode: Mode) -> Iterator[None]:
+    """Retries go on for seconds where another try may help, and there are none where it can't."""
+    seconds = "20" if mode.transient else "0"
+    with (
+        mock.patch.dict(os.environ, {"CHECKNRUN_RETRY_SECONDS": seconds}),
+        mock.patch.object(retries, "_FIRST_PAUSE", 0.001),
+    ):
+        yield
