@@ -30,8 +30,8 @@ class Listed:
     Attributes:
         manifest: None if there is none that can be read.
         chain: ids of what a restore reads, oldest first; empty if that isn't all there.
-        chain_bytes: of the rank files of the chain.
         bytes: of all files in the directory.
+        chain_bytes: the same of the whole chain.
         problem: why it is broken.
     """
 
@@ -112,7 +112,7 @@ def inventory(root: Folder) -> Inventory:
                 status=status,
                 manifest=manifest,
                 chain=tuple(m.id for m in chain),
-                chain_bytes=sum(m.stored_bytes for m in chain),
+                chain_bytes=sum(sum(files[m.id].values()) for m in chain),
                 bytes=sum(own.values()),
                 pinned=PINNED in own,
                 problem=problem,

@@ -94,7 +94,7 @@ class TestLs:
         assert [c["id"] for c in found["checkpoints"]] == [m.id for m in reversed(manifests)]
         last, second, full = found["checkpoints"]
         assert last["chain"] == [m.id for m in manifests]
-        assert last["chain_bytes"] == sum(m.stored_bytes for m in manifests)
+        assert last["chain_bytes"] == sum(c["bytes"] for c in found["checkpoints"])
         assert (full["kind"], full["parent"], full["step"]) == ("full", None, 10)
         assert (second["kind"], second["parent"]) == ("differential", full["id"])
         assert second["modified_fraction"] == pytest.approx(2 / ROWS)

@@ -15,7 +15,7 @@ _COLOURS = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#bbbbbb")
 
 
 def draw(points: list[Point]) -> bytes:
-    """Bytes by what they are spent on, capacity, modified rows and stall, by step.
+    """Bytes by what they are spent on, capacity, modified rows and stall, checkpoint by checkpoint.
 
     Returns:
         A PNG.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.filesystem import Folder
 
 _SHOWN = 8
-"""Values of a row, where not all are asked for."""
+"""Values of a row, or names, where not all are asked for."""
 
 
 def chain_of(root: Folder, id: str | None) -> Chain:
@@ -169,7 +170,11 @@ def _others(found: Difference) -> list[str]:
         (found.dense_only_after, "values only after"),
     ):
         if names:
-            lines.append(f"{text}: {', '.join(names)}")
+            lines.append(f"{text}: {_some(names)}")
     changed = f"of {found.dense_values} other values {len(found.dense_changed)} changed"
-    lines.append(changed + (f": {', '.join(found.dense_changed)}" if found.dense_changed else ""))
+    lines.append(changed + (f": {_some(found.dense_changed)}" if found.dense_changed else ""))
     return lines
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")

@@ -200,7 +200,7 @@ img {{ max-width: 100%; }} td, th {{ padding: 0.2em 0.8em; text-align: left; }}
 </style></head><body>
 <h1>Checkpoints of {html.escape(root)}</h1>
 <p>{len(points)} checkpoints, {size(total)}{times}.</p>
-<img alt="bytes, capacity, modified rows and stall by step" src="data:image/png;base64,{image}">
+<img alt="bytes, capacity, modified rows and stall" src="data:image/png;base64,{image}">
 <table>{_cells(headings, "th")}
 {body}</table></body></html>
 """

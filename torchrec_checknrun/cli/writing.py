@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from enum import Enum
 from typing import Annotated
@@ -14,7 +15,6 @@ from torchrec_checknrun.cli.output import (
     Root,
     console,
     print_json,
-    print_table,
     progress,
 )
 
@@ -90,8 +90,9 @@ def export(
     if as_json:
         print_json({"target": target, **asdict(done)})
         return
-    console().print(f"{done.id} to {target}: {len(done.tensors)} tensors")
-    listed = [[name, stored] for name, stored in done.tables.items()]
-    print_table(None, {"table": "left", "rows": "left"}, listed)
-    if done.values:
-        console().print(f"no tensors, in values.json: {len(done.values)} values")
+    console().print(
+        f"{done.id} to {target}: {len(done.tensors)} tensors; what is none of them in values.json: "
+        f"{len(done.values)}"
+    )
+    for stored, tables in Counter(done.tables.values()).items():
+        console().print(f"rows of {tables} tables: {stored}")
