@@ -152,9 +152,13 @@ def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[Shard
     cut = tracked.cut(Consumer.LAST if since else Consumer.LAST | Consumer.BASELINE)
     if since is not Consumer.BASELINE:
         taken = cut.taken[Consumer.LAST]
-        shards = [
-            _own_part(shard, taken[shard.marks] if since else None) for shard in tracked.shards
-        ]
+        try:
+            shards = [
+                _own_part(shard, taken[shard.marks] if since else None) for shard in tracked.shards
+            ]
+        except BaseException:
+            tracked.merge(cut)
+            raise
     return shards, cut
 
 

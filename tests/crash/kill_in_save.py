@@ -12,18 +12,22 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 from unittest import mock
 
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 
 from recipes.dlrm_criteo.train import main
 from tests.crash import kills
-from torchrec_checknrun import Checkpointer
+from torchrec_checknrun import Checkpointer, pruning, saver
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import Lease
 from torchrec_checknrun.load_planner import LoadPlanner
 from torchrec_checknrun.manifest import MANIFEST_NAME
+from torchrec_checknrun.staged import StagedJob
+from torchrec_checknrun.staging import Staging
 from torchrec_checknrun.storage import StorageReader, StorageWriter
 
 RUN_DIR = Path(next(a.split("=", 1)[1] for a in sys.argv if a.startswith("run_dir=")))
@@ -55,20 +59,28 @@ class Bomb:
 
     def __init__(self, kill: kills.Kill) -> None:
         self.kill = kill
-        self._saves = 0
+        self._saves = self._begun = 0
         self._chunks_left = 0
         self._checkpoint = ""
 
     def arm(self) -> None:
         """Puts itself into all that a save and a restore go through."""
-        self._arm_save()
+        if self.kill.rank == RANK:
+            self._arm_begin()
+            self._arm_save()
+            self._arm_retention()
         self._arm_restore()
 
-    def explode(self) -> NoReturn:
-        event = {"attempt": ATTEMPT, "pid": os.getpid(), "checkpoint": self._checkpoint}
-        _append("killed.jsonl", event)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("not reached")
+    def explode(self) -> None:
+        """Does not return where this rank is among the victims."""
+        victims = self.kill.victims or (RANK,)
+        pids = {rank: int(_pid_file(rank).read_text()) for rank in victims}
+        event = {"attempt": ATTEMPT, "pid": pids[victims[0]], "checkpoint": self._checkpoint}
+        _append("killed.jsonl", {**event, "pids": list(pids.values())})
+        for rank in sorted(pids, key=lambda rank: rank == RANK):  # itself last
+            os.kill(pids[rank], signal.SIGKILL)
+        assert RANK not in victims, "not reached"
+        self.kill = replace(self.kill, point="over")
 
     def is_last_chunk(self) -> bool:
         """Counts the chunks of a file or restore, down to the one that is not to be outlived."""
@@ -80,6 +92,55 @@ class Bomb:
 
     def _is_at(self, point: str) -> bool:
         return (self.kill.point, self.kill.save) == (point, self._saves)
+
+    def _arm_begin(self) -> None:
+        claim, snapshot = Lease._take, saver.take_snapshot
+        publish, encode = Staging._publish, StagedJob.encode
+
+        def claim_and_die(*args: Any) -> Any:
+            made = claim(*args)
+            if self.kill.point == kills.CLAIM:
+                self.explode()
+            return made
+
+        def cut_and_die(*args: Any) -> Any:
+            self._begun += 1
+            self._checkpoint = ""
+            taken = snapshot(*args)
+            if (self.kill.point, self.kill.save) == (kills.CUT, self._begun):
+                self.explode()
+            return taken
+
+        def publish_and_die(*args: Any) -> None:
+            publish(*args)
+            if (self.kill.point, self.kill.save) == (kills.STAGE, self._begun):
+                self.explode()
+
+        def die_or_encode(job: StagedJob) -> Any:
+            if self._is_at(kills.ENCODE):
+                self.explode()
+            return encode(job)
+
+        _replace(Lease, "_take", claim_and_die)
+        _replace(saver, "take_snapshot", cut_and_die)
+        _replace(Staging, "_publish", publish_and_die)
+        _replace(StagedJob, "encode", die_or_encode)
+
+    def _arm_retention(self) -> None:
+        delete_all, delete = pruning._delete, Folder.delete
+        deleting: list[Folder] = []
+
+        def delete_all_here(folder: Folder) -> None:
+            deleting.append(folder)
+            delete_all(folder)
+
+        def delete_and_die(folder: Folder, name: str) -> None:
+            delete(folder, name)
+            if self.kill.point == kills.RETENTION and deleting and name != MANIFEST_NAME:
+                self.explode()
+
+        _replace(pruning, "_delete", delete_all_here)
+        _replace(Folder, "delete", delete_and_die)
 
     def _arm_save(self) -> None:
         write_data, write, put = StorageWriter.write_data, Folder.write, Folder.put
@@ -107,15 +168,21 @@ class Bomb:
             if self._is_at(kills.BEFORE_MANIFEST):
                 self.explode()
             if self._is_at(kills.IN_MANIFEST):
-                _replace(os, "link", lambda *_: self.explode())
+                _replace(os, "link", self._instead_of(os.link))
             put(folder, name, data, new)
             if self._is_at(kills.AFTER_MANIFEST):
                 self.explode()
 
-        if self.kill.rank == RANK:
-            _replace(StorageWriter, "write_data", write_data_or_die)
-            _replace(Folder, "write", write_or_die)
-            _replace(Folder, "put", put_or_die)
+        _replace(StorageWriter, "write_data", write_data_or_die)
+        _replace(Folder, "write", write_or_die)
+        _replace(Folder, "put", put_or_die)
+
+    def _instead_of(self, act: Callable[..., None]) -> Callable[..., None]:
+        def explode(*args: Any) -> None:
+            self.explode()
+            act(*args)  # another rank was the victim
+
+        return explode
 
     def _arm_restore(self) -> None:
         read_data, load_bytes = StorageReader.read_data, LoadPlanner.load_bytes
@@ -136,6 +203,10 @@ class Bomb:
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
     mock.patch.object(owner, name, function).start()
+
+
+def _pid_file(rank: int) -> Path:
+    return RUN_DIR / f"pid-{ATTEMPT}-{rank}"
 
 
 def _append(name: str, event: dict[str, Any]) -> None:
@@ -161,6 +232,7 @@ def _list_before_restoring() -> None:
 
 if __name__ == "__main__":
     _list_before_restoring()
+    _pid_file(RANK).write_text(str(os.getpid()))
     for kill in kills.read_plan(RUN_DIR)[ATTEMPT : ATTEMPT + 1]:
         Bomb(kill).arm()
     main()

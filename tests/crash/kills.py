@@ -19,8 +19,19 @@ BEFORE_MANIFEST = "in a save, between the rank files and the manifest"
 IN_MANIFEST = "in a save, with the manifest under its temporary name"
 AFTER_MANIFEST = "in a save, right after the manifest"
 
+CLAIM = "while the root is claimed"
+CUT = "in a save, right after the marks were cut"
+STAGE = "in a save, in the middle of staging"
+ENCODE = "in a save, when a chunk is to be encoded"
+RETENTION = "in the middle of deleting a checkpoint"
+
 UNCOMMITTED = (BEFORE_FILES, IN_FILE, AFTER_FILE, BEFORE_MANIFEST, IN_MANIFEST)
-_ON_RANK_0 = (BEFORE_MANIFEST, IN_MANIFEST, AFTER_MANIFEST)
+_ON_RANK_0 = (BEFORE_MANIFEST, IN_MANIFEST, AFTER_MANIFEST, CLAIM, RETENTION)
+_PHASES = (
+    *(CLAIM, CUT, STAGE, ENCODE, IN_FILE),
+    RETENTION,  # of what the kill before it has left
+    *(BEFORE_MANIFEST, IN_MANIFEST, AFTER_MANIFEST),
+)
 
 
 @dataclass(frozen=True)
@@ -32,14 +43,31 @@ class Kill:
         part: how much of it is done, 0 to 1, for the points in the middle of something.
         steps: kills from outside: after so many steps of the attempt …
         delay: … and so many seconds more.
+        victims: who dies when ``rank`` is at the point; none: that rank.
     """
 
     point: str
     rank: int
     save: int
     part: float
-    steps: int
-    delay: float
+    steps: int = 0
+    delay: float = 0.0
+    victims: tuple[int, ...] = ()
+
+
+def sweep() -> list[Kill]:
+    """One after the other, each phase with rank 0, rank 1 and both of them killed in it."""
+    return [
+        Kill(
+            point=point,
+            rank=0 if point in _ON_RANK_0 else victims[0],
+            save=2 if len(victims) == 2 and point in (CUT, STAGE, ENCODE, IN_FILE) else 1,
+            part=0.5,
+            victims=victims,
+        )
+        for victims in ((0,), (1,), (0, 1))
+        for point in _PHASES
+    ]
 
 
 def draw(seed: int, interval: int) -> list[Kill]:
@@ -76,4 +104,5 @@ def write_plan(run_dir: Path, kills: list[Kill]) -> None:
 
 
 def read_plan(run_dir: Path) -> list[Kill]:
-    return [Kill(**kill) for kill in json.loads((run_dir / "kills.json").read_text())]
+    plan = json.loads((run_dir / "kills.json").read_text())
+    return [Kill(**{**kill, "victims": tuple(kill["victims"])}) for kill in plan]

@@ -22,6 +22,7 @@ from recipes.dlrm_criteo.job import Job, is_alive
 from tests.crash import kills
 from tests.crash.kills import Kill
 from torchrec_checknrun.rank_file import MAGIC
+from torchrec_checknrun.verification import verify
 
 INTERVAL = 6
 STEPS = 120
@@ -35,6 +36,7 @@ OVERRIDES = (
     f"trainer.steps={STEPS}",
     "checkpoint=check_n_run",
     f"checkpoint.every_steps={INTERVAL}",
+    "checkpoint.keep=null",  # what the kills leave is looked at in the end
 )
 
 
@@ -87,6 +89,34 @@ def test_ten_kills_of_other_jobs(overrides: tuple[str, ...], seed: int, tmp_path
     be_killed(
         "consecutive", overrides, kills.draw(seed, INTERVAL), uninterrupted, tmp_path / "killed"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_phase_on_each_rank_and_on_both(uninterrupted: demo.Run, tmp_path: Path) -> None:
+    """With retention: what is left over is cleared away meanwhile."""
+    assert not sweep_kills(uninterrupted, tmp_path)
+
+
+def sweep_kills(uninterrupted: demo.Run, directory: Path) -> list[str]:
+    """Runs the job through a kill in every phase; what was lost."""
+    planned = kills.sweep()
+    run, killed = train_under_fire("consecutive", ("checkpoint.keep=2",), planned, directory)
+    lost = [f"no kill {kill}" for i, kill in enumerate(planned) if i not in killed]
+    alive = [pid for event in killed.values() for pid in event["pids"] if is_alive(pid)]
+    lost += [f"process {pid} outlived its kill" for pid in alive]
+    lines = (directory / "restores.jsonl").read_text().splitlines()
+    newest = {entry["attempt"]: entry["newest"] for entry in map(json.loads, lines)}
+    for start in run.starts:
+        restored = start["restored"]["id"] if start["restored"] else None
+        if restored != newest[start["attempt"]]:
+            lost.append(f"{newest[start['attempt']]} was the newest, {restored} was restored")
+    samples = demo.check_samples(run)
+    if samples != STEPS * 256:
+        lost.append(f"{samples} samples instead of {STEPS * 256}")
+    for found in verify(directory / "checkpoints"):
+        lost += found.problems
+    return lost + compare(uninterrupted.final_state, run.final_state).differences
 
 
 def be_killed(
