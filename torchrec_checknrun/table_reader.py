@@ -218,9 +218,11 @@ def find_table(manifest: Manifest, name: str) -> str:
     found = [table for table in manifest.tables if table.endswith(f".{name}")]
     if len(found) == 1:
         return found[0]
+    names = sorted(found or manifest.tables)
     raise IncompatibleCheckpoint(
         f"{manifest.id} has {'several tables' if found else 'no table'} {name!r}: give one of "
-        + ", ".join(sorted(found or manifest.tables))
+        + ", ".join(names[:8])
+        + (f" or {len(names) - 8} more, see `checknrun show`" if len(names) > 8 else "")
     )
 
 

@@ -309,6 +309,25 @@ def test_a_missing_library_of_one_command_is_named(
     assert "pip install 'torchrec_checknrun[cli]'" in result.err
 
 
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "compact", "report"])
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nowhere://x", "nowhere://x can't be opened: Protocol not known: nowhere"),
+        ("s3://bucket/run", "pip install 'torchrec_checknrun[s3]'"),
+    ],
+)
+def test_urls_that_can_not_be_opened(
+    console: Console, monkeypatch: pytest.MonkeyPatch, command: str, url: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    result = console.run(command, url)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert len(result.err.splitlines()) == 1
+
+
 def test_version(console: Console) -> None:
     assert console.run("--version").out == f"torchrec_checknrun {__version__}\n"
 

@@ -7,9 +7,17 @@ from typing import Annotated
 import typer
 
 from torchrec_checknrun import pruning
-from torchrec_checknrun.cli.output import AsJson, Id, Root, console, print_json, print_table, size
+from torchrec_checknrun.cli.output import (
+    AsJson,
+    Id,
+    Root,
+    console,
+    open_root,
+    print_json,
+    print_table,
+    size,
+)
 from torchrec_checknrun.errors import CheckpointNotFound
-from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.retention import Retention
 
 
@@ -31,7 +39,7 @@ def prune(
         retention = Retention(keep, every_hours)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    done = pruning.prune(Folder(root), retention, dry_run=dry_run)
+    done = pruning.prune(open_root(root), retention, dry_run=dry_run)
     if as_json:
         print_json(
             {
@@ -55,13 +63,13 @@ def prune(
 
 def pin(root: Root, id: Id) -> None:
     """Keeps a checkpoint, and what it needs, until it is unpinned."""
-    pruning.pin(Folder(root), id)
+    pruning.pin(open_root(root), id)
     console().print(f"{id} stays until it is unpinned")
 
 
 def unpin(root: Root, id: Id) -> None:
     """Takes a pin away."""
-    folder = Folder(root)
+    folder = open_root(root)
     if id not in folder.names():
         raise CheckpointNotFound(f"no checkpoint {id!r} in {root}: see `checknrun ls`")
     pruning.unpin(folder, id)

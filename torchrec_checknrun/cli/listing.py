@@ -11,6 +11,7 @@ from torchrec_checknrun.cli.output import (
     Root,
     console,
     number,
+    open_root,
     print_json,
     print_table,
     size,
@@ -23,7 +24,7 @@ from torchrec_checknrun.manifest import Manifest, TableTotals
 
 def ls(root: Root, as_json: AsJson = False) -> None:
     """Lists checkpoints, newest first."""
-    found = inventory(Folder(root))
+    found = inventory(open_root(root))
     if as_json:
         print_json(_listing(found))
         return
@@ -99,7 +100,7 @@ def _of_manifest(manifest: Manifest) -> dict[str, Any]:
 
 def show(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
     """Shows one checkpoint: tables, codecs, bytes, errors; the newest without an id."""
-    folder = Folder(root)
+    folder = open_root(root)
     listed = _choose(inventory(folder), id, folder)
     manifest = listed.manifest or read_manifest(folder, listed.id)
     if as_json:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from torchrec_checknrun.chain import committed
+from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import sequence_of
 
@@ -51,6 +52,24 @@ Ids = Annotated[
     typer.Argument(help="Ids; without, all.", autocompletion=_complete, show_default=False),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+
+
+def open_root(url: str) -> Folder:
+    """The root that a command was given.
+
+    Raises:
+        CheckNRunError: it is of no kind that fsspec can open here.
+    """
+    try:
+        return Folder(url)
+    except ImportError as error:
+        extra = "s3" if url.startswith(("s3:", "s3a:")) else None
+        remedy = f"pip install 'torchrec_checknrun[{extra}]'" if extra else "install what it names"
+        raise CheckNRunError(f"{url} can't be opened: {error}: {remedy}") from error
+    except ValueError as error:
+        raise CheckNRunError(
+            f"{url} can't be opened: {error}: give a folder or a URL that fsspec knows"
+        ) from error
 
 
 def print_json(document: object) -> None:

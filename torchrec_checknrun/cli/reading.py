@@ -15,6 +15,7 @@ from torchrec_checknrun.cli.output import (
     Root,
     console,
     number,
+    open_root,
     print_json,
     print_table,
     progress,
@@ -67,11 +68,10 @@ def cat(
 ) -> None:
     """Shows values of rows."""
     wanted = parse_rows(rows)
-    from torchrec_checknrun.filesystem import Folder
     from torchrec_checknrun.read_chunks import read_content
     from torchrec_checknrun.table_reader import ChunkCache, TableReader, find_table
 
-    folder = Folder(root)
+    folder = open_root(root)
     chain = chain_of(folder, id)
     name = find_table(chain.head, table)
     reader = TableReader(read_content(folder, chain), name, ChunkCache(folder))
@@ -129,7 +129,7 @@ def diff(root: Root, before: Id, after: Id, as_json: AsJson = False) -> None:
     from torchrec_checknrun.differences import compare
 
     with progress("comparing") as step:
-        found = compare(root, before, after, progress=step)
+        found = compare(open_root(root).url, before, after, progress=step)
     if as_json:
         print_json(asdict(found))
         return

@@ -16,7 +16,15 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_checknrun.cli.output import AsJson, Root, console, print_json, progress, size
+from torchrec_checknrun.cli.output import (
+    AsJson,
+    Root,
+    console,
+    open_root,
+    print_json,
+    progress,
+    size,
+)
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.inventory import inventory
@@ -70,7 +78,7 @@ def report(
     if out.suffix not in (".html", ".png"):
         raise typer.BadParameter(f"{out} should end in .html or .png")
     with progress("looking at checkpoints"):
-        points = collect(Folder(root), log)
+        points = collect(open_root(root), log)
     if as_json:
         print_json({"checkpoints": [asdict(point) for point in points]})
         return

@@ -11,6 +11,7 @@ from torchrec_checknrun.cli.output import (
     Ids,
     Root,
     console,
+    open_root,
     print_json,
     print_table,
     progress,
@@ -24,7 +25,7 @@ def verify(root: Root, ids: Ids = None, as_json: AsJson = False) -> None:
     from torchrec_checknrun import verification
 
     with progress("verifying") as step:
-        found = verification.verify(root, ids or None, progress=step)
+        found = verification.verify(open_root(root).url, ids or None, progress=step)
     if not found:
         raise CheckpointNotFound(f"no committed checkpoint in {root}")
     sound = not any(one.problems for one in found)

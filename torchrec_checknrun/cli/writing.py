@@ -14,6 +14,7 @@ from torchrec_checknrun.cli.output import (
     MaybeId,
     Root,
     console,
+    open_root,
     print_json,
     progress,
 )
@@ -38,7 +39,7 @@ def compact(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
     from torchrec_checknrun import compaction
 
     with progress("compacting") as step:
-        report = compaction.compact(root, id, progress=step)
+        report = compaction.compact(open_root(root).url, id, progress=step)
     if as_json:
         print_json({"compacted": None if report is None else report.to_json()})
     elif report is None:
@@ -68,9 +69,8 @@ def export(
         raise typer.BadParameter("rows as they are stored need --format safetensors")
     from torchrec_checknrun import export as exporting
     from torchrec_checknrun.cli.reading import chain_of
-    from torchrec_checknrun.filesystem import Folder
 
-    folder = Folder(root)
+    folder = open_root(root)
     chain = chain_of(folder, id)
     with progress("exporting") as step:
         if form is Format.dcp:
