@@ -98,6 +98,7 @@ def train(name: str, root: Path, plan: Plan, overrides: list[str], module: str, 
         f"checkpoint.every_steps={plan.interval}",
         # On steps this short a checkpoint may still be on its way when the next is due.
         "checkpoint.when_busy=wait",
+        "checkpoint.keep=null",  # all are compared with the store at the end
         *overrides,
     ]
     bar = tqdm(total=plan.steps, desc=name, unit="step", file=sys.stderr)

@@ -644,7 +644,7 @@ def save_fails_once(root: str, spec: dict[str, Any], plan: Plan, how: str, error
     saver.close()
 
 
-def raise_os_error(*_: object) -> None:
+def raise_os_error(*_: object, **__: object) -> None:
     raise OSError("no space left on device")
 
 

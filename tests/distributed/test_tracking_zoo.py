@@ -63,6 +63,7 @@ class Watch:
 
     def check(self) -> None:
         """Saves a differential checkpoint and compares."""
+        self.saver.steps += 1
         report = self.saver.save()
         assert report is not None
         self.compare(report)
