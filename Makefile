@@ -17,12 +17,13 @@ DATA ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test test-full clean
+.PHONY: help env demo check test test-full soak clean
 
 help:
 	@echo 'make demo        the main job with a killed rank, see README; DATA=train.txt: on real Criteo data'
 	@echo 'make test        ruff, mypy and all tests but the slow ones; ARGS="-k name": more for pytest'
 	@echo 'make test-full   the slow tests too'
+	@echo 'make soak        1,000 checkpoints with random faults; nothing may grow or be lost'
 	@echo 'make check       ruff and mypy alone'
 	@echo 'make env         the environment in .venv alone'
 	@echo 'make clean       removes all of that'
@@ -67,6 +68,9 @@ test: check
 
 test-full: check
 	$(PY) -m pytest --durations=20 $(ARGS)
+
+soak: $(STAMP)
+	$(PY) -W ignore -m tests.crash.soak --checkpoints 1000 --json recipes/results/soak.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info torchrec_checknrun/_C*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
