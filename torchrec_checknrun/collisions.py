@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 KIND = "collisions"
 _NAME = "managed collisions"
+_MOST_HISTORY = 1 << 31
+"""Ids that a module may have room for between evictions."""
 
 _COLLECTION = "_managed_collision_collection."
 _MODULES = "_managed_collision_modules."
@@ -90,6 +92,8 @@ class Facts:
                 raise ValueError(f"{name} = {number!r}")
         if type(start) is not int or type(stop) is not int:
             raise ValueError(f"rows = {facts.rows}")
+        if facts.history_size > _MOST_HISTORY:
+            raise ValueError(f"history_size = {facts.history_size}, of {_MOST_HISTORY} at most")
         return facts
 
 
@@ -205,12 +209,16 @@ class CollisionRestore:
         return sorted(needed)
 
     def load(self, entry: Entry, payload: bytes | memoryview) -> None:
-        """Keeps what a rank's modules knew until ``finish``."""
+        """Keeps what a rank's modules knew until ``finish``.
+
+        Raises:
+            CorruptCheckpoint: it isn't what the index entry says.
+        """
         tensors = decode_state_chunk(entry, payload)
         for path, parts in self._parts.items():
             for part in parts:
                 if part.rank == entry["rank"]:
-                    part.tensors = tensors.get(path, {})
+                    part.tensors = _checked(path, tensors, part.facts)
 
     def finish(self) -> None:
         """Makes the modules go on as they were saved, when all blocks have come."""
@@ -220,6 +228,18 @@ class CollisionRestore:
             if path in self._regrouped:
                 module.validate_state()  # sorts the remapping table, of which parts were joined
             _resume(path, module, self._parts[path])
+
+
+def _checked(path: str, tensors: object, facts: Facts) -> Tensors:
+    """A module's part of what is stored."""
+    history = tensors.get(path, {}) if isinstance(tensors, dict) else None
+    room = max(0, facts.history_size)
+    if not isinstance(history, dict) or not all(
+        isinstance(kept, torch.Tensor) and kept.dim() == 1 and len(kept) <= room
+        for kept in history.values()
+    ):
+        raise CorruptCheckpoint(f"{_NAME}: what {path} has seen is no history of {room} ids")
+    return history
 
 
 def _history(module: ManagedCollisionModule) -> Tensors:

@@ -74,7 +74,7 @@ class Forged:
     @property
     def entries(self) -> list[Any]:
         """The first file's index entries."""
-        return self.first.index["chunks"]  # type: ignore[no-any-return]
+        return self.first.index["chunks"]
 
     @property
     def first(self) -> ForgedFile:
@@ -159,9 +159,9 @@ def _file(name: str, file: ForgedFile) -> tuple[bytes, dict[str, Any]]:
     chunks = file.index.get("chunks") if isinstance(file.index, dict) else None
     for entry in chunks if isinstance(chunks, list) else []:
         if isinstance(entry, dict) and isinstance(entry.get("checksum"), str):
-            place = entry.get("offset"), entry.get("length")
-            if all(type(n) is int and 0 <= n < 2**40 for n in place):
-                part = file.payload[place[0] : place[0] + place[1]]
+            offset, length = entry.get("offset"), entry.get("length")
+            if type(offset) is int and type(length) is int and min(offset, length) >= 0:
+                part = file.payload[offset : offset + length]
                 entry["checksum"] = xxhash.xxh3_64_hexdigest(part)
     index = file.raw_index
     if index is None:

@@ -41,7 +41,7 @@ JUNK = st.one_of(
     SCALARS,
     st.lists(SCALARS, max_size=3),
     st.dictionaries(st.sampled_from(["x", "n", "d", "l", "bytes", "raw", "shape"]), SCALARS),
-    st.just([[[[]]] * 50] * 50),
+    st.builds(lambda: [[[[[[]]]]], [[]]]),
 )
 
 
@@ -86,10 +86,8 @@ def forged(draw: st.DrawFn, original: list[Forged]) -> list[Forged]:
             file.raw_index = bytes(data)
         else:
             place, byte = draw(st.integers(0, 2000)), draw(st.integers(0, 255))
-            checkpoint.raw_manifest = (
-                lambda data, p=place, b=byte: (  # type: ignore[misc]
-                    data[: p % len(data)] + bytes([b]) + data[p % len(data) + 1 :]
-                )
+            checkpoint.raw_manifest = lambda data, p=place, b=byte: (
+                data[: p % len(data)] + bytes([b]) + data[p % len(data) + 1 :]
             )
     return chain
 
@@ -112,7 +110,7 @@ def changes(draw: st.DrawFn, tree: Any) -> Change:
 def apply(tree: Any, change: Change) -> None:
     """Changes a tree; one without the place stays."""
     path, what, value = change
-    node = tree
+    node, value = tree, copy.deepcopy(value)  # another change may be within
     for key in path[:-1]:
         if not (isinstance(node, dict) and key in node) and not (
             isinstance(node, list) and isinstance(key, int) and key < len(node)

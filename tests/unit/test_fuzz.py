@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
@@ -16,10 +17,12 @@ def test_the_example_is_sound() -> None:
     assert attack(root, seal(root, example())) == []
 
 
-def test_a_fixed_number_of_changes() -> None:
-    counts = campaign(200, 7, example())
-    assert counts.inputs == 200
-    assert counts.refused > 100
+def test_some_changes() -> None:
+    """Ten seconds at most, on a machine however busy."""
+    end = time.monotonic() + 10
+    counts = campaign(200, 7, example(), lambda: time.monotonic() > end)
+    assert counts.inputs >= 5
+    assert counts.refused > counts.inputs / 2
 
 
 @pytest.mark.slow
