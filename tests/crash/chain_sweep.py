@@ -60,7 +60,7 @@ class ChainSweep:
         failed = self._faults.failed
         tally.injected += len(failed)
         tally.surfaced += told is not None
-        tally.healed += told is None and mode.transient
+        tally.healed += bool(number) and told is None
         case = f"{what}, operation {number} ({failed[:1]}) fails {mode.value}"
         if number and not failed:
             tally.lost.append(f"{case}: nothing failed")

@@ -60,7 +60,8 @@ class Tally:
         operations: that the work consists of.
         injected: faults that took place.
         surfaced: cases in which the caller got an error.
-        healed: cases in which nobody noticed anything.
+        healed: cases in which nobody noticed anything: another try helped, or what failed was only
+            tidying up.
         new: cases after which a restore gave the new state; in the others it gave the old one.
         lost: what was not as it should be.
     """
@@ -73,10 +74,7 @@ class Tally:
     lost: list[str] = field(default_factory=list)
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(*(mine + its for mine, its in zip(self._all(), other._all(), strict=True)))  # type: ignore[operator]
-
-    def _all(self) -> tuple[object, ...]:
-        return tuple(vars(self).values())
+        return Tally(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
 
 @contextmanager
@@ -97,7 +95,11 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def faulty_roots(disk: Path | None) -> Iterator[tuple[Faults, Callable[[], str]]]:
-    """Faults, and new roots that meet them: on a disk, or in memory."""
+    """Faults, and a function that makes new roots, which meet them; the one before is forgotten.
+
+    Args:
+        disk: a folder for the roots; None: they are in memory.
+    """
     faults = Faults() if disk is not None else FaultyStore.faults
 
     def new_root() -> str:
@@ -116,11 +118,7 @@ def faulty_roots(disk: Path | None) -> Iterator[tuple[Faults, Callable[[], str]]
 
 
 class Sweep:
-    """A job that saves to faulty storage, and another one that restores from it.
-
-    Args:
-        disk: a folder for the roots; None: they are in memory.
-    """
+    """A job that saves to faulty storage, and another one that restores from it."""
 
     def __init__(self, faults: Faults, new_root: Callable[[], str], phase: Phase) -> None:
         self._faults = faults
@@ -184,10 +182,9 @@ class Sweep:
         finally:
             self._faults.disarm()
             saver.close()
-        healed = not told and (mode.transient or full)
         if number and failed:
             tally.injected += len(failed)
-            tally.healed += healed
+            tally.healed += not told
             if mode.transient and told and not failed[0].streams:
                 problems.append(f"it was not healed: {told}")
         elif number:
