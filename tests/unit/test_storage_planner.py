@@ -377,7 +377,7 @@ def fail(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("what", ["fsync", "rename"])
+@pytest.mark.parametrize("what", ["fsync", "link"])
 def test_a_failed_save_is_no_checkpoint(
     disk: Folder, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
