@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -128,14 +129,14 @@ class Sweep:
         self._job = Job.build(SPEC, plan)
         self._reader = Job.build(SPEC, plan, seed=5)
 
+    @cached_property
     def operations(self) -> list[Operation]:
         """What the work consists of."""
         return self._case(0, Mode.ONCE, Tally())
 
     def run(self, mode: Mode, start: int = 1, stride: int = 1) -> Tally:
         """Every ``stride``-th operation that can fail that way fails, one in each case."""
-        operations = self.operations()
-        tally = Tally(sum(operation.can_fail(mode) for operation in operations))
+        tally = Tally(sum(operation.can_fail(mode) for operation in self.operations))
         with patience(mode):
             for number in range(start, tally.operations + 1, stride):
                 try:

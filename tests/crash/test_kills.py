@@ -92,7 +92,7 @@ def test_ten_kills_of_other_jobs(overrides: tuple[str, ...], seed: int, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_phase_on_each_rank_and_on_both(uninterrupted: demo.Run, tmp_path: Path) -> None:
     """With retention: what is left over is cleared away meanwhile."""
     assert not sweep_kills(uninterrupted, tmp_path)
