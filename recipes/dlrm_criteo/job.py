@@ -90,13 +90,15 @@ class Job:
                 self._check_exit()
             time.sleep(_POLL_SECONDS)
         with path.open() as lines:
+            line = ""
             while True:
                 ended = self._process.poll() is not None
-                line = lines.readline()
-                if line:
+                line += lines.readline()
+                if line.endswith("\n"):  # else it is still being written
                     event = json.loads(line)
                     if event["event"] == "start":
                         self._pids = event["pids"]
+                    line = ""
                     yield event
                 elif ended:
                     break

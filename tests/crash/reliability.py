@@ -1,7 +1,7 @@
 """Injects every fault there is and prints the table of ``docs/reliability.md``.
 
 ``python -m tests.crash.reliability --json recipes/results/reliability.json``; with ``--only`` some
-of its rows, beside those that the file holds already.
+of its rows (or none), beside those that the file holds already.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tests.crash.chain_sweep import ChainSweep
 from tests.crash.corruption import CorruptionSweep
 from tests.crash.faulty_store import Mode
 from tests.crash.save_sweep import Phase, Sweep, Tally, alone, faulty_roots
-from tests.crash.soak import Soak
 from tests.distributed.worker_pool import WorkerPool
 
 Row = dict[str, Any]
@@ -107,12 +106,27 @@ def killed(folder: Path) -> Row:
     }
 
 
-def soak(folder: Path) -> Row:
-    """A thousand checkpoints with retention and random faults."""
-    with alone():
-        result = Soak(folder, seed=1).run(1000)
-    counts = {name: result[name] for name in ("committed", "errors", "restores")}
-    return {"tried": result["faults"], "unit": "faults", "lost": result["lost"], **counts}
+def soak(results: Path) -> Row:
+    """A thousand checkpoints with retention and random faults (`make soak`)."""
+    result = json.loads((results / "soak.json").read_text())
+    return {
+        "tried": result["faults"],
+        "unit": "faults",
+        "lost": result["lost"],
+        "seconds": result["seconds"],
+    }
+
+
+def hostile(results: Path) -> Row:
+    """Forged and damaged chains are read (`tests.unit.fuzz`)."""
+    result = json.loads((results / "fuzz.json").read_text())
+    # It ends with an error at the first input that does harm, and writes no file.
+    return {
+        "tried": result["inputs"],
+        "unit": "hostile inputs",
+        "lost": [],
+        "seconds": result["seconds"],
+    }
 
 
 ROWS: dict[str, Callable[[Path], Row]] = {
@@ -121,15 +135,20 @@ ROWS: dict[str, Callable[[Path], Row]] = {
     "phases": phases,
     "corruptions": corruptions,
     "kills": killed,
-    "soak": soak,
 }
+OTHERS: dict[str, tuple[str, Callable[[Path], Row]]] = {
+    "soak": ("soak.json", soak),
+    "hostile": ("fuzz.json", hostile),
+}
+"""What other commands have written beside this one's results, where they were run."""
 
 
 def table(rows: dict[str, Row]) -> str:
     """As it stands in the docs."""
     lines = ["| what | tried | lost | seconds |", "|---|---|---|---|"]
     for name, row in rows.items():
-        said = (ROWS[name].__doc__ or name).strip().rstrip(".")
+        act = ROWS[name] if name in ROWS else OTHERS[name][1]
+        said = (act.__doc__ or name).strip().rstrip(".")
         lost = len(row["lost"]) or "nothing"
         lines.append(f"| {said} | {row['tried']} {row['unit']} | {lost} | {row['seconds']:.0f} |")
     return "\n".join(lines)
@@ -155,6 +174,9 @@ def main(arguments: list[str] | None = None) -> int:
             ordered = {name: rows[name] for name in ROWS if name in rows}
             given.json.write_text(json.dumps(ordered, indent=1) + "\n")
     rows = {name: rows[name] for name in ROWS if name in rows}
+    for name, (file, read) in OTHERS.items():
+        if given.json and (given.json.parent / file).exists():
+            rows[name] = read(given.json.parent)
     print(table(rows))
     return any(row["lost"] for row in rows.values())
 

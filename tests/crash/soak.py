@@ -36,7 +36,7 @@ WARM_UP = 0.3
 """Of the checkpoints, after which nothing may grow any more."""
 MOST_GROWTH_MB = 8.0
 """Of the memory after that: allocators keep some pages."""
-MOST_FILES = 400
+MOST_FILES = 100
 """In the store: two restorable points with all that they need, and a few leftovers of faults."""
 
 
