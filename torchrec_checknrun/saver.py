@@ -289,8 +289,9 @@ class Saver:
             self.lineage.must_begin_anew()
             tracked.converted = False
         previous = self.lineage.previous
-        # Looked for only where it matters, since it takes a look at every mark.
-        again = previous is not None and previous.step == step
+        # Looked for only where it matters, since it takes a look at every mark. Who never calls
+        # ``step`` is always at step 0, whatever was trained.
+        again = step > 0 and previous is not None and previous.step == step
         modified = not again or tracked.is_modified(Consumer.LAST)
         if self._ranks.rank != 0 or waiting or busy or failed:
             return _Facts(step, waiting, busy, failed, modified, None, False)

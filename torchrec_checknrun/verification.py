@@ -52,6 +52,7 @@ def verify(
         Newest first, each checkpoint once.
 
     Raises:
+        CheckpointNotFound: there is no committed checkpoint of an id that was given.
         StorageFailed: the storage doesn't answer.
     """
     folder = Folder(root)
@@ -61,9 +62,9 @@ def verify(
     for id in wanted:
         try:
             chain = resolve(folder, id)
-        except CheckpointNotFound as error:
+        except CheckpointNotFound:
             if checkpoints is not None:
-                problems[id] = [str(error)]
+                raise
             continue
         except CheckNRunError as error:
             problems[id] = [str(error)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.benchmarks import codecs
+from recipes.benchmarks import codecs, planning
 from recipes.benchmarks.codecs import Figure, Size, Target
 from recipes.benchmarks.memory import Case, measure, peak_of
 from recipes.benchmarks.paired import paired
@@ -53,6 +53,27 @@ def test_memory() -> None:
     for one in (full, differential, restore):
         assert 0 < one.peak < 8 << 20
         assert one.of_budget == one.peak / (4 << 20)
+
+
+def test_planning() -> None:
+    cost = planning.measure(planning.Size(tables=20, ranks=8))
+    assert cost.received_bytes > 20 * 8 * 50
+    assert 20 * 200 < cost.manifest_bytes < 20_000
+    assert cost.plan_seconds > 0
+    assert cost.commit_seconds > 0
+
+
+def test_planning_may_grow_as_fast_as_its_input() -> None:
+    def cost(tables: int, ranks: int, seconds: float, manifest: int = 1000) -> planning.Cost:
+        size = planning.Size(tables, ranks)
+        return planning.Cost(size, 10 * tables * ranks, seconds, seconds, 1000, manifest)
+
+    assert not planning.judge([cost(10, 4, 1.0), cost(20, 8, 4.4)])
+    slow = planning.judge([cost(10, 4, 1.0), cost(20, 8, 8.0)])
+    assert [problem.split()[0] for problem in slow] == ["plan_seconds", "commit_seconds"]
+    assert "8.0 times" in slow[0]
+    large = planning.judge([cost(10, 4, 1.0), cost(20, 8, 4.0, manifest=4_000_001)])
+    assert large == ["the manifest has 4000001 bytes"]
 
 
 def test_a_peak_is_what_a_call_held_at_once() -> None:
