@@ -11,6 +11,7 @@ from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointNotFound,
     CorruptCheckpoint,
+    StorageUnreachable,
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER, Claim, latest_claim
@@ -185,9 +186,11 @@ def newest(
 
     Args:
         unusable: ids to pass over without a word.
-        answers: what the storage doesn't give an answer for is not passed over either.
+        answers: what the storage can't read is not passed over either.
 
     Raises:
+        StorageUnreachable: the storage doesn't answer: going on from an older one would leave the
+            newer ones behind.
         StorageFailed: the root can't be listed; with ``answers``, or anything in it can't be read.
     """
     problems: list[str] = []
@@ -203,7 +206,7 @@ def newest(
         except CheckpointNotFound:
             logger.info("%s in %s was never committed", name, root)
         except (CheckNRunError, OSError) as error:
-            if answers and isinstance(error, OSError):
+            if isinstance(error, StorageUnreachable) or (answers and isinstance(error, OSError)):
                 raise
             problems.append(f"{name}: {error}")
     return None, problems

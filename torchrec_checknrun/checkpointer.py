@@ -207,6 +207,7 @@ class Checkpointer:
             CorruptCheckpoint, ChainBroken, UnsupportedFormat: it, or all there are, can't be read;
                 the model is unchanged.
             IncompatibleCheckpoint: it doesn't fit the model; the model is unchanged.
+            StorageUnreachable: the storage didn't answer for a minute; the model is unchanged.
             ModelPartlyRestored: reading failed after the model was changed, and nothing else could
                 be restored; ``step`` and ``save`` refuse to run from then on.
         """

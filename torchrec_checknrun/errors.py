@@ -51,6 +51,10 @@ class StorageFailed(OSError):
     """The storage refused an operation or didn't answer: names it, the path and the remedy."""
 
 
+class StorageUnreachable(StorageFailed):
+    """The storage didn't answer, however often it was asked: nothing is known of what it holds."""
+
+
 class RootInUse(CheckNRunError):
     """Another trainer writes checkpoints to this root, or has taken it over from this one."""
 

@@ -24,6 +24,7 @@ from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,
     ModelPartlyRestored,
+    StorageUnreachable,
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
@@ -120,11 +121,12 @@ def restore(
                     changed = changed or any(ranks.gather(planner.began))
                 converted = any(ranks.gather(planner.converted))
         except (CorruptCheckpoint, ChainBroken, OSError) as error:
-            if checkpoint is not None:
+            # Of storage that doesn't answer nothing is known to be damaged.
+            if checkpoint is not None or isinstance(error, StorageUnreachable):
                 if changed:
                     raise ModelPartlyRestored(
-                        f"{checkpoint} failed half-way: {error}. The model is no longer one state: "
-                        "restore another checkpoint, or start again"
+                        f"{chain.head.id} failed half-way: {error}. The model is no longer one "
+                        "state: restore another checkpoint, or start again"
                     ) from error
                 raise
             unusable.add(chain.head.id)

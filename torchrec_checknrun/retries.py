@@ -20,7 +20,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from torchrec_checknrun.errors import CheckNRunError, StorageFailed
+from torchrec_checknrun.errors import CheckNRunError, StorageFailed, StorageUnreachable
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +112,12 @@ def storage_failed(error: Exception, what: str) -> Exception:
     number = error.errno if isinstance(error, OSError) and error.errno else None
     if number is None and isinstance(error, PermissionError):
         number = errno.EACCES
-    remedy = _REMEDIES.get(number or 0)
+    kind, remedy = StorageFailed, _REMEDIES.get(number or 0)
     if remedy is None and "NoCredentials" in type(error).__name__:
         remedy = _REMEDIES[errno.EACCES]
     if remedy is None and is_transient(error):
+        kind = StorageUnreachable
         remedy = "the storage didn't answer as it should, however often it was asked"
     detail = f"{type(error).__name__}: {error}"
     message = f"{what}: {remedy} ({detail})" if remedy else f"{what}: {detail}"
-    return StorageFailed(number or errno.EIO, message)
+    return kind(number or errno.EIO, message)

@@ -103,7 +103,7 @@ class _timed:
             act = getattr(owner, attribute)
             timed = watch.around(name, act)
             if attribute == "of":  # bound to its class already
-                timed = staticmethod(timed)  # type: ignore[assignment]
+                timed = staticmethod(timed)
             self._patches.append(mock.patch.object(owner, attribute, timed))
 
     def __enter__(self) -> None:

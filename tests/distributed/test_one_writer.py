@@ -13,11 +13,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.models import Plan, gather
+from tests.distributed.models import Plan, gather, local_bytes
 from tests.distributed.test_background import build, checkpointer, differences, ids, where
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Full, Retention
-from torchrec_checknrun.errors import RootInUse
+from torchrec_checknrun.errors import RootInUse, StorageUnreachable
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER, Claim, Holder, latest_claim
 from torchrec_checknrun.manifest import checkpoint_id
@@ -110,7 +110,7 @@ def keeps(root: str, plan: Plan) -> list[Any]:
     from. What crashed saves have left goes, what is being written stays.
     """
     job = build(plan)
-    found = []
+    found: list[Any] = []
     with checkpointer(root, job, policy=Full(), retention=Retention(2)) as saver:
         for number in range(4):
             if number == 2 and dist.get_rank() == 0:
@@ -175,6 +175,44 @@ def sees_files_late(root: str, plan: Plan) -> list[str]:
 
 def test_views_that_differ_for_a_while(workers: Workers, tmp_path: Path) -> None:
     assert workers(2).run(sees_files_late, **where(tmp_path)) == [[], []]
+
+
+def storage_is_away(root: str, plan: Plan) -> list[str]:
+    """A restore doesn't take storage that doesn't answer for damage: it falls back to nothing."""
+    job = build(plan)
+    heard = []
+    with checkpointer(root, job, policy=Full()) as saver:
+        for _ in range(2):
+            job.train()
+            saver.step()
+            saver.save()
+        before = local_bytes(job)
+
+        def away(name: str, rank: int) -> Any:
+            real = getattr(Folder, name)
+
+            def act(folder: Folder, *args: Any) -> Any:
+                if "seq-000002" in str(folder) and dist.get_rank() == rank:
+                    raise StorageUnreachable(110, f"reading {folder}: it didn't answer")
+                return real(folder, *args)
+
+            return mock.patch.object(Folder, name, act)
+
+        for name, rank in (("read", 0), ("read_into", 1)):  # the manifest; an index
+            with away(name, rank), pytest.raises(StorageUnreachable) as refused:
+                saver.restore()
+            heard.append(str(refused.value))
+        assert local_bytes(job) == before
+        report = saver.restore()
+        assert report is not None
+        assert report.sequence == 2
+    return heard
+
+
+def test_storage_that_is_away_is_not_damaged(workers: Workers, tmp_path: Path) -> None:
+    zero, one = workers(2).run(storage_is_away, **where(tmp_path))
+    assert zero == one
+    assert all("didn't answer" in text for text in zero)
 
 
 def on_s3(root: str, plan: Plan, environment: dict[str, str]) -> list[Any]:

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from torchrec_checknrun import retries
-from torchrec_checknrun.errors import SaveFailed, StorageFailed
+from torchrec_checknrun.errors import SaveFailed, StorageFailed, StorageUnreachable
 from torchrec_checknrun.retries import is_transient, retrying
 
 
@@ -84,6 +84,7 @@ def test_lasting_errors_fail_at_once(error: Exception) -> None:
     with pytest.raises(StorageFailed, match="reading x") as caught:
         retrying(act, "reading x")
     assert len(tried) == 1
+    assert type(caught.value) is StorageFailed
     assert caught.value.__cause__ is error
 
 
@@ -105,7 +106,7 @@ def test_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         tried.append(1)
         raise TimeoutError("slow")
 
-    with pytest.raises(StorageFailed, match="didn't answer as it should"):
+    with pytest.raises(StorageUnreachable, match="didn't answer as it should"):
         retrying(act, "reading x")
     assert len(tried) > 2
     tried.clear()
