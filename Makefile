@@ -12,9 +12,6 @@ PYTHON ?= $(or $(word 1,$(MADE)),python3)
 DEVICE ?= $(or $(word 2,$(MADE)),auto)
 CHOICE := $(PYTHON) $(DEVICE) $(CURDIR)
 
-# Most tests wait for processes that they start, so two files are tested at a time.
-TOGETHER ?= -n 2 --dist loadfile
-
 # Criteo data for `make demo`, more arguments for pytest.
 DATA ?=
 ARGS ?=
@@ -67,7 +64,7 @@ check: $(STAMP)
 	$(PY) -m mypy
 
 test: check
-	$(PY) -m pytest -m 'not slow' $(TOGETHER) --durations=20 $(ARGS)
+	$(PY) -m pytest -m 'not slow' --durations=20 $(ARGS)
 
 test-full: check
 	$(PY) -m pytest --durations=20 $(ARGS)

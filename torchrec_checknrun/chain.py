@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 
 from torchrec_checknrun.errors import (
@@ -102,22 +102,28 @@ def committed(root: Folder, names: Iterable[str] | None = None) -> list[str]:
 
 
 def counting(
-    root: Folder, claim: Claim | None, names: Iterable[str] | None = None
+    root: Folder,
+    claim: Claim | None,
+    names: Iterable[str] | None = None,
+    known: MutableMapping[str, Manifest] | None = None,
 ) -> Iterator[Manifest]:
     """The committed checkpoints that can be read and count, highest sequence number first.
 
     Args:
         claim: the latest; of earlier writers only what it admits counts.
         names: what is in the root, if that is known.
+        known: manifests that were read before, by id; gets those that are read now.
     """
+    known = {} if known is None else known
     for name in committed(root, names):
         try:
-            manifest = read_manifest(root, name)
+            manifest = known.get(name) or read_manifest(root, name)
         except CheckpointNotFound:
             continue
         except CheckNRunError as error:
             logger.warning("%s", error)
             continue
+        known[name] = manifest
         if claim is None or claim.admits(manifest.id, manifest.epoch):
             yield manifest
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 
 from torchrec_checknrun.chain import counting, read_manifest
 from torchrec_checknrun.errors import RootInUse
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER, Claim, latest_claim
-from torchrec_checknrun.manifest import MANIFEST_NAME, sequence_of
+from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, sequence_of
 from torchrec_checknrun.retention import Retention, Verdict, judge
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ def prune(
     in_use: Collection[str] = (),
     own: Claim | None = None,
     below: int | None = None,
+    known: MutableMapping[str, Manifest] | None = None,
     dry_run: bool = False,
 ) -> Pruned:
     """Deletes what no kept checkpoint needs.
@@ -71,6 +72,7 @@ def prune(
             writer may be working on.
         below: only leftovers of lower sequence numbers are certain to be dead; None: all, if no
             writer lives.
+        known: manifests that earlier calls have read; gets those that this one reads.
 
     Raises:
         RootInUse: the writer that asks was replaced.
@@ -81,7 +83,23 @@ def prune(
         raise RootInUse(f"{root} has another writer now: it decides what is deleted")
     names = root.names()
     alive = own is None and claim is not None and claim.alive
-    found = list(counting(root, claim, names))
+    found = list(counting(root, claim, names, known))
+    used = {*in_use, *(claim.uses if claim is not None and claim.alive else ())}
+    verdict = judge(found, retention, in_use=used)
+    if verdict.delete:  # else the files needn't be looked at: pins and damage only keep more
+        pinned, damaged = _look(root, found)
+        verdict = judge(found, retention, pinned, used, damaged)
+    sizes = {manifest.id: manifest.stored_bytes for manifest in found}
+    others = sorted(set(names) - sizes.keys())
+    leftovers = () if alive else tuple(_leftovers(root, others, below))
+    if not dry_run:
+        for id in (*verdict.delete, *leftovers):
+            _delete(root / id)
+    return Pruned(verdict, leftovers, sum(sizes[id] for id in verdict.delete))
+
+
+def _look(root: Folder, found: Iterable[Manifest]) -> tuple[set[str], set[str]]:
+    """Ids of those that are pinned, and of those that lack files or parts of them."""
     pinned, damaged = set(), set()
     for manifest in found:
         files = (root / manifest.id).sizes()
@@ -89,14 +107,7 @@ def prune(
             pinned.add(manifest.id)
         if any(files.get(file.name) != file.size for file in manifest.files):
             damaged.add(manifest.id)
-    used = {*in_use, *(claim.uses if claim is not None and claim.alive else ())}
-    verdict = judge(found, retention, pinned, used, damaged)
-    sizes = {manifest.id: manifest.stored_bytes for manifest in found}
-    leftovers = () if alive else tuple(_leftovers(root, names, below))
-    if not dry_run:
-        for id in (*verdict.delete, *leftovers):
-            _delete(root / id)
-    return Pruned(verdict, leftovers, sum(sizes[id] for id in verdict.delete))
+    return pinned, damaged
 
 
 class Pruner:

