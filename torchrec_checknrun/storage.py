@@ -209,13 +209,13 @@ class StorageReader(DcpStorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The chain and all chunks in it; the planner raises what went wrong, by its own type."""
-        content: ChainContent | CheckNRunError
+        content: ChainContent | CheckNRunError | OSError
         try:
             if self._chain is None:
                 self._chain = resolve(self._folder.parent, self._folder.name)
             content = read_content(self._folder.parent, self._chain)
             self._chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
-        except CheckNRunError as error:
+        except (CheckNRunError, OSError) as error:
             content = error  # DCP would turn an exception into a message of its own
         return Metadata(_ForLoadPlannerOnly(), planner_data=content)
 

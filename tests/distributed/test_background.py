@@ -353,6 +353,7 @@ def empty_differential(root: str, plan: Plan) -> list[Any]:
     job = build(plan)
     with checkpointer(root, job) as saver:
         job.train(2)
+        saver.steps += 2
         saver.save()
         assert saver.save() is None  # that step is saved
         saver.steps += 1

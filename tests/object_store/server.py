@@ -49,6 +49,7 @@ class Server:
             f"-s3.config={self._folder / 's3.json'}",
             *(f"-{name}.port={port}" for name, port in self._ports.items()),
             *(f"-{name}.port.grpc={port + 10000}" for name, port in self._ports.items()),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"),
             "-master.volumeSizeLimitMB=64",
             "-volume.max=200",
         ]
