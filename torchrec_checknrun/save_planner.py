@@ -132,6 +132,7 @@ class DirectInterval:
                 if manifest.kind == "differential":
                     widths = {t: min(bits, interval.widths[t]) for t, bits in widths.items()}
                 interval.widths = widths
+                tracked.forget(cut)
             except (CheckpointNotFound, CorruptCheckpoint):
                 tracked.merge(cut)
             interval._pending = None

@@ -233,6 +233,8 @@ class Saver:
             self._note(error)
             return
         self._failures = 0
+        if save.cut is not None:
+            self._target.tracked.forget(save.cut)
         self.lineage.committed(manifest)
         self._report = checkpoint_report(manifest, self.lineage.chain_length, save.progress)
         self.log("%s", self._report)

@@ -293,6 +293,12 @@ class TrackedModel:
             for marks, rows in taken.items():
                 marks.merge(rows, consumer)
 
+    def forget(self, cut: Cut) -> None:
+        """A cut's rows are durable: they needn't follow the shards any more. To be called on all
+        ranks, since who still holds the cut may differ between them.
+        """
+        self._cuts.discard(cut)
+
     def refresh(self) -> None:
         """Finds the shards again, should they have been replaced in a way that was not heard of (or
         that failed): then all their rows count as modified.
