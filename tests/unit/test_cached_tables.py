@@ -150,7 +150,7 @@ def test_checkpoints_hold_and_restore_what_training_sees(tmp_path: Path) -> None
         assert report is not None
         assert report.kind == "differential"
         assert report.modified_fraction < 0.5
-        first, second = sorted(path.name for path in tmp_path.iterdir())
+        first, second = sorted(path.name for path in tmp_path.glob("seq-*"))
         for name, wanted in ((first, right), (second, later)):
             cached.cover()
             assert saver.restore(name) is not None
