@@ -85,7 +85,11 @@ def test_simulated_checkpoints_weigh_what_real_ones_do(tmp_path: Path, bits: int
         dim = job.shards[0].shape.dim
         run = Run(policy, bits, lookups.num_embeddings, dim)
         checkpointer = Checkpointer(
-            tmp_path, model=job.model, policy=policy, quantization=Quantization(bits=bits)
+            tmp_path,
+            model=job.model,
+            policy=policy,
+            quantization=Quantization(bits=bits),
+            retention=None,
         )
         for interval in range(6):
             batches = job.batches(2)
