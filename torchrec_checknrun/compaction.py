@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from itertools import groupby
 import numpy as np
 
 from torchrec_checknrun import row_ids
-from torchrec_checknrun.chain import Chain, highest_sequence, newest, resolve
+from torchrec_checknrun.chain import Chain, newest, resolve
 from torchrec_checknrun.chunks import EncodedChunk, Entry
 from torchrec_checknrun.codecs import Exact
 from torchrec_checknrun.done_rows import DoneRows
@@ -33,7 +32,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import Lease, latest_claim
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, TableTotals, checkpoint_id
+from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, TableTotals, new_id
 from torchrec_checknrun.rank_file import FileSummary, Job, add_totals, write_rank_file
 from torchrec_checknrun.read_chunks import ChainContent, StoredChunk, read_chunk, read_content
 from torchrec_checknrun.report import CheckpointReport, Progress, checkpoint_report
@@ -61,9 +60,9 @@ def compact(
     """Writes a full checkpoint that restores to the same bits as a chain does.
 
     Any process may call it, on one rank, while the run goes on: it only adds a checkpoint. That has
-    the head's step and the next sequence number, so that restores choose it until the run commits
-    another one. A run that goes on does so with its own chain, which still needs its own parents;
-    one that is restored from the new checkpoint builds on that.
+    the head's step and sequence number and is found before it, so that restores choose it where
+    they would have chosen the head. A run that goes on does so with its own chain, which still
+    needs its own parents; one that is restored from the new checkpoint builds on that.
 
     Memory: a few chunks as they were written, and of one table at a time a bit for each row.
 
@@ -92,8 +91,7 @@ def compact(
         logger.info("%s is full already: nothing to compact", chain.head.id)
         return None
     jobs = _Compaction(folder, read_content(folder, chain), progress).jobs()
-    sequence = highest_sequence(folder) + 1
-    into = folder / checkpoint_id(sequence, chain.head.step, secrets.token_hex(4))
+    into = folder / new_id(chain.head.sequence, chain.head.step, compacted=True)
     into.create()
     into.sync()
     lease = Lease(into)  # a run that prunes meanwhile sees that this directory is no leftover
@@ -101,7 +99,7 @@ def compact(
     try:
         files = list(_write(into, jobs, file_bytes))
         epoch = claim.epoch if (claim := latest_claim(folder)) else 0
-        manifest = _manifest(chain, into.name, sequence, epoch, files)
+        manifest = _manifest(chain, into.name, epoch, files)
         into.put(MANIFEST_NAME, manifest.to_bytes(), new=True)
     finally:
         lease.release(forget=True)
@@ -317,9 +315,7 @@ def select(stored: StoredRows, entry: Entry, chosen: np.ndarray) -> EncodedChunk
     return EncodedChunk(entry, sections.pieces)
 
 
-def _manifest(
-    chain: Chain, name: str, sequence: int, epoch: int, summaries: list[FileSummary]
-) -> Manifest:
+def _manifest(chain: Chain, name: str, epoch: int, summaries: list[FileSummary]) -> Manifest:
     head = chain.head
     tables: dict[str, TableTotals] = {}
     for table, of_head in head.tables.items():
@@ -335,7 +331,7 @@ def _manifest(
         )
     return Manifest(
         id=name,
-        sequence=sequence,
+        sequence=head.sequence,
         step=head.step,
         kind="full",
         parent=None,

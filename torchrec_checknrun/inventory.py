@@ -5,7 +5,7 @@ From manifests and file names alone: no tensor is read, and torch is not importe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import Claim, latest_claim
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest
 from torchrec_checknrun.pruning import PINNED
-from torchrec_checknrun.retention import Retention, judge
+from torchrec_checknrun.retention import left_behind
 
 Status = Literal["restorable", "abandoned", "ignored", "broken", "uncommitted"]
 """A restore can choose it; is on a fork that was left behind; comes from a writer that had been
@@ -89,7 +89,7 @@ def inventory(root: Folder) -> Inventory:
         for id, manifest in manifests.items()
         if claim is None or claim.admits(id, manifest.epoch)
     }
-    abandoned = abandoned_of(counting.values(), problems)
+    abandoned = left_behind(counting.values(), problems)
     found = []
     for id in ids:
         manifest, own = manifests.get(id), files[id]
@@ -119,13 +119,6 @@ def inventory(root: Folder) -> Inventory:
             )
         )
     return Inventory(tuple(found), claim)
-
-
-def abandoned_of(manifests: Iterable[Manifest], damaged: Iterable[str]) -> set[str]:
-    """Ids of checkpoints on forks that were left behind: those that go although all may stay."""
-    found = list(manifests)
-    keep_all = Retention(keep=len(found) + 1)
-    return set(judge(found, keep_all, damaged=set(damaged)).delete)
 
 
 def _files_problem(manifest: Manifest, files: Mapping[str, int]) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrec_checknrun.chain import Chain
-from torchrec_checknrun.manifest import Header, Link, Manifest, checkpoint_id
+from torchrec_checknrun.manifest import Header, Link, Manifest, new_id
 from torchrec_checknrun.policy import Decision, Policy
 
 
@@ -88,7 +88,7 @@ class Lineage:
             lineage=self.id,
             epoch=epoch,
         )
-        return Proposal(checkpoint_id(sequence, step, secrets.token_hex(4)), header, decision)
+        return Proposal(new_id(sequence, step), header, decision)
 
     def committed(self, manifest: Manifest) -> None:
         """A proposed checkpoint exists now."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from dataclasses import asdict, dataclass, field
 from reprlib import repr as shown
 from typing import Any, Literal
@@ -49,6 +50,14 @@ def checkpoint_id(sequence: int, step: int, attempt: str) -> str:
         attempt: eight hex digits of this attempt's own.
     """
     return f"seq-{sequence:06d}_step-{step:08d}_{attempt}"
+
+
+def new_id(sequence: int, step: int, *, compacted: bool = False) -> str:
+    """An id for a new attempt; a compacted checkpoint's sorts after that of its chain's head."""
+    upper_half = 1 << 31
+    return checkpoint_id(
+        sequence, step, f"{secrets.randbelow(upper_half) + compacted * upper_half:08x}"
+    )
 
 
 def sequence_of(name: str) -> int | None:
@@ -146,7 +155,8 @@ class Manifest:
 
     Attributes:
         id: its directory's name.
-        sequence: grows with every attempt in a root: the newest checkpoint has the highest.
+        sequence: grows with every attempt in a root: the newest checkpoint has the highest. A
+            compacted one has its chain's head's.
         step: optimizer steps done; a fallback may make it smaller than an older one's.
         kind: ``full``, or ``differential`` to ``parent``.
         parent: the checkpoint that this one needs; None if full.

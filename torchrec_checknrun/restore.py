@@ -145,12 +145,12 @@ def restore(
 def _find(
     root: Folder, checkpoint: str | None, unusable: set[str]
 ) -> tuple[Chain | None, list[str], bool]:
-    """The chain, why newer ones were passed over, and whether it is the newest that counts."""
+    """The chain, why newer ones were passed over, and whether no newer one counts."""
     if checkpoint is None:
         return *newest(root, unusable), True
     chain = resolve(root, checkpoint)
     first = next(counting(root, latest_claim(root)), None)
-    return chain, [], first is None or first.id == checkpoint
+    return chain, [], first is None or first.sequence <= chain.head.sequence
 
 
 def _load(

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from torchrec_checknrun.manifest import Manifest
+from torchrec_checknrun.manifest import Manifest, sequence_of
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,9 @@ class Retention:
     """How many checkpoints stay.
 
     Args:
-        keep: the newest so many restorable points. With 1 a damaged newest one has no other to fall
-            back to, except those that its own chain needs.
+        keep: the newest so many restorable points; a compacted checkpoint stands for what it was
+            made of, and pinned ones aren't counted. With 1 a damaged newest one has no other to
+            fall back to, except those that its own chain needs.
         every_hours: also the first point of every so many hours; None: of none.
 
     Raises:
@@ -64,40 +65,81 @@ def judge(
         in_use: ids that a writer goes on from.
         damaged: ids of those of which files are missing or too short: no restorable points.
     """
-    ordered = sorted(manifests, key=lambda m: (m.sequence, m.id), reverse=True)
-    by_id = {manifest.id: manifest for manifest in ordered}
-    sound = {id: manifest for id, manifest in by_id.items() if id not in damaged}
-    whole = [m for m in ordered if m.id in sound and _needs(m, sound) is not None]
-    abandoned = _abandoned(whole, by_id)
-    points = [manifest for manifest in whole if manifest.id not in abandoned]
-    reasons: dict[str, str] = {}
-    for manifest in points[: retention.keep]:
-        reasons[manifest.id] = f"one of the newest {retention.keep}"
+    history = _History.of(manifests, damaged)
+    by_id, points, abandoned = history.by_id, history.points, history.abandoned
+    held = [id for id in pinned if id in by_id]
+    # What is pinned may be of a fork, which nothing tells once the rest of it is gone.
+    apart = {*held, *(m.id for id in held for m in _needs(by_id[id], by_id) or ())}
+    newest = [point for point in points.values() if point.id not in apart][: retention.keep]
+    reasons = {manifest.id: f"one of the newest {retention.keep}" for manifest in newest}
     if retention.every_hours is not None:
-        for manifest in _first_of_each(points, 3600 * retention.every_hours):
+        others = [m for m in history.whole if m.id in points and m.id not in apart]
+        for manifest in _first_of_each(others, 3600 * retention.every_hours):
             reasons.setdefault(manifest.id, f"the first of {retention.every_hours:g} hours")
-    for ids, reason in ((pinned, "pinned"), (in_use, "in use")):
+    for ids, reason in ((held, "pinned"), (in_use, "in use")):
         for id in ids:
             if id in by_id:
                 reasons.setdefault(id, reason)
     for id in list(reasons):
         for parent in _needs(by_id[id], by_id) or ():
             reasons.setdefault(parent.id, f"{id} needs it")
-    restorable = {manifest.id for manifest in whole}
-    enough = len(points) >= retention.keep
+    restorable = {manifest.id for manifest in history.whole}
     delete = {}
     # Children before their parents, forks first.
-    for manifest in sorted(ordered, key=lambda m: m.id not in abandoned):
+    for manifest in sorted(history.ordered, key=lambda m: m.id not in abandoned):
         if manifest.id in reasons:
             continue
         if manifest.id in abandoned:
             delete[manifest.id] = "on a fork that was left behind"
+        elif (point := points.get(manifest.id, manifest)) is not manifest and point.id in reasons:
+            delete[manifest.id] = f"compacted into {point.id}"
         elif manifest.id in restorable:
             delete[manifest.id] = "older than what is kept"
-        elif enough and manifest.sequence < points[retention.keep - 1].sequence:
+        elif len(newest) == retention.keep and manifest.sequence < newest[-1].sequence:
             # One that is newer, or while there is little else, may yet be mended.
             delete[manifest.id] = "damaged, or what it builds on is"
     return Verdict(reasons, delete)
+
+
+def left_behind(manifests: Iterable[Manifest], damaged: Collection[str] = ()) -> set[str]:
+    """Ids of checkpoints on forks that the run didn't go on from; arguments as of ``judge``."""
+    return _History.of(manifests, damaged).abandoned
+
+
+@dataclass(frozen=True)
+class _History:
+    """All checkpoints, newest first: which can be restored, and which were left behind.
+
+    Attributes:
+        whole: those of which nothing is damaged or missing.
+        points: what stands for each state that wasn't left behind, by the id of the checkpoint that
+            a run saved it in: that one, or the compacted copy of it.
+    """
+
+    ordered: list[Manifest]
+    by_id: Mapping[str, Manifest]
+    whole: list[Manifest]
+    points: Mapping[str, Manifest]
+    abandoned: set[str]
+
+    @classmethod
+    def of(cls, manifests: Iterable[Manifest], damaged: Collection[str]) -> _History:
+        ordered = sorted(manifests, key=lambda m: (m.sequence, m.id), reverse=True)
+        by_id = {manifest.id: manifest for manifest in ordered}
+        sound = {id: manifest for id, manifest in by_id.items() if id not in damaged}
+        whole = [m for m in ordered if m.id in sound and _needs(m, sound) is not None]
+        abandoned = _abandoned(whole, by_id)
+        points: dict[str, Manifest] = {}
+        for manifest in whole:
+            if manifest.id not in abandoned:
+                points.setdefault(_original(manifest), manifest)  # a copy comes before it
+        return cls(ordered, by_id, whole, points, abandoned)
+
+
+def _original(manifest: Manifest) -> str:
+    """The id of what a compacted checkpoint was made of, which has its sequence number."""
+    link = manifest.previous
+    return link.id if link and sequence_of(link.id) == manifest.sequence else manifest.id
 
 
 def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] | None:
@@ -113,29 +155,23 @@ def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] 
 
 
 def _abandoned(whole: Sequence[Manifest], by_id: Mapping[str, Manifest]) -> set[str]:
-    """Those that the newest one's lineage has jumped over: an older one was gone on from.
-
-    A compacted checkpoint is beside the lineage, in the state of one that is on it.
-    """
-    lineage: dict[str, Manifest] = {}
+    """Those that the newest one's lineage has jumped over: an older one was gone on from."""
+    copies = {_original(manifest): manifest for manifest in whole}  # of some nothing else is left
+    lineage: set[str] = set()
     jumps: list[tuple[int, int]] = []
     at = whole[0] if whole else None
     while at is not None and at.id not in lineage:
-        lineage[at.id] = at
-        before = by_id.get(at.previous.id) if at.previous else None
+        lineage.add(at.id)
+        link = at.previous
+        before = by_id.get(link.id) or copies.get(link.id) if link else None
         if before is not None:
             jumps.append((before.sequence, at.sequence))
         at = before
-    found = set()
-    for manifest in whole:
-        if manifest.id in lineage:
-            continue
-        before = lineage.get(manifest.previous.id) if manifest.previous else None
-        if before is not None and before.step == manifest.step and manifest.kind == "full":
-            continue
-        if any(low < manifest.sequence < high for low, high in jumps):
-            found.add(manifest.id)
-    return found
+    return {
+        manifest.id
+        for manifest in whole
+        if manifest.id not in lineage and any(low < manifest.sequence < high for low, high in jumps)
+    }
 
 
 def _first_of_each(points: Sequence[Manifest], seconds: float) -> Iterable[Manifest]:

@@ -106,7 +106,7 @@ def restores_alike(root: str, spec: dict[str, Any], plan: Plan, names: list[str]
         saver.step()
         report = saver.save()
         assert report is not None
-        assert report.sequence > 6
+        assert report.sequence > 5
         if report.kind == "differential":
             assert report.parent == names[-1]
     return references.differences(found[1], found[0], None)

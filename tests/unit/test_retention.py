@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_checknrun.manifest import Manifest, checkpoint_id
-from torchrec_checknrun.retention import Retention, judge
+from torchrec_checknrun.retention import Retention, judge, left_behind
 
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -40,6 +40,11 @@ def make(
         dense_bytes=0,
         files=(),
     ).sealed()
+
+
+def compacted(head: Manifest) -> Manifest:
+    new = make(head.sequence, None, head, step=head.step)
+    return replace(new, id=checkpoint_id(head.sequence, head.step, "ffffffff")).sealed()
 
 
 def run(kinds: str) -> list[Manifest]:
@@ -123,11 +128,33 @@ def test_forks_that_were_left_behind_go_first() -> None:
 def test_a_compacted_checkpoint_is_no_fork() -> None:
     first = make(1)
     second = make(2, first, first)
-    compacted = make(3, None, second, step=second.step)
-    fourth = make(4, second, second)  # the run goes on with its own chain
-    made = [first, second, compacted, fourth]
-    assert kept(made, Retention(2)) == [1, 2, 3, 4]
-    assert kept(made, Retention(1)) == [1, 2, 4]
+    third = make(3, second, second)  # the run goes on with its own chain
+    made = [first, second, compacted(second), third]
+    assert kept(made, Retention(1)) == [1, 2, 3]
+    assert kept(made, Retention(2)) == [1, 2, 2, 3]
+    assert not left_behind(made)
+    # Nothing but the copy is left of a chain that no other needs.
+    assert judge(made[:3], Retention(1)).delete == {
+        second.id: f"compacted into {made[2].id}",
+        first.id: "older than what is kept",
+    }
+    assert kept(made[:3], Retention(1), damaged={made[2].id}) == [1, 2, 2]
+    assert kept(made[:3], Retention(1), in_use={second.id}) == [1, 2, 2]
+
+
+def test_a_compacted_checkpoint_is_no_other_point() -> None:
+    first = make(1)
+    second = make(2, first, first)
+    third = make(3, None, second)
+    made = [first, second, third, compacted(second)]
+    assert not left_behind(made)
+    assert kept(made, Retention(1)) == [3]
+    assert kept(made, Retention(2)) == [2, 3]
+    assert kept(made, Retention(3)) == [1, 2, 3]
+    # A run that was restored from it builds on it; the fork that it left is seen.
+    fork = make(4, made[3], made[3])
+    assert left_behind([*made, fork]) == {third.id}
+    assert kept([*made, fork], Retention(1)) == [2, 4]
 
 
 def test_damaged_ones_are_no_restorable_points() -> None:
@@ -156,6 +183,11 @@ def histories(draw: st.DrawFn) -> list[Manifest]:
     at: Manifest | None = None
     baselines: dict[str, Manifest] = {}
     for number in range(1, draw(st.integers(1, 12)) + 1):
+        if made and draw(st.integers(0, 8)) == 0:
+            chains = [m for m in made if m.parent and compacted(m).id not in baselines]
+            if chains:
+                made.append(compacted(draw(st.sampled_from(chains))))
+                baselines[made[-1].id] = made[-1]
         if made and draw(st.integers(0, 4)) == 0:
             at = draw(st.sampled_from(made))  # a restore
         kind = draw(st.sampled_from("Fco")) if at is not None else "F"
@@ -171,7 +203,7 @@ def histories(draw: st.DrawFn) -> list[Manifest]:
     return made
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(
     made=histories(),
     keep=st.integers(1, 4),
@@ -185,12 +217,19 @@ def test_nothing_that_is_needed_goes(
     verdict = judge(made, Retention(keep, hours), pinned)
     by_id = {manifest.id: manifest for manifest in made}
     stay = by_id.keys() - verdict.delete.keys()
-    # The lineage of the newest, read off its links.
-    lineage = [made[-1]]
+    # The lineage of the newest, read off its links; compacted copies of what it holds beside it.
+    lineage = [max(made, key=lambda manifest: (manifest.sequence, manifest.id))]
     while (link := lineage[-1].previous) is not None:
         lineage.append(by_id[link.id])
+    newest = sorted({manifest.sequence for manifest in lineage}, reverse=True)[:keep]
+    points = [
+        manifest
+        for manifest in made
+        if manifest.sequence in newest
+        and compacted(manifest).id not in by_id.keys() - {manifest.id}
+    ]
     assert pinned <= stay
-    assert {manifest.id for manifest in lineage[:keep]} <= stay
+    assert {manifest.id for manifest in points} <= stay
     for id in stay:
         parent = by_id[id].parent
         assert parent is None or parent.id in stay
@@ -206,7 +245,7 @@ def test_nothing_that_is_needed_goes(
     assert not again.delete
     if hours is None and not pinned:
         needed = set()
-        for manifest in lineage[:keep]:
+        for manifest in points:
             at: Manifest | None = manifest
             while at is not None:
                 needed.add(at.id)
