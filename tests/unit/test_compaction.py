@@ -32,7 +32,7 @@ from tests.unit.chains import (
     write_chain,
 )
 from torchrec_checknrun import CheckpointReport, compact, compaction
-from torchrec_checknrun.chain import committed, read_manifest, resolve
+from torchrec_checknrun.chain import committed, newest, read_manifest, resolve
 from torchrec_checknrun.chunks import decode_state_chunk
 from torchrec_checknrun.codecs import KMeans, Rowwise
 from torchrec_checknrun.errors import (
@@ -42,8 +42,10 @@ from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
 )
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.read_chunks import read_chunk
+from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.shards import Rectangle
 
 WHOLE = (0, DIM)
@@ -128,6 +130,21 @@ def small_chain(root: Folder, encoding: Encoding | None = None) -> str:
         [Part(WHOLE, list(range(20, 45)), 5, **options)],
     ]
     return write_chain(root, 100, chain, ranks=2)
+
+
+def test_an_older_one_stays_older(root: Folder) -> None:
+    """Else restores would go back to it, and what is newer would be a fork that was left behind."""
+    head = read_manifest(root, small_chain(root))
+    newer = write(root, 100, [Part(WHOLE, [7], 1)], head)
+    report = compact(root.url, head.id)
+    assert report is not None
+    assert committed(root)[:3] == [newer.id, report.id, head.id]
+    chain, _ = newest(root)
+    assert chain is not None
+    assert chain.head.id == newer.id
+    gone = prune(root, Retention(2)).verdict.delete
+    assert newer.id not in gone
+    assert_restores_alike(root, head.id, report.id, [Rectangle(0, 100, *WHOLE)])
 
 
 def test_it_is_the_newest_and_needs_no_other(root: Folder) -> None:
