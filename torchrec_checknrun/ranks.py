@@ -96,7 +96,7 @@ class Ranks:
             return None
         name = self.from_rank_0(lambda: secrets.token_hex(8))
         store = self.group.get_group_store()
-        return dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # torch's stub
+        return dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # not in torch's stub
 
 
 def own_error(error: CheckpointException) -> Exception:

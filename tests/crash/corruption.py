@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from tests.crash.save_sweep import SPEC
@@ -191,7 +192,7 @@ class CorruptionSweep:
         return name in told and f"{name}/{damage.file}" in told[name]
 
 
-def _checkpointer(root: Path, job: Job, **options: object) -> Checkpointer:
+def _checkpointer(root: Path, job: Job, **options: Any) -> Checkpointer:
     state = {"optimizer": job.optimizer, "job": job}
     options.setdefault("retention", None)
-    return Checkpointer(root, model=job.model, state=state, chunk_bytes=1000, **options)  # type: ignore[arg-type]
+    return Checkpointer(root, model=job.model, state=state, chunk_bytes=1000, **options)

@@ -284,7 +284,7 @@ def faulty_disk(faults: Faults) -> Iterator[None]:
     """Every ``Folder`` on a local disk meets the faults."""
 
     def opened(path: str, mode: str) -> Any:
-        file = faults.run("open", lambda: builtins.open(path, mode), "w" in mode)  # noqa: SIM115
+        file = faults.run("open", lambda: builtins.open(path, mode), "w" in mode)  # noqa: SIM115  # its caller closes it
         return FaultyFile(file, faults) if "w" in mode else file
 
     def wrapped(name: str, said: str, changes: bool) -> Callable[..., Any]:

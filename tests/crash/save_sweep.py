@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -222,9 +223,9 @@ class Sweep:
         return report.id, references.differences(gather(self._reader), wanted, None)
 
 
-def _checkpointer(root: str, job: Job, **options: object) -> Checkpointer:
+def _checkpointer(root: str, job: Job, **options: Any) -> Checkpointer:
     state = {"optimizer": job.optimizer, "job": job}
-    return Checkpointer(root, model=job.model, state=state, chunk_bytes=1000, **options)  # type: ignore[arg-type]
+    return Checkpointer(root, model=job.model, state=state, chunk_bytes=1000, **options)
 
 
 def _save(saver: Checkpointer) -> str:

@@ -12,6 +12,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def forged(draw: st.DrawFn, original: list[Forged]) -> list[Forged]:
         elif what == "manifest":
             document = copy.deepcopy(checkpoint.manifest)
             places = changes(draw, document)
-            checkpoint.change_manifest(lambda tree, places=places: apply(tree, places))  # type: ignore[misc]
+            checkpoint.change_manifest(partial(apply, change=places))
         elif what == "payload":
             change_bytes(draw, file.payload)
         elif what == "bytes":

@@ -1,6 +1,7 @@
 """How many bits a job can afford: the paper's thresholds, and how often a job fails."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -62,6 +63,11 @@ def test_failures_add_up_over_nodes_and_hours(nodes: int, mtbf: float, hours: fl
 @pytest.mark.parametrize("wrong", [0, -1, math.nan])
 @pytest.mark.parametrize("argument", ["nodes", "mtbf_hours", "job_hours"])
 def test_arguments_must_be_positive(argument: str, wrong: float) -> None:
-    arguments = {"nodes": 8, "mtbf_hours": 1000.0, "job_hours": 100.0, argument: wrong}
+    arguments: dict[str, Any] = {
+        "nodes": 8,
+        "mtbf_hours": 1000.0,
+        "job_hours": 100.0,
+        argument: wrong,
+    }
     with pytest.raises(ValueError, match=f"{argument} {wrong}.*must be positive"):
-        expected_restores(**arguments)  # type: ignore[arg-type]  # on purpose
+        expected_restores(**arguments)

@@ -13,6 +13,8 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import typer
+from typer.core import TyperCommand
 
 from tests.unit.chains import (
     DIM,
@@ -338,14 +340,13 @@ def test_ids_are_completed(root: Folder) -> None:
     writer.acquire(lambda _: ())
     writer.release()
 
-    class Context:
-        params = {"root": root.url}  # noqa: RUF012
-
+    context = typer.Context(TyperCommand("ls"))
+    context.params = {"root": root.url}
     complete = output._complete
-    assert complete(Context(), "seq-") == [m.id for m in reversed(manifests)]  # type: ignore[arg-type]
-    assert complete(Context(), "seq-000002") == [manifests[1].id]  # type: ignore[arg-type]
-    Context.params = {"root": "nowhere://x"}
-    assert complete(Context(), "") == []  # type: ignore[arg-type]
+    assert complete(context, "seq-") == [m.id for m in reversed(manifests)]
+    assert complete(context, "seq-000002") == [manifests[1].id]
+    context.params = {"root": "nowhere://x"}
+    assert complete(context, "") == []
 
 
 def test_looking_needs_no_torch(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
+import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
 import pytest
 import torch
 

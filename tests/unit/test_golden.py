@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +52,8 @@ def restored(root: Folder) -> dict[str, np.ndarray]:
         rows = RowRestore(content, {table: table}, Fit())
         for key in rows.plan(shards, None):
             chunk = chunks[key]
-            payload = read_chunk(root, chunk)
-            rows.load(ReadableChunk(key, chunk.entry, lambda p=payload: p, nullcontext()), False)  # type: ignore[misc]
+            payload = partial(read_chunk, root, chunk)
+            rows.load(ReadableChunk(key, chunk.entry, payload, nullcontext()), False)
         rows.finish(False)
         found[f"{table}.weight"] = torch.cat([shard.weight for shard in shards], dim=1).numpy()
         for shard, (first, _) in zip(shards, split, strict=True):

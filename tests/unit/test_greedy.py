@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -59,7 +61,8 @@ def test_fewer_bits_cut_more_of_the_range() -> None:
 def test_what_was_chosen_is_what_was_used(bits: int) -> None:
     rows = random_rows(2, 700, 24)
     encoded = Rowwise(bits, "greedy").encode(rows)
-    found = Rowwise(bits, "greedy", **encoded.parameters)  # type: ignore[arg-type]  # of JSON
+    parameters: dict[str, Any] = encoded.parameters
+    found = Rowwise(bits, "greedy", **parameters)
     again = found.encode(rows)
     assert torch.equal(again.data, encoded.data)
 

@@ -378,7 +378,7 @@ class TestLinks:
         assert [file.name for file in outside.iterdir()] == ["rank-00000.bin"]
 
 
-CLAIM = {
+CLAIM: dict[str, Any] = {
     "epoch": 1,
     "holder": {"run": "r", "attempt": 0, "host": "h", "machine": "m", "pid": 1, "started": 1},
     "expires": 1.5,
@@ -397,8 +397,8 @@ CLAIM = {
         {"epoch": 2},
         {"earlier": 5},
         {"uses": [5]},
-        {"holder": {**CLAIM["holder"], "pid": "../../etc"}},  # type: ignore[dict-item]
-        {"holder": {**CLAIM["holder"], "attempt": None}},  # type: ignore[dict-item]
+        {"holder": {**CLAIM["holder"], "pid": "../../etc"}},
+        {"holder": {**CLAIM["holder"], "attempt": None}},
         {"holder": []},
         {"more": 1},
     ],

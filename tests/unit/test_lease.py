@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -42,9 +43,9 @@ def nothing(_: Claim | None) -> list[str]:
     return []
 
 
-def become(monkeypatch: pytest.MonkeyPatch, **changes: object) -> Holder:
+def become(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Holder:
     """This process as another one."""
-    other = replace(Holder.this_process(), **changes)  # type: ignore[arg-type]
+    other = replace(Holder.this_process(), **changes)
     monkeypatch.setattr(Holder, "this_process", classmethod(lambda cls: other))
     return other
 

@@ -109,7 +109,7 @@ def test_kmeans_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_choice_stays_as_it_is() -> None:
     quantization = Quantization(bits=4)
     with pytest.raises(FrozenInstanceError):
-        quantization.bits = 2  # type: ignore[misc]  # on purpose
+        quantization.bits = 2  # type: ignore[misc]  # mypy sees it, too
 
 
 @pytest.mark.parametrize(

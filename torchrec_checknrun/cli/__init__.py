@@ -19,8 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: 0; 1 where ``verify`` has found something; 2 where nothing could be done.
     """
     try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
+        import rich  # noqa: F401  # only whether it is there
+        import typer  # noqa: F401  # as rich
     except ImportError as error:
         print(
             f"checknrun: {error.name} is missing: pip install 'torchrec_checknrun[cli]'",

@@ -23,9 +23,10 @@ from torchrec_checknrun.retention import Retention
 
 def prune(
     root: Root,
+    *,
     keep: Annotated[
         int, typer.Option(min=1, help="The newest so many restorable ones.", show_default=False)
-    ] = ...,  # type: ignore[assignment]  # Typer's way to say that it must be given
+    ],
     every_hours: Annotated[
         float | None, typer.Option(help="Also the first one of every so many hours.")
     ] = None,

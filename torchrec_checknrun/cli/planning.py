@@ -22,10 +22,9 @@ def _count(text: str) -> int:
 
 
 def plan(
-    rows: Annotated[
-        str, typer.Option(help="Rows of all tables, like 2e9.", show_default=False)
-    ] = ...,  # type: ignore[assignment]  # Typer's way to say that it must be given
-    dim: Annotated[int, typer.Option(help="Columns of the tables.", show_default=False)] = ...,  # type: ignore[assignment]
+    *,
+    rows: Annotated[str, typer.Option(help="Rows of all tables, like 2e9.", show_default=False)],
+    dim: Annotated[int, typer.Option(help="Columns of the tables.", show_default=False)],
     optimizer_bytes: Annotated[
         int, typer.Option(help="Optimizer state of a row; 4 is row-wise Adagrad's.")
     ] = 4,

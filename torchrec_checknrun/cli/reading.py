@@ -52,12 +52,13 @@ def chain_of(root: Folder, id: str | None) -> Chain:
 def cat(
     root: Root,
     id: MaybeId = None,
+    *,
     table: Annotated[
         str, typer.Option(help="Full name, or the last part of it.", show_default=False)
-    ] = ...,  # type: ignore[assignment]  # Typer's way to say that it must be given
+    ],
     rows: Annotated[
         str, typer.Option(help="Row ids and ranges: 1,5,9 or 10-20.", show_default=False)
-    ] = ...,  # type: ignore[assignment]
+    ],
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Show their optimizer state, too.")
     ] = False,

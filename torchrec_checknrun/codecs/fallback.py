@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
+import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
 import numpy as np
 import numpy.typing as npt
 import torch

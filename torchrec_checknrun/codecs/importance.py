@@ -86,13 +86,16 @@ class ImportanceWeighted:
     @classmethod
     def from_spec(cls, spec: CodecSpec) -> ImportanceWeighted:
         require_version(spec, cls.name, cls.version)
-        given = [spec.get(name) for name in ("offset", "mean_bits", "constant")]
-        if not all(value is None or type(value) in (int, float) for value in given):
-            raise UnsupportedFormat(f"codec {cls.name!r}: offset, mean_bits, constant {given}")
+        given: list[float | None] = []
+        for name in ("offset", "mean_bits", "constant"):
+            value = spec.get(name)
+            if not (value is None or type(value) is int or type(value) is float):
+                raise UnsupportedFormat(f"codec {cls.name!r}: {name} {value!r}")
+            given.append(value)
         offset, mean_bits, constant = given
         try:
-            codec = cls(offset, mean_bits)  # type: ignore[arg-type]  # checked above
-            return codec if constant is None else codec.at(constant)  # type: ignore[arg-type]
+            codec = cls(offset, mean_bits)
+            return codec if constant is None else codec.at(constant)
         except ValueError as error:
             raise UnsupportedFormat(f"codec {cls.name!r}: {error}") from error
 

@@ -104,9 +104,9 @@ class Rowwise:
                 raise ValueError(f"bits {bits!r}, method {method!r}")
             if num_bins is not None and type(num_bins) is not int:
                 raise ValueError(f"num_bins {num_bins!r}")
-            if ratio is not None and type(ratio) not in (int, float):
+            if not (ratio is None or type(ratio) is int or type(ratio) is float):
                 raise ValueError(f"ratio {ratio!r}")
-            return cls(bits, method, num_bins, ratio)  # type: ignore[arg-type]  # checked above
+            return cls(bits, method, num_bins, ratio)
         except ValueError as error:
             raise UnsupportedFormat(f"codec {cls.name!r}: {error}") from error
 
