@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 import typer
@@ -22,7 +19,6 @@ from tests.unit.chains import (
     Part,
     make_shards,
     new_root,
-    one_thread,
     restore,
     same_bits,
     write,
@@ -39,21 +35,10 @@ from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.version import __version__
 
+pytestmark = pytest.mark.usefixtures("small_operations")
+
 WHOLE = (0, DIM)
 ROWS = 40
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_operations() -> Iterator[None]:
-    with one_thread():
-        yield
-    with suppress(FileNotFoundError):
-        fsspec.filesystem("memory").rm("/tests", recursive=True)
-
-
-@pytest.fixture
-def console(capsys: pytest.CaptureFixture[str]) -> Console:
-    return Console(capsys)
 
 
 @pytest.fixture

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -27,7 +24,6 @@ from tests.unit.chains import (
     Part,
     make_shards,
     new_root,
-    one_thread,
     random_parts,
     restore,
     same_bits,
@@ -49,21 +45,10 @@ from torchrec_checknrun.read_chunks import StoredChunk, read_indexes
 from torchrec_checknrun.shards import LocalShard, Rectangle
 from torchrec_checknrun.state import encode_state
 
+pytestmark = pytest.mark.usefixtures("small_operations")
+
 WHOLE = (0, DIM)
 HALVES = ((0, 4), (4, DIM))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_operations() -> Iterator[None]:
-    with one_thread():
-        yield
-    with suppress(FileNotFoundError):
-        fsspec.filesystem("memory").rm("/tests", recursive=True)
-
-
-@pytest.fixture
-def console(capsys: pytest.CaptureFixture[str]) -> Console:
-    return Console(capsys)
 
 
 def restored(root: Folder, head: str) -> LocalShard:

@@ -26,11 +26,6 @@ SMALL: dict[str, Any] = {
 FULL = 800 * 36
 
 
-@pytest.fixture
-def console(capsys: pytest.CaptureFixture[str]) -> Console:
-    return Console(capsys)
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("dim", [1, 7, 16, 64, 100])
 def test_rows_take_as_many_bytes_as_the_codec_gives_them(dim: int, bits: int) -> None:

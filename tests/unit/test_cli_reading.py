@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -24,7 +21,6 @@ from tests.unit.chains import (
     content_of,
     make_shards,
     new_root,
-    one_thread,
     random_parts,
     same_bits,
     splits,
@@ -44,20 +40,9 @@ from torchrec_checknrun.read_chunks import StoredChunk
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.table_reader import ChunkCache, TableReader, find_table
 
+pytestmark = pytest.mark.usefixtures("small_operations")
+
 WHOLE = (0, DIM)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_operations() -> Iterator[None]:
-    with one_thread():
-        yield
-    with suppress(FileNotFoundError):
-        fsspec.filesystem("memory").rm("/tests", recursive=True)
-
-
-@pytest.fixture
-def console(capsys: pytest.CaptureFixture[str]) -> Console:
-    return Console(capsys)
 
 
 @dataclass

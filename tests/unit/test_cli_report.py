@@ -22,11 +22,6 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture
-def console(capsys: pytest.CaptureFixture[str]) -> Console:
-    return Console(capsys)
-
-
-@pytest.fixture
 def run() -> tuple[Folder, list[Manifest]]:
     root = new_root()
     with one_thread():

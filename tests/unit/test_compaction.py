@@ -23,7 +23,6 @@ from tests.unit.chains import (
     make_shards,
     marked,
     new_root,
-    one_thread,
     random_parts,
     restore,
     same_bits,
@@ -48,13 +47,9 @@ from torchrec_checknrun.read_chunks import read_chunk
 from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.shards import Rectangle
 
+pytestmark = pytest.mark.usefixtures("small_operations")
+
 WHOLE = (0, DIM)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_operations() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from tests.unit.chains import (
     make_shards,
     marked,
     new_root,
-    one_thread,
     random_parts,
     restore,
     same_bits,
@@ -38,11 +37,7 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.shards import LocalShard, Rectangle
 
-
-@pytest.fixture(autouse=True, scope="module")
-def small_operations() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("small_operations")
 
 
 @pytest.fixture
