@@ -31,6 +31,10 @@ POLICIES: dict[str, Policy] = {
 MOST_CHECKPOINTS = 10_000
 """Of a job; what comes after would repeat it."""
 
+NODE_COPY_BANDWIDTH = 6e9
+"""Bytes a second at which a node copies rows where nothing else is known: what the stall of
+``recipes.benchmarks.stall`` comes to on two processor cores."""
+
 _TABLE = "tables"
 
 
@@ -51,8 +55,9 @@ class Job:
         mtbf_hours: mean time between failures of one node.
         bits: width of stored rows; 32 is exact; None: as the expected restores allow.
         copy_bandwidth: bytes a second at which all ranks together copy rows out of the tables;
-            None: not known.
-        read_bandwidth: bytes a second at which all ranks together read the storage; None: likewise.
+            None: ``NODE_COPY_BANDWIDTH`` on each node.
+        read_bandwidth: bytes a second at which all ranks together read the storage; None: not
+            known.
 
     Raises:
         ValueError: out of range.
@@ -103,6 +108,11 @@ class Job:
         """Of a full exact checkpoint: what every interval would write without this package."""
         return self.rows * (4 * self.dim + self.optimizer_bytes) + self.dense_bytes
 
+    @property
+    def stalling_bandwidth(self) -> float:
+        """Bytes a second at which rows are copied while training waits."""
+        return self.copy_bandwidth or self.nodes * NODE_COPY_BANDWIDTH
+
     def modified(self, intervals: int) -> float:
         """The fraction of the rows that so many intervals modify."""
         if self.growth is None:
@@ -135,9 +145,10 @@ class Forecast:
         peak_bytes: most that are kept while one is written, the chain before included.
         capacity_reduction: of peak bytes, against two full exact checkpoints.
         longest_chain: checkpoints that a restore reads at most.
-        mean_stall, longest_stall: seconds; None if the bandwidth isn't known.
+        mean_stall, longest_stall: seconds.
         stalled: part of the time that training waits for checkpoints.
-        longest_read: seconds that reading the longest chain takes.
+        longest_read: seconds that reading the longest chain takes; None if the bandwidth isn't
+            known.
         lost: part of the time that failures take: half an interval each, and that read.
         best_interval_minutes: the interval that wastes the least, if a checkpoint stalls as long.
     """
@@ -154,12 +165,12 @@ class Forecast:
     peak_bytes: int
     capacity_reduction: float
     longest_chain: int
-    mean_stall: float | None
-    longest_stall: float | None
-    stalled: float | None
+    mean_stall: float
+    longest_stall: float
+    stalled: float
     longest_read: float | None
     lost: float
-    best_interval_minutes: float | None
+    best_interval_minutes: float
 
 
 def stored_row_bytes(dim: int, bits: int) -> int:
@@ -197,10 +208,8 @@ def forecast(job: Job, policy: str) -> Forecast:
     ]
     full = [i for i, fraction in enumerate(fractions) if chains[i] == (i,)]
     mean = sum(written) / count
-    stalls = None
-    if job.copy_bandwidth is not None:
-        stalls = [job.copied_bytes(fraction) / job.copy_bandwidth for fraction in fractions]
-    mean_stall = sum(stalls) / count if stalls else None
+    stalls = [job.copied_bytes(fraction) / job.stalling_bandwidth for fraction in fractions]
+    mean_stall = sum(stalls) / count
     read = max(kept) / job.read_bandwidth if job.read_bandwidth else None
     between = 3600 * job.job_hours / job.restores
     return Forecast(
@@ -217,11 +226,11 @@ def forecast(job: Job, policy: str) -> Forecast:
         capacity_reduction=2 * job.full_fp32_bytes / max(peaks),
         longest_chain=max(map(len, chains)),
         mean_stall=mean_stall,
-        longest_stall=max(stalls) if stalls else None,
-        stalled=None if mean_stall is None else mean_stall / (interval + mean_stall),
+        longest_stall=max(stalls),
+        stalled=mean_stall / (interval + mean_stall),
         longest_read=read,
         lost=(interval / 2 + (read or 0)) / between,
-        best_interval_minutes=mean_stall and math.sqrt(2 * mean_stall * between) / 60,
+        best_interval_minutes=math.sqrt(2 * mean_stall * between) / 60,
     )
 
 

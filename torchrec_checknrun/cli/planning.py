@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 
 from torchrec_checknrun.cli.output import AsJson, console, number, print_json, print_table, size
-from torchrec_checknrun.forecast import MOST_CHECKPOINTS, POLICIES, Forecast, Job, forecast
+from torchrec_checknrun.forecast import (
+    MOST_CHECKPOINTS,
+    NODE_COPY_BANDWIDTH,
+    POLICIES,
+    Forecast,
+    Job,
+    forecast,
+)
 
 _GB = 1e9
 
@@ -52,7 +59,10 @@ def plan(
     ] = None,
     copy_bandwidth: Annotated[
         float | None,
-        typer.Option(help="GB/s at which all ranks together copy rows, for the stall."),
+        typer.Option(
+            help="GB/s at which all ranks together copy rows, for the stall; "
+            f"without: {NODE_COPY_BANDWIDTH / _GB:g} a node."
+        ),
     ] = None,
     read_bandwidth: Annotated[
         float | None, typer.Option(help="GB/s at which all ranks together read, for restores.")
@@ -102,7 +112,10 @@ def plan(
     columns |= dict.fromkeys(("stall", "stalled", "read", "lost", "best interval"), "right")
     print_table(None, columns, [_row(one) for one in found])
     if copy_bandwidth is None:
-        console().print("give --copy-bandwidth for the stall")
+        console().print(
+            f"stalls: at {job.stalling_bandwidth / _GB:g} GB/s, {NODE_COPY_BANDWIDTH / _GB:g} a "
+            "node; --copy-bandwidth if yours is known"
+        )
 
 
 def _row(one: Forecast) -> list[str]:
@@ -118,10 +131,10 @@ def _row(one: Forecast) -> list[str]:
         f"{one.capacity_reduction:.1f}",
         str(one.longest_chain),
         _seconds(one.mean_stall),
-        "–" if one.stalled is None else f"{one.stalled:.3%}",
+        f"{one.stalled:.3%}",
         _seconds(one.longest_read),
         f"{one.lost:.2%}",
-        "–" if one.best_interval_minutes is None else f"{one.best_interval_minutes:.0f} min",
+        f"{one.best_interval_minutes:.0f} min",
     ]
 
 
