@@ -16,8 +16,12 @@ CHOICE := $(PYTHON) $(DEVICE) $(CURDIR)
 DATA ?=
 ARGS ?=
 
+# Of tests, which wait for other processes most of the time: groups run beside each other.
+GROUPS := tests/crash tests/distributed other-tests
+SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test test-full soak clean
+.PHONY: help env demo check test test-full soak clean $(GROUPS)
 
 help:
 	@echo 'make demo        the main job with a killed rank, see README; DATA=train.txt: on real Criteo data'
@@ -64,7 +68,18 @@ check: $(STAMP)
 	$(PY) -m mypy
 
 test: check
-	$(PY) -m pytest -m 'not slow' --durations=20 $(ARGS)
+ifeq ($(ARGS),)
+	@echo 'tests run in three groups at once, each is shown when it is done'
+	@$(MAKE) --no-print-directory --keep-going --jobs $(SYNC) $(GROUPS)
+else
+	$(PY) -m pytest -m 'not slow' $(ARGS)
+endif
+
+$(filter tests/%,$(GROUPS)):
+	$(PY) -m pytest -m 'not slow' --durations=20 $@
+
+other-tests:
+	$(PY) -m pytest -m 'not slow' --durations=20 $(addprefix --ignore=,$(filter tests/%,$(GROUPS)))
 
 test-full: check
 	$(PY) -m pytest --durations=20 $(ARGS)
