@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
+from tests.distributed.damage import chunks_of, index_of
 from tests.distributed.models import Job, random_spec, uniform_plan
-from tests.distributed.test_errors import chunks_of, index_of
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import (
     Checkpointer,

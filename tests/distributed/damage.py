@@ -1,0 +1,66 @@
+"""Files of a checkpoint, damaged in many ways."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
+def index_of(path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Where a rank file's index is, and what it says."""
+    data = path.read_bytes()
+    offset, length, _, _ = struct.unpack("<QQ16s8s", data[-40:])
+    return offset, json.loads(data[offset : offset + length])["chunks"]
+
+
+def damage(checkpoint: Path, how: str) -> None:
+    rank_file = checkpoint / "rank-00001.bin"
+    if how == "manifest":
+        text = (checkpoint / "manifest.json").read_bytes()
+        flip(checkpoint / "manifest.json", text.index(b'"step"') + 8)
+    elif how == "manifest_cut":
+        text = (checkpoint / "manifest.json").read_bytes()
+        (checkpoint / "manifest.json").write_bytes(text[: len(text) // 2])
+    elif how == "manifest_empty":
+        (checkpoint / "manifest.json").write_bytes(b"")
+    elif how == "index":
+        flip(rank_file, index_of(rank_file)[0] + 20)
+    elif how == "truncated":
+        rank_file.write_bytes(rank_file.read_bytes()[:-1])
+    elif how == "missing":
+        rank_file.unlink()
+    elif how == "longer":
+        rank_file.write_bytes(rank_file.read_bytes() + b"\0")
+    elif how == "gone":
+        shutil.rmtree(checkpoint)
+    elif how == "uncommitted":
+        (checkpoint / "manifest.json").unlink()
+    elif how == "format":
+        document = json.loads((checkpoint / "manifest.json").read_bytes())
+        document["manifest"]["format_version"] = 999
+        (checkpoint / "manifest.json").write_text(json.dumps(document))
+    elif how in ("first_rows", "last_rows", "state"):
+        file, chunk = chunks_of(checkpoint, "state" if how == "state" else "rows")[
+            0 if how == "first_rows" else -1
+        ]
+        flip(file, chunk["offset"] + chunk["length"] // 2)
+    elif how == "every_rows":
+        for file, chunk in chunks_of(checkpoint, "rows"):
+            flip(file, chunk["offset"] + chunk["length"] // 2)
+    else:
+        raise ValueError(how)
+
+
+def chunks_of(checkpoint: Path, kind: str) -> list[tuple[Path, dict[str, Any]]]:
+    files = sorted(checkpoint.glob("rank-*.bin"))
+    found = [(file, chunk) for file in files for chunk in index_of(file)[1]]
+    return [(file, chunk) for file, chunk in found if chunk["kind"] == kind and chunk["length"] > 0]

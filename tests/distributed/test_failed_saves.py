@@ -1,0 +1,97 @@
+"""A save that fails is an error on all ranks, and loses no row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.models import Plan, gather, row_bytes, scramble
+from tests.distributed.reader30 import read_rows
+from tests.distributed.small_job import Note, Workers, build, checkpointer, is_at, keep, save, where
+from torchrec_checknrun import Consecutive, errors, filesystem, rank_file
+
+
+class Unstorable(Note):
+    """Can't be stored on one rank, while it is switched on."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(0)
+        self.how: str | None = how
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.how is None or dist.get_rank() != 1:
+            return super().state_dict()
+        if self.how == "raises":
+            raise RuntimeError("no state today")
+        return {"value": {"deep": [1, {2, 3}]}}
+
+
+def save_fails_once(root: str, spec: dict[str, Any], plan: Plan, how: str, error: str) -> None:
+    """A save fails on one rank; on all it is an error, and the next holds its rows."""
+    note = Unstorable(how)
+    job = build(spec, plan)
+    saver = checkpointer(root, job, state={"note": note}, policy=Consecutive())
+    note.how = None
+    job.train()
+    baseline = save(saver)
+    before = row_bytes(job.spec, gather(job))
+    job.train()
+    note.how = how if how in ("unstorable", "raises") else None
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "write" and dist.get_rank() == 1:
+            patch.setattr(rank_file, "_write_index", raise_os_error)
+        if how == "manifest":
+            patch.setattr(filesystem.Folder, "put", raise_os_error)
+        if how == "steps":
+            saver.steps += dist.get_rank()
+        with pytest.raises(getattr(errors, error), match=MESSAGES[how]):
+            saver.save()
+        if how == "steps":
+            saver.steps -= dist.get_rank()
+    note.how = None
+    dist.barrier()
+    assert [path.parent.name for path in Path(root).glob("*/manifest.json")] == [baseline]
+    job.train()
+    after = row_bytes(job.spec, gather(job))
+    name = save(saver)
+    keep(job, root, name)
+    assert read_rows(Path(root) / name).keys() == {k for k in after if after[k] != before[k]}
+    scramble(job)
+    report = saver.restore()
+    assert report is not None
+    assert report.chain == (baseline, name)
+    assert is_at(job, root, name)
+    saver.close()
+
+
+def raise_os_error(*_: object, **__: object) -> None:
+    raise OSError("no space left on device")
+
+
+MESSAGES = {
+    "unstorable": r"note\.value\.deep\[1\] is a builtins\.set",
+    "raises": "no state today",
+    "write": "no space left",
+    "manifest": "no space left",
+    "steps": r"different steps \[0, 1\]",
+}
+
+
+@pytest.mark.parametrize("how", sorted(MESSAGES))
+def test_save_that_fails_loses_no_row(workers: Workers, tmp_path: Path, how: str) -> None:
+    error = "UnsupportedState" if how == "unstorable" else "SaveFailed"
+    workers(2).run(save_fails_once, **where(tmp_path), how=how, error=error)
+
+
+def root_is_a_file(root: str, spec: dict[str, Any], plan: Plan) -> None:
+    job = build(spec, plan)
+    with checkpointer(root, job) as saver, pytest.raises(errors.SaveFailed):
+        saver.save()
+
+
+def test_root_is_a_file(workers: Workers, tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("not a folder")
+    workers(2).run(root_is_a_file, **where(tmp_path))
