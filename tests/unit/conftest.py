@@ -1,15 +1,37 @@
-"""What tests of whole checkpoints in memory, and of the console tool, begin with."""
+"""Roots, a group of one rank, a tracked model and the console tool, for several modules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import fsspec
 import pytest
+import torch.distributed as dist
+from torch import nn
 
 from tests.unit.chains import one_thread
 from tests.unit.console import Console
+from tests.unit.tracked_model import make_model
+from torchrec_checknrun import TrackedModel, track
+from torchrec_checknrun.filesystem import Folder
+
+
+@pytest.fixture(params=["disk", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
+    if request.param == "disk":
+        yield Folder(tmp_path / "my runs")
+        return
+    folder = Folder("memory://tests/unit/run")
+    folder.create()
+    yield folder
+    fsspec.filesystem("memory").rm("/tests", recursive=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +46,22 @@ def small_operations() -> Iterator[None]:
 @pytest.fixture
 def console(capsys: pytest.CaptureFixture[str]) -> Console:
     return Console(capsys)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def model(group: None) -> nn.Module:
+    return make_model()
+
+
+@pytest.fixture
+def tracked(model: nn.Module) -> Iterator[TrackedModel]:
+    tracked = track(model)
+    yield tracked
+    tracked.close()

@@ -6,16 +6,14 @@ has in their place is not, until ``flush``; ``purge`` forgets them, written back
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from tests.unit.test_tracked import TALL, WIDE, make_model, train
+from tests.unit.tracked_model import TALL, WIDE, make_model, train
 from torchrec_checknrun import (
     Checkpointer,
     Consecutive,
@@ -29,12 +27,7 @@ from torchrec_checknrun import (
 )
 from torchrec_checknrun.kernels import find_kernels
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 class Cache:

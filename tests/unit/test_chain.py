@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,17 +34,6 @@ from torchrec_checknrun.manifest import (
 
 FILE = RankFile("rank-00000.bin", 10, 5, 5, "0" * 16, 1)
 TABLES = {"t": TableTotals(100, 8)}
-
-
-@pytest.fixture(params=["disk", "memory"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
-    if request.param == "disk":
-        yield Folder(tmp_path / "run")
-        return
-    folder = Folder("memory://tests/chain/run")
-    folder.create()
-    yield folder
-    fsspec.filesystem("memory").rm("/tests", recursive=True)
 
 
 def put(

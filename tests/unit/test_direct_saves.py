@@ -1,0 +1,109 @@
+"""Marks between ``dcp.save`` calls, on a model sharded over a group of one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.unit.tracked_model import DIM, ROWS, WIDE, make_model, modified, table, train
+from torchrec_checknrun import (
+    LoadPlanner,
+    Quantization,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    TrackedModel,
+    track,
+)
+
+pytestmark = pytest.mark.usefixtures("group")
+
+
+class TestDirectSaves:
+    """Marks between ``dcp.save`` calls: no row may be lost between two checkpoints."""
+
+    def save(self, path: Path, tracked: TrackedModel, bits: int | None = None) -> Any:
+        planner = SavePlanner(tracked, quantization=Quantization(bits, exact_below_rows=0))
+        return dcp.save({}, storage_writer=StorageWriter(path), planner=planner).planner_data
+
+    def check(self, path: Path, model: nn.Module) -> None:
+        """The checkpoint holds what the model holds."""
+        fresh = make_model()
+        other = track(fresh)
+        for shard in other.shards:
+            shard.write_rows(range(ROWS), torch.zeros(ROWS, shard.rectangle.cols))
+        dcp.load({}, storage_reader=StorageReader(path), planner=LoadPlanner(other))
+        for name in other.tables:
+            assert torch.equal(table(fresh, name), table(model, name))
+        other.close()
+
+    def test_full_then_differential(
+        self, model: nn.Module, tracked: TrackedModel, tmp_path: Path
+    ) -> None:
+        train(model, a=[[1, 2]])
+        first = self.save(tmp_path / "first", tracked)
+        train(model, a=[[5]], shared=[[6]])
+        second = self.save(tmp_path / "second", tracked)
+        assert (first.kind, second.kind) == ("full", "differential")
+        assert second.parent == first.link
+        assert second.tables[WIDE].stored_values == DIM
+        self.check(tmp_path / "second", model)
+        assert modified(tracked)["wide"] == [1, 2, 5]
+
+    def test_a_second_save_into_the_same_directory_loses_nothing(
+        self, model: nn.Module, tracked: TrackedModel, tmp_path: Path
+    ) -> None:
+        first = self.save(tmp_path / "first", tracked)
+        train(model, a=[[5]])
+        with pytest.raises(CheckpointException, match="CheckpointExists"):
+            self.save(tmp_path / "first", tracked)
+        train(model, a=[[6]])
+        second = self.save(tmp_path / "second", tracked)
+        assert second.parent == first.link
+        assert second.tables[WIDE].stored_values == 2 * DIM
+        self.check(tmp_path / "second", model)
+
+    def test_a_failed_save_loses_nothing(
+        self,
+        model: nn.Module,
+        tracked: TrackedModel,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self.save(tmp_path / "first", tracked)
+        train(model, a=[[5]])
+        with monkeypatch.context() as patched:
+            patched.setattr("os.link", lambda *_: 1 / 0)
+            with pytest.raises(CheckpointException, match="ZeroDivisionError"):
+                self.save(tmp_path / "second", tracked)
+        train(model, a=[[6]])
+        third = self.save(tmp_path / "third", tracked)
+        assert third.tables[WIDE].stored_values == 2 * DIM
+        self.check(tmp_path / "third", model)
+
+    def test_a_rise_in_width_needs_a_full_checkpoint(
+        self, model: nn.Module, tracked: TrackedModel, tmp_path: Path
+    ) -> None:
+        """Else rows that are not written again would keep their loss under an exact checkpoint."""
+        kinds = []
+        for i, bits in enumerate([8, 4, 8, 8, None, 8, None]):
+            train(model, a=[[i]])
+            kinds.append(self.save(tmp_path / str(i), tracked, bits).kind)
+        assert [kind == "full" for kind in kinds] == [True, False, True, False, True, False, True]
+        self.check(tmp_path / "6", model)
+
+    def test_a_damaged_checkpoint_is_nobodys_parent(
+        self, model: nn.Module, tracked: TrackedModel, tmp_path: Path
+    ) -> None:
+        first = self.save(tmp_path / "first", tracked)
+        train(model, a=[[5]])
+        self.save(tmp_path / "second", tracked)
+        (tmp_path / "second" / "manifest.json").write_bytes(b"{}")
+        train(model, a=[[6]])
+        third = self.save(tmp_path / "third", tracked)
+        assert third.parent == first.link
+        self.check(tmp_path / "third", model)
