@@ -217,6 +217,7 @@ class Checkpointer:
         target = replace(self._target, fit=Fit(map or {}, strict, shrink))
         before = self._saver.quantization
         self._forget_failure()
+        self._saver.before_restore()
         try:
             found = restore(self.root, target, self._ranks, checkpoint, verify == "all")
         except BaseException as error:

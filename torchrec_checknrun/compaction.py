@@ -13,14 +13,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from itertools import chain as joined
 from itertools import groupby
 
 import numpy as np
 
 from torchrec_checknrun import row_ids
-from torchrec_checknrun.chain import Chain, newest, resolve
+from torchrec_checknrun.chain import Chain, check_sizes, newest, resolve
 from torchrec_checknrun.chunks import EncodedChunk, Entry
 from torchrec_checknrun.codecs import Exact
 from torchrec_checknrun.done_rows import DoneRows
@@ -81,7 +80,8 @@ def compact(
         ChainBroken, CorruptCheckpoint, UnsupportedFormat: the chain can't be read; nothing was
             committed.
         IncompatibleCheckpoint: rows of it are stored in other columns, or with less optimizer
-            state, than older ones that they replace only in part: take a full checkpoint.
+            state, than older ones that they replace only in part: take a full checkpoint. Or its
+            writer had been replaced.
         OSError: the storage failed; nothing was committed.
     """
     started = time.perf_counter()
@@ -100,6 +100,8 @@ def compact(
         files = list(_write(into, jobs, file_bytes))
         epoch = claim.epoch if (claim := latest_claim(folder)) else 0
         manifest = _manifest(chain, into.name, epoch, files)
+        lease.check()
+        check_sizes(folder, manifest)  # a pruning that took this process for dead has deleted them
         into.put(MANIFEST_NAME, manifest.to_bytes(), new=True)
     finally:
         lease.release(forget=True)
@@ -111,7 +113,13 @@ def compact(
 
 def _find(root: Folder, checkpoint: str | None) -> Chain:
     if checkpoint is not None:
-        return resolve(root, checkpoint)
+        asked_for, claim = resolve(root, checkpoint), latest_claim(root)
+        if claim is not None and not claim.admits(checkpoint, asked_for.head.epoch):
+            raise IncompatibleCheckpoint(
+                f"{checkpoint} was committed by a writer that had been replaced by then: no "
+                "restore chooses it, nor should it choose a copy; `export` it if it is wanted"
+            )
+        return asked_for
     # A newer one that can't be read just now would be replaced by what is made of an older one.
     chain, problems = newest(root, answers=True)
     if chain is not None:
@@ -337,7 +345,7 @@ def _manifest(chain: Chain, name: str, epoch: int, summaries: list[FileSummary])
         parent=None,
         previous=head.link,
         world_size=head.world_size,  # whose states they are, not how many files
-        created_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        created_at=head.created_at,  # the state's age is what retention asks for
         created_by=f"torchrec_checknrun {__version__} (compact)",
         lossy_restores=head.lossy_restores,
         bits=head.bits,

@@ -189,13 +189,16 @@ class Lease:
             claim = replace(claim, earlier=tuple(committed(latest)))
             self._folder.put(claim.name, claim.to_bytes())
         self._claim = claim
+        if claim.uses != tuple(uses):
+            self.use(uses)
         threading.Thread(target=self._renew, name="checknrun-lease", daemon=True).start()
 
     def use(self, ids: Iterable[str]) -> None:
-        """Names the checkpoints that this process was restored from meanwhile."""
+        """Names the checkpoints that this process was restored from meanwhile, at once."""
         with self._lock:
             if self._claim is not None:
                 self._claim = replace(self._claim, uses=tuple(ids))
+                self._put()
 
     def check(self) -> None:
         """To be called before a commit.
@@ -264,19 +267,20 @@ class Lease:
     def _renew(self) -> None:
         while not self._stop.wait(self._seconds / _RENEWALS):
             with self._lock:
-                if self._claim is None:
-                    return
-                try:
-                    if not self._epoch_is_ours():
-                        return  # ``check`` says so before the next commit
-                    claim = replace(self._claim, expires=time.time() + self._seconds)
-                    self._folder.put(claim.name, claim.to_bytes())
-                    self._claim = claim
-                except Exception as error:
-                    logger.warning("the claim of %s was not renewed: %s", self._root, error)
+                if self._claim is None or not self._put():
+                    return  # ``check`` says so before the next commit
 
-    def _epoch_is_ours(self) -> bool:
-        return _epochs(self._root)[-1:] == [self.claim.epoch]
+    def _put(self) -> bool:
+        """Writes the claim, which lasts anew; whether the epoch is still ours, as far as known."""
+        try:
+            if _epochs(self._root)[-1:] != [self.claim.epoch]:
+                return False
+            claim = replace(self.claim, expires=time.time() + self._seconds)
+            self._folder.put(claim.name, claim.to_bytes())
+            self._claim = claim
+        except Exception as error:
+            logger.warning("the claim of %s was not renewed: %s", self._root, error)
+        return True
 
 
 def _epochs(root: Folder) -> list[int]:

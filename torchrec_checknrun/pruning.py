@@ -16,7 +16,7 @@ from torchrec_checknrun.errors import RootInUse
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER, Claim, latest_claim
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, sequence_of
-from torchrec_checknrun.retention import Retention, Verdict, judge
+from torchrec_checknrun.retention import Retention, Verdict, judge, original_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,9 @@ def prune(
     names = root.names()
     alive = own is None and claim is not None and claim.alive
     found = list(counting(root, claim, names, known))
-    used = {*in_use, *(claim.uses if claim is not None and claim.alive else ())}
+    used = {*in_use}
+    if claim is not None and claim.alive:
+        used |= {*claim.uses, *_committed_last(claim, found)}
     verdict = judge(found, retention, in_use=used)
     if verdict.delete:  # else the files needn't be looked at: pins and damage only keep more
         pinned, damaged = _look(root, found)
@@ -93,9 +95,19 @@ def prune(
     others = sorted(set(names) - sizes.keys())
     leftovers = () if alive else tuple(_leftovers(root, others, below))
     if not dry_run:
-        for id in (*verdict.delete, *leftovers):
+        for id in verdict.delete:
+            _delete(root / id)
+        for id in _leftovers(root, leftovers, below):  # a compaction may have begun meanwhile
             _delete(root / id)
     return Pruned(verdict, leftovers, sum(sizes[id] for id in verdict.delete))
+
+
+def _committed_last(claim: Claim, found: Iterable[Manifest]) -> Iterable[str]:
+    """What a live writer's next checkpoint may build on: its last one, which needs the others. It
+    knows nothing of a compacted copy.
+    """
+    own = [m for m in found if m.epoch == claim.epoch and original_of(m) == m.id]
+    return [max(own, key=lambda m: m.sequence).id] if own else []
 
 
 def _look(root: Folder, found: Iterable[Manifest]) -> tuple[set[str], set[str]]:

@@ -73,7 +73,7 @@ def judge(
     newest = [point for point in points.values() if point.id not in apart][: retention.keep]
     reasons = {manifest.id: f"one of the newest {retention.keep}" for manifest in newest}
     if retention.every_hours is not None:
-        others = [m for m in history.whole if m.id in points and m.id not in apart]
+        others = [point for point in points.values() if point.id not in apart]
         for manifest in _first_of_each(others, 3600 * retention.every_hours):
             reasons.setdefault(manifest.id, f"the first of {retention.every_hours:g} hours")
     for ids, reason in ((held, "pinned"), (in_use, "in use")):
@@ -132,12 +132,12 @@ class _History:
         points: dict[str, Manifest] = {}
         for manifest in whole:
             if manifest.id not in abandoned:
-                points.setdefault(_original(manifest), manifest)  # a copy comes before it
+                points.setdefault(original_of(manifest), manifest)  # a copy comes before it
         return cls(ordered, by_id, whole, points, abandoned)
 
 
-def _original(manifest: Manifest) -> str:
-    """The id of what a compacted checkpoint was made of, which has its sequence number."""
+def original_of(manifest: Manifest) -> str:
+    """The id of the checkpoint that a run saved this state in: its own, unless it is compacted."""
     link = manifest.previous
     return link.id if link and sequence_of(link.id) == manifest.sequence else manifest.id
 
@@ -156,7 +156,7 @@ def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] 
 
 def _abandoned(whole: Sequence[Manifest], by_id: Mapping[str, Manifest]) -> set[str]:
     """Those that the newest one's lineage has jumped over: an older one was gone on from."""
-    copies = {_original(manifest): manifest for manifest in whole}  # of some nothing else is left
+    copies = {original_of(manifest): manifest for manifest in whole}  # of some nothing else is left
     lineage: set[str] = set()
     jumps: list[tuple[int, int]] = []
     at = whole[0] if whole else None

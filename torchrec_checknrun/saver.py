@@ -21,7 +21,7 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.gradients import PendingGradients
 from torchrec_checknrun.lease import Claim, Lease
 from torchrec_checknrun.lineage import Lineage, Proposal
-from torchrec_checknrun.manifest import Manifest
+from torchrec_checknrun.manifest import MANIFEST_NAME, Link, Manifest
 from torchrec_checknrun.policy import Decision, Policy
 from torchrec_checknrun.pruning import Pruned, Pruner, prune
 from torchrec_checknrun.quantization import Quantization
@@ -156,6 +156,11 @@ class Saver:
             self.claim()
         except OSError as error:
             self.log("the root was not claimed yet: %s", error, level=logging.WARNING)
+
+    def before_restore(self) -> None:
+        """Lets a pruning end: it doesn't know what is going to be restored."""
+        if self._pruner is not None:
+            self._pruner.wait(_PRUNE_SECONDS)
 
     def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
         """The model is in a checkpoint's state; see ``Lineage.restored``."""
@@ -309,6 +314,30 @@ class Saver:
         lease = Lease(self._root)
         lease.acquire(committed, self._resumed_from)
         self._lease = lease
+        # Nothing has kept it from being deleted until now.
+        previous = self.lineage.previous
+        if previous is not None and not self._is_there(previous.id):
+            logger.warning("%s was deleted meanwhile: the next checkpoint is full", previous.id)
+            self.lineage.must_begin_anew()
+
+    def _is_there(self, id: str) -> bool:
+        return (self._root / id).size(MANIFEST_NAME) is not None
+
+    def _before_commit(self, parent: Link | None) -> None:
+        """Rank 0's last look, in the background.
+
+        Raises:
+            RootInUse: the root was taken over.
+            SaveFailed: nothing could be restored from the checkpoint.
+        """
+        assert self._lease is not None, "rank 0 has claimed the root"
+        self._lease.check()
+        if parent is not None and not self._is_there(parent.id):
+            self.lineage.must_begin_anew()
+            raise SaveFailed(
+                f"{parent.id}, which this checkpoint builds on, was deleted from {self._root}: the "
+                "next one is full. Leave deleting to `retention` or `checknrun prune`"
+            )
 
     def _is_committed(self, step: int) -> bool:
         """Whether what would be saved is there and can be restored."""
@@ -362,7 +391,7 @@ class Saver:
                 )
             except Exception as error:
                 snapshot = error
-            check = self._lease.check if self._lease is not None else lambda: None
+            check = partial(self._before_commit, proposal.header.parent)
             save = self._background.begin(
                 proposal, snapshot, cut, self.quantization, started, before_commit=check
             )

@@ -41,6 +41,8 @@ from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
 )
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import Claim, Lease
+from torchrec_checknrun.manifest import Manifest
 from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.read_chunks import read_chunk
@@ -106,6 +108,7 @@ def test_random_chains(data: st.DataObject, rows: int, ranks: int) -> None:
     )
     new, old = read_manifest(root, report.id), read_manifest(root, head)
     assert (new.kind, new.parent, new.previous) == ("full", None, old.link)
+    assert new.created_at == old.created_at
     assert (new.step, new.sequence, new.world_size) == (old.step, old.sequence, ranks)
     assert committed(root)[:2] == [new.id, old.id]
     assert new.tables[TABLE].stored_values == rows * DIM
@@ -254,6 +257,39 @@ def test_storage_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     report = compacted(root)
     assert report.sequence == read_manifest(root, head).sequence
     assert_restores_alike(root, head, report.id, [Rectangle(0, 100, *WHOLE)])
+
+
+def test_files_that_a_pruning_took_for_leftovers(
+    root: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a process that was stopped for so long that its claim has expired."""
+    head = small_chain(root)
+    make_manifest = compaction._manifest
+
+    def prune_first(*arguments: Any) -> Manifest:
+        with monkeypatch.context() as patched:
+            patched.setattr(Claim, "alive", property(lambda claim: False))
+            assert len(prune(root, Retention(1)).leftovers) == 1
+        return make_manifest(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compaction, "_manifest", prune_first)
+        with pytest.raises(CorruptCheckpoint, match="but is missing"):
+            compact(root.url)
+    assert committed(root)[0] == head
+    assert_restores_alike(root, head, compacted(root).id, [Rectangle(0, 100, *WHOLE)])
+
+
+def test_a_checkpoint_that_came_too_late(root: Folder) -> None:
+    head = read_manifest(root, small_chain(root))
+    lease = Lease(root)
+    lease.acquire(lambda _: [manifest.id for manifest in resolve(root, head.id).manifests])
+    late = write(root, 100, [Part(WHOLE, [7], 1)], head, epoch=0)
+    try:
+        with pytest.raises(IncompatibleCheckpoint, match="writer that had been replaced"):
+            compact(root.url, late.id)
+    finally:
+        lease.release()
 
 
 @pytest.mark.parametrize(

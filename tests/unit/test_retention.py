@@ -44,7 +44,8 @@ def make(
 
 def compacted(head: Manifest) -> Manifest:
     new = make(head.sequence, None, head, step=head.step)
-    return replace(new, id=checkpoint_id(head.sequence, head.step, "ffffffff")).sealed()
+    id = checkpoint_id(head.sequence, head.step, "ffffffff")
+    return replace(new, id=id, created_at=head.created_at).sealed()
 
 
 def run(kinds: str) -> list[Manifest]:
@@ -107,6 +108,19 @@ def test_pinned_and_in_use_stay_with_their_chains() -> None:
     assert kept(made, Retention(1), pinned={made[2].id}) == [1, 2, 3, 6]
     assert kept(made, Retention(1), in_use={made[1].id}) == [1, 2, 6]
     assert kept(made, Retention(1), pinned={"of long ago"}) == [6]
+
+
+def test_a_compacted_checkpoint_is_its_hours_first() -> None:
+    first = make(1)
+    second = make(2, first, first, hours=1)
+    third = make(3, None, second, hours=30)
+    fourth = make(4, None, third, hours=60)
+    copy = compacted(second)
+    daily = Retention(1, every_hours=24)
+    assert kept([first, second, copy], Retention(1)) == [2]  # so that the chain is gone
+    assert kept([copy, third, fourth], daily) == [2, 3, 4]
+    assert kept([first, second, copy, third, fourth], daily) == [1, 3, 4]
+    assert kept([first, second, copy, third, fourth], Retention(3)) == [2, 3, 4]
 
 
 def test_forks_that_were_left_behind_go_first() -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -205,14 +205,28 @@ def test_sigterm_makes_the_next_step_the_last(terminated: list[int]) -> None:
     assert terminated == [signal.SIGTERM]
 
 
-def test_without_a_handler_the_process_exits_as_after_sigterm() -> None:
-    schedule = Schedule([OnSigterm()], ALONE)
+def test_without_a_handler_the_process_exits_as_after_sigterm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And should an exception keep it from that, the grace time ends it."""
+    ended: list[str] = []
+
+    def end(reason: str) -> NoReturn:
+        ended.append(reason)
+        raise SystemExit  # that thread alone, here
+
+    monkeypatch.setattr(preemption, "_exit", end)
+    schedule = Schedule([OnSigterm(grace_seconds=3)], ALONE)
     _send_sigterm(lambda: schedule.due(1))
     with pytest.raises(SystemExit) as exit_info:
         schedule.end()
     assert exit_info.value.code == EXIT_CODE == 143
     schedule.close(failed=True)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    deadline = time.monotonic() + 30
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended == ["SIGTERM was 3 seconds ago"]
 
 
 def test_closed_before_the_next_step(terminated: list[int]) -> None:

@@ -1,0 +1,144 @@
+"""Somebody else compacts and prunes a root while a run goes on in it: it loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed import references
+from tests.distributed.models import Plan, gather, scramble
+from tests.distributed.small_job import build, checkpointer, save, where
+from tests.distributed.worker_pool import WorkerPool
+from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot, Policy, compact
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.inventory import inventory
+from torchrec_checknrun.lease import latest_claim
+from torchrec_checknrun.pruning import prune
+from torchrec_checknrun.retention import Retention
+
+Workers = Callable[[int], WorkerPool]
+POLICIES: dict[str, Policy] = {
+    "consecutive": Consecutive(),
+    "one_shot": OneShot(),
+    "intermittent": Intermittent(),
+}
+
+
+def on_rank_0(act: Callable[[], Any]) -> None:
+    """Between barriers, as another process would at any time."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        act()
+    dist.barrier()
+
+
+def tidy(root: str, keep: int) -> None:
+    compact(root)
+    prune(Folder(root), Retention(keep))
+
+
+def goes_on(root: str, spec: dict[str, Any], plan: Plan, policy: str, keep: int) -> list[str]:
+    job = build(spec, plan)
+    with checkpointer(root, job, policy=POLICIES[policy]) as saver:
+        for number in range(6):
+            if number in (3, 5):
+                on_rank_0(lambda: tidy(root, keep))
+            job.train()
+            saver.steps = job.steps
+            save(saver)
+        wanted = gather(job)
+        scramble(job)
+        report = saver.restore()
+        assert report is not None
+        assert (report.step, report.passed_over) == (6, ())
+    return references.differences(gather(job), wanted, None)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_run_builds_on_stays(
+    workers: Workers, tmp_path: Path, policy: str, keep: int
+) -> None:
+    place = where(tmp_path)
+    for problems in workers(2).run(goes_on, **place, policy=policy, keep=keep):
+        assert problems == []
+    assert {found.status for found in inventory(Folder(place["root"])).checkpoints} == {
+        "restorable"
+    }
+
+
+def resumes(root: str, spec: dict[str, Any], plan: Plan, claimed: bool) -> list[Any]:
+    """From an older checkpoint, which somebody prunes before the run has saved anything."""
+    job = build(spec, plan)
+    with checkpointer(root, job, policy=Full()) as saver:
+        names = []
+        for _ in range(3):
+            job.train()
+            names.append(save(saver))
+    found: list[Any] = []
+    with checkpointer(root, job, policy=Consecutive()) as saver:
+        if claimed:
+            job.train()
+            saver.mark_all()
+            saver.step()
+        saver.restore(names[0])
+        on_rank_0(lambda: prune(Folder(root), Retention(2)))
+        found.append(names[0] in Folder(root).names())
+        for _ in range(2):
+            job.train()
+            saver.steps += 1
+            report = saver.save()
+            assert report is not None
+            found.append((report.kind, report.parent == names[0]))
+        wanted = gather(job)
+        scramble(job)
+        assert saver.restore() is not None
+    return [found, references.differences(gather(job), wanted, None)]
+
+
+@pytest.mark.parametrize(
+    ("claimed", "wanted"),
+    [
+        (True, [True, ["differential", True], ["differential", False]]),
+        (False, [False, ["full", False], ["differential", False]]),
+    ],
+)
+def test_what_was_resumed_from(
+    workers: Workers, tmp_path: Path, claimed: bool, wanted: list[Any]
+) -> None:
+    for found, problems in workers(2).run(resumes, **where(tmp_path), claimed=claimed):
+        assert found == wanted
+        assert problems == []
+
+
+def loses_its_parent(root: str, spec: dict[str, Any], plan: Plan) -> list[Any]:
+    job = build(spec, plan)
+    with checkpointer(root, job, policy=Consecutive()) as saver:
+        job.train()
+        first = save(saver)
+        on_rank_0(lambda: (Folder(root) / first).delete("manifest.json"))
+        job.train()
+        saver.steps += 1
+        with pytest.raises(SaveFailed, match=f"{first}, which this checkpoint builds on, was del"):
+            saver.save()
+        report = saver.save()
+        assert report is not None
+        wanted = gather(job)
+        scramble(job)
+        assert saver.restore() is not None
+    return [report.kind, references.differences(gather(job), wanted, None)]
+
+
+def test_a_parent_that_is_gone_is_built_upon_by_none(workers: Workers, tmp_path: Path) -> None:
+    place = where(tmp_path)
+    for kind, problems in workers(2).run(loses_its_parent, **place):
+        assert kind == "full"
+        assert problems == []
+    claim = latest_claim(Folder(place["root"]))
+    assert claim is not None
+    assert not claim.alive
