@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import re
 from collections.abc import Container, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 
@@ -11,7 +13,9 @@ from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointNotFound,
     CorruptCheckpoint,
+    StorageFailed,
     StorageUnreachable,
+    UnsupportedFormat,
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER, Claim, latest_claim
@@ -25,6 +29,8 @@ from torchrec_checknrun.manifest import (
 from torchrec_checknrun.untrusted import MANIFEST_BYTES
 
 logger = logging.getLogger(__name__)
+
+_RANK_FILE = re.compile(r"rank-[0-9]{5,}\.bin")
 
 
 @dataclass(frozen=True)
@@ -63,14 +69,7 @@ def read_manifest(root: Folder, name: str) -> Manifest:
         CorruptCheckpoint, UnsupportedFormat: it can't be read.
     """
     where = f"{root}/{name}/{MANIFEST_NAME}"
-    try:
-        data = _read_small(root, name)
-    except FileNotFoundError:
-        raise CheckpointNotFound(
-            f"no committed checkpoint {name!r} in {root} (no {MANIFEST_NAME}): its "
-            "save was interrupted, or the name or the root is another"
-        ) from None
-    manifest = parse_manifest(data, where)
+    manifest = _parse(root, name)
     if manifest.id != name:
         raise CorruptCheckpoint(
             f"{where} is the manifest of {manifest.id!r}: it was moved or copied"
@@ -78,6 +77,18 @@ def read_manifest(root: Folder, name: str) -> Manifest:
     if sequence_of(name) not in (None, manifest.sequence):
         raise CorruptCheckpoint(f"{where} has sequence number {manifest.sequence}")
     return manifest
+
+
+def _parse(root: Folder, name: str) -> Manifest:
+    """As ``read_manifest``; a copy of another checkpoint's will do."""
+    try:
+        data = _read_small(root, name)
+    except FileNotFoundError:
+        raise CheckpointNotFound(
+            f"no committed checkpoint {name!r} in {root} (no {MANIFEST_NAME}): its "
+            "save was interrupted, or the name or the root is another"
+        ) from None
+    return parse_manifest(data, f"{root}/{name}/{MANIFEST_NAME}")
 
 
 def _read_small(root: Folder, name: str) -> bytes:
@@ -95,10 +106,16 @@ def _read_small(root: Folder, name: str) -> bytes:
 def committed(root: Folder, names: Iterable[str] | None = None) -> list[str]:
     """Ids of directories that may hold a committed checkpoint, highest sequence number first.
 
+    Last come those of which nothing tells the number: their manifests are damaged.
+
     Args:
         names: what is in the root, if that is known.
+
+    Raises:
+        StorageFailed: a manifest can't be read.
     """
-    return [name for _, name in sorted(_sequences(root, names), reverse=True)]
+    numbered, damaged = _sequences(root, names)
+    return [name for _, name in numbered] + list(damaged)
 
 
 def counting(
@@ -130,23 +147,44 @@ def counting(
 
 def highest_sequence(root: Folder) -> int:
     """The highest sequence number in use, committed or not; 0 where there is none."""
-    return max((sequence for sequence, _ in _sequences(root)), default=0)
+    return max((sequence for sequence, _ in _sequences(root)[0]), default=0)
 
 
-def _sequences(root: Folder, names: Iterable[str] | None = None) -> list[tuple[int, str]]:
-    found = []
+def _sequences(
+    root: Folder, names: Iterable[str] | None = None
+) -> tuple[list[tuple[int, str]], dict[str, CheckNRunError]]:
+    """Checkpoints with their sequence numbers, highest first, and what is wrong with the others."""
+    found: list[tuple[int, str]] = []
+    damaged: dict[str, CheckNRunError] = {}
     for name in root.names() if names is None else names:
         if name == FOLDER:
             continue
         sequence = sequence_of(name)
-        if sequence is None:
-            # Saved through dcp.save under a name of the user's own: only its manifest knows.
+        # Saved through dcp.save under a name of the user's own: only its manifest knows. A link is
+        # no directory of this root: perhaps somebody's `latest`.
+        if sequence is None and not root.is_link(name):
             try:
-                sequence = read_manifest(root, name).sequence
-            except (CheckNRunError, OSError):
+                sequence = _parse(root, name).sequence
+            except CheckpointNotFound:
                 continue
-        found.append((sequence, name))
-    return found
+            except CheckNRunError as error:
+                if _is_checkpoint(root, name, error):
+                    damaged[name] = error
+            except StorageFailed as error:
+                if error.errno != errno.EACCES:
+                    raise
+                # Others' directories lie beside checkpoints, as lost+found does.
+                logger.warning("%s/%s is passed over: %s", root, name, error)
+        if sequence is not None:
+            found.append((sequence, name))
+    return sorted(found, reverse=True), damaged
+
+
+def _is_checkpoint(root: Folder, name: str, error: CheckNRunError) -> bool:
+    """Whether a manifest that can't be read is one of ours: others use the file's name, too."""
+    return isinstance(error, UnsupportedFormat) or any(
+        _RANK_FILE.fullmatch(file) for file in (root / name).names()
+    )
 
 
 def resolve(root: Folder, name: str) -> Chain:
@@ -188,7 +226,7 @@ def resolve(root: Folder, name: str) -> Chain:
 def newest(
     root: Folder, unusable: Container[str] = (), *, answers: bool = False
 ) -> tuple[Chain | None, list[str]]:
-    """The newest whole chain, and why newer checkpoints were passed over.
+    """The newest whole chain, and why newer checkpoints, or perhaps newer ones, were passed over.
 
     Args:
         unusable: ids to pass over without a word.
@@ -199,9 +237,11 @@ def newest(
             newer ones behind.
         StorageFailed: the root can't be listed; with ``answers``, or anything in it can't be read.
     """
-    problems: list[str] = []
     claim = latest_claim(root)
-    for name in committed(root):
+    numbered, damaged = _sequences(root)
+    # Nothing tells how new these are.
+    problems = [f"{name}: {error}" for name, error in damaged.items() if name not in unusable]
+    for _, name in numbered:
         if name in unusable:
             continue
         try:

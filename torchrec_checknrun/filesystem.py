@@ -11,10 +11,10 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -22,6 +22,8 @@ from fsspec.implementations.local import LocalFileSystem
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.retries import retrying, storage_failed
 from torchrec_checknrun.s3_upload import S3Upload
+
+T = TypeVar("T")
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
 
@@ -42,7 +44,7 @@ class Folder:
         self._fs, path = fsspec.core.url_to_fs(self.url)
         self._path = path.rstrip("/")
         self._local = isinstance(self._fs, LocalFileSystem)
-        self._within = False
+        self._depth = 0
         protocols = self._fs.protocol
         self._s3 = "s3" in ((protocols,) if isinstance(protocols, str) else protocols)
         if self._local:
@@ -54,7 +56,7 @@ class Folder:
 
     def __truediv__(self, name: str) -> Folder:
         folder = self._at(f"{self._path}/{name}")
-        folder._within = True
+        folder._depth = self._depth + 1
         return folder
 
     @property
@@ -70,7 +72,7 @@ class Folder:
     def _at(self, path: str) -> Folder:
         """Another folder of the same store."""
         folder = copy(self)
-        folder._path, folder._within = path, False
+        folder._path, folder._depth = path, 0
         folder.url = (path or "/") if self._local else self._fs.unstrip_protocol(path)
         return folder
 
@@ -87,7 +89,7 @@ class Folder:
         """
         if not self._local:
             return
-        if self._within and os.path.islink(self._path):
+        if self._depth and os.path.islink(self._path):
             raise CorruptCheckpoint(
                 f"{self} is a symbolic link: checkpoints are plain files in directories of their "
                 "root; remove it, or copy there what it points to"
@@ -123,6 +125,10 @@ class Folder:
             entries = retrying(look, f"listing {self}")
         except FileNotFoundError:
             return {}
+        except OSError as error:
+            if error.errno == errno.ENOTDIR and self._depth > 1:
+                return {}  # a file lies where a checkpoint would; as a root it is a mistake
+            raise
         found = {}
         for entry in entries:
             path = str(entry["name"] if detail else entry).rstrip("/")
@@ -138,7 +144,7 @@ class Folder:
             return cast("dict[str, Any]", self._fs.info(f"{self._path}/{name}"))
 
         try:
-            info = retrying(look, f"looking at {self}/{name}")
+            info = _retrying_to_see(look, f"looking at {self}/{name}")
         except FileNotFoundError:
             return None
         return int(info["size"]) if info["type"] == "file" else None
@@ -165,7 +171,7 @@ class Folder:
             if self.size(name) is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             return b""
-        return retrying(get, f"reading {self}/{name}")
+        return _retrying_to_see(get, f"reading {self}/{name}")
 
     def read_into(self, memory: memoryview, name: str, offset: int) -> int:
         """Fills memory with a part of a file, which no other copy is made of on a local disk.
@@ -200,7 +206,7 @@ class Folder:
             finally:
                 os.close(descriptor)
 
-        return retrying(fill, f"reading {self}/{name}")
+        return _retrying_to_see(fill, f"reading {self}/{name}")
 
     def create(self) -> None:
         """Makes the folder (object stores have none to make)."""
@@ -310,7 +316,7 @@ class Folder:
         self._refuse_links()
 
         def remove() -> None:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 self._fs.rm_file(f"{self._path}/{name}")
 
         retrying(remove, f"deleting {self}/{name}")
@@ -339,6 +345,19 @@ class Folder:
             raise storage_failed(error, what) from error
         finally:
             os.close(descriptor)
+
+
+def _retrying_to_see(act: Callable[[], T], what: str) -> T:
+    """``retrying``; within what is no folder, there is no file."""
+
+    def see() -> T:
+        try:
+            return act()
+        except NotADirectoryError as error:
+            path = error.filename
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+
+    return retrying(see, what)
 
 
 def _link(temporary: str, target: str) -> bool:

@@ -1,5 +1,6 @@
 """Chains are found, followed and refused by what is in the root, on a disk or in a store."""
 
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from torchrec_checknrun.chain import (
     Chain,
     committed,
+    counting,
     highest_sequence,
     newest,
     read_manifest,
@@ -20,9 +22,13 @@ from torchrec_checknrun.errors import (
     ChainBroken,
     CheckpointNotFound,
     CorruptCheckpoint,
+    StorageFailed,
+    StorageUnreachable,
     UnsupportedFormat,
 )
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.inventory import inventory
+from torchrec_checknrun.lease import Lease
 from torchrec_checknrun.manifest import (
     MANIFEST_NAME,
     Link,
@@ -31,6 +37,9 @@ from torchrec_checknrun.manifest import (
     TableTotals,
     checkpoint_id,
 )
+from torchrec_checknrun.pruning import prune
+from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.verification import verify
 
 FILE = RankFile("rank-00000.bin", 10, 5, 5, "0" * 16, 1)
 TABLES = {"t": TableTotals(100, 8)}
@@ -298,6 +307,119 @@ def test_names_of_users_count_by_what_their_manifest_says(root: Folder) -> None:
     third = put(root, 3, second)
     assert ids(newest(root)[0]) == ["z first", "a-second", third.id]
     assert highest_sequence(root) == 3
+
+
+class TestDamageUnderANameOfTheUsers:
+    """Only the manifest knows its number: where that is damaged it is last, and is told of."""
+
+    @pytest.mark.parametrize("content", [b"", b"{}", None], ids=["empty", "other", "flipped"])
+    def test_it_is_told_of(
+        self, root: Folder, caplog: pytest.LogCaptureFixture, content: bytes | None
+    ) -> None:
+        first = put(root, 1)
+        final = put(root, 2, first, name="final")
+        flipped = final.to_bytes().replace(b'"step":20', b'"step":21')
+        assert flipped != final.to_bytes()
+        (root / "final").put(MANIFEST_NAME, flipped if content is None else content)
+        assert committed(root) == [first.id, "final"]
+        chain, problems = newest(root)
+        assert ids(chain) == [first.id]
+        assert [problem.split(":")[0] for problem in problems] == ["final"]
+        assert newest(root, {"final"})[1] == []
+        assert list(counting(root, None)) == [first]
+        assert f"final/{MANIFEST_NAME}" in caplog.text
+        assert {one.id: one.status for one in inventory(root).checkpoints} == {
+            first.id: "restorable",
+            "final": "broken",
+        }
+        before = sorted((root / "final").names())
+        done = prune(root, Retention(1))
+        assert (dict(done.verdict.delete), done.leftovers) == ({}, ())
+        assert sorted((root / "final").names()) == before
+
+    def test_of_a_later_release(self, root: Folder) -> None:
+        document = json.loads(put(root, 2, name="final").to_bytes())
+        document["manifest"]["format_version"] = 2
+        (root / "final").put(MANIFEST_NAME, json.dumps(document).encode())
+        chain, problems = newest(root)
+        assert chain is None
+        assert "upgrade torchrec_checknrun" in problems[0]
+
+    def test_a_copy_has_its_number(self, root: Folder) -> None:
+        first, second = put(root, 1), put(root, 2)
+        (root / "best").create()
+        for file in (FILE.name, MANIFEST_NAME):
+            (root / "best").put(file, (root / first.id).read(file))
+        assert committed(root) == [second.id, first.id, "best"]
+        assert newest(root)[1] == []
+        with pytest.raises(CorruptCheckpoint, match="moved or copied"):
+            resolve(root, "best")
+
+    @pytest.mark.parametrize(
+        ("error", "raised"),
+        [
+            (StorageUnreachable(errno.ETIMEDOUT, "no answer"), StorageUnreachable),
+            (StorageFailed(errno.EIO, "a bad sector"), StorageFailed),
+        ],
+    )
+    def test_storage_that_fails_is_no_damage(
+        self, root: Folder, monkeypatch: pytest.MonkeyPatch, error: OSError, raised: type[OSError]
+    ) -> None:
+        put(root, 1)
+        put(root, 2, name="final")
+        read = Folder.read
+
+        def fail(self: Folder, name: str, *part: int) -> bytes:
+            if self.name == "final":
+                raise error
+            return read(self, name, *part)
+
+        monkeypatch.setattr(Folder, "read", fail)
+        with pytest.raises(raised) as caught:
+            newest(root)
+        assert caught.value is error
+
+    def test_a_directory_of_somebody_else(
+        self, root: Folder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As lost+found, which only its owner may look into."""
+        first = put(root, 1)
+        (root / "lost+found").create()
+        (root / "lost+found").put("x", b"")
+        read = Folder.read
+
+        def refuse(self: Folder, name: str, *part: int) -> bytes:
+            if self.name == "lost+found":
+                raise StorageFailed(errno.EACCES, "permission was refused")
+            return read(self, name, *part)
+
+        monkeypatch.setattr(Folder, "read", refuse)
+        chain, problems = newest(root)
+        assert (ids(chain), problems) == ([first.id], [])
+
+
+def test_links_beside_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    root = Folder(tmp_path)
+    first = put(root, 1)
+    (tmp_path / "latest").symlink_to(first.id)
+    assert committed(root) == [first.id]
+    assert newest(root)[1] == []
+
+
+def test_a_file_with_a_checkpoints_name(root: Folder) -> None:
+    first, second = put(root, 1), put(root, 2)
+    stray = checkpoint_id(0, 0, "0" * 8)
+    root.put(stray, b"")
+    with pytest.raises(CheckpointNotFound, match=stray):
+        read_manifest(root, stray)
+    assert list(counting(root, None)) == [second, first]
+    assert newest(root)[1] == []
+    assert [one.id for one in verify(root.url)] == [second.id, first.id]
+    assert list(prune(root, Retention(1)).verdict.delete) == [first.id]
+    lease = Lease(root)
+    lease.acquire(lambda claim: [manifest.id for manifest in counting(root, claim)])
+    lease.release()
+    assert stray in root.names()
 
 
 def test_a_root_may_be_moved(tmp_path: Path) -> None:
