@@ -20,7 +20,8 @@ def check_coverage(name: str, whole: TableShape, held: Iterable[tuple[Rectangle,
     """
     parts = sorted(part for part in held if part[0].area)
     for i, (one, rank) in enumerate(parts):
-        for other, other_rank in parts[i + 1 :]:
+        for j in range(i + 1, len(parts)):
+            other, other_rank = parts[j]
             if other.row_start >= one.row_stop:
                 break
             if one.intersect(other):

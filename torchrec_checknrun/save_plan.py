@@ -23,6 +23,7 @@ from torchrec_checknrun.blocks import BlockSummary, Path, check_blocks
 from torchrec_checknrun.chunks import EncodedChunk
 from torchrec_checknrun.coverage import check_coverage
 from torchrec_checknrun.errors import InvalidPlan
+from torchrec_checknrun.garbage import paused
 from torchrec_checknrun.importance_budget import Key, Survey, constants, survey
 from torchrec_checknrun.manifest import Header
 from torchrec_checknrun.progress import OptimizerProgress
@@ -131,6 +132,7 @@ class CheckpointPlanner(SavePlanner):
         ]
         return SavePlan(items, planner_data=self._prepared.summary)
 
+    @paused()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         summaries: list[PlanSummary] = [plan.planner_data for plan in all_plans]
         _check_agreement(summaries)
@@ -149,7 +151,9 @@ class CheckpointPlanner(SavePlanner):
         states = dict.fromkeys((name for s in summaries for name in s.replicated), False)
         states |= dict.fromkeys(summaries[0].per_rank, True)
         metadata = Metadata(
-            {item.index.fqn: BytesStorageMetadata() for plan in plans for item in plan.items},
+            dict.fromkeys(
+                (item.index.fqn for plan in plans for item in plan.items), BytesStorageMetadata()
+            ),
             planner_data=GlobalPlan(
                 header=summaries[0].header,
                 tables=summaries[0].tables,

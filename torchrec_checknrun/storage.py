@@ -33,6 +33,7 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
 )
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.garbage import paused
 from torchrec_checknrun.in_order import Turn, work_in_order
 from torchrec_checknrun.lease import latest_claim
 from torchrec_checknrun.manifest import (
@@ -128,6 +129,7 @@ class StorageWriter(DcpStorageWriter):
         done.set_result([WriteResult(index, summary.file.size, summary)])
         return done
 
+    @paused()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: everything is durable by now, and the manifest makes the checkpoint exist."""
         plan: GlobalPlan = metadata.planner_data
