@@ -6,21 +6,25 @@ and what each rank has of its own with ``<state>.rank<n>``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchrec_checknrun.blocks import KIND as BLOCK
-from torchrec_checknrun.blocks import BlockHeader, block_header
+from torchrec_checknrun.blocks import BlockHeader, block_header, whole_of
 from torchrec_checknrun.chunks import decode_state_chunk
-from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.read_chunks import StoredChunk, read_chunk
+from torchrec_checknrun.shards import Rectangle, TableShape
 
 MODEL = "model"
 """The state whose names stand alone."""
+_NONE = torch.empty(0, dtype=torch.uint8)
 
 
 def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
@@ -38,6 +42,8 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     pieces: dict[str, torch.Tensor] = {}
+    for problem in piece_problems(chunks):  # before memory of their size is taken
+        raise CorruptCheckpoint(problem)
     for chunk in chunks:
         entry = chunk.entry
         if entry["kind"] == "state":
@@ -53,12 +59,60 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
                 found[key] = value
         elif entry["kind"] == BLOCK:
             header = block_header(entry)
-            path = header.path[1:] if header.path[0] == MODEL else header.path
-            key = ".".join(map(str, path))
+            key = _key(header)
             if key not in pieces:
                 pieces[key] = torch.zeros(header.size, dtype=header.dtype)
             _put(pieces[key], header, read_chunk(root, chunk))
     return {**found, **pieces}
+
+
+def piece_problems(chunks: Iterable[StoredChunk]) -> Iterator[str]:
+    """Sharded tensors of a checkpoint of which pieces are missing, or there twice, or of another
+    size or type; one line for each.
+    """
+    pieces: dict[str, list[tuple[StoredChunk, BlockHeader]]] = {}
+    for chunk in chunks:
+        if chunk.entry["kind"] == BLOCK:
+            header = block_header(chunk.entry)
+            pieces.setdefault(_key(header), []).append((chunk, header))
+    for name, of_tensor in pieces.items():
+        chunk, first = of_tensor[0]
+        if len({(header.path, header.size, header.dtype) for _, header in of_tensor}) > 1:
+            yield f"{chunk.checkpoint}: pieces of {name} are of several sizes or types"
+        elif not _tile(whole_of(first.size), [header.rectangle for _, header in of_tensor]):
+            values = sum(header.rectangle.area for _, header in of_tensor)
+            yield (
+                f"{chunk.checkpoint} holds {values} of the {math.prod(first.size)} values of "
+                f"{name}, or some twice: pieces are missing"
+            )
+
+
+def decode_block(header: BlockHeader, payload: memoryview) -> torch.Tensor:
+    """A piece of a sharded tensor, ``(rows, cols)``."""
+    place = header.rectangle
+    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else _NONE
+    return data.view(header.dtype).view(place.rows, place.cols)
+
+
+def _key(header: BlockHeader) -> str:
+    path = header.path[1:] if header.path[:1] == (MODEL,) else header.path
+    return ".".join(map(str, path))
+
+
+def _tile(whole: TableShape, places: Iterable[Rectangle]) -> bool:
+    """Whether places make up a whole: nothing of it is missing, and nothing there twice."""
+    places = [place for place in places if place.area]
+    if sum(place.area for place in places) != whole.rows * whole.dim:
+        return False  # from here on it takes no more time than there are values
+    cuts = sorted({cut for place in places for cut in (place.col_start, place.col_stop)})
+    ends = dict.fromkeys(cuts, 0)
+    for place in sorted(places):
+        within = slice(bisect_left(cuts, place.col_start), bisect_left(cuts, place.col_stop))
+        for column in cuts[within]:
+            if ends[column] != place.row_start:
+                return False
+            ends[column] = place.row_stop
+    return True
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -78,8 +132,6 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _put(whole: torch.Tensor, header: BlockHeader, payload: memoryview) -> None:
     place = header.rectangle
-    rows = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(header.dtype)
     target = whole if whole.dim() == 2 else whole.unsqueeze(1)
-    target[place.row_start : place.row_stop, place.col_start : place.col_stop] = rows.view(
-        place.rows, place.cols
-    )
+    part = target[place.row_start : place.row_stop, place.col_start : place.col_stop]
+    part.copy_(decode_block(header, payload))

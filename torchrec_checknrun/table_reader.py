@@ -140,7 +140,8 @@ class TableReader:
         wanted = sorted(set(ids))
         shards = [self.empty(start, stop) for start, stop in _runs(wanted)]
         self.restore(shards)
-        at = torch.tensor([wanted.index(id) for id in ids], dtype=torch.int64)
+        places = {id: place for place, id in enumerate(wanted)}
+        at = torch.tensor([places[id] for id in ids], dtype=torch.int64)
 
         def joined(parts: Iterable[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
             return torch.cat([empty, *parts])[at]

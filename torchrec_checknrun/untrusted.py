@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from reprlib import repr as shown
 from typing import Any
@@ -77,7 +78,7 @@ def record(value: object, checks: Mapping[str, Check], *optional: str) -> dict[s
     for name, item in value.items():
         try:
             found[name] = checks[name](item)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from error
     return found
 
@@ -168,8 +169,8 @@ def dict_of(check: Check) -> Check:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"the key {shown(twice)} stands there twice")
     return found
 

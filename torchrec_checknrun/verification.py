@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
+import numpy as np
+
+from torchrec_checknrun.blocks import KIND as BLOCK
+from torchrec_checknrun.blocks import block_header
 from torchrec_checknrun.chain import check_sizes, committed, read_manifest, resolve
 from torchrec_checknrun.chunks import decode_state_chunk
-from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
+from torchrec_checknrun.dense_values import decode_block, piece_problems
+from torchrec_checknrun.done_rows import DoneRows
+from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound, CorruptCheckpoint
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import Manifest
 from torchrec_checknrun.rank_file import read_footer
-from torchrec_checknrun.read_chunks import StoredChunk, read_chunk, read_indexes
+from torchrec_checknrun.read_chunks import StoredChunk, read_chunk, read_indexes, table_problems
 from torchrec_checknrun.row_chunks import KIND, rows_header
 from torchrec_checknrun.stored_rows import StoredRows
 
@@ -41,7 +49,7 @@ def verify(
 ) -> list[Verified]:
     """Reads every byte of checkpoints and of what they need, and decodes every chunk.
 
-    Memory: one chunk at a time.
+    Memory: one chunk at a time, and of one table at a time a bit for each row and range of columns.
 
     Args:
         root: where the checkpoints are, a folder or any fsspec URL.
@@ -59,7 +67,10 @@ def verify(
     wanted = committed(folder) if checkpoints is None else list(checkpoints)
     manifests: dict[str, Manifest] = {}
     problems: dict[str, list[str]] = {}
+    resolved: set[str] = set()  # with all that they need
     for id in wanted:
+        if id in resolved:
+            continue
         try:
             chain = resolve(folder, id)
         except CheckpointNotFound:
@@ -73,6 +84,7 @@ def verify(
             except CheckNRunError:
                 continue
         else:
+            resolved.update(manifest.id for manifest in chain.manifests)
             manifests |= {manifest.id: manifest for manifest in chain.manifests}
     total = sum(manifest.stored_bytes for manifest in manifests.values())
     done = 0
@@ -83,43 +95,175 @@ def verify(
         if progress is not None:
             progress(done, total)
 
-    verified = {id: _verify(folder, manifest, step) for id, manifest in manifests.items()}
-    ordered = sorted(manifests.values(), key=lambda m: (m.sequence, m.id), reverse=True)
+    oldest_first = sorted(manifests.values(), key=lambda m: (m.sequence, m.id))
+    verification = _Verification(folder, step)
+    verified = {manifest.id: verification.verify(manifest) for manifest in oldest_first}
     found = []
-    for id in dict.fromkeys([*(m.id for m in ordered), *problems]):
+    for id in dict.fromkeys([*reversed(verified), *problems]):
         own = verified.get(id, Verified(id, 0, 0, ()))
         texts = tuple(dict.fromkeys([*problems.get(id, ()), *own.problems]))
         found.append(Verified(id, own.bytes, own.chunks, texts))
     return found
 
 
-def _verify(root: Folder, manifest: Manifest, step: Callable[[int], None]) -> Verified:
-    problems: list[str] = []
-    try:
-        check_sizes(root, manifest)
-        for file in manifest.files:
-            read_footer(root / manifest.id, file)
-        chunks = read_indexes(root, manifest)
-    except CheckNRunError as error:
-        return Verified(manifest.id, manifest.stored_bytes, 0, (str(error),))
-    sound = 0
-    for chunk in chunks:
+class _Verification:
+    """What was found so far: of a chain's checkpoints the older ones first.
+
+    Args:
+        step: called with the bytes that were gone through.
+    """
+
+    def __init__(self, root: Folder, step: Callable[[int], None]) -> None:
+        self._root = root
+        self._step = step
+        self._kinds: dict[str, dict[str, _Kinds]] = {}
+
+    def verify(self, manifest: Manifest) -> Verified:
+        """Reads and decodes a checkpoint's own chunks."""
+        problems: list[str] = []
+        parent = {} if manifest.parent is None else self._kinds.get(manifest.parent.id, {})
+        self._kinds[manifest.id] = parent
         try:
-            _decode(chunk, read_chunk(root, chunk))
-            sound += 1
+            check_sizes(self._root, manifest)
+            for file in manifest.files:
+                read_footer(self._root / manifest.id, file)
+            chunks = read_indexes(self._root, manifest)
         except CheckNRunError as error:
-            problems.append(f"{manifest.id}/{chunk.file}, chunk {chunk.number}: {error}")
-        step(chunk.entry["length"])
-    step(manifest.stored_bytes - sum(chunk.entry["length"] for chunk in chunks))
-    problems += _gaps(manifest, chunks)
-    return Verified(manifest.id, manifest.stored_bytes, sound, tuple(problems))
+            return Verified(manifest.id, manifest.stored_bytes, 0, (str(error),))
+        gaps = list(table_problems(manifest, chunks))
+        full = manifest.kind == "full" and not gaps  # then a bit for each row is worth its memory
+        sound = 0
+        # A table's chunks behind each other: bits of one table are held at a time.
+        by_table = sorted(chunks, key=lambda chunk: str(chunk.entry.get("table", "")))
+        for name, of_table in groupby(by_table, lambda chunk: str(chunk.entry.get("table", ""))):
+            part = list(of_table)
+            table = manifest.tables[name].rows if full and name in manifest.tables else None
+            held = _Held(part, table)
+            for chunk in part:
+                try:
+                    ids = _decode(chunk, read_chunk(self._root, chunk))
+                    if ids is not None:
+                        held.add(chunk, ids)
+                    sound += 1
+                except CheckNRunError as error:
+                    problems.append(f"{manifest.id}/{chunk.file}, chunk {chunk.number}: {error}")
+                self._step(chunk.entry["length"])
+        self._step(manifest.stored_bytes - sum(chunk.entry["length"] for chunk in chunks))
+        problems += [*_gaps(manifest, chunks), *gaps, *piece_problems(chunks)]
+        problems += [*self._other_kinds(manifest, chunks), *_missing_states(manifest, chunks)]
+        return Verified(manifest.id, manifest.stored_bytes, sound, tuple(problems))
+
+    def _other_kinds(self, manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
+        """Rows that no table can take which takes the others: of another type, or with other
+        optimizer state. Rows from before its first step may have none.
+        """
+        kinds = dict(self._kinds[manifest.id])
+        told = set()
+        for chunk in chunks:
+            if chunk.entry["kind"] != KIND:
+                continue
+            name, dtype = chunk.entry["table"], chunk.entry["weight"]["dtype"]
+            states = frozenset(state["name"] for state in chunk.entry["optimizer"])
+            known = kinds.setdefault(name, _Kinds(dtype, states))
+            if not known.states:
+                known = kinds[name] = _Kinds(known.dtype, states)
+            if name not in told and (dtype != known.dtype or (states and states != known.states)):
+                told.add(name)
+                yield (
+                    f"{manifest.id}/{chunk.file}, chunk {chunk.number}: rows of {name} are "
+                    f"{dtype} with optimizer state {sorted(states)}, others of the chain "
+                    f"{known.dtype} with {sorted(known.states)}"
+                )
+        self._kinds[manifest.id] = kinds
 
 
-def _decode(chunk: StoredChunk, payload: memoryview) -> None:
-    if chunk.entry["kind"] == KIND:
-        StoredRows(rows_header(chunk.entry), payload).rows()
-    elif chunk.entry["kind"] == "state":
-        decode_state_chunk(chunk.entry, payload)
+@dataclass(frozen=True)
+class _Kinds:
+    """What is stored of each row of a table."""
+
+    dtype: str
+    states: frozenset[str]
+
+
+class _Held:
+    """Which rows of a table a full checkpoint has.
+
+    Args:
+        chunks: all of the table.
+        rows: that it has; None if they needn't be looked at.
+    """
+
+    def __init__(self, chunks: Sequence[StoredChunk], rows: int | None) -> None:
+        self._rows = rows
+        self._cuts: list[int] = []
+        self._done: dict[int, DoneRows] = {}
+        if rows is not None:
+            self._cuts = sorted({cut for chunk in chunks for cut in chunk.entry["columns"]})
+
+    def add(self, chunk: StoredChunk, ids: np.ndarray) -> None:
+        """Adds a chunk's rows.
+
+        Raises:
+            CorruptCheckpoint: some are there already: then others, of as many, are missing.
+        """
+        if self._rows is None:
+            return
+        first, last = chunk.entry["columns"]
+        again = False
+        for start in self._cuts[bisect_left(self._cuts, first) : bisect_left(self._cuts, last)]:
+            if start not in self._done:
+                self._done[start] = self._none_done()
+            again |= self._done[start].add(ids) is not None
+        if again:
+            raise CorruptCheckpoint(
+                f"it holds rows of {chunk.entry['table']}, columns {first} to {last - 1}, that are "
+                "in another chunk as well, so that others are missing: "
+                f"{chunk.checkpoint} is not full"
+            )
+
+    def _none_done(self) -> DoneRows:
+        assert self._rows is not None
+        try:
+            return DoneRows(self._rows)
+        except (MemoryError, RuntimeError):
+            raise CorruptCheckpoint(
+                f"its table has {self._rows} rows: this machine has no memory for a bit for each"
+            ) from None
+
+
+def _missing_states(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
+    """State objects that a manifest promises and no chunk holds."""
+    ranks: dict[str, set[int | None]] = {name: set() for name in manifest.states}
+    for chunk in chunks:
+        if chunk.entry["kind"] == "state" and chunk.entry["name"] in ranks:
+            ranks[chunk.entry["name"]].add(chunk.entry["rank"])
+    for name, of_ranks in ranks.items():
+        if not manifest.states[name]:
+            if None not in of_ranks:
+                yield f"{manifest.id} lacks state {name!r}"
+            continue
+        held = sum(rank is not None and rank < manifest.world_size for rank in of_ranks)
+        if held < manifest.world_size:
+            yield f"{manifest.id} has state {name!r} of {held} of {manifest.world_size} ranks"
+
+
+def _decode(chunk: StoredChunk, payload: memoryview) -> np.ndarray | None:
+    """Decodes all of a chunk; returns the ids if it is rows."""
+    entry = chunk.entry
+    if entry["kind"] == KIND:
+        rows = StoredRows(rows_header(entry), payload)
+        for _ in rows.blocks(slice(0, rows.header.count)):
+            pass
+        return rows.ids
+    if entry["kind"] == BLOCK:
+        decode_block(block_header(entry), payload)
+        return None
+    if entry["kind"] == "collisions":
+        from torchrec_checknrun.collisions import CollisionRestore  # it brings TorchRec
+
+        CollisionRestore(None).plan({chunk.key: entry}, (), chunk.checkpoint)
+    decode_state_chunk(entry, payload)
+    return None
 
 
 def _gaps(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
@@ -147,7 +291,3 @@ def _gaps(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
         if table is None or table.stored_values != values:
             said = None if table is None else table.stored_values
             yield f"{manifest.id}: {values} values of {name} are stored, the manifest says {said}"
-        elif manifest.kind == "full" and values != table.rows * table.dim:
-            yield (
-                f"{manifest.id}: {values} of {table.rows} × {table.dim} values of {name} are there"
-            )

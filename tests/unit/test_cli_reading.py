@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -163,6 +164,15 @@ def test_windows_share_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(root.url, later.id, part.id, window_bytes=10 * (DIM * 4 + 4 + DIM * 4))
     assert {key.split("/")[0] for key in read} == {full.id, later.id, part.id}
     assert len(read) == 3
+
+
+def test_many_rows_take_no_more_than_their_number() -> None:
+    root = new_root()
+    head = write(root, 60_000, [Part(WHOLE, list(range(60_000)), 60_000, states=())])
+    began = time.process_time()
+    ids = list(reversed(range(60_000)))
+    assert reader_of(root, head.id).rows(ids).ids.tolist() == ids
+    assert time.process_time() - began < 10  # its square took more
 
 
 def test_memory_of_the_cache_is_bounded() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,7 @@ in_state("key_twice", "key 'a' is there twice", {"d": [["a", {"v": 1}], ["a", {"
 in_state("key_of_list", "is no key with a node", {"d": [[["a"], {"v": 1}]]})
 in_state("huge_float", "is no node", {"f": "0x1.0p+99999999999"})
 in_state("float_beyond", "too large a number", {"f": "0x1.0p+9999"})
+in_state("bytes_nowhere", "x: .* is not iterable", {"x": None, "dtype": "int8", "shape": [1]})
 in_state("outside", "ends at byte", {"b": [0, HUGE]})
 in_state("negative_offset", "-1 is not a count", {"b": [-1, 1]})
 in_state("empty_giant", "is too large", {"x": [0, 0], "dtype": "float32", "shape": [0, HUGE, HUGE]})
@@ -264,6 +266,20 @@ def a_table_that_is_not_there(chain: list[Forged]) -> None:
         forged.change_manifest(
             lambda manifest: manifest["tables"]["ebc.embedding_bags.t"].update(rows=HUGE)
         )
+
+
+@named("holds 480 of the .* values of ebc.embedding_bags.t; .* of 8 to 4611686018427387903")
+def columns_that_are_not_there(chain: list[Forged]) -> None:
+    for forged in chain:
+        forged.change_manifest(lambda m: m["tables"]["ebc.embedding_bags.t"].update(dim=2**62))
+
+
+@named("that are in another chunk as well, so that others are missing")
+def rows_of_another_chunk(chain: list[Forged]) -> None:
+    for file in chain[0].files.values():
+        for entry in file.index["chunks"]:
+            if entry.get("first") == 40:
+                entry |= {"first": 20, "last": 39}
 
 
 @named("bytes: at most 67108864 are read")
@@ -447,6 +463,13 @@ class TestWriters:
         with pytest.raises(InvalidPlan, match=r"a chunk of t has .* make chunks smaller"):
             require_chunk_size({"kind": "rows", "table": "t"}, CHUNK_BYTES + 1)
         require_chunk_size({"kind": "state", "name": "model"}, CHUNK_BYTES + 1)
+
+    def test_many_keys_of_which_one_is_there_twice(self) -> None:
+        keys = [f'"{key}":0' for key in [*range(300_000), 299_999]]
+        began = time.process_time()
+        with pytest.raises(ValueError, match="the key '299999' stands there twice"):
+            parse_json(("{" + ",".join(keys) + "}").encode(), INDEX_BYTES)
+        assert time.process_time() - began < 20  # its square took hours
 
     def test_documents(self) -> None:
         assert parse_json(b'{"a": [1, 2.5, "x", null]}', 100) == {"a": [1, 2.5, "x", None]}
