@@ -168,9 +168,10 @@ def _compare(
     squares, squares_before, sum_norms, most = 0.0, 0.0, 0.0, 0.0
     size = max(1, window_bytes // max(1, before.row_bytes))
     comparable = before.states == after.states
-    for start in range(0, rows, size):
-        stop = min(start + size, rows)
-        if before.chunks_of(start, stop) != after.chunks_of(start, stop):
+    done = 0
+    for first, last in _may_differ(before, after):
+        for start in range(first, last, size):
+            stop = min(start + size, last)
             one, other = before.window(start, stop), after.window(start, stop)
             differs = _differ(one.weight, other.weight)
             if comparable:
@@ -184,7 +185,9 @@ def _compare(
             squares_before += float(old[finite].square().sum())
             sum_norms += float(norms.sum())
             most = max(most, float(norms.max()) if len(norms) else 0.0)
-        step(stop - start)
+            step(stop - done)
+            done = stop
+    step(rows - done)
     measured = changed - not_finite
     return TableDifference(
         table=before.table,
@@ -198,6 +201,18 @@ def _compare(
         mean_row_norm=sum_norms / measured if measured else 0.0,
         max_row_norm=most,
     )
+
+
+def _may_differ(before: TableReader, after: TableReader) -> list[tuple[int, int]]:
+    """Ranges of rows, ascending and apart, of which only one chain has a chunk."""
+    one, other = before.places, after.places
+    ranges: list[tuple[int, int]] = []
+    for start, stop in sorted((one | other)[key] for key in one.keys() ^ other.keys()):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], max(stop, ranges[-1][1])
+        else:
+            ranges.append((start, stop))
+    return ranges
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

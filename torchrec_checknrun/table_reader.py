@@ -110,9 +110,14 @@ class TableReader:
         )
         return self.shape.dim * self.dtype.itemsize + states
 
-    def chunks_of(self, start: int, stop: int) -> set[str]:
-        """Keys of the chunks that may have rows of a range."""
-        return {c.key for chunks in self._within(start, stop) for c in chunks}
+    @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """By a chunk's key, the half-open range of rows that it may have."""
+        return {
+            chunk.key: (header.rectangle.row_start, header.rectangle.row_stop)
+            for chunks in self._chunks
+            for chunk, header in chunks
+        }
 
     def window(self, start: int, stop: int) -> Rows:
         """Rows ``[start, stop)`` with their optimizer state, on the CPU.

@@ -175,6 +175,29 @@ def test_many_rows_take_no_more_than_their_number() -> None:
     assert time.process_time() - began < 10  # its square took more
 
 
+def test_rows_that_are_the_same_take_no_time() -> None:
+    root = new_root()
+    full = write(root, 100_000, [Part(WHOLE, list(range(100_000)), 100_000, states=())])
+    later = write(root, 100_000, [Part(WHOLE, [3, 99_000], 1, states=())], full)
+    steps: list[int] = []
+
+    def compared(after: str) -> int:
+        steps.clear()
+        found = compare(
+            root.url,
+            full.id,
+            after,
+            window_bytes=1,
+            progress=lambda done, total: steps.append(done),
+        )
+        return found.tables[0].changed_rows
+
+    assert compared(full.id) == 0
+    assert steps == [100_000]
+    assert compared(later.id) == 2
+    assert steps == [4, 99_001, 100_000]
+
+
 def test_memory_of_the_cache_is_bounded() -> None:
     root = new_root()
     head = write(root, 100, [Part(WHOLE, list(range(100)), 10)])
