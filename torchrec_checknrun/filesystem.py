@@ -20,7 +20,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.retries import retrying, storage_failed
+from torchrec_checknrun.retries import masked, retrying, storage_failed
 from torchrec_checknrun.s3_upload import S3Upload
 
 T = TypeVar("T")
@@ -41,7 +41,11 @@ class Folder:
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = os.fspath(url)
-        self._fs, path = fsspec.core.url_to_fs(self.url)
+        """Opens the same folder again, in any process; may hold a password."""
+        try:
+            self._fs, path = fsspec.core.url_to_fs(self.url)
+        except OSError as error:  # some stores are asked at once
+            raise storage_failed(error, f"opening {self}") from error
         self._path = path.rstrip("/")
         self._local = isinstance(self._fs, LocalFileSystem)
         self._depth = 0
@@ -50,12 +54,16 @@ class Folder:
         if self._local:
             # A relative path must mean the same folder when the process has gone elsewhere.
             self.url = self._path or "/"
+        elif self.url.startswith("dir::"):
+            # Its files are at the path that follows, taken twice: the first alone has children.
+            self.url = f"dir://{self._path}{self.url[3:]}"
 
     def __str__(self) -> str:
-        return self.url
+        return masked(self.url)
 
     def __truediv__(self, name: str) -> Folder:
-        folder = self._at(f"{self._path}/{name}")
+        before, path, after = _parts(self.url)
+        folder = self._at(f"{self._path}/{name}", f"{before}{path}/{name}{after}")
         folder._depth = self._depth + 1
         return folder
 
@@ -67,13 +75,14 @@ class Folder:
     @property
     def parent(self) -> Folder:
         """The folder that this one is in."""
-        return self._at(self._path.rpartition("/")[0])
+        before, path, after = _parts(self.url)
+        return self._at(self._path.rpartition("/")[0], before + path.rpartition("/")[0] + after)
 
-    def _at(self, path: str) -> Folder:
+    def _at(self, path: str, url: str) -> Folder:
         """Another folder of the same store."""
         folder = copy(self)
         folder._path, folder._depth = path, 0
-        folder.url = (path or "/") if self._local else self._fs.unstrip_protocol(path)
+        folder.url = (path or "/") if self._local else url
         return folder
 
     def is_link(self, name: str) -> bool:
@@ -345,6 +354,21 @@ class Folder:
             raise storage_failed(error, what) from error
         finally:
             os.close(descriptor)
+
+
+def _parts(url: str) -> tuple[str, str, str]:
+    """What comes before a URL's path, that path (with the host), and what comes after it.
+
+    In a chain, as ``simplecache::s3://bucket/run`` or ``zip://run::file:///a.zip``, it is the first
+    path: what stands before has none.
+    """
+    before = ""
+    while "::" in url and "/" not in url.partition("::")[0]:
+        first, _, url = url.partition("::")
+        before += f"{first}::"
+    url, chain, after = url.partition("::")
+    protocol, separator, path = url.rpartition("://")
+    return before + protocol + separator, path.rstrip("/"), chain + after
 
 
 def _retrying_to_see(act: Callable[[], T], what: str) -> T:

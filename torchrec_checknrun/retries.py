@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -28,6 +30,7 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 60.0
 """How long an operation is tried, unless the environment's CHECKNRUN_RETRY_SECONDS says else."""
+_VARIABLE = "CHECKNRUN_RETRY_SECONDS"
 _LONGEST_PAUSE = 10.0
 _FIRST_PAUSE = 0.2
 
@@ -55,6 +58,15 @@ _REMEDIES = {
     errno.EPERM: "permission was refused: check the owner, the mode or the credentials",
     errno.EFBIG: "the file is larger than the file system or a limit (ulimit -f) allows",
 }
+_USER = re.compile(r"""(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*://)[^\s/?#"'<>]*@""", re.IGNORECASE)
+
+
+def masked(text: str) -> str:
+    """A text without the users and passwords of the URLs in it.
+
+    In ``abfs://container@account`` that part is none.
+    """
+    return _USER.sub(lambda m: m[0] if m[1].lower().startswith("abfs") else f"{m[1]}***@", text)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -78,16 +90,17 @@ def retrying(act: Callable[[], T], what: str) -> T:
 
     Raises:
         FileNotFoundError, FileExistsError: as ``act``.
+        CheckNRunError: the environment's CHECKNRUN_RETRY_SECONDS is no number.
         StorageFailed: whatever else went wrong.
     """
-    seconds = float(os.environ.get("CHECKNRUN_RETRY_SECONDS", RETRY_SECONDS))
+    seconds = _seconds()
 
     def log(state: RetryCallState) -> None:
         assert state.outcome is not None
         logger.warning(
-            "%s failed (%r): another try in %.1f s",
-            what,
-            state.outcome.exception(),
+            "%s failed (%s): another try in %.1f s",
+            masked(what),
+            masked(repr(state.outcome.exception())),
             state.next_action.sleep if state.next_action else 0.0,
         )
 
@@ -120,4 +133,18 @@ def storage_failed(error: Exception, what: str) -> Exception:
         remedy = "the storage didn't answer as it should, however often it was asked"
     detail = f"{type(error).__name__}: {error}"
     message = f"{what}: {remedy} ({detail})" if remedy else f"{what}: {detail}"
-    return kind(number or errno.EIO, message)
+    return kind(number or errno.EIO, masked(message))
+
+
+def _seconds() -> float:
+    text = os.environ.get(_VARIABLE) or str(RETRY_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise CheckNRunError(
+            f"the environment variable {_VARIABLE} is {text!r}: set it to how many seconds storage "
+            f"that doesn't answer is tried, as {RETRY_SECONDS:g}, or unset it"
+        )
+    return seconds

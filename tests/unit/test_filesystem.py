@@ -1,13 +1,18 @@
 """Folders: the same on a disk and in an fsspec store, and whole files or none."""
 
+import http.server
 import os
 import stat
+import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
+from torchrec_checknrun.errors import StorageUnreachable
 from torchrec_checknrun.filesystem import Folder
 
 CONTENT = bytes(range(256)) * 4
@@ -222,6 +227,105 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     assert Folder(tmp_path / "file").names() == []
     with pytest.raises(OSError, match="file"):
         Folder(tmp_path / "file").create()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "memory://tests/filesystem/run",
+        "memory:///tests/filesystem/run/",
+        "dir::memory://tests/filesystem/run",
+        "simplecache::memory://tests/filesystem/run",
+        "dir::simplecache::memory://tests/filesystem/run",
+        "dir::file://{}/run",
+    ],
+)
+def test_a_url_opens_the_same_folder_again(tmp_path: Path, url: str) -> None:
+    """Another process has nothing else."""
+    root = Folder(url.format(tmp_path))
+    child = root / "seq-1"
+    root.create()
+    child.create()
+    child.put("a.json", CONTENT)
+    with child.write("a.bin") as file:
+        file.write(CONTENT[:100])
+    again = Folder(child.url)
+    assert again.names() == child.names() == ["a.bin", "a.json"]
+    assert again.read("a.json") == CONTENT
+    assert Folder((child / "deeper").parent.url).read("a.bin") == CONTENT[:100]
+    again.put("b.json", b"x")
+    assert child.read("b.json") == b"x"
+    assert "seq-1" in Folder(again.parent.url).names()
+    for folder in (child, root):
+        for name in folder.names():
+            folder.delete(name)
+        folder.remove()
+
+
+@pytest.mark.parametrize(
+    ("url", "child", "parent"),
+    [
+        ("s3://bucket/run", "s3://bucket/run/seq-1", "s3://bucket"),
+        ("s3://bucket/run/", "s3://bucket/run/seq-1", "s3://bucket"),
+        ("file:///a/run", "/a/run/seq-1", "/a"),
+        ("/a/run", "/a/run/seq-1", "/a"),
+        ("memory://run", "memory://run/seq-1", "memory://"),
+        ("http://h:1/a/run", "http://h:1/a/run/seq-1", "http://h:1/a"),
+        ("http://u:p@h/run", "http://u:p@h/run/seq-1", "http://u:p@h"),
+        ("blockcache::s3://b/run", "blockcache::s3://b/run/seq-1", "blockcache::s3://b"),
+        (
+            "simplecache::http://u:p@h/a/run",
+            "simplecache::http://u:p@h/a/run/seq-1",
+            "simplecache::http://u:p@h/a",
+        ),
+    ],
+)
+def test_urls_of_children_and_parents(url: str, child: str, parent: str) -> None:
+    if "s3:" in url:
+        pytest.importorskip("s3fs")
+    if "http:" in url:
+        pytest.importorskip("aiohttp")
+    folder = Folder(url)
+    assert (folder / "seq-1").url == child
+    assert (folder / "seq-1").parent.url == folder.url.rstrip("/")
+    assert folder.parent.url == parent
+
+
+def test_in_a_chain_the_first_path_counts(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("run/seq-1/a.json", CONTENT)
+    child = Folder(f"zip://run::file://{tmp_path}/a.zip") / "seq-1"
+    assert child.url == f"zip://run/seq-1::file://{tmp_path}/a.zip"
+    assert Folder(child.url).read("a.json") == child.read("a.json") == CONTENT
+
+
+def test_a_web_server_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    (tmp_path / "run" / "seq-1").mkdir(parents=True)
+    (tmp_path / "run" / "seq-1" / "a.json").write_bytes(CONTENT)
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(tmp_path))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        root = Folder(f"http://user:secret@127.0.0.1:{server.server_port}/run")
+        assert root.names() == ["seq-1"]
+        again = Folder((root / "seq-1").url)
+        assert again.names() == ["a.json"]
+        assert again.read("a.json") == CONTENT
+        assert "secret" not in f"{root} {again} {again.parent}"
+        server.shutdown()
+
+
+def test_a_store_that_does_not_answer_when_it_is_opened() -> None:
+    with pytest.raises(StorageUnreachable, match=r"opening ftp://\*\*\*@127.0.0.1:9/run") as caught:
+        Folder("ftp://user:secret@127.0.0.1:9/run")
+    assert "secret" not in str(caught.value)
 
 
 def test_unknown_protocol() -> None:

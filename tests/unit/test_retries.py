@@ -8,8 +8,8 @@ import pickle
 import pytest
 
 from torchrec_checknrun import retries
-from torchrec_checknrun.errors import SaveFailed, StorageFailed, StorageUnreachable
-from torchrec_checknrun.retries import is_transient, retrying
+from torchrec_checknrun.errors import CheckNRunError, SaveFailed, StorageFailed, StorageUnreachable
+from torchrec_checknrun.retries import is_transient, masked, retrying
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +136,45 @@ def test_the_remedy_is_named(number: int, remedy: str) -> None:
     assert "what the system says" in str(caught.value)
     again = pickle.loads(pickle.dumps(caught.value))  # it goes from rank to rank
     assert (type(again), str(again)) == (StorageFailed, str(caught.value))
+
+
+@pytest.mark.parametrize("text", ["abc", "-1", "nan", "1 minute"])
+def test_a_setting_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", text)
+    with pytest.raises(CheckNRunError, match=r"CHECKNRUN_RETRY_SECONDS is .*: set it to"):
+        retrying(lambda: None, "reading x")
+
+
+def test_an_empty_setting_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "")
+    assert retrying(lambda: "done", "reading x") == "done"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://bucket/run", "s3://bucket/run"),
+        ("reading http://u:p@h:9/run/a: no", "reading http://***@h:9/run/a: no"),
+        ("ftp://token@h/run and sftp://u:p@ss@h", "ftp://***@h/run and sftp://***@h"),
+        ("simplecache::webhdfs://u:p@h/run", "simplecache::webhdfs://***@h/run"),
+        ("abfs://container@account/run", "abfs://container@account/run"),
+        ("/runs/a@b and a@b.org", "/runs/a@b and a@b.org"),
+        ("http://h/run@3", "http://h/run@3"),
+    ],
+)
+def test_passwords_of_urls_are_masked(text: str, shown: str) -> None:
+    assert masked(text) == shown
+
+
+def test_no_password_in_the_log_or_in_errors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "0.01")
+
+    def act() -> None:
+        raise TimeoutError("no answer of ftp://user:secret@host/run")
+
+    with pytest.raises(StorageUnreachable, match=r"ftp://\*\*\*@host/run/a: .*") as caught:
+        retrying(act, "reading ftp://user:secret@host/run/a")
+    assert "another try" in caplog.text
+    assert "secret" not in caplog.text + str(caught.value)
