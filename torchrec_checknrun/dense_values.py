@@ -24,6 +24,7 @@ from torchrec_checknrun.shards import Rectangle, TableShape
 
 MODEL = "model"
 """The state whose names stand alone."""
+_TWICE = "{} has two values that would be called {!r}: rename one of its state objects"
 _NONE = torch.empty(0, dtype=torch.uint8)
 
 
@@ -34,7 +35,8 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
         chunks: of the checkpoint (the head of a chain has all of them).
 
     Returns:
-        By name: tensors (NumPy's arrays as well), and other values as they are. Memory: all of it.
+        By name: tensors (NumPy's arrays as well, but those of types that PyTorch lacks), and other
+        values as they are. Memory: all of it.
 
     Raises:
         CorruptCheckpoint: a chunk is not what was written.
@@ -52,10 +54,7 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
             prefix = name if entry["rank"] is None else f"{name}.rank{entry['rank']}"
             for key, value in _leaves(content, "" if prefix == MODEL else prefix):
                 if key in found:
-                    raise IncompatibleCheckpoint(
-                        f"{chunk.checkpoint} has two values that would be called {key!r}: rename "
-                        "one of its state objects"
-                    )
+                    raise IncompatibleCheckpoint(_TWICE.format(chunk.checkpoint, key))
                 found[key] = value
         elif entry["kind"] == BLOCK:
             header = block_header(entry)
@@ -63,6 +62,8 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
             if key not in pieces:
                 pieces[key] = torch.zeros(header.size, dtype=header.dtype)
             _put(pieces[key], header, read_chunk(root, chunk))
+    if clash := sorted(found.keys() & pieces.keys()):
+        raise IncompatibleCheckpoint(_TWICE.format(chunks[0].checkpoint, clash[0]))
     return {**found, **pieces}
 
 
@@ -122,12 +123,18 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)) and value:
         items = enumerate(value)
     else:
-        if isinstance(value, (np.ndarray, np.generic)):
-            value = torch.from_numpy(np.array(value))
-        yield path, value
+        yield path, _as_tensor(value) if isinstance(value, (np.ndarray, np.generic)) else value
         return
     for key, item in items:
         yield from _leaves(item, f"{path}.{key}" if path else str(key))
+
+
+def _as_tensor(value: np.ndarray | np.generic) -> torch.Tensor | np.ndarray:
+    array = np.array(value)
+    try:
+        return torch.from_numpy(array)
+    except TypeError:  # as of long doubles
+        return array
 
 
 def _put(whole: torch.Tensor, header: BlockHeader, payload: memoryview) -> None:

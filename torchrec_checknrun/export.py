@@ -11,11 +11,12 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from torchrec_checknrun.chain import Chain
@@ -90,7 +91,7 @@ def export_dcp(
 
     into = _empty(target)
     content = read_content(root, chain)
-    tensors, values = _split(read_dense(root, content.chunks[-1]))
+    tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
     done = Exported(chain.head.id, values=sorted(values))
     with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
         for table, reader in _readers(root, content, progress):
@@ -155,7 +156,9 @@ def export_safetensors(
     if "://" in os.fspath(target):
         raise OSError(f"safetensors are written to a local folder, not to {target}: copy them then")
     content = read_content(root, chain)
-    tensors, values = _split(read_dense(root, content.chunks[-1]))
+    tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
+    _check_names(chain, bool(tensors))
+    _check_types(chain, tensors)
     done = Exported(chain.head.id, values=sorted(values))
     about = {"checkpoint": chain.head.id, "step": str(chain.head.step)}
     for table, reader in _readers(root, content, progress):
@@ -167,12 +170,9 @@ def export_safetensors(
                 stored = fused.stored
                 if fused.tensors:
                     del place["weight"]
+                    _check_states(table, place, fused.tensors)
                     place |= fused.tensors
             name = f"{table}.safetensors"
-            if not is_plain_name(name):
-                raise IncompatibleCheckpoint(
-                    f"table {table!r} can't be a file's name: export to DCP instead"
-                )
             save_file(place, f"{into}/{name}", {**about, "table": table, "rows": stored})
             done.files.append(name)
             done.tables[table] = stored
@@ -205,7 +205,52 @@ def _restored(reader: TableReader, folder: Path, optimizer: bool) -> dict[str, t
         for i, (name, (dtype, rowwise)) in enumerate(reader.states.items())
     }
     reader.restore([reader.shard(0, weight, states)])
-    return {"weight": weight, **(states if optimizer else {})}
+    if not optimizer:
+        return {"weight": weight}
+    _check_states(reader.table, states, ("weight",))
+    return {"weight": weight, **states}
+
+
+def _check_states(table: str, states: Iterable[str], names: Iterable[str]) -> None:
+    """Refuses optimizer states that would be called as a table's rows are."""
+    if clash := sorted(set(states) & set(names)):
+        raise IncompatibleCheckpoint(
+            f"table {table!r} has an optimizer state {clash[0]!r}, which its rows would be called "
+            "as well: export without optimizer state (--no-optimizer)"
+        )
+
+
+def _check_names(chain: Chain, dense: bool) -> None:
+    """Refuses tables that can't have a file of their own.
+
+    Args:
+        dense: whether there will be a file of the dense part.
+    """
+    for table in chain.head.tables:
+        name = f"{table}.safetensors"
+        if not is_plain_name(name):
+            raise IncompatibleCheckpoint(
+                f"table {table!r} can't be a file's name: export to DCP instead (--format dcp)"
+            )
+        if dense and name.lower() == STATE_FILE:  # some file systems don't tell cases apart
+            raise IncompatibleCheckpoint(
+                f"table {table!r} would be written to {name}, and so would what is no table: "
+                "export to DCP instead (--format dcp)"
+            )
+
+
+def _check_types(chain: Chain, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses tensors that safetensors have no type for."""
+    from safetensors.torch import save
+
+    for name, tensor in tensors.items():
+        try:
+            save({"x": torch.empty(0, dtype=tensor.dtype)})
+        except (KeyError, ValueError, RuntimeError):
+            raise IncompatibleCheckpoint(
+                f"{name} of {chain.head.id} is of {tensor.dtype}, which safetensors don't have: "
+                "export to DCP instead (--format dcp)"
+            ) from None
 
 
 def _readers(
@@ -230,10 +275,19 @@ def _empty(target: str | os.PathLike[str]) -> Folder:
     return into
 
 
-def _split(dense: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _split(
+    chain: Chain, dense: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors, and the rest."""
     tensors = {name: v for name, v in dense.items() if isinstance(v, torch.Tensor)}
-    return tensors, {name: v for name, v in dense.items() if name not in tensors}
+    values = {name: v for name, v in dense.items() if name not in tensors}
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            raise IncompatibleCheckpoint(
+                f"{name} of {chain.head.id} is a NumPy array of {value.dtype}, which neither DCP "
+                "nor safetensors have: save it as another type, such as float64, and export that"
+            )
+    return tensors, values
 
 
 def _json(chain: Chain, values: Mapping[str, Any], tables: Mapping[str, str]) -> bytes:

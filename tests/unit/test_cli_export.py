@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.unit import chains
 from tests.unit.chains import (
     CODECS,
     DIM,
@@ -31,12 +32,14 @@ from tests.unit.chains import (
     write_chain,
 )
 from tests.unit.console import Console
+from tests.unit.forgery import load, seal
 from torchrec_checknrun.blocks import Block
 from torchrec_checknrun.chain import resolve
 from torchrec_checknrun.chunks import state_chunk
 from torchrec_checknrun.codecs import Codec, Exact, Fp16, Rowwise
-from torchrec_checknrun.dense_values import read_dense
-from torchrec_checknrun.errors import CheckpointExists, IncompatibleCheckpoint
+from torchrec_checknrun.dense_values import piece_problems, read_dense
+from torchrec_checknrun.differences import compare, same
+from torchrec_checknrun.errors import CheckpointExists, CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.export import export_dcp, export_safetensors
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.quantization import Encoding
@@ -238,6 +241,102 @@ def test_two_values_of_one_name_are_refused() -> None:
     chunks = dense_chunks(root, {"model": {"reader.at": 1}, "reader": {"at": 2}})
     with pytest.raises(IncompatibleCheckpoint, match=r"reader\.at"):
         read_dense(root, chunks)
+
+
+@pytest.mark.parametrize(
+    ("number", "change"),
+    [
+        (1, {"size": [2**60, 2]}),  # before memory is taken for it
+        (0, {"rows": [1, 5], "shard_rows": [1, 5]}),  # row 4 twice, row 0 not
+        (1, {"dtype": "float64"}),
+        (1, {"path": ["other"]}),
+    ],
+)
+def test_pieces_that_make_up_no_whole_are_refused(number: int, change: dict[str, object]) -> None:
+    root = new_root()
+    chunks = dense_chunks(root, {})
+    pieces = [chunk for chunk in chunks if chunk.entry["kind"] == "block"]
+    assert list(piece_problems(pieces)) == []
+    if "size" in change:
+        pieces = pieces[1:]
+        number = 0
+    pieces[number].entry.update(change)
+    assert 1 <= len(list(piece_problems(pieces))) <= 2
+    with pytest.raises(CorruptCheckpoint, match=r"pieces (of ec\.remapped )?are"):
+        read_dense(root, tuple(pieces))
+
+
+def test_a_value_of_a_states_name_is_refused() -> None:
+    root = new_root()
+    with pytest.raises(IncompatibleCheckpoint, match=r"two values .* 'ec\.remapped'"):
+        read_dense(root, dense_chunks(root, {"model": {"ec.remapped": 1}}))
+
+
+def with_model(monkeypatch: pytest.MonkeyPatch, value: object, table: str = TABLE) -> Folder:
+    """A checkpoint whose state ``model`` holds this, under a table's name."""
+    root = new_root()
+    with monkeypatch.context() as patch:
+        patch.setattr(chains, "TABLE", table)
+        patch.setattr(chains, "encode_state", lambda _, name: encode_state({"w": value}, name))
+        chains.write(root, 4, [Part(WHOLE, list(range(4)), 4)])
+    return root
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.array([1j, 2]), r"^w of seq-.* is of torch\.complex128, .*--format dcp"),
+        (torch.ones(2, dtype=torch.complex128), r"is of torch\.complex128"),
+        (np.ones(2, dtype=np.longdouble), r"^w of seq-.* array of float128, .*save it as another"),
+    ],
+)
+def test_types_that_safetensors_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object, words: str
+) -> None:
+    root = with_model(monkeypatch, value)
+    with pytest.raises(IncompatibleCheckpoint, match=words):
+        export_safetensors(root, resolve(root, newest_id(root)), tmp_path / "files")
+    assert list((tmp_path / "files").iterdir()) == []
+    if "complex" in words:
+        export_dcp(root, resolve(root, newest_id(root)), tmp_path / "dcp")
+        assert_loads(tmp_path / "dcp", {"w": torch.as_tensor(value)})
+    else:
+        with pytest.raises(IncompatibleCheckpoint, match=words):
+            export_dcp(root, resolve(root, newest_id(root)), tmp_path / "dcp")
+
+
+def test_long_doubles_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (np.array([1, x, np.nan], dtype=np.longdouble) for x in (2, 3))
+    assert same(one, one.copy())
+    assert not same(one, other)
+    assert not same(one, one.astype(np.float64))
+    root = with_model(monkeypatch, one)
+    assert compare(root.url, newest_id(root), newest_id(root)).dense_changed == ()
+
+
+@pytest.mark.parametrize("table", ["dense", "Dense"])
+def test_a_table_that_is_called_as_the_dense_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    root = with_model(monkeypatch, torch.ones(2), table)
+    with pytest.raises(IncompatibleCheckpoint, match=rf"table '{table}' would be written to"):
+        export_safetensors(root, resolve(root, newest_id(root)), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["weight", "exceptions.rows"])
+def test_an_optimizer_state_that_is_called_as_the_rows(tmp_path: Path, name: str) -> None:
+    forged = load(chain_in(Rowwise(4), (WHOLE,)))
+    for checkpoint in forged:
+        for entry in checkpoint.entries:
+            for state in entry.get("optimizer", ()):
+                state["name"] = name if state["name"] == "exp_avg" else state["name"]
+    root = new_root()
+    head = seal(root, forged)
+    match = f"table '{TABLE}' has an optimizer state '{name}', .*--no-optimizer"
+    with pytest.raises(IncompatibleCheckpoint, match=match):
+        export_safetensors(root, resolve(root, head), tmp_path / "a", rows="fused")
+    export_safetensors(root, resolve(root, head), tmp_path / "b", rows="fused", optimizer=False)
 
 
 class TestConsole:
