@@ -44,7 +44,8 @@ LEASE_SECONDS = 60.0
 """How long after its last sign of life a writer on another machine is waited for."""
 _RENEWALS = 4
 """In that time."""
-_NAME = re.compile(r"epoch-([0-9]{8})\.json")
+_NAME = re.compile(r"epoch-([0-9]{8}|[1-9][0-9]{8,17})\.json")
+_LAST = 10**18 - 1
 _MOST_BYTES = 1 << 24
 
 
@@ -289,6 +290,11 @@ def _epochs(root: Folder) -> list[int]:
 
 
 def _file_name(epoch: int) -> str:
+    if epoch > _LAST:
+        raise CorruptCheckpoint(
+            f"{FOLDER}/epoch-{_LAST}.json takes up the last number, which no run gets to: if "
+            "nothing writes to this root, delete it"
+        )
     return f"epoch-{epoch:08d}.json"
 
 

@@ -1,0 +1,48 @@
+"""Files of claims with high numbers, which somebody may have put there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchrec_checknrun.errors import CheckNRunError
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import FOLDER, Lease, latest_claim
+
+
+def claim(root: Folder) -> int:
+    lease = Lease(root)
+    lease.acquire(lambda _: ())
+    epoch = lease.claim.epoch
+    lease.release()
+    return epoch
+
+
+@pytest.mark.parametrize("epoch", [99_999_999, 100_000_000, 10**17])
+def test_the_next_number_has_more_digits(tmp_path: Path, epoch: int) -> None:
+    root = Folder(tmp_path)
+    (root / FOLDER).create()
+    (root / FOLDER).put(f"epoch-{epoch}.json", b"junk")
+    assert claim(root) == epoch + 1
+    assert claim(root) == epoch + 2
+    latest = latest_claim(root)
+    assert latest is not None
+    assert latest.epoch == epoch + 2
+
+
+def test_after_the_last_number_it_says_so(tmp_path: Path) -> None:
+    root = Folder(tmp_path)
+    (root / FOLDER).create()
+    (root / FOLDER).put(f"epoch-{'9' * 18}.json", b"junk")
+    for _ in range(2):
+        with pytest.raises(CheckNRunError, match=r"epoch-9{18}\.json.*delete it"):
+            claim(root)
+    assert (root / FOLDER).names() == [f"epoch-{'9' * 18}.json"]
+
+
+def test_numbers_that_no_claim_would_have_are_passed_over(tmp_path: Path) -> None:
+    root = Folder(tmp_path)
+    (root / FOLDER).create()
+    (root / FOLDER).put("epoch-0000000009.json", b"junk")
+    assert claim(root) == 1
