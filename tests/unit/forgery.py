@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from tests.unit.chains import DIM, TABLE, Part, make_shards, new_root, restore, 
 from torchrec_checknrun.chain import committed, newest, resolve
 from torchrec_checknrun.codecs import Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
 from torchrec_checknrun.compaction import compact
+from torchrec_checknrun.differences import compare
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckpointNotFound,
@@ -21,12 +23,18 @@ from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
     UnsupportedFormat,
 )
+from torchrec_checknrun.export import export_dcp, export_safetensors
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.inventory import inventory
 from torchrec_checknrun.lease import latest_claim
 from torchrec_checknrun.manifest import MANIFEST_NAME
+from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.rank_file import FOOTER, MAGIC
+from torchrec_checknrun.read_chunks import read_content
+from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.shards import Rectangle
+from torchrec_checknrun.table_reader import ChunkCache, TableReader
 from torchrec_checknrun.verification import verify
 
 ROWS = 60
@@ -208,10 +216,29 @@ def attack(root: Folder, head: str) -> list[str]:
             places = [Rectangle(0, 33, 0, 4), Rectangle(33, ROWS, 0, 4), Rectangle(0, ROWS, 4, DIM)]
             restore(root, head, make_shards(ROWS, places))
 
+    def cat() -> None:
+        content = read_content(root, resolve(root, head))
+        for table, totals in content.chain.head.tables.items():
+            reader = TableReader(content, table, ChunkCache(root))
+            reader.rows([row for row in (0, 33, ROWS - 1) if row < totals.rows])
+
+    def export(save: Callable[..., object], **options: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            save(root, resolve(root, head), folder, **options)
+
+    baseline = committed(root)[-1]
     attempt("resolve", lambda: resolve(root, head))
     attempt("latest_claim", lambda: latest_claim(root))
     attempt("newest", look)
     attempt("verify", check)
     attempt("restore", read)
+    attempt("ls", lambda: inventory(root))
+    attempt("prune", lambda: prune(root, Retention(1), dry_run=True))
+    attempt("cat", cat)
+    attempt("diff", lambda: compare(root.url, baseline, head))
+    attempt("diff", lambda: compare(root.url, head, head))
+    attempt("export", lambda: export(export_dcp))
+    attempt("export", lambda: export(export_safetensors))
+    attempt("export", lambda: export(export_safetensors, rows="fused"))
     attempt("compact", lambda: compact(root.url, head))
     return refused
