@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from reprlib import repr as shown
 
 from torchrec_checknrun.bitwidth import expected_restores, width_for
 from torchrec_checknrun.manifest import Kind, Manifest, RankFile, TableTotals
@@ -36,6 +37,8 @@ NODE_COPY_BANDWIDTH = 6e9
 ``recipes.benchmarks.stall`` comes to on two processor cores."""
 
 _TABLE = "tables"
+_LEAST, _MOST = 1e-9, 1e18
+"""Of any number: what is computed of them stays finite."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,14 @@ class Job:
         for name in (*positive, "copy_bandwidth", "read_bandwidth"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, not {value}")
+                raise ValueError(f"{name} must be positive, not {shown(value)}")
+            if value is not None and not _LEAST <= value <= _MOST:
+                raise ValueError(f"{name} must be from {_LEAST:g} to {_MOST:g}, not {shown(value)}")
         for name in ("optimizer_bytes", "dense_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
+            if getattr(self, name) > _MOST:
+                raise ValueError(f"{name} must be at most {_MOST:g}")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"fraction must be above 0 and at most 1, not {self.fraction}")
         if self.growth is not None and not 0 <= self.growth <= 1:

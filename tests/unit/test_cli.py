@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
+import string
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +30,7 @@ from tests.unit.chains import (
 )
 from tests.unit.console import Console
 from torchrec_checknrun import lease
-from torchrec_checknrun.cli import main, output
+from torchrec_checknrun.cli import listing, main, output
 from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.filesystem import Folder
@@ -235,6 +240,12 @@ class TestKeeping:
             (["prune"], "--keep"),
             (["prune", "--keep", "0"], "greater than or equal to 1"),
             (["prune", "--keep", "1", "--every-hours", "-1"], "every_hours must be positive"),
+            (["prune", "--keep", "1", "--every-hours", "1e-320"], "give at least 0.001"),
+            (["cat", "--table", "t", "--rows", "0-9999999999"], "more than 100,000 rows"),
+            (["cat", "--table", "t", "--rows", f"0-{10**23}"], "more than 100,000 rows"),
+            (["cat", "--table", "t", "--rows", "0-60000,0-60000"], "more than 100,000 rows"),
+            (["cat", "--table", "t", "--rows", f"{10**23}"], "there is no row 1000"),
+            (["export", "nosuch://x"], "nosuch://x can't be opened: Protocol not known: nosuch"),
             (["pin", "seq-1"], "no committed checkpoint 'seq-1'"),
             (["unpin", "seq-1"], "no checkpoint 'seq-1'"),
         ],
@@ -274,6 +285,131 @@ def test_what_the_storage_refuses_is_one_line(
     result = console.run("ls", root, "--json")
     assert (result.code, result.out) == (2, "")
     assert result.err == "checknrun: listing s3://a/b: access denied: check the credentials\n"
+
+
+ESCAPES = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e"
+
+
+def test_no_escape_of_a_manifest_reaches_the_terminal(root: Folder, console: Console) -> None:
+    (full, *_) = chain_of_three(root)
+    put_manifest(
+        root, replace(full, created_by=f"x{ESCAPES}", states={f"s{ESCAPES}": True}).sealed()
+    )
+    text = console.run("show", root, full.id)
+    assert text.code == 0
+    assert not set(ESCAPES) & set(text.out) - set(string.printable)
+    assert "\\u001b" in text.out
+    shown = console.run("show", root, full.id, "--json")
+    assert not set(ESCAPES) & set(shown.out) - set(string.printable)
+    assert shown.document["created_by"] == f"x{ESCAPES}"
+    error = console.run("show", root, f"seq{ESCAPES}")
+    assert error.code == 2
+    assert not set(ESCAPES) & set(error.err) - set(string.printable)
+
+
+def test_no_password_reaches_the_terminal(
+    console: Console, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "0.01")
+    for command in ("ls", "verify", "report"):
+        result = console.run(command, "http://user:secret@127.0.0.1:9/run")
+        assert result.code == 2
+        assert "http://***@127.0.0.1:9/run" in result.err
+        assert "secret" not in result.out + result.err + caplog.text
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["show"], ["verify"], ["prune", "--keep", "1"]])
+def test_a_setting_that_is_no_number_is_one_line(
+    root: Folder, console: Console, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    chain_of_three(root)
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "abc")
+    command, *others = arguments
+    result = console.run(command, root, *others)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("checknrun: the environment variable CHECKNRUN_RETRY_SECONDS is")
+    assert len(result.err.splitlines()) == 1
+
+
+def test_a_mistake_of_the_tool_is_one_line(
+    root: Folder, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("division\nby zero")
+
+    monkeypatch.setattr(listing, "inventory", fail)
+    monkeypatch.delenv("CHECKNRUN_DEBUG", raising=False)
+    result = console.run("ls", root)
+    assert (result.code, result.out) == (2, "")
+    assert "please report it (ZeroDivisionError: division" in result.err
+    assert len(result.err.splitlines()) == 1
+    monkeypatch.setenv("CHECKNRUN_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["ls", root.url])
+
+
+class TestInAShell:
+    """The tool as a process of its own."""
+
+    COMMAND = (sys.executable, "-W", "ignore", "-m", "torchrec_checknrun.cli")
+
+    def complete(self, *words: object) -> list[str]:
+        """What bash is told, by the protocol of click."""
+        environment = {
+            **os.environ,
+            "_CHECKNRUN_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(map(str, ["checknrun", *words])),
+            "COMP_CWORD": str(len(words)),
+        }
+        done = subprocess.run(
+            self.COMMAND, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.split()
+
+    def test_completion(self, tmp_path: Path) -> None:
+        ids = [manifest.id for manifest in chain_of_three(Folder(tmp_path))]
+        assert self.complete("re") == ["report"]
+        assert self.complete("prune", tmp_path, "--ke") == ["--keep"]
+        assert self.complete("show", tmp_path, "seq-") == ids[::-1]
+        assert self.complete("diff", tmp_path, ids[0], "seq-000003") == [ids[2]]
+        assert self.complete("show", "nowhere://x", "seq") == []
+
+    def test_the_shell_is_told_whom_to_ask(self) -> None:
+        done = subprocess.run(
+            [*self.COMMAND, "--show-completion", "bash"],
+            env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "_CHECKNRUN_COMPLETE=complete_bash" in done.stdout
+        assert done.stdout.rstrip().endswith(" checknrun")
+
+    def test_progress_is_for_those_who_watch(self, tmp_path: Path) -> None:
+        chain_of_three(Folder(tmp_path))
+        command = [*self.COMMAND, "verify", str(tmp_path), "--json"]
+        ours, theirs = pty.openpty()
+        with subprocess.Popen(
+            command,
+            env={**os.environ, "TERM": "xterm"},
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+        ) as process:
+            os.close(theirs)
+            seen = b""
+            with suppress(OSError):  # the terminal's other side is closed at the end
+                while data := os.read(ours, 4096):
+                    seen += data
+            out, _ = process.communicate(timeout=60)
+        os.close(ours)
+        assert process.returncode == 0
+        assert b"verifying" in seen
+        assert json.loads(out)["sound"]
+        done = subprocess.run(command, capture_output=True, timeout=60)
+        assert (done.stdout, done.stderr) == (out, b"")
 
 
 def test_a_missing_extra_is_named(

@@ -112,6 +112,27 @@ def test_a_quantized_full_checkpoint() -> None:
     assert found.peak_bytes == 80_000
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("job_hours", "interval"), [(1e-9, 3e-8), (1e18, 1e18)])
+@pytest.mark.parametrize("mtbf_hours", [1e-9, 1e18])
+@pytest.mark.parametrize("bandwidth", [1e-9, 1e18])
+@pytest.mark.parametrize("size", [1, 10**18])
+def test_at_its_limits_all_is_finite(
+    policy: str, job_hours: float, interval: float, mtbf_hours: float, bandwidth: float, size: int
+) -> None:
+    job = Job(
+        rows=size,
+        dim=size,
+        interval_minutes=interval,
+        job_hours=job_hours,
+        mtbf_hours=mtbf_hours,
+        copy_bandwidth=bandwidth,
+        read_bandwidth=bandwidth,
+    )
+    numbers = [n for n in vars(forecast(job, policy)).values() if isinstance(n, (int, float))]
+    assert all(map(math.isfinite, numbers))
+
+
 class TestConsole:
     def test_json(self, console: Console) -> None:
         arguments = [
@@ -141,6 +162,14 @@ class TestConsole:
             (["--rows", "9", "--growth", "fast"], "could not convert"),
             (["--rows", "9", "--bits", "5"], "bits must be 2, 3, 4, 8 or 32"),
             (["--rows", "9", "--job-hours", "0.1"], "less than one interval"),
+            (["--rows", "1e308"], "rows must be from 1e-09 to 1e+18"),
+            (["--rows", "9", "--dense-bytes", "1e308"], "dense_bytes must be at most 1e+18"),
+            (["--rows", "9", "--dim", "9" * 40], "dim must be from 1e-09 to 1e+18"),
+            (["--rows", "9", "--job-hours", "inf"], "job_hours must be from 1e-09 to 1e+18"),
+            (["--rows", "9", "--mtbf-hours", "inf"], "mtbf_hours must be from 1e-09 to 1e+18"),
+            (["--rows", "9", "--mtbf-hours", "1e-320"], "mtbf_hours must be from 1e-09"),
+            (["--rows", "9", "--interval", "1e-300"], "interval_minutes must be from 1e-09"),
+            (["--rows", "9", "--copy-bandwidth", "1e-320"], "copy_bandwidth must be from 1e-09"),
             ([], "--rows"),
         ],
     )

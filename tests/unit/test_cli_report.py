@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.chains import DIM, Part, new_root, one_thread, write
 from tests.unit.console import Console
+from torchrec_checknrun.cli import reporting
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import Manifest
 from torchrec_checknrun.report import Progress, checkpoint_report
@@ -94,15 +95,71 @@ def test_a_picture(run: tuple[Folder, list[Manifest]], console: Console, tmp_pat
     [
         ("{\n", "line 1, is no report of a checkpoint"),
         ('{"event": "step"}\n{"event": "checkpoint", "id": "a"}\n', "line 2, is no report"),
+        ("[" * 200_000 + "\n", "line 1, is no report"),
+        ("\udcff\n", "line 1, is no report"),
     ],
 )
 def test_a_log_of_something_else(
     run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path, content: str, message: str
 ) -> None:
-    (tmp_path / "log").write_text(content)
+    (tmp_path / "log").write_text(content, errors="surrogateescape")
     result = console.run("report", run[0], "--log", tmp_path / "log", "--json")
     assert (result.code, result.out) == (2, "")
     assert message in result.err
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("sequence", '"3"'),
+        ("id", '["a"]'),
+        ("parent", "7"),
+        ("stall_seconds", "1e400"),
+        ("bytes", '{"weights": 1e400}'),
+    ],
+)
+def test_a_field_of_another_kind(
+    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path, field: str, text: str
+) -> None:
+    fields = {name: json.dumps(value) for name, value in line(run[1][0], 0.5).items()}
+    fields[field] = text
+    content = ", ".join(f'"{name}": {value}' for name, value in fields.items())
+    (tmp_path / "log").write_text(f"{{{content}}}\n")
+    result = console.run("report", run[0], "--log", tmp_path / "log", "--json")
+    assert (result.code, result.out) == (2, "")
+    assert len(result.err.splitlines()) == 1
+    assert f"{field}: " in result.err
+
+
+def test_a_last_line_that_a_kill_has_cut_off(
+    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path
+) -> None:
+    full, later = (json.dumps(line(manifest, 0.5), ensure_ascii=False) for manifest in run[1])
+    (tmp_path / "log").write_text(f"{full}\n{later[:40]}")
+    result = console.run("report", run[0], "--log", tmp_path / "log", "--json")
+    assert result.code == 0
+    assert [point["stall_seconds"] for point in result.document["checkpoints"]] == [0.5, None]
+    assert "log, line 2, the last one, is incomplete: it is passed over" in result.err
+    (tmp_path / "log").write_text(f"{full}\n{later}")
+    result = console.run("report", run[0], "--log", tmp_path / "log", "--json")
+    assert [point["stall_seconds"] for point in result.document["checkpoints"]] == [0.5, 0.5]
+    assert result.err == ""
+
+
+def test_no_password_in_the_page(
+    run: tuple[Folder, list[Manifest]],
+    console: Console,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("matplotlib")
+    root = Folder(run[0].url)
+    root.url = "ftp://user:secret@host/run"
+    monkeypatch.setattr(reporting, "open_root", lambda _: root)
+    page = tmp_path / "run.html"
+    assert console.run("report", root.url, "--out", page).code == 0
+    assert "<h1>Checkpoints of ftp://***@host/run</h1>" in page.read_text()
+    assert "secret" not in page.read_text()
 
 
 def test_mistakes(run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path) -> None:

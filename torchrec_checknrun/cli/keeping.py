@@ -11,14 +11,17 @@ from torchrec_checknrun.cli.output import (
     AsJson,
     Id,
     Root,
-    console,
     open_root,
     print_json,
     print_table,
+    say,
     size,
 )
 from torchrec_checknrun.errors import CheckpointNotFound
 from torchrec_checknrun.retention import Retention
+
+_SHORTEST = 0.001
+"""Hours."""
 
 
 def prune(
@@ -36,6 +39,8 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Deletes checkpoints that no kept one needs, and leftovers of crashed saves."""
+    if every_hours is not None and 0 < every_hours < _SHORTEST:
+        raise typer.BadParameter(f"{every_hours} hours are too few: give at least {_SHORTEST}")
     try:
         retention = Retention(keep, every_hours)
     except ValueError as error:
@@ -59,19 +64,19 @@ def prune(
     rows.sort(reverse=True)
     print_table(None, {"id": "left", "": "left", "why": "left"}, rows)
     count = len(done.verdict.delete) + len(done.leftovers)
-    console().print(f"{goes}: {count}, {size(done.bytes)}")
+    say(f"{goes}: {count}, {size(done.bytes)}")
 
 
 def pin(root: Root, id: Id) -> None:
     """Keeps a checkpoint, and what it needs, until it is unpinned."""
     pruning.pin(open_root(root), id)
-    console().print(f"{id} stays until it is unpinned")
+    say(f"{id} stays until it is unpinned")
 
 
 def unpin(root: Root, id: Id) -> None:
     """Takes a pin away."""
     folder = open_root(root)
     if id not in folder.names():
-        raise CheckpointNotFound(f"no checkpoint {id!r} in {root}: see `checknrun ls`")
+        raise CheckpointNotFound(f"no checkpoint {id!r} in {folder}: see `checknrun ls`")
     pruning.unpin(folder, id)
-    console().print(f"{id} is not pinned")
+    say(f"{id} is not pinned")

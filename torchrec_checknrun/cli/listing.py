@@ -9,11 +9,11 @@ from torchrec_checknrun.cli.output import (
     AsJson,
     MaybeId,
     Root,
-    console,
     number,
     open_root,
     print_json,
     print_table,
+    say,
     size,
 )
 from torchrec_checknrun.errors import CheckpointNotFound
@@ -35,9 +35,9 @@ def ls(root: Root, as_json: AsJson = False) -> None:
     print_table(None, {**columns, "created": "left", "": "left"}, rows)
     for listed in found.checkpoints:
         if listed.problem is not None:
-            console().print(f"{listed.id}: {listed.problem}", style="red")
+            say(f"{listed.id}: {listed.problem}", style="red")
     if found.claim is not None and found.claim.alive:
-        console().print(f"in use by {found.claim.holder}")
+        say(f"in use by {found.claim.holder}")
 
 
 def _row(listed: Listed) -> list[str]:
@@ -128,14 +128,14 @@ def show(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
     }
     if listed.problem is not None:
         facts["problem"] = listed.problem
-    console().print(listed.id, style="bold")
+    say(listed.id, style="bold")
     print_table(None, {"": "left", " ": "left"}, [[name, text] for name, text in facts.items()])
     columns = dict.fromkeys(("table",), "left") | dict.fromkeys(
         ("rows × dim", "stored", "weights", "optimizer", "ids"), "right"
     )
     errors = {"codecs": "left", "mean error": "right", "largest": "right"}
     rows = [_table_row(name, table) for name, table in manifest.tables.items()]
-    console().print()
+    print()
     print_table(None, {**columns, **errors}, rows)
 
 

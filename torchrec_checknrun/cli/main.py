@@ -18,6 +18,7 @@ from torchrec_checknrun.cli import (
     verifying,
     writing,
 )
+from torchrec_checknrun.cli.output import complain
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.version import __version__
 
@@ -65,13 +66,17 @@ def run(arguments: Sequence[str] | None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (CheckNRunError, OSError) as error:
-        print(f"checknrun: {error}", file=sys.stderr)
+        complain(str(error))
         sys.exit(2)
-    except ImportError as error:
-        hint = _hint(error.name)
-        if hint is None:
+    except Exception as error:
+        hint = _hint(error.name) if isinstance(error, ImportError) else None
+        if hint is None and os.environ.get("CHECKNRUN_DEBUG"):
             raise
-        print(f"checknrun: {hint}", file=sys.stderr)
+        complain(
+            hint
+            or f"a mistake of this tool, please report it ({type(error).__name__}: {error}); with "
+            "CHECKNRUN_DEBUG=1 in the environment it says where"
+        )
         sys.exit(2)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -17,6 +19,12 @@ from torchrec_checknrun.chain import committed
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import sequence_of
+from torchrec_checknrun.retries import masked
+
+_CONTROL = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+"""What moves a cursor, turns the direction of text, or can't be printed at all."""
 
 Step = Callable[[int, int], object]
 """Called with what is done and all there is."""
@@ -55,7 +63,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing el
 
 
 def open_root(url: str) -> Folder:
-    """The root that a command was given.
+    """The root, or the target, that a command was given.
 
     Raises:
         CheckNRunError: it is of no kind that fsspec can open here.
@@ -66,7 +74,7 @@ def open_root(url: str) -> Folder:
         extra = "s3" if url.startswith(("s3:", "s3a:")) else None
         remedy = f"pip install 'torchrec_checknrun[{extra}]'" if extra else "install what it names"
         raise CheckNRunError(f"{url} can't be opened: {error}: {remedy}") from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # what fsspec doesn't know, or a part that it misses
         raise CheckNRunError(
             f"{url} can't be opened: {error}: give a folder or a URL that fsspec knows"
         ) from error
@@ -74,7 +82,27 @@ def open_root(url: str) -> Folder:
 
 def print_json(document: object) -> None:
     """Prints JSON that any parser takes: NaN and infinities as strings."""
-    print(json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False)
+    print("\n".join(_CONTROL.sub(_escape, line) for line in text.split("\n")))
+
+
+def _escape(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
+
+
+def clean(text: str) -> str:
+    """A text from a manifest, a path or an error, as may be shown: one line, nothing but text."""
+    return _CONTROL.sub(_escape, masked(text))
+
+
+def say(text: str, style: str | None = None) -> None:
+    """Prints a line on stdout."""
+    console().print(clean(text), style=style)
+
+
+def complain(text: str) -> None:
+    """Prints a line on stderr."""
+    print(f"checknrun: {clean(text)}", file=sys.stderr)
 
 
 def plain(value: Any) -> Any:
@@ -103,7 +131,7 @@ def print_table(title: str | None, columns: dict[str, str], rows: list[list[str]
             no_wrap=name == "id",
         )
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(clean, row))
     console().print(table)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from torchrec_checknrun.cli.output import AsJson, console, number, print_json, print_table, size
+from torchrec_checknrun.cli.output import AsJson, number, print_json, print_table, say, size
 from torchrec_checknrun.forecast import (
     MOST_CHECKPOINTS,
     NODE_COPY_BANDWIDTH,
@@ -101,18 +101,18 @@ def plan(
         )
         return
     width = "exact" if job.width == 32 else f"{job.width} bit"
-    console().print(
+    say(
         f"full in fp32: {size(job.full_fp32_bytes)}; expected restores: {job.restores:.3g}; "
         f"rows stored in {width}"
     )
     if found[0].checkpoints == MOST_CHECKPOINTS:
-        console().print(f"(the first {MOST_CHECKPOINTS} checkpoints)")
+        say(f"(the first {MOST_CHECKPOINTS} checkpoints)")
     headings = ("baseline every", "mean", "MB/s", "x less", "kept", "peak", "x less ", "chain")
     columns = {"policy": "left", **dict.fromkeys(headings, "right")}
     columns |= dict.fromkeys(("stall", "stalled", "read", "lost", "best interval"), "right")
     print_table(None, columns, [_row(one) for one in found])
     if copy_bandwidth is None:
-        console().print(
+        say(
             f"stalls: at {job.stalling_bandwidth / _GB:g} GB/s, {NODE_COPY_BANDWIDTH / _GB:g} a "
             "node; --copy-bandwidth if yours is known"
         )

@@ -13,12 +13,12 @@ from torchrec_checknrun.cli.output import (
     Id,
     MaybeId,
     Root,
-    console,
     number,
     open_root,
     print_json,
     print_table,
     progress,
+    say,
 )
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 8
 """Values of a row, or names, where not all are asked for."""
+_MOST_ROWS = 100_000
 
 
 def chain_of(root: Folder, id: str | None) -> Chain:
@@ -89,7 +90,7 @@ def cat(
         return
     norms = found.weight.double().norm(dim=1).tolist()
     columns = {"row": "right", "norm": "right", **dict.fromkeys(values, "left")}
-    console().print(f"{name} in {chain.head.id}")
+    say(f"{name} in {chain.head.id}")
     print_table(
         None,
         columns,
@@ -110,7 +111,13 @@ def parse_rows(text: str) -> list[int]:
     try:
         for part in text.split(","):
             first, dash, last = part.strip().partition("-")
-            found += range(int(first), int(last) + 1) if dash else [int(first)]
+            start, stop = int(first), int(last if dash else first) + 1
+            if stop - start + len(found) > _MOST_ROWS:
+                raise typer.BadParameter(
+                    f"{text!r} are more than {_MOST_ROWS:,} rows: ask for fewer at a time, or "
+                    "`checknrun export` the table"
+                )
+            found += range(start, stop)
     except ValueError:
         found = []
     if not found:
@@ -154,7 +161,7 @@ def diff(root: Root, before: Id, after: Id, as_json: AsJson = False) -> None:
     ]
     print_table(None, columns, rows)
     for line in _others(found):
-        console().print(line)
+        say(line)
 
 
 def _others(found: Difference) -> list[str]:

@@ -19,19 +19,37 @@ import typer
 from torchrec_checknrun.cli.output import (
     AsJson,
     Root,
-    console,
+    complain,
     open_root,
     print_json,
     progress,
+    say,
     size,
 )
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.inventory import inventory
 from torchrec_checknrun.manifest import Manifest
+from torchrec_checknrun.untrusted import (
+    Check,
+    as_count,
+    as_measure,
+    as_text,
+    dict_of,
+    optional,
+    record,
+)
 
 PARTS = ("weights", "optimizer", "ids", "dense", "other")
 """What bytes are spent on."""
+_LOGGED: dict[str, Check] = {
+    **dict.fromkeys(("id", "kind"), as_text),
+    **dict.fromkeys(("sequence", "step", "full_fp32_bytes"), as_count),
+    **dict.fromkeys(("modified_fraction", "stall_seconds"), as_measure),
+    "parent": optional(as_text),
+    "bytes": dict_of(as_count),
+}
+"""What is read of a checkpoint's line."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +96,18 @@ def report(
     if out.suffix not in (".html", ".png"):
         raise typer.BadParameter(f"{out} should end in .html or .png")
     with progress("looking at checkpoints"):
-        points = collect(open_root(root), log)
+        folder = open_root(root)
+        points = collect(folder, log)
     if as_json:
         print_json({"checkpoints": [asdict(point) for point in points]})
         return
     from torchrec_checknrun.cli.plots import draw
 
     picture = draw(points)
-    out.write_bytes(picture if out.suffix == ".png" else _page(root, points, picture).encode())
-    console().print(f"{len(points)} checkpoints in {out}")
+    out.write_bytes(
+        picture if out.suffix == ".png" else _page(str(folder), points, picture).encode()
+    )
+    say(f"{len(points)} checkpoints in {out}")
 
 
 def collect(root: Folder, log: Path | None) -> list[Point]:
@@ -121,27 +142,29 @@ def collect(root: Folder, log: Path | None) -> list[Point]:
 def read_log(path: Path) -> dict[str, dict[str, Any]]:
     """The checkpoints that JSON lines tell of, by id; lines of other events are passed over.
 
+    So is the last line, with a warning, if it was not written to its end.
+
     Raises:
         CheckNRunError: a line is not JSON, or a checkpoint's lacks something.
         OSError: there is no such file.
     """
     found = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         try:
-            event = json.loads(line)
+            try:
+                event = json.loads(line.decode())
+            except ValueError:
+                if line.endswith(b"\n"):
+                    raise
+                complain(f"{path}, line {number}, the last one, is incomplete: it is passed over")
+                continue
             if not isinstance(event, dict) or event.get("event", "checkpoint") != "checkpoint":
                 continue
-            spent = {part: int(event["bytes"].get(part, 0)) for part in PARTS[:-1]}
-            spent["other"] = sum(event["bytes"].values()) - sum(spent.values())
-            found[event["id"]] = {
-                **{name: event[name] for name in ("id", "sequence", "step", "kind", "parent")},
-                "modified_fraction": float(event["modified_fraction"]),
-                "bytes": spent,
-                "full_fp32_bytes": int(event["full_fp32_bytes"]),
-                "stall_seconds": float(event["stall_seconds"]),
-                "there": False,
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            fields = record({name: event[name] for name in _LOGGED if name in event}, _LOGGED)
+            spent = {part: fields["bytes"].get(part, 0) for part in PARTS[:-1]}
+            spent["other"] = sum(fields["bytes"].values()) - sum(spent.values())
+            found[fields["id"]] = {**fields, "bytes": spent, "there": False}
+        except (ValueError, RecursionError) as error:
             raise CheckNRunError(
                 f"{path}, line {number}, is no report of a checkpoint ({error!r}): write one "
                 "CheckpointReport.to_json() a line"

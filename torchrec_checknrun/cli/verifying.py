@@ -10,11 +10,11 @@ from torchrec_checknrun.cli.output import (
     AsJson,
     Ids,
     Root,
-    console,
     open_root,
     print_json,
     print_table,
     progress,
+    say,
     size,
 )
 from torchrec_checknrun.errors import CheckpointNotFound
@@ -24,10 +24,11 @@ def verify(root: Root, ids: Ids = None, as_json: AsJson = False) -> None:
     """Reads all bytes of checkpoints and of what they need; exit code 1 if anything is wrong."""
     from torchrec_checknrun import verification
 
+    folder = open_root(root)
     with progress("verifying") as step:
-        found = verification.verify(open_root(root).url, ids or None, progress=step)
+        found = verification.verify(folder.url, ids or None, progress=step)
     if not found:
-        raise CheckpointNotFound(f"no committed checkpoint in {root}")
+        raise CheckpointNotFound(f"no committed checkpoint in {folder}")
     sound = not any(one.problems for one in found)
     if as_json:
         print_json({"sound": sound, "checkpoints": [asdict(one) for one in found]})
@@ -40,6 +41,6 @@ def verify(root: Root, ids: Ids = None, as_json: AsJson = False) -> None:
         print_table(None, columns, rows)
         for one in found:
             for problem in one.problems:
-                console().print(f"{one.id}: {problem}", style="red")
+                say(f"{one.id}: {problem}", style="red")
     if not sound:
         raise typer.Exit(1)

@@ -13,11 +13,12 @@ from torchrec_checknrun.cli.output import (
     AsJson,
     MaybeId,
     Root,
-    console,
     open_root,
     print_json,
     progress,
+    say,
 )
+from torchrec_checknrun.retries import masked
 
 
 class Format(str, Enum):
@@ -43,9 +44,9 @@ def compact(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"compacted": None if report is None else report.to_json()})
     elif report is None:
-        console().print("it is full already: nothing to compact")
+        say("it is full already: nothing to compact")
     else:
-        console().print(str(report))
+        say(str(report))
 
 
 def export(
@@ -70,7 +71,7 @@ def export(
     from torchrec_checknrun import export as exporting
     from torchrec_checknrun.cli.reading import chain_of
 
-    folder = open_root(root)
+    folder, into = open_root(root), open_root(target)
     chain = chain_of(folder, id)
     with progress("exporting") as step:
         if form is Format.dcp:
@@ -88,11 +89,11 @@ def export(
                 progress=step,
             )
     if as_json:
-        print_json({"target": target, **asdict(done)})
+        print_json({"target": masked(target), **asdict(done)})
         return
-    console().print(
-        f"{done.id} to {target}: {len(done.tensors)} tensors; what is none of them in values.json: "
+    say(
+        f"{done.id} to {into}: {len(done.tensors)} tensors; what is none of them in values.json: "
         f"{len(done.values)}"
     )
     for stored, tables in Counter(done.tables.values()).items():
-        console().print(f"rows of {tables} tables: {stored}")
+        say(f"rows of {tables} tables: {stored}")
