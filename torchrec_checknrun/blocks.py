@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchrec_checknrun.chunks import EncodedChunk, Entry, dtype_name
-from torchrec_checknrun.coverage import check_coverage
+from torchrec_checknrun.coverage import check_coverage, tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, InvalidPlan
 from torchrec_checknrun.shards import Rectangle, TableShape
 from torchrec_checknrun.state import TORCH_DTYPES, raw_bytes
@@ -275,17 +275,18 @@ class BlockRestore:
         return None
 
     def _needed(self, block: Block, where: str) -> Iterator[str]:
-        found = 0
-        for name, header in self._saved[block.path].items():
-            common = block.rectangle.intersect(header.rectangle)
-            if common:
-                found += common.area
-                yield name
-        if found != block.rectangle.area:
+        common = {
+            name: part
+            for name, header in self._saved[block.path].items()
+            if (part := block.rectangle.intersect(header.rectangle))
+        }
+        if not tiles(block.rectangle, common.values()):
+            found = sum(part.area for part in common.values())
             raise CorruptCheckpoint(
                 f"{where} holds {found} of the {block.rectangle.area} values of "
-                f"{name_of(block.path)}{block.rectangle}: pieces are missing"
+                f"{name_of(block.path)}{block.rectangle}, or some twice: pieces are missing"
             )
+        yield from common
 
 
 def name_of(path: Path) -> str:

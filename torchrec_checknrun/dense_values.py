@@ -7,7 +7,6 @@ and what each rank has of its own with ``<state>.rank<n>``.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,10 +16,11 @@ import torch
 from torchrec_checknrun.blocks import KIND as BLOCK
 from torchrec_checknrun.blocks import BlockHeader, block_header, whole_of
 from torchrec_checknrun.chunks import decode_state_chunk
+from torchrec_checknrun.coverage import tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.read_chunks import StoredChunk, read_chunk
-from torchrec_checknrun.shards import Rectangle, TableShape
+from torchrec_checknrun.shards import Rectangle
 
 MODEL = "model"
 """The state whose names stand alone."""
@@ -80,7 +80,7 @@ def piece_problems(chunks: Iterable[StoredChunk]) -> Iterator[str]:
         chunk, first = of_tensor[0]
         if len({(header.path, header.size, header.dtype) for _, header in of_tensor}) > 1:
             yield f"{chunk.checkpoint}: pieces of {name} are of several sizes or types"
-        elif not _tile(whole_of(first.size), [header.rectangle for _, header in of_tensor]):
+        elif not tiles(_whole(first), [header.rectangle for _, header in of_tensor]):
             values = sum(header.rectangle.area for _, header in of_tensor)
             yield (
                 f"{chunk.checkpoint} holds {values} of the {math.prod(first.size)} values of "
@@ -95,25 +95,14 @@ def decode_block(header: BlockHeader, payload: memoryview) -> torch.Tensor:
     return data.view(header.dtype).view(place.rows, place.cols)
 
 
+def _whole(header: BlockHeader) -> Rectangle:
+    size = whole_of(header.size)
+    return Rectangle(0, size.rows, 0, size.dim)
+
+
 def _key(header: BlockHeader) -> str:
     path = header.path[1:] if header.path[:1] == (MODEL,) else header.path
     return ".".join(map(str, path))
-
-
-def _tile(whole: TableShape, places: Iterable[Rectangle]) -> bool:
-    """Whether places make up a whole: nothing of it is missing, and nothing there twice."""
-    places = [place for place in places if place.area]
-    if sum(place.area for place in places) != whole.rows * whole.dim:
-        return False  # from here on it takes no more time than there are values
-    cuts = sorted({cut for place in places for cut in (place.col_start, place.col_stop)})
-    ends = dict.fromkeys(cuts, 0)
-    for place in sorted(places):
-        within = slice(bisect_left(cuts, place.col_start), bisect_left(cuts, place.col_stop))
-        for column in cuts[within]:
-            if ends[column] != place.row_start:
-                return False
-            ends[column] = place.row_stop
-    return True
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from reprlib import repr as shown
 from typing import Any, Literal
 
@@ -278,7 +279,9 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             f"{checksum!r}"
         )
     try:
-        return Manifest(**_checked(content), checksum=checksum)
+        fields = _checked(content)
+        _require_time(fields["created_at"])
+        return Manifest(**fields, checksum=checksum)
     except ValueError as error:
         raise CorruptCheckpoint(f"{where}: a field is missing or wrong: {error}") from error
 
@@ -297,6 +300,16 @@ def _checked(content: object) -> dict[str, Any]:
     if len(set(names)) != len(names):
         raise ValueError(f"files: {shown(names)} has a name twice")
     return fields
+
+
+def _require_time(text: str) -> None:
+    """Refuses what is no ISO 8601 with a time zone: retention counts hours by it."""
+    try:
+        zone = datetime.fromisoformat(text).tzinfo
+    except ValueError:
+        zone = None
+    if zone is None:
+        raise ValueError(f"created_at: {shown(text)} is no ISO 8601 with a time zone")
 
 
 def _as_name(value: object) -> str:

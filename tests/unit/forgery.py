@@ -233,7 +233,7 @@ def attack(root: Folder, head: str) -> list[str]:
     attempt("verify", check)
     attempt("restore", read)
     attempt("ls", lambda: inventory(root))
-    attempt("prune", lambda: prune(root, Retention(1), dry_run=True))
+    attempt("prune", lambda: prune(root, Retention(1, 1.0), dry_run=True))
     attempt("cat", cat)
     attempt("diff", lambda: compare(root.url, baseline, head))
     attempt("diff", lambda: compare(root.url, head, head))

@@ -112,6 +112,8 @@ in_manifest(
 )
 in_manifest("negative_step", "step: -1 is not a count", step=-1)
 in_manifest("huge_step", "step: .* is not a count", step=10**300)
+in_manifest("no_time", "created_at: 'yesterday' is no ISO 8601", created_at="yesterday")
+in_manifest("local_time", "with a time zone", created_at="2024-02-03T04:05:06")
 in_manifest("other_sequence", "has sequence number 1", sequence=1)
 in_manifest("fractions_of_text", "earlier_fractions", earlier_fractions=["x"])
 in_manifest("unknown_field", "unknown fields", run_this="rm -rf /")

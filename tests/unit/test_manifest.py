@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from datetime import timezone
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torchrec_checknrun.manifest import (
 
 NAMES = st.text(min_size=1, max_size=12)
 COUNTS = st.integers(0, 2**50)
+TIMES = st.datetimes(timezones=st.just(timezone.utc))
 PLAIN_NAMES = NAMES.filter(is_plain_name)
 LINKS = st.builds(Link, PLAIN_NAMES, st.text("0123456789abcdef", min_size=32, max_size=32))
 ERRORS = st.one_of(st.none(), st.floats(0, 1))
@@ -51,7 +53,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         parent=parent,
         previous=draw(st.one_of(st.none(), LINKS)),
         world_size=draw(COUNTS),
-        created_at=draw(NAMES),
+        created_at=draw(TIMES).isoformat(),
         created_by=draw(NAMES),
         lossy_restores=draw(COUNTS),
         bits=draw(st.sampled_from([None, 8, 4, 2])),
