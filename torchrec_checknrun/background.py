@@ -37,6 +37,9 @@ from torchrec_checknrun.write_process import WriteProcess
 
 BackgroundKind = Literal["thread", "process"]
 _SPARE_BYTES = 1 << 20
+_CHUNKS = 4
+"""Whose memory the background takes beside what is staged: one is encoded while the one before is
+being written, and each thread's part of the allocator keeps about as much again."""
 
 
 class Save:
@@ -116,12 +119,10 @@ class Background:
         self._kind = kind
         self._encode = encoded_while_staged(expected, quantization, mode)
         budget = memory_budget or default_budget()
-        self.chunk_bytes = min(chunk_bytes, budget // 3)
+        self.chunk_bytes = min(chunk_bytes, budget // (2 * _CHUNKS))
         if self.chunk_bytes < 1:
             raise ValueError(f"memory_budget must be some megabytes, not {memory_budget}")
-        # Beside what is staged, a chunk's copies are there while it is encoded, and once more
-        # while the one before is being written.
-        self._most = budget - 2 * self.chunk_bytes
+        self._most = budget - _CHUNKS * self.chunk_bytes
         self._pinned = any(shard.weight.is_cuda for shard in expected)
         whole = sum(_staged_bytes(shard, quantization, self._encode) for shard in expected)
         self._make_memory(min(self._most, whole + dense_bytes + _SPARE_BYTES))

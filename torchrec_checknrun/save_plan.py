@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -151,9 +150,7 @@ class CheckpointPlanner(SavePlanner):
         states = dict.fromkeys((name for s in summaries for name in s.replicated), False)
         states |= dict.fromkeys(summaries[0].per_rank, True)
         metadata = Metadata(
-            dict.fromkeys(
-                (item.index.fqn for plan in plans for item in plan.items), BytesStorageMetadata()
-            ),
+            {},  # the files' indexes say what is where; DCP would send it to all ranks
             planner_data=GlobalPlan(
                 header=summaries[0].header,
                 tables=summaries[0].tables,

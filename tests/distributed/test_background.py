@@ -151,8 +151,8 @@ def test_who_writes_and_when_changes_no_byte(workers: Workers, tmp_path: Path) -
         {"background": "thread", "staging": "copy"},
         {"background": "process", "staging": "copy"},
         {"background": "process", "staging": "encode"},
-        {"background": "thread", "staging": "encode", "memory_budget": 12_000},
-        {"background": "process", "staging": "copy", "memory_budget": 12_000},
+        {"background": "thread", "staging": "encode", "memory_budget": 24_000},
+        {"background": "process", "staging": "copy", "memory_budget": 24_000},
     ]
     written = []
     for number, options in enumerate(variants):
