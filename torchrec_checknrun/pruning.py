@@ -166,7 +166,9 @@ def _leftovers(root: Folder, names: Iterable[str], below: int | None) -> Iterabl
         sequence = sequence_of(name)
         if sequence is None or (below is not None and sequence >= below):
             continue
-        if root.is_link(name) or (root / name).size(MANIFEST_NAME) is not None:
+        if root.is_link(name) or root.size(name) is not None:
+            continue  # a file of that name is none of ours
+        if (root / name).size(MANIFEST_NAME) is not None:
             continue
         claim = latest_claim(root / name)  # of a compaction, which has no epoch of the root's
         if claim is None or not claim.alive:

@@ -33,8 +33,10 @@ class Retention:
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ValueError(f"keep must be at least 1, not {self.keep}: use None to keep all")
-        if self.every_hours is not None and not self.every_hours > 0:
-            raise ValueError(f"every_hours must be positive, not {self.every_hours}")
+        if self.every_hours is not None and not self.every_hours >= 0.001:
+            raise ValueError(
+                f"every_hours must be positive, not {self.every_hours}: give at least 0.001"
+            )
 
 
 @dataclass(frozen=True)

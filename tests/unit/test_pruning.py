@@ -92,6 +92,14 @@ def test_leftovers_of_crashed_saves(root: Folder) -> None:
     assert chain.head.id == fourth.id
 
 
+def test_a_file_of_a_checkpoint_s_name_is_no_leftover(root: Folder) -> None:
+    fill(root)
+    name = checkpoint_id(2, 7, "00000abc")
+    root.put(name, b"somebody's")
+    assert prune(root, Retention(9)).leftovers == ()
+    assert root.read(name) == b"somebody's"
+
+
 def test_a_live_writer_s_directory_is_no_leftover(root: Folder) -> None:
     fill(root)
     mine = leftover(root, 9)

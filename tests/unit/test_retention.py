@@ -91,8 +91,9 @@ def test_the_newest_and_what_they_need(kinds: str, keep: int, stay: list[int]) -
 def test_out_of_range() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Retention(0)
-    with pytest.raises(ValueError, match="positive"):
-        Retention(2, every_hours=0)
+    for hours in (0, -1, 1e-320, float("nan")):
+        with pytest.raises(ValueError, match="positive"):
+            Retention(2, every_hours=hours)
 
 
 def test_first_of_every_so_many_hours() -> None:

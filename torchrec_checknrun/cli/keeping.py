@@ -20,9 +20,6 @@ from torchrec_checknrun.cli.output import (
 from torchrec_checknrun.errors import CheckpointNotFound
 from torchrec_checknrun.retention import Retention
 
-_SHORTEST = 0.001
-"""Hours."""
-
 
 def prune(
     root: Root,
@@ -39,8 +36,6 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Deletes checkpoints that no kept one needs, and leftovers of crashed saves."""
-    if every_hours is not None and 0 < every_hours < _SHORTEST:
-        raise typer.BadParameter(f"{every_hours} hours are too few: give at least {_SHORTEST}")
     try:
         retention = Retention(keep, every_hours)
     except ValueError as error:
