@@ -186,6 +186,14 @@ def test_agree_in_the_end(order: list[int], ranks: int, drift: int, ahead: bool)
     assert all(of_rank == words[0] for of_rank in words)
 
 
+class Visible(dist.PrefixStore):
+    """What was set is there for others, too: a TCPStore's set doesn't wait for the server."""
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        self.check([key])
+
+
 @pytest.fixture(params=["hash", "tcp"])
 def stores(request: pytest.FixtureRequest) -> list[dist.Store]:
     """Three ranks' connections to one store."""
@@ -193,7 +201,7 @@ def stores(request: pytest.FixtureRequest) -> list[dist.Store]:
         return [dist.HashStore()] * 3
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ports = [dist.TCPStore("127.0.0.1", master.port, is_master=False) for _ in range(2)]
-    return [dist.PrefixStore("job", store) for store in (master, *ports)]
+    return [Visible("job", store) for store in (master, *ports)]
 
 
 def test_in_step(stores: list[dist.Store]) -> None:
