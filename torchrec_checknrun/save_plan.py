@@ -197,19 +197,31 @@ def _check_agreement(summaries: list[PlanSummary]) -> None:
 
 def _check_coverage(summaries: list[PlanSummary]) -> None:
     """No two ranks write the same, and no part of a table or a sharded buffer is left out."""
-    held: dict[str, list[tuple[Rectangle, int]]] = {name: [] for name in summaries[0].tables}
+    tables = summaries[0].tables
     blocks: dict[Path, list[tuple[BlockSummary, int]]] = {}
+    # Most tables lie in rows, in the order of ranks. Those are seen to be whole in passing: a list
+    # of each table's parts would be of a million objects that lie far from each other in memory.
+    rows_done = dict.fromkeys(tables, 0)
+    others: dict[str, list[tuple[Rectangle, int]]] = {}
     for rank, summary in enumerate(summaries):
-        for table, rectangle in summary.shards:
-            if table not in held:
+        for table, place in summary.shards:
+            if table not in tables:
                 raise InvalidPlan(f"rank {rank} writes rows of {table!r}, which is no known table")
-            held[table].append((rectangle, rank))
+            if place.row_start == rows_done[table] and place.spans_columns(tables[table]):
+                rows_done[table] = place.row_stop
+            else:
+                others[table] = []
         for block in summary.blocks:
             blocks.setdefault(block.path, []).append((block, rank))
-    for table, shape in summaries[0].tables.items():
-        check_coverage(table, shape, held[table])
-    for path, parts in blocks.items():
-        check_blocks(path, parts)
+    others |= {name: [] for name, rows in rows_done.items() if rows != tables[name].rows}
+    for rank, summary in enumerate(summaries) if others else ():
+        for table, place in summary.shards:
+            if table in others:
+                others[table].append((place, rank))
+    for table, parts in others.items():
+        check_coverage(table, tables[table], parts)
+    for path, pieces in blocks.items():
+        check_blocks(path, pieces)
 
 
 def _assign_writers(summaries: list[PlanSummary]) -> dict[str, int]:

@@ -33,6 +33,10 @@ class Rectangle:
     def area(self) -> int:
         return self.rows * self.cols
 
+    def spans_columns(self, shape: TableShape) -> bool:
+        """Whether it has all columns of a table."""
+        return self.col_start == 0 and self.col_stop == shape.dim
+
     def intersect(self, other: Rectangle) -> Rectangle | None:
         """The common block, or None where there is none."""
         common = Rectangle(

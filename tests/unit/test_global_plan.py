@@ -83,6 +83,8 @@ class TestGlobalPlan:
         [
             ([], 0),
             ([Rectangle(0, 9, 0, 8)], 72),
+            ([Rectangle(0, 6, 0, 8), Rectangle(6, 12, 0, 8)], 96),
+            ([Rectangle(1, 10, 0, 8)], 72),
             ([Rectangle(0, 10, 0, 4)], 40),
             ([Rectangle(0, 5, 0, 8), Rectangle(5, 10, 0, 4)], 60),
         ],
