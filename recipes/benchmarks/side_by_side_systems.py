@@ -78,7 +78,7 @@ class System:
 
     def restore(self) -> None:
         """Brings the model to the newest checkpoint."""
-        raise NotImplementedError
+        raise NotImplementedError("without checkpoints there is nothing to restore")
 
     def close(self) -> None:
         """At the end."""
