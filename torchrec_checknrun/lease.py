@@ -103,8 +103,8 @@ class Claim:
 
     Attributes:
         expires: by the holder's clock, seconds since 1970; 0 when it was given up.
-        earlier: ids of the checkpoints that were committed when it began; None until they are
-            listed.
+        earlier: ids of the checkpoints that were committed when it began, and of those that its
+            holder was restored from, whoever wrote them; None until they are listed.
         uses: ids of the checkpoints that the holder was restored from: its next one needs them.
     """
 
@@ -187,7 +187,7 @@ class Lease:
                 self._refuse_unless_free(latest, holder)
             claim = self._take(number, holder, tuple(uses))
             # Listed only now: what was committed before the claim was made does count.
-            claim = replace(claim, earlier=tuple(committed(latest)))
+            claim = replace(claim, earlier=_united(committed(latest), claim.uses))
             self._folder.put(claim.name, claim.to_bytes())
         self._claim = claim
         if claim.uses != tuple(uses):
@@ -198,7 +198,10 @@ class Lease:
         """Names the checkpoints that this process was restored from meanwhile, at once."""
         with self._lock:
             if self._claim is not None:
-                self._claim = replace(self._claim, uses=tuple(ids))
+                uses, earlier = tuple(ids), self._claim.earlier
+                if earlier is not None:
+                    earlier = _united(earlier, uses)
+                self._claim = replace(self._claim, earlier=earlier, uses=uses)
                 self._put()
 
     def check(self) -> None:
@@ -282,6 +285,10 @@ class Lease:
         except Exception as error:
             logger.warning("the claim of %s was not renewed: %s", self._root, error)
         return True
+
+
+def _united(ids: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*ids, *others)))
 
 
 def _epochs(root: Folder) -> list[int]:

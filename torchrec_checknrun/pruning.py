@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 
-from torchrec_checknrun.chain import counting, read_manifest
-from torchrec_checknrun.errors import RootInUse
+from torchrec_checknrun.chain import committed, counting, read_manifest
+from torchrec_checknrun.errors import CheckNRunError, RootInUse, UnsupportedFormat
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER, Claim, latest_claim
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, sequence_of
@@ -68,14 +68,17 @@ def prune(
 
     Args:
         in_use: ids that stay whatever the retention says.
-        own: the claim of the writer that asks; None for somebody else, who leaves alone what a live
-            writer may be working on.
+        own: the claim of the writer that asks; None for a person, who leaves alone what a live
+            writer may be working on, and also deletes what readers ignore: checkpoints that
+            replaced writers have committed.
         below: only leftovers of lower sequence numbers are certain to be dead; None: all, if no
             writer lives.
         known: manifests that earlier calls have read; gets those that this one reads.
 
     Raises:
         RootInUse: the writer that asks was replaced.
+        UnsupportedFormat: a newer release has written something here, and only that one knows what
+            it needs; nothing was deleted.
         StorageFailed: the storage refused; pruning again goes on where it stopped.
     """
     claim = latest_claim(root)
@@ -83,17 +86,24 @@ def prune(
         raise RootInUse(f"{root} has another writer now: it decides what is deleted")
     names = root.names()
     alive = own is None and claim is not None and claim.alive
+    known = {} if known is None else known
     found = list(counting(root, claim, names, known))
     used = {*in_use}
     if claim is not None and claim.alive:
         used |= {*claim.uses, *_committed_last(claim, found)}
+    looked_at = [*found] if own is not None else [*known.values()]
     verdict = judge(found, retention, in_use=used)
-    if verdict.delete:  # else the files needn't be looked at: pins and damage only keep more
-        pinned, damaged = _look(root, found)
+    if verdict.delete or len(looked_at) > len(found):  # else pins and damage make no difference
+        pinned, damaged = _look(root, looked_at)
         verdict = judge(found, retention, pinned, used, damaged)
-    sizes = {manifest.id: manifest.stored_bytes for manifest in found}
+        needed = _with_parents(known, {*verdict.keep, *pinned, *(m.id for m in found)})
+        ignored = {m.id: "of a replaced writer" for m in looked_at if m.id not in needed}
+        verdict = Verdict(verdict.keep, {**ignored, **verdict.delete})
+    sizes = {manifest.id: manifest.stored_bytes for manifest in looked_at}
     others = sorted(set(names) - sizes.keys())
     leftovers = () if alive else tuple(_leftovers(root, others, below))
+    if verdict.delete:
+        _check_readable(root, set(names) - known.keys())
     if not dry_run:
         for id in verdict.delete:
             _delete(root / id)
@@ -108,6 +118,27 @@ def _committed_last(claim: Claim, found: Iterable[Manifest]) -> Iterable[str]:
     """
     own = [m for m in found if m.epoch == claim.epoch and original_of(m) == m.id]
     return [max(own, key=lambda m: m.sequence).id] if own else []
+
+
+def _check_readable(root: Folder, names: Iterable[str]) -> None:
+    for name in committed(root, names):
+        try:
+            read_manifest(root, name)
+        except UnsupportedFormat as error:
+            raise UnsupportedFormat(f"nothing is deleted from {root}: {error}") from error
+        except CheckNRunError:
+            continue  # whatever it was, nothing can be restored from it
+
+
+def _with_parents(known: Mapping[str, Manifest], ids: Collection[str]) -> set[str]:
+    """Also what these checkpoints need."""
+    todo, found = list(ids), set[str]()
+    while todo:
+        id = todo.pop()
+        link = known[id].parent if id in known and id not in found else None
+        found.add(id)
+        todo += [link.id] if link else []
+    return found
 
 
 def _look(root: Folder, found: Iterable[Manifest]) -> tuple[set[str], set[str]]:

@@ -44,6 +44,8 @@ CODECS: list[Codec] = [
     *(Rowwise(bits) for bits in (8, 4, 3, 2)),
     ImportanceWeighted(),
 ]
+CHAIN_ROWS = 40
+"""Of ``chain_of_three``."""
 _numbers = itertools.count()
 
 
@@ -311,3 +313,15 @@ def marked(marks: Marks) -> np.ndarray:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.numpy().tobytes() == other.numpy().tobytes()
+
+
+def chain_of_three(root: Folder) -> list[Manifest]:
+    """A full one of two ranks' files and two upon it, 4 bit but for the last."""
+    rows, encoding = CHAIN_ROWS, Encoding(Rowwise(4))
+    full = write(root, rows, [Part((0, DIM), list(range(rows)), 10, encoding=encoding)], ranks=2)
+    second = write(root, rows, [Part((0, DIM), [1, 2], 10, encoding=encoding)], full)
+    return [full, second, write(root, rows, [Part((0, DIM), [3], 10)], second)]
+
+
+def put_manifest(root: Folder, manifest: Manifest) -> None:
+    (root / manifest.id).put(MANIFEST_NAME, manifest.to_bytes())

@@ -131,15 +131,17 @@ def test_a_field_of_another_kind(
     assert f"{field}: " in result.err
 
 
-def test_a_last_line_that_a_kill_has_cut_off(
-    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path
+@pytest.mark.parametrize("after", ["", '{"event": "step"}\n', "\n"])
+def test_a_line_that_a_kill_has_cut_off(
+    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path, after: str
 ) -> None:
+    """The last one; or, after a restart that went on in the same file, one in the middle."""
     full, later = (json.dumps(line(manifest, 0.5), ensure_ascii=False) for manifest in run[1])
-    (tmp_path / "log").write_text(f"{full}\n{later[:40]}")
+    (tmp_path / "log").write_text(f"{full}\n{later[:40]}{after}{after}")
     result = console.run("report", run[0], "--log", tmp_path / "log", "--json")
     assert result.code == 0
     assert [point["stall_seconds"] for point in result.document["checkpoints"]] == [0.5, None]
-    assert "log, line 2, the last one, is incomplete: it is passed over" in result.err
+    assert "log, line 2, is incomplete: it is passed over" in result.err
     (tmp_path / "log").write_text(f"{full}\n{later}")
     result = console.run("report", run[0], "--log", tmp_path / "log", "--json")
     assert [point["stall_seconds"] for point in result.document["checkpoints"]] == [0.5, 0.5]

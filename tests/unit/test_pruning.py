@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.chains import Part, write
-from torchrec_checknrun.chain import committed, newest, resolve
-from torchrec_checknrun.errors import CheckpointNotFound, RootInUse
+from torchrec_checknrun.chain import committed, counting, newest, resolve
+from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import FOLDER, Claim, Holder, Lease
+from torchrec_checknrun.lease import FOLDER, Holder, Lease
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, checkpoint_id
 from torchrec_checknrun.pruning import pin, prune, unpin
 from torchrec_checknrun.retention import Retention
@@ -191,12 +191,56 @@ def test_a_crash_half_way_leaves_whole_chains(
     assert root.names() == [fourth.id]
 
 
-def test_an_ignored_checkpoint_goes(root: Folder) -> None:
+def test_what_a_replaced_writer_has_committed(root: Folder) -> None:
+    """It is ignored; a run leaves it alone, and who prunes by hand deletes it."""
+    first, second, third, fourth = fill(root)
+    fifth = write(root, ROWS, part(3), fourth)
+    lease = Lease(root)
+    lease.acquire(lambda _: [first.id, second.id, third.id])  # the others came too late
+    done = prune(root, Retention(1), own=lease.claim)
+    assert set(done.verdict.keep) == {first.id, second.id, third.id}
+    assert done.verdict.delete == {}
+    pin(root, fifth.id)
+    assert prune(root, Retention(1)).verdict.delete == {}  # the pinned one needs the fourth
+    unpin(root, fifth.id)
+    planned = prune(root, Retention(1), dry_run=True)
+    assert list(planned.verdict.delete) == [fifth.id, fourth.id]
+    assert planned.bytes == fifth.stored_bytes + fourth.stored_bytes
+    assert prune(root, Retention(1)) == planned
+    assert committed(root) == [third.id, second.id, first.id]
+    lease.release()
+
+
+def test_a_replaced_writer_s_checkpoint_counts_once_it_was_restored(root: Folder) -> None:
+    """Somebody has chosen it: what comes after is built on it, and it may not go."""
     first, second, third, fourth = fill(root)
     lease = Lease(root)
-    lease.acquire(lambda _: [first.id, second.id, third.id])  # the fourth came too late
-    claim: Claim = lease.claim
-    done = prune(root, Retention(1), own=claim)
+    lease.acquire(lambda _: [first.id, second.id, third.id])
+    lease.use([fourth.id])
+    fifth = write(root, ROWS, part(3), fourth, epoch=lease.claim.epoch)
+    lease.use([])
+    assert set(prune(root, Retention(1), own=lease.claim).verdict.keep) == {fourth.id, fifth.id}
     lease.release()
-    assert fourth.id not in done.verdict.keep
-    assert set(done.verdict.keep) == {first.id, second.id, third.id}
+    after = Lease(root)
+    after.acquire(lambda before: [m.id for m in counting(root, before)], uses=[fifth.id])
+    assert after.claim.earlier == (fifth.id, fourth.id)
+    after.release()
+    assert prune(root, Retention(1)).verdict.delete == {}
+    assert committed(root) == [fifth.id, fourth.id]
+
+
+def test_a_newer_release_s_checkpoint_keeps_everything(root: Folder) -> None:
+    """Only that release knows what it needs."""
+    first, *_ = made = fill(root)
+    data = (root / first.id).read(MANIFEST_NAME)
+    name = checkpoint_id(9, 90, "00000abc")
+    (root / name).create()
+    (root / name).put(MANIFEST_NAME, data.replace(b'"format_version":1', b'"format_version":2'))
+    assert prune(root, Retention(9)).verdict.delete == {}
+    for dry_run in (True, False):
+        with pytest.raises(UnsupportedFormat, match=r"nothing is deleted .* upgrade"):
+            prune(root, Retention(1), dry_run=dry_run)
+    assert {manifest.id for manifest in made} < set(root.names())
+    (root / name).put(MANIFEST_NAME, b"{}")  # a damaged one holds nothing that could be needed
+    prune(root, Retention(1))
+    assert sorted(root.names()) == sorted([made[-1].id, name])

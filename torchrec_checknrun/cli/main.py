@@ -66,7 +66,7 @@ def run(arguments: Sequence[str] | None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (CheckNRunError, OSError) as error:
-        complain(str(error))
+        complain(_text(error))
         sys.exit(2)
     except Exception as error:
         hint = _hint(error.name) if isinstance(error, ImportError) else None
@@ -78,6 +78,13 @@ def run(arguments: Sequence[str] | None) -> None:
             "CHECKNRUN_DEBUG=1 in the environment it says where"
         )
         sys.exit(2)
+
+
+def _text(error: Exception) -> str:
+    """Without the system's number for it."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
 def _hint(module: str | None) -> str | None:

@@ -112,6 +112,8 @@ def parse_rows(text: str) -> list[int]:
         for part in text.split(","):
             first, dash, last = part.strip().partition("-")
             start, stop = int(first), int(last if dash else first) + 1
+            if start >= stop:
+                raise ValueError(part)
             if stop - start + len(found) > _MOST_ROWS:
                 raise typer.BadParameter(
                     f"{text!r} are more than {_MOST_ROWS:,} rows: ask for fewer at a time, or "
@@ -121,7 +123,9 @@ def parse_rows(text: str) -> list[int]:
     except ValueError:
         found = []
     if not found:
-        raise typer.BadParameter(f"{text!r} are no row ids: give them as 1,5,9 or 10-20")
+        raise typer.BadParameter(
+            f"{text!r} are no row ids: give them as 1,5,9 or 10-20, lower ids first"
+        )
     return list(dict.fromkeys(found))
 
 

@@ -142,34 +142,43 @@ def collect(root: Folder, log: Path | None) -> list[Point]:
 def read_log(path: Path) -> dict[str, dict[str, Any]]:
     """The checkpoints that JSON lines tell of, by id; lines of other events are passed over.
 
-    So is the last line, with a warning, if it was not written to its end.
+    So are, with a warning, those that are not JSON: a process that was killed may have written half
+    a line, and the next one has gone on from there.
 
     Raises:
-        CheckNRunError: a line is not JSON, or a checkpoint's lacks something.
+        CheckNRunError: no line is JSON, or a checkpoint's lacks something.
         OSError: there is no such file.
     """
     found = {}
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    torn: list[int] = []
+    lines = {n: line for n, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()}
+    for number, line in lines.items():
         try:
-            try:
-                event = json.loads(line.decode())
-            except ValueError:
-                if line.endswith(b"\n"):
-                    raise
-                complain(f"{path}, line {number}, the last one, is incomplete: it is passed over")
-                continue
+            event = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            torn.append(number)
+            continue
+        try:
             if not isinstance(event, dict) or event.get("event", "checkpoint") != "checkpoint":
                 continue
             fields = record({name: event[name] for name in _LOGGED if name in event}, _LOGGED)
             spent = {part: fields["bytes"].get(part, 0) for part in PARTS[:-1]}
             spent["other"] = sum(fields["bytes"].values()) - sum(spent.values())
             found[fields["id"]] = {**fields, "bytes": spent, "there": False}
-        except (ValueError, RecursionError) as error:
-            raise CheckNRunError(
-                f"{path}, line {number}, is no report of a checkpoint ({error!r}): write one "
-                "CheckpointReport.to_json() a line"
-            ) from error
+        except ValueError as error:
+            raise _no_report(path, number, repr(error)) from error
+    if torn and len(torn) == len(lines):
+        raise _no_report(path, torn[0], "nor is any other line JSON")
+    for number in torn:
+        complain(f"{path}, line {number}, is incomplete: it is passed over")
     return found
+
+
+def _no_report(path: Path, number: int, why: str) -> CheckNRunError:
+    return CheckNRunError(
+        f"{path}, line {number}, is no report of a checkpoint ({why}): write one "
+        "CheckpointReport.to_json() a line"
+    )
 
 
 def _of_manifest(manifest: Manifest, size: int) -> dict[str, Any]:
