@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar, cast
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.errors import CorruptCheckpoint, StorageFailed
 from torchrec_checknrun.retries import masked, retrying, storage_failed
 from torchrec_checknrun.s3_upload import S3Upload
 
@@ -132,7 +132,11 @@ class Folder:
 
         try:
             entries = retrying(look, f"listing {self}")
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if _code(error) == "NoSuchBucket":  # a folder is made when it is needed, a bucket isn't
+                raise StorageFailed(
+                    errno.ENOENT, f"listing {self}: no such bucket: check its name, or make it"
+                ) from error
             return {}
         except OSError as error:
             if error.errno == errno.ENOTDIR and self._depth > 1:

@@ -74,9 +74,23 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
         function: Callable[..., Any] = getattr(
             importlib.import_module(case["module"]), case["function"]
         )
+        _freeze_modules()
         return {"result": function(**case["arguments"])}
     except BaseException:
         return {"error": traceback.format_exc()}
+
+
+_modules = 0
+
+
+def _freeze_modules() -> None:
+    """What modules hold stays: the collection after each case, which is there for the case's own
+    objects, would go through all of TorchRec every time.
+    """
+    global _modules
+    if len(sys.modules) > _modules:
+        _modules = len(sys.modules)
+        gc.freeze()
 
 
 if __name__ == "__main__":
