@@ -122,8 +122,8 @@ class Faults:
     ) -> T:
         """An operation; what it does by way of others is part of it.
 
-        The renewal of a claim is none: it comes by the clock, every 15 seconds, and on a busy machine
-        a case can take as long.
+        The renewal of a claim is none: it comes by the clock, every 15 seconds, and on a busy
+        machine a case can take as long.
         """
         if getattr(self._within, "one", False) or threading.current_thread().name == RENEWAL:
             return act()
