@@ -91,17 +91,18 @@ def prune(
     used = {*in_use}
     if claim is not None and claim.alive:
         used |= {*claim.uses, *_committed_last(claim, found)}
-    looked_at = [*found] if own is not None else [*known.values()]
+    apart = set(names) - {manifest.id for manifest in found}
+    others = [manifest for id, manifest in known.items() if id in apart]
     verdict = judge(found, retention, in_use=used)
-    if verdict.delete or len(looked_at) > len(found):  # else pins and damage make no difference
-        pinned, damaged = _look(root, looked_at)
-        verdict = judge(found, retention, pinned, used, damaged)
-        needed = _with_parents(known, {*verdict.keep, *pinned, *(m.id for m in found)})
-        ignored = {m.id: "of a replaced writer" for m in looked_at if m.id not in needed}
-        verdict = Verdict(verdict.keep, {**ignored, **verdict.delete})
-    sizes = {manifest.id: manifest.stored_bytes for manifest in looked_at}
-    others = sorted(set(names) - sizes.keys())
-    leftovers = () if alive else tuple(_leftovers(root, others, below))
+    if verdict.delete or (others and own is None):  # else pins and damage make no difference
+        pinned, damaged = _look(root, [*found, *others])
+        verdict = judge(found, retention, pinned, used, damaged, others)
+        if own is None:
+            needed = _with_parents(known, {*verdict.keep, *(m.id for m in found)})
+            ignored = {m.id: "of a replaced writer" for m in others if m.id not in needed}
+            verdict = Verdict(verdict.keep, {**ignored, **verdict.delete})
+    sizes = {manifest.id: manifest.stored_bytes for manifest in [*found, *others]}
+    leftovers = () if alive else tuple(_leftovers(root, sorted(apart), below))
     if verdict.delete:
         _check_readable(root, set(names) - known.keys())
     if not dry_run:

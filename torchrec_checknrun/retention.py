@@ -58,6 +58,7 @@ def judge(
     pinned: Collection[str] = (),
     in_use: Collection[str] = (),
     damaged: Collection[str] = (),
+    ignored: Iterable[Manifest] = (),
 ) -> Verdict:
     """Decides on all committed checkpoints of a root.
 
@@ -66,9 +67,12 @@ def judge(
         pinned: ids that a user wants to keep.
         in_use: ids that a writer goes on from.
         damaged: ids of those of which files are missing or too short: no restorable points.
+        ignored: others, which don't count and aren't decided on; the pinned ones of them stay, and
+            so does what they need.
     """
     history = _History.of(manifests, damaged)
-    by_id, points, abandoned = history.by_id, history.points, history.abandoned
+    points, abandoned = history.points, history.abandoned
+    by_id = {**{manifest.id: manifest for manifest in ignored}, **history.by_id}
     held = [id for id in pinned if id in by_id]
     # What is pinned may be of a fork, which nothing tells once the rest of it is gone.
     apart = {*held, *(m.id for id in held for m in _needs(by_id[id], by_id) or ())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,8 +38,8 @@ def fill(root: Folder) -> list[Manifest]:
     return [first, second, third, fourth]
 
 
-def write_full(root: Folder, before: Manifest) -> Manifest:
-    made = write(root, ROWS, part(), before)
+def write_full(root: Folder, before: Manifest, **other: Any) -> Manifest:
+    made = write(root, ROWS, part(), before, **other)
     (root / made.id).delete(MANIFEST_NAME)
     fields = {**vars(made), "kind": "full", "parent": None}
     full = Manifest(**fields).sealed()
@@ -78,6 +79,32 @@ def test_pins(root: Folder) -> None:
     assert root.names() == [fourth.id]
     with pytest.raises(CheckpointNotFound):
         pin(root, first.id)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_what_a_pinned_one_of_a_replaced_writer_needs_stays(root: Folder, by_hand: bool) -> None:
+    root.create()
+    first = write(root, ROWS, part())
+    late = write(root, ROWS, part(3), first)
+    lease = Lease(root)
+    lease.acquire(lambda _: [first.id])
+    newer = [late]
+    for _ in range(3):
+        newer.append(write_full(root, newer[-1], epoch=lease.claim.epoch))
+    pin(root, late.id)
+    own = lease.claim
+    if by_hand:
+        lease.release()
+    done = prune(root, Retention(2), own=None if by_hand else own)
+    assert list(done.verdict.delete) == [newer[1].id]
+    assert done.verdict.keep[late.id] == "pinned"
+    assert done.verdict.keep[first.id] == f"{late.id} needs it"
+    resolve(root, late.id)
+    unpin(root, late.id)
+    # A run leaves alone what it ignores, and so what that needs is no use to anybody.
+    gone = [late.id, first.id] if by_hand else [first.id]
+    assert list(prune(root, Retention(2), own=None if by_hand else own).verdict.delete) == gone
+    lease.release()
 
 
 def test_leftovers_of_crashed_saves(root: Folder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -61,7 +62,7 @@ def run(kinds: str) -> list[Manifest]:
     return made
 
 
-def kept(made: list[Manifest], retention: Retention, **more: set[str]) -> list[int]:
+def kept(made: list[Manifest], retention: Retention, **more: Any) -> list[int]:
     verdict = judge(made, retention, **more)
     by_id = {manifest.id: manifest.sequence for manifest in made}
     assert verdict.keep.keys() | verdict.delete.keys() <= by_id.keys()
