@@ -127,6 +127,7 @@ class Background:
         whole = sum(_staged_bytes(shard, quantization, self._encode) for shard in expected)
         self._make_memory(min(self._most, whole + dense_bytes + _SPARE_BYTES))
         self._process: WriteProcess | None = None
+        self._thread: threading.Thread | None = None
         self._start_process()
 
     def _make_memory(self, size: int) -> None:
@@ -136,6 +137,11 @@ class Background:
     def _start_process(self) -> None:
         if self._kind == "process":
             self._process = WriteProcess(self._memory)
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def begin(
         self,
@@ -154,6 +160,9 @@ class Background:
             begun: when training began to wait, by the monotonic clock.
             before_commit: called on rank 0; raises an error if it must not be committed.
         """
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()  # it has said what became of its checkpoint, and is about to end
+        self._thread = None  # what it refers to may go
         save = Save(proposal, cut, begun)
         failure = snapshot if isinstance(snapshot, Exception) else None
         staging: Staging | None = None
@@ -175,7 +184,7 @@ class Background:
             assert prepared is not None
             return prepared
 
-        thread = threading.Thread(
+        thread = self._thread = threading.Thread(
             target=self._finish,
             args=(save, CheckpointPlanner(prepare), before_commit),
             name="checknrun-save",
@@ -184,33 +193,34 @@ class Background:
         if staging is None:
             thread.start()
             return save
-        if not staging.fits:
-            thread.start()
-        with contextlib.suppress(Exception):  # the thread hears it from staging
-            staging.run()
-        save.progress.staged = time.monotonic() - save.begun
-        save.progress.in_parts = self._ring.waited
-        if staging.fits:
-            thread.start()
+        try:
+            if not staging.fits:
+                thread.start()
+            with contextlib.suppress(Exception):  # the thread hears it from staging
+                staging.run()
+            save.progress.staged = time.monotonic() - save.begun
+            save.progress.in_parts = self._ring.waited
+            if staging.fits:
+                thread.start()
+        except BaseException as error:  # interrupted: the thread must not wait for what never comes
+            staging.fail(error)
+            raise
         return save
 
     def close(self) -> None:
         """Ends the process and gives the memory back; nothing may be on its way."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        self._end_process()
         self._memory.close()
 
     def _prepare_memory(self, sizes: Collection[int]) -> None:
         """Makes the memory larger where the budget allows it, or the largest item demands it."""
         wanted = max(min(self._most, sum(sizes)), *sizes, 0)
-        grow = wanted > self._memory.size
-        if self._process is not None and (grow or not self._process.alive):
-            self._process.close()
-        if grow:
-            self._memory.close()
+        if wanted > self._memory.size:
+            self._end_process()
+            self._memory.discard()  # before there is new memory: else the two are there at once
             self._make_memory(wanted)
         if self._process is None or not self._process.alive:
+            self._end_process()
             self._start_process()
         self._ring.begin()
 

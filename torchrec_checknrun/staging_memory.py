@@ -52,21 +52,30 @@ class StagingMemory:
             os.ftruncate(descriptor, size)
         self.descriptor = descriptor
         """For another process; None if not shared."""
-        if descriptor is None:
-            self._map = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._pinned = False
+        try:
+            self._map = self._mapped()
+            self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+            """``(size,)`` uint8."""
+            if made:
+                self.bytes.zero_()
+            if pinned:
+                torch.cuda.check_error(
+                    torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
+                )
+                self._pinned = True
+        except BaseException:
+            self.close()  # else the descriptor would keep what was touched
+            raise
+
+    def _mapped(self) -> mmap.mmap:
+        if self.descriptor is None:
+            mapped = mmap.mmap(-1, self.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            self._map = mmap.mmap(descriptor, size)
+            mapped = mmap.mmap(self.descriptor, self.size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        """``(size,)`` uint8."""
-        if made:
-            self.bytes.zero_()
-        self._pinned = pinned
-        if pinned:
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
-            )
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        return mapped
 
     def close(self) -> None:
         """Gives the memory back as soon as nobody looks at it any more."""
@@ -76,6 +85,18 @@ class StagingMemory:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+    def discard(self) -> None:
+        """Gives the memory back at once, where the system can, whoever still refers to it (as an
+        error's traceback may): he sees zeros. No bytes are left.
+        """
+        advice = "MADV_DONTNEED" if self.descriptor is None else "MADV_REMOVE"
+        self.close()
+        if self.size and hasattr(mmap, advice):
+            self._map.madvise(getattr(mmap, advice))
+            del self._map
+        self.size = 0
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class StagingAborted(RuntimeError):

@@ -1,0 +1,142 @@
+"""Staging memory that grows, what doesn't fit into its budget, and budgets nobody can mean."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.crash.save_sweep import SPEC, alone
+from tests.distributed import references
+from tests.distributed.models import Job, gather, scramble, uniform_plan
+from torchrec_checknrun import Checkpointer, background, staging_memory
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.staging_memory import StagingMemory
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    with alone():
+        yield
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job.build(SPEC, uniform_plan(SPEC, "table_wise", 1))
+
+
+class Growing:
+    """A state of any size."""
+
+    def __init__(self) -> None:
+        self.bytes = 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": torch.ones(self.bytes, dtype=torch.uint8)}
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        assert bool((content["x"] == 1).all())
+
+
+def checkpointer(root: Path, job: Job, growing: Growing, **options: Any) -> Checkpointer:
+    state = {"optimizer": job.optimizer, "job": job, "growing": growing}
+    options.setdefault("memory_budget", 64 << 20)
+    return Checkpointer(root, model=job.model, state=state, chunk_bytes=1000, **options)
+
+
+# Growing
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_the_old_memory_is_gone_before_there_is_new(
+    tmp_path: Path, job: Job, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing, made, alive = Growing(), StagingMemory.__init__, weakref.WeakSet[StagingMemory]()
+    together = []
+
+    def make(memory: StagingMemory, *arguments: Any, **options: Any) -> None:
+        gc.collect()
+        together.append(sum(memory.size for memory in alive))
+        made(memory, *arguments, **options)
+        alive.add(memory)
+
+    monkeypatch.setattr(StagingMemory, "__init__", make)
+    with checkpointer(tmp_path, job, growing, background=kind) as saver:
+        for size in (4 << 20, 9 << 20):
+            growing.bytes = size
+            job.train()
+            saver.save()
+        wanted = gather(job)
+        scramble(job)
+        assert saver.restore() is not None
+        assert references.differences(gather(job), wanted, None) == []
+    assert together == [0, 0, 0]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_discarded_memory_takes_none_whoever_refers_to_it(shared: bool) -> None:
+    memory = StagingMemory(32 << 20, shared=shared)
+    view = memory.bytes[5:]
+    memory.bytes.fill_(7)
+    before = resident()
+    memory.discard()
+    assert resident() < before - (30 << 20)
+    assert not view.any()
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_it_is_made_again_after_it_could_not_be_made(
+    tmp_path: Path, job: Job, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing = Growing()
+    with checkpointer(tmp_path, job, growing, background=kind) as saver:
+        job.train()
+        saver.save()
+        growing.bytes = 4 << 20
+        for _ in range(2):
+            job.train()
+            with monkeypatch.context() as patch:
+                patch.setattr(background, "StagingMemory", mock.Mock(side_effect=MemoryError))
+                with pytest.raises(SaveFailed, match="MemoryError"):
+                    saver.save()
+        job.train()
+        report = saver.save()
+        assert report is not None
+        wanted = gather(job)
+        scramble(job)
+        assert saver.restore() is not None
+        assert references.differences(gather(job), wanted, None) == []
+
+
+def test_closes_after_it_could_not_be_made(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing = Growing()
+    with checkpointer(tmp_path, job, growing) as saver:
+        growing.bytes = 4 << 20
+        job.train()
+        monkeypatch.setattr(background, "StagingMemory", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(SaveFailed, match="MemoryError"):
+            saver.save()
+        assert saver._saver._background._memory.size == 0
+
+
+def test_no_descriptor_stays_where_mapping_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    monkeypatch.setattr(
+        staging_memory.mmap, "mmap", mock.Mock(side_effect=OSError(12, "no memory"))
+    )
+    with pytest.raises(OSError, match="no memory"):
+        StagingMemory(1 << 20, shared=True)
+    assert len(list(descriptors.iterdir())) == before
