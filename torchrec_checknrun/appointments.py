@@ -3,7 +3,8 @@
 Rank 0 announces a step a little ahead; the others look once per step, and acknowledge it. At that
 step rank 0 says ``go`` if all have, and the others wait for its word. Nobody can act alone: the
 word is written once, by whoever comes first, and a rank that sees the announcement too late, or
-has waited too long, writes that it is off. Then another step is announced, further ahead.
+has waited too long, writes that it is off. Then another step is announced, further ahead. When
+a restore takes all ranks back to before the announcement, rank 0 writes that it is off.
 """
 
 from __future__ import annotations
@@ -52,9 +53,12 @@ class Appointments:
         self._number = 0
         self._step: int | None = None
         """The step announced, once it is known here; on other ranks than 0: and acknowledged."""
+        self._announced_at = 0
+        """On rank 0: the step after which it was."""
 
     def agreed(self, step: int, wish: str | None, urgent: bool = False) -> str | None:
-        """To be called on all ranks after each step.
+        """To be called on all ranks after each step, with the same numbers; these may go back, as
+        they do when an older checkpoint is restored.
 
         Args:
             wish: rank 0: what all should do soon, any word; None: nothing (now, or any more). The
@@ -83,6 +87,8 @@ class Appointments:
                 self._settle(_OFF)
 
     def _invite(self, step: int, wish: str | None, urgent: bool) -> str | None:
+        if self._step is not None and step <= self._announced_at:
+            self._settle(_OFF)  # it would be kept only when training has come there again
         if self._step is not None and step >= self._step:
             on_time = step == self._step
             complete = on_time and self._acknowledged(self._urgent_patience if urgent else 0.0)
@@ -93,6 +99,7 @@ class Appointments:
             if wish is not None:
                 self._lead = min(2 * self._lead, _FURTHEST)
         if self._step is None and wish is not None:
+            self._announced_at = step
             self._step = step + (1 if urgent and self._lead == self._shortest else self._lead)
             self._store.set(self._key("step"), str(self._step))
         return None

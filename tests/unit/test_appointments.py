@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -87,22 +88,21 @@ def virtual_time() -> Iterator[None]:
 
 def run_in_turns(
     order: Sequence[int],
-    lengths: Sequence[int],
+    steps: Sequence[Sequence[int]],
     wishes: Sequence[str | None],
     patience: float,
     urgent: bool,
-    starts: Sequence[int],
 ) -> list[dict[int, str]]:
-    """Each rank's words by step.
+    """Each rank's words, by how many steps it had done before.
 
     Args:
         order: who goes on next, one choice per store operation; then all in turn.
-        lengths: each rank's last step.
+        steps: each rank's, by number; where they jump, ranks meet, as for a restore.
         wishes: rank 0's, by step.
-        starts: each rank's first step.
     """
-    ranks = len(lengths)
+    ranks = len(steps)
     turns, shared = Turns(ranks), dist.HashStore()
+    restoring = Counter[int]()
     words: list[dict[int, str]] = [{} for _ in range(ranks)]
     errors: list[BaseException] = []
 
@@ -110,11 +110,15 @@ def run_in_turns(
         try:
             store: Any = StoreInTurns(shared, turns, rank)
             mine = Appointments(store, rank, ranks, patience=patience, urgent_patience=patience)
-            for step in range(starts[rank], lengths[rank] + 1):
+            for i, step in enumerate(steps[rank]):
+                if i and step != steps[rank][i - 1] + 1:
+                    restoring[i] += 1
+                    while restoring[i] < ranks:
+                        turns.take(rank)
                 turns.take(rank)  # the step itself
                 wish = wishes[step % len(wishes)]
                 if (word := mine.agreed(step, wish, urgent)) is not None:
-                    words[rank][step] = word
+                    words[rank][i] = word
             mine.close()
         except BaseException as error:
             errors.append(error)
@@ -161,10 +165,11 @@ def test_all_act_or_none(
 ) -> None:
     """Also where ranks drift apart, end early, start late, and where waiting is given up."""
     starts = [1 if rank else 1 + first for rank in range(len(lengths))]
-    words = run_in_turns(order, lengths, wishes, patience, urgent, starts)
+    steps = [range(start, last + 1) for start, last in zip(starts, lengths, strict=True)]
+    words = run_in_turns(order, steps, wishes, patience, urgent)
     for step in range(max(lengths) + 1):
-        there = [rank for rank in range(len(lengths)) if starts[rank] <= step <= lengths[rank]]
-        assert len({words[rank].get(step) for rank in there}) <= 1
+        there = [rank for rank in range(len(lengths)) if step in steps[rank]]
+        assert len({words[rank].get(step - starts[rank]) for rank in there}) <= 1
 
 
 @settings(max_examples=30, deadline=None)
@@ -180,10 +185,13 @@ def test_agree_in_the_end(order: list[int], ranks: int, drift: int, ahead: bool)
     """However far a rank runs ahead or stays behind, some step is far enough ahead of all."""
     offset = drift if ahead else -drift
     starts = [1 + drift, *([1 + drift + offset] * (ranks - 1))]
-    lengths = [150] * ranks
-    words = run_in_turns(order, lengths, ["save"], 60.0, False, starts)
-    assert words[0]
-    assert all(of_rank == words[0] for of_rank in words)
+    words = run_in_turns(order, [range(start, 151) for start in starts], ["save"], 60.0, False)
+    at_steps = [
+        {start + i: word for i, word in of_rank.items()}
+        for start, of_rank in zip(starts, words, strict=True)
+    ]
+    assert at_steps[0]
+    assert all(of_rank == at_steps[0] for of_rank in at_steps)
 
 
 class Visible(dist.PrefixStore):
@@ -259,6 +267,55 @@ def test_off_when_no_longer_wished(stores: list[dist.Store]) -> None:
     assert follower.agreed(20, None) is None
     assert leader.agreed(20 + LEAD, "save") == "save"
     assert follower.agreed(20 + LEAD, None) == "save"
+
+
+def test_after_a_restore_of_an_older_step_others_are_announced(stores: list[dist.Store]) -> None:
+    """Whether or not a rank has heard of the first appointment."""
+    ranks = [Appointments(store, rank, 3) for rank, store in enumerate(stores)]
+    for step in (99, 100):
+        assert [mine.agreed(step, "save") for mine in ranks[:2]] == [None, None]
+    for step in range(50, 50 + LEAD):
+        assert [mine.agreed(step, "end") for mine in ranks] == [None] * 3
+    assert [mine.agreed(50 + LEAD, "end") for mine in ranks] == ["end"] * 3
+    for step in range(51 + LEAD, 110):  # nobody goes to the first one when its step comes round
+        assert [mine.agreed(step, None) for mine in ranks] == [None] * 3
+
+
+def test_an_appointment_ahead_of_a_restored_step_is_kept(stores: list[dist.Store]) -> None:
+    leader, follower = (Appointments(stores[rank], rank, 2) for rank in range(2))
+    for step in (10, 11, 12, 11, 12):
+        assert leader.agreed(step, "save") is None
+        assert follower.agreed(step, None) is None
+    assert leader.agreed(13, "save") == "save"
+    assert follower.agreed(13, None) == "save"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    order=st.lists(st.integers(0, 5), max_size=150),
+    ranks=st.integers(2, 3),
+    wishes=st.lists(st.sampled_from([None, *WORDS]), min_size=1, max_size=5),
+    restores=st.lists(st.tuples(st.integers(1, 9), st.integers(-12, 12)), max_size=3),
+    patience=st.sampled_from([0.0, 1.0, 60.0]),
+    urgent=st.booleans(),
+)
+def test_all_act_or_none_over_restores(
+    order: list[int],
+    ranks: int,
+    wishes: list[str | None],
+    restores: list[tuple[int, int]],
+    patience: float,
+    urgent: bool,
+) -> None:
+    """Restores take all ranks to another step, after the same number of steps."""
+    steps: list[int] = []
+    for length, jump in [*restores, (8 * LEAD, 0)]:
+        first = max(1, steps[-1] + 1 + jump) if steps else 20
+        steps += range(first, first + length)
+    words = run_in_turns(order, [steps] * ranks, wishes, patience, urgent)
+    assert all(of_rank == words[0] for of_rank in words)
+    if None not in wishes and patience:
+        assert words[0]
 
 
 def test_who_has_waited_too_long_calls_it_off(stores: list[dist.Store]) -> None:
