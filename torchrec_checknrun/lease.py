@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -106,6 +106,8 @@ class Claim:
         earlier: ids of the checkpoints that were committed when it began, and of those that its
             holder was restored from, whoever wrote them; None until they are listed.
         uses: ids of the checkpoints that the holder was restored from: its next one needs them.
+        before: until ``earlier`` is listed, the last claim that has a list: that one decides what
+            counts, as it did. None if there is none. Not part of the file.
     """
 
     epoch: int
@@ -113,6 +115,7 @@ class Claim:
     expires: float
     earlier: tuple[str, ...] | None = None
     uses: tuple[str, ...] = ()
+    before: Claim | None = field(default=None, compare=False)
 
     @property
     def alive(self) -> bool:
@@ -126,20 +129,30 @@ class Claim:
 
     def admits(self, id: str, epoch: int) -> bool:
         """Whether a committed checkpoint counts while this is the latest claim."""
-        return epoch >= self.epoch or self.earlier is None or id in self.earlier
+        decides = self if self.earlier is not None else self.before
+        if decides is None or decides.earlier is None:
+            return True
+        return epoch >= decides.epoch or id in decides.earlier
 
     def to_bytes(self) -> bytes:
         """Its file."""
-        return json.dumps(asdict(self)).encode()
+        content = asdict(replace(self, before=None))
+        del content["before"]
+        return json.dumps(content).encode()
 
 
 def latest_claim(root: Folder) -> Claim | None:
     """The claim with the highest epoch; None where there is none that can be read."""
+    latest: Claim | None = None
     for epoch in reversed(_epochs(root)):
         claim = _read(root, epoch)
-        if claim is not None:
-            return claim
-    return None
+        if claim is None:
+            continue
+        if latest is None:
+            latest = claim
+        if claim.earlier is not None:
+            return latest if latest is claim else replace(latest, before=claim)
+    return latest
 
 
 class Lease:
@@ -185,9 +198,11 @@ class Lease:
         else:
             if latest is not None:
                 self._refuse_unless_free(latest, holder)
-            claim = self._take(number, holder, tuple(uses))
+            claim = self._take(number, holder, tuple(uses), latest)
+        if claim.earlier is None:  # new, or the storage failed when it was
             # Listed only now: what was committed before the claim was made does count.
-            claim = replace(claim, earlier=_united(committed(latest), claim.uses))
+            earlier = _united(committed(latest), claim.uses)
+            claim = replace(claim, earlier=earlier, before=None)
             self._folder.put(claim.name, claim.to_bytes())
         self._claim = claim
         if claim.uses != tuple(uses):
@@ -246,7 +261,9 @@ class Lease:
             "until its claim has expired"
         )
 
-    def _take(self, epoch: int, holder: Holder, uses: tuple[str, ...]) -> Claim:
+    def _take(
+        self, epoch: int, holder: Holder, uses: tuple[str, ...], latest: Claim | None
+    ) -> Claim:
         self._root.create()
         self._folder.create()
         claim = Claim(epoch, holder, time.time() + self._seconds, uses=uses)
@@ -264,8 +281,11 @@ class Lease:
                 f"{self._root} was claimed at the same moment by another writer: give this run a "
                 "root of its own"
             )
+        # Until the new one has a list, the last that has one decides.
+        needed = latest.before or latest if latest is not None else claim
         for earlier in _epochs(self._root)[:-2]:
-            self._folder.delete(_file_name(earlier))
+            if earlier < needed.epoch:
+                self._folder.delete(_file_name(earlier))
         return claim
 
     def _renew(self) -> None:
