@@ -20,6 +20,11 @@ import torch
 ALIGNMENT = 64
 MEMORY_FRACTION = 0.25
 """Of the memory that is free at the start, shared by the ranks of a machine: the default budget."""
+LEAST_DEFAULT = 64 << 20
+"""The default budget is no smaller, however little seems to be free."""
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+_RECLAIMABLE = ("inactive_file", "slab_reclaimable")
+"""What ``memory.stat`` calls memory that is given back as soon as somebody needs it."""
 
 
 class StagingMemory:
@@ -177,13 +182,30 @@ class Ring:
 
 
 def default_budget() -> int:
-    """Bytes: a fraction of the memory that is free now, for each rank of this machine."""
+    """Bytes: a fraction of the memory that is free now, for each rank of this machine; but never
+    so few that saves crawl.
+    """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as lines:
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         free = int(line.split()[1]) * 1024
     with suppress(OSError, ValueError):  # a container may have less; "max" is no number
-        group = Path("/sys/fs/cgroup")
-        most = int((group / "memory.max").read_text())
-        free = min(free, most - int((group / "memory.current").read_text()))
-    return max(0, int(free * MEMORY_FRACTION / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        free = min(free, _free_in_group(_CONTROL_GROUP))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(LEAST_DEFAULT, int(free * MEMORY_FRACTION / ranks))
+
+
+def _free_in_group(group: Path) -> int:
+    """Bytes that a container may still take. The files it has read and written count as in use
+    until others need the memory: after hours of training that is all of it.
+
+    Raises:
+        OSError, ValueError: it has no limit, or none that can be read.
+    """
+    most = int((group / "memory.max").read_text())
+    used = int((group / "memory.current").read_text())
+    with suppress(OSError, ValueError):
+        lines = (group / "memory.stat").read_text().splitlines()
+        counts = dict(line.split(maxsplit=1) for line in lines)
+        used -= sum(int(counts.get(name, 0)) for name in _RECLAIMABLE)
+    return most - max(0, used)

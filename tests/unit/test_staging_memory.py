@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import random
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrec_checknrun import staging_memory
 from torchrec_checknrun.staging_memory import (
     ALIGNMENT,
+    LEAST_DEFAULT,
     MEMORY_FRACTION,
     Ring,
     StagingAborted,
@@ -109,3 +112,45 @@ def test_the_default_budget_is_shared_by_a_machines_ranks(monkeypatch: pytest.Mo
     shared = default_budget()
     assert 0 < shared < alone < MEMORY_FRACTION * os.sysconf("SC_PHYS_PAGES") * 4096
     assert shared == pytest.approx(alone / 4, rel=0.2)
+
+
+@pytest.fixture
+def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A control group of 1 GB, all of it in use, 600 MB of that by files."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(staging_memory, "_CONTROL_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000000000\n")
+    (tmp_path / "memory.current").write_text("999999000\n")
+    (tmp_path / "memory.stat").write_text(
+        "anon 399999000\nactive_file 100000000\ninactive_file 480000000\n"
+        "slab_reclaimable 20000000\nslab 30000000\n"
+    )
+    return tmp_path
+
+
+def test_files_that_a_container_has_read_leave_memory_for_the_budget(container: Path) -> None:
+    assert default_budget() == int(500_001_000 * MEMORY_FRACTION)
+
+
+@pytest.mark.parametrize("stat", [None, "", "inactive_file\n", "inactive_file many\n"])
+def test_without_those_counts_all_in_use_is_in_use(container: Path, stat: str | None) -> None:
+    (container / "memory.current").write_text("400000000\n")
+    (container / "memory.stat").unlink()
+    if stat is not None:
+        (container / "memory.stat").write_text(stat)
+    assert default_budget() == int(600_000_000 * MEMORY_FRACTION)
+
+
+def test_a_container_without_a_limit_has_the_machines_memory(container: Path) -> None:
+    (container / "memory.max").write_text("max\n")
+    assert default_budget() > 600_000_000 * MEMORY_FRACTION
+
+
+def test_the_default_budget_is_never_ruinous(
+    container: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (container / "memory.current").write_text("1100000000\n")
+    (container / "memory.stat").unlink()
+    assert default_budget() == LEAST_DEFAULT
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
+    assert default_budget() == LEAST_DEFAULT
