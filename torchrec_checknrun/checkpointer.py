@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchrec_checknrun.arguments import check_arguments
 from torchrec_checknrun.background import Background, BackgroundKind
 from torchrec_checknrun.errors import (
     CheckNRunError,
@@ -30,7 +31,7 @@ from torchrec_checknrun.restore import Target, restore
 from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.saver import Callback, Saver
 from torchrec_checknrun.schedule import Schedule
-from torchrec_checknrun.snapshot import CHUNK_BYTES, MODEL
+from torchrec_checknrun.snapshot import CHUNK_BYTES
 from torchrec_checknrun.staging import StagingMode
 from torchrec_checknrun.tracked import RowIds, TrackedModel, track
 from torchrec_checknrun.triggers import EverySteps, Trigger
@@ -104,26 +105,20 @@ class Checkpointer:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         declared = dict(state or {})
-        if MODEL in declared:
-            raise ValueError(f"state may not be called {MODEL!r}: that is the model's own name")
-        for name, item in declared.items():
-            stateful = item.state if isinstance(item, PerRank) else item
-            if not isinstance(stateful, Stateful):
-                raise ValueError(
-                    f"state {name!r} is a {type(stateful).__name__} without state_dict() and "
-                    "load_state_dict(): wrap it in an object that has them"
-                )
-        if chunk_bytes < 1 or timeout_seconds <= 0 or max_failures < 0:
-            raise ValueError(
-                "chunk_bytes and timeout_seconds must be positive, max_failures not negative"
-            )
-        for name, value, choices in (
-            ("background", background, get_args(BackgroundKind)),
-            ("staging", staging, get_args(StagingMode)),
-            ("when_busy", when_busy, ("skip", "wait")),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {choices}, not {value!r}")
+        check_arguments(
+            declared,
+            policy=policy,
+            triggers=triggers,
+            background=background,
+            staging=staging,
+            when_busy=when_busy,
+            max_failures=max_failures,
+            retention=retention,
+            callbacks=callbacks,
+            timeout_seconds=timeout_seconds,
+            chunk_bytes=chunk_bytes,
+        )
+        steps = [] if every_steps is None else [EverySteps(every_steps)]
         self.root = Folder(root)
         self.steps = 0
         """Optimizer steps done, counted by ``step`` and restored with a checkpoint."""
@@ -171,10 +166,10 @@ class Checkpointer:
             max_failures=max_failures,
             callbacks=callbacks,
         )
-        steps = [] if every_steps is None else [EverySteps(every_steps)]
         self._when_busy = when_busy
         self._schedule = Schedule([*steps, *triggers], self._ranks)
         self._partly_restored: str | None = None
+        self._closed = False
 
     def restore(
         self,
@@ -211,6 +206,7 @@ class Checkpointer:
             ModelPartlyRestored: reading failed after the model was changed, and nothing else could
                 be restored; ``step`` and ``save`` refuse to run from then on.
         """
+        self._refuse_if_closed()
         started = time.perf_counter()
         if verify not in ("read", "all"):
             raise ValueError(f"verify must be 'read' or 'all', not {verify!r}")
@@ -275,6 +271,7 @@ class Checkpointer:
             ModelPartlyRestored: a restore failed half-way before.
             RootInUse: another run writes checkpoints to this root.
         """
+        self._refuse_if_closed()
         self._refuse_if_partly_restored()
         self._saver.claim_early()
         self.steps += 1
@@ -302,16 +299,21 @@ class Checkpointer:
         Returns:
             What was saved, if ``wait``. None if gradients wait for their optimizer on any rank:
             then ``step`` will save as soon as none does. None also if the last checkpoint is of
-            this step, can be restored, and no row was modified since.
+            this step, can be restored, and no row was modified since; or if it failed, and so many
+            failures are allowed (``max_failures``).
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan, ModelPartlyRestored, RootInUse: as ``step``.
         """
+        self._refuse_if_closed()
         self._refuse_if_partly_restored()
         self._saver.settle(wait=True)
         begun = self._begin()
-        self._saver.outcome()  # of the one before: its error, or nothing new
-        return self.wait() if begun and wait else None
+        if begun and wait:
+            self._saver.outcome()  # of the one before: its error, or nothing that is new
+            return self.wait()
+        self._saver.raise_failure()
+        return None
 
     def mark(self, table: str, rows: RowIds) -> None:
         """Marks rows that were written by hand (global ids); call it on all ranks."""
@@ -333,16 +335,19 @@ class Checkpointer:
 
     def close(self) -> None:
         """Saves if that is due at the end (``AtEnd``), waits, takes the hooks off the model and
-        gives the staging memory back.
+        gives the staging memory back. Closing again does nothing.
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
             SystemExit: SIGTERM has come meanwhile (``OnSigterm``).
         """
+        if self._closed:
+            return
         try:
             self._saver.settle(wait=True)
             wanted = self._schedule.at_end and self._partly_restored is None
             if wanted and self._ranks.from_rank_0(self._is_behind):
+                self._forget_failure()  # its rows are part of this one
                 self._begin()
             self.wait()
         finally:
@@ -367,6 +372,7 @@ class Checkpointer:
             self._release(failed=True)
 
     def _release(self, failed: bool = False) -> None:
+        self._closed = True
         self._target.tracked.close()
         self._saver.close()
         self._schedule.close(failed)
@@ -388,6 +394,13 @@ class Checkpointer:
             self.wait()
         except CheckNRunError as error:
             logger.error("a checkpoint was not committed: %s", error)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise CheckNRunError(
+                f"this Checkpointer of {self.root} is closed, and its hooks are off the model: "
+                "make a new one to go on"
+            )
 
     def _refuse_if_partly_restored(self) -> None:
         if self._partly_restored is not None:

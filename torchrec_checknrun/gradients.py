@@ -32,8 +32,15 @@ class PendingGradients:
 
     @property
     def waiting(self) -> bool:
-        """Whether an optimizer's parameters have got gradients since it last stepped."""
-        return bool(self._waiting)
+        """Whether an optimizer's parameters have got gradients since it last stepped, and have them
+        yet: ``zero_grad`` drops those of a loss that was for other parameters.
+        """
+        return any(
+            parameter.grad is not None
+            for optimizer in self._waiting
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def close(self) -> None:
         """Takes the hooks away."""

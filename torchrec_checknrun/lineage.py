@@ -69,8 +69,15 @@ class Lineage:
             value_bits: the width that means.
             sequence: its sequence number, used by no attempt before.
             epoch: the writer's.
+
+        Raises:
+            TypeError: the policy decides something else than a ``Decision``.
         """
         decision = Decision.FULL if self._must_be_full(widths) else policy.decide(self.history)
+        if not isinstance(decision, Decision):
+            raise TypeError(
+                f"the policy {policy!r} decided {decision!r}: decide() must return a Decision"
+            )
         parent: Link | None = None
         if decision is Decision.SINCE_BASELINE:
             parent = self.history[0].link

@@ -15,13 +15,20 @@ from functools import partial
 from torch import nn
 
 from torchrec_checknrun.background import Background, Save
-from torchrec_checknrun.chain import Chain, counting, highest_sequence, resolve
+from torchrec_checknrun.chain import (
+    Chain,
+    committed,
+    counting,
+    highest_sequence,
+    read_manifest,
+    resolve,
+)
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.gradients import PendingGradients
 from torchrec_checknrun.lease import Claim, Lease
 from torchrec_checknrun.lineage import Lineage, Proposal
-from torchrec_checknrun.manifest import MANIFEST_NAME, Link, Manifest
+from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Manifest, sequence_of
 from torchrec_checknrun.policy import Decision, Policy
 from torchrec_checknrun.pruning import Pruned, Pruner, prune
 from torchrec_checknrun.quantization import Quantization
@@ -30,6 +37,7 @@ from torchrec_checknrun.report import CheckpointReport, checkpoint_report
 from torchrec_checknrun.restore import Target
 from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.snapshot import Snapshot, take_snapshot
+from torchrec_checknrun.storage import last_number
 from torchrec_checknrun.tracking import Consumer, Cut
 
 logger = logging.getLogger("torchrec_checknrun.checkpointer")
@@ -72,7 +80,7 @@ class Saver:
         target: the model and its states.
         retention: which checkpoints are deleted after a commit; None: none.
         max_failures: how many in a row are only logged.
-        callbacks: called with the report of every committed checkpoint.
+        callbacks: called with the report of every committed checkpoint; what they raise is logged.
 
     Attributes:
         lineage: what was committed or restored last.
@@ -118,6 +126,8 @@ class Saver:
         self._running: Save | None = None
         self._last_words: Callable[[], None] = lambda: None
         self._skipped = False
+        self._waited = 0.0
+        """Seconds, for the checkpoint before the one that may be begun now."""
         self._failures = 0
         self._error: BaseException | None = None
         self._report: CheckpointReport | None = None
@@ -179,7 +189,7 @@ class Saver:
             SaveFailed: the ranks are at different steps.
             RootInUse: another run writes to the root.
         """
-        started = time.monotonic()
+        started = time.monotonic() - self._waited  # training waits since then
         try:
             self.claim()
             facts = self._ranks.everywhere(lambda: self._look(step))
@@ -225,18 +235,21 @@ class Saver:
 
         Marks of one that was not committed are merged back: only this thread may do that.
         """
-        save = self._running
+        save, self._waited = self._running, 0.0
         if save is None or not (wait or save.done):
             return
+        started = time.monotonic()
         save.wait()
-        self._forget_running()
+        self._waited = time.monotonic() - started
         try:
             manifest = save.result()
         except BaseException as error:
             if save.cut is not None:
                 self._target.tracked.merge(save.cut)
+            self._forget_running()  # only now: whoever is interrupted above will merge again
             self._note(error)
             return
+        self._forget_running()
         self._failures = 0
         if save.cut is not None:
             self._target.tracked.forget(save.cut)
@@ -246,7 +259,10 @@ class Saver:
         if self._pruner is not None and self._ranks.rank == 0:
             self._pruner.start(manifest.sequence)
         for callback in self._callbacks:
-            callback(self._report)
+            try:
+                callback(self._report)
+            except Exception:
+                logger.exception("the callback %r failed", callback)
 
     def _note(self, error: BaseException) -> None:
         """Keeps a failure for the caller, unless so many are only logged."""
@@ -262,11 +278,16 @@ class Saver:
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
         """
-        error, report = self._error, self._report
-        self._error = self._report = None
-        if error is not None:
-            raise error
+        self.raise_failure()
+        report, self._report = self._report, None
         return report
+
+    def raise_failure(self) -> None:
+        """As ``outcome``, but a report stays for the next call."""
+        error, self._error = self._error, None
+        if error is not None:
+            self._report = None
+            raise error
 
     def log(self, message: str, *values: object, level: int = logging.INFO) -> None:
         """Once for all ranks."""
@@ -294,7 +315,9 @@ class Saver:
         waiting = self._gradients.waiting or tracked.waiting
         busy = self._running is not None
         failed = self._error is not None
-        if tracked.converted:  # so it is on all ranks
+        # So it is on all ranks. Not while one is on its way, whose commit would end the need for a
+        # full one.
+        if tracked.converted and not busy:
             self.lineage.must_begin_anew()
             tracked.converted = False
         previous = self.lineage.previous
@@ -308,22 +331,24 @@ class Saver:
         return _Facts(step, waiting, busy, failed, modified, self._decide(step), committed)
 
     def _claim(self) -> None:
-        def committed(before: Claim | None) -> list[str]:
+        def earlier(before: Claim | None) -> list[str]:
             return [manifest.id for manifest in counting(self._root, before)]
 
         lease = Lease(self._root)
-        lease.acquire(committed, self._resumed_from)
+        lease.acquire(earlier, self._resumed_from)
         self._lease = lease
         # Nothing has kept it from being deleted until now.
         previous = self.lineage.previous
-        if previous is not None and not self._is_there(previous.id):
+        if previous is not None and not self._is_whole(previous):
             logger.warning("%s was deleted meanwhile: the next checkpoint is full", previous.id)
             self.lineage.must_begin_anew()
 
-    def _is_there(self, id: str) -> bool:
-        return (self._root / id).size(MANIFEST_NAME) is not None
+    def _is_whole(self, manifest: Manifest) -> bool:
+        sizes = (self._root / manifest.id).sizes()
+        files = {file.name: file.size for file in manifest.files}
+        return MANIFEST_NAME in sizes and files.items() <= sizes.items()
 
-    def _before_commit(self, parent: Link | None) -> None:
+    def _before_commit(self, header: Header) -> None:
         """Rank 0's last look, in the background.
 
         Raises:
@@ -332,12 +357,32 @@ class Saver:
         """
         assert self._lease is not None, "rank 0 has claimed the root"
         self._lease.check()
-        if parent is not None and not self._is_there(parent.id):
-            self.lineage.must_begin_anew()
+        for manifest in self.lineage.history:
+            if manifest.link == header.parent and not self._is_whole(manifest):
+                self.lineage.must_begin_anew()
+                raise SaveFailed(
+                    f"{manifest.id}, which this checkpoint builds on, was deleted from "
+                    f"{self._root}, or files of it: the next one is full. Leave deleting to "
+                    "`retention` or `checknrun prune`"
+                )
+        assert header.sequence is not None, "it was decided"
+        if (newer := self._taken(header.sequence)) is not None:
+            self._sequence = None
             raise SaveFailed(
-                f"{parent.id}, which this checkpoint builds on, was deleted from {self._root}: the "
-                "next one is full. Leave deleting to `retention` or `checknrun prune`"
+                f"{newer} was committed to {self._root} meanwhile, with a sequence number that "
+                "would hide this checkpoint: the next one gets a higher number"
             )
+
+    def _taken(self, sequence: int) -> str | None:
+        """A committed checkpoint with this number or a higher one, which another process made."""
+        names = [n for n in self._root.names() if (sequence_of(n) or sequence) >= sequence]
+        for name in committed(self._root, names):
+            try:
+                if read_manifest(self._root, name).sequence >= sequence:
+                    return name
+            except CheckNRunError:
+                continue
+        return None
 
     def _is_committed(self, step: int) -> bool:
         """Whether what would be saved is there and can be restored."""
@@ -355,7 +400,9 @@ class Saver:
     def _prune(self, retention: Retention, sequence: int) -> Pruned:
         lease = self._lease
         assert lease is not None, "only a writer prunes"
-        in_use = {*self._resumed_from, *(manifest.id for manifest in self.lineage.history)}
+        # What the next checkpoint can build on; what these need stays with them.
+        in_use = {*self._resumed_from, *(m.id for m in self.lineage.history[:1])}
+        in_use |= {m.id for m in self.lineage.history[-1:]}
         return prune(
             self._root,
             retention,
@@ -368,7 +415,9 @@ class Saver:
     def _decide(self, step: int) -> Proposal:
         if self._sequence is None:
             self._sequence = highest_sequence(self._root)
-        self._sequence += 1
+        # Above what was saved through dcp.save meanwhile, and above what was restored.
+        numbers = (m.sequence for m in self.lineage.history)
+        self._sequence = max(self._sequence, last_number(self._root), *numbers) + 1
         assert self._lease is not None, "the root is claimed before"
         epoch = self._lease.claim.epoch
         quantization = self.quantization
@@ -391,7 +440,7 @@ class Saver:
                 )
             except Exception as error:
                 snapshot = error
-            check = partial(self._before_commit, proposal.header.parent)
+            check = partial(self._before_commit, proposal.header)
             save = self._background.begin(
                 proposal, snapshot, cut, self.quantization, started, before_commit=check
             )
@@ -400,6 +449,8 @@ class Saver:
         except BaseException:
             if cut is not None:
                 self._target.tracked.merge(cut)
+            else:  # interrupted, perhaps, when it was taken and not yet ours
+                self._target.tracked.mark_all()
             raise
 
 

@@ -26,11 +26,13 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchrec_checknrun.chain import Chain, highest_sequence, resolve
+from torchrec_checknrun.chain import Chain, check_sizes, highest_sequence, resolve
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointExists,
+    CorruptCheckpoint,
     InvalidPlan,
+    SaveFailed,
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.garbage import paused
@@ -164,9 +166,25 @@ class StorageWriter(DcpStorageWriter):
             epoch=epoch,
         ).sealed()
         self._before_commit()
+        try:
+            check_sizes(root, manifest)  # somebody may have taken them for leftovers meanwhile
+        except CorruptCheckpoint as error:
+            raise SaveFailed(
+                f"files of {manifest.id} went away while it was written: {error}. Leave deleting "
+                "to `retention` or `checknrun prune`, and look at the clocks of the machines"
+            ) from error
         self._folder.put(MANIFEST_NAME, manifest.to_bytes(), new=True)
+        _numbers[root.url.rstrip("/")] = max(sequence, last_number(root))
         # dcp.save gives every rank this metadata once all is done.
         metadata.planner_data = manifest
+
+
+_numbers: dict[str, int] = {}
+
+
+def last_number(root: Folder) -> int:
+    """The highest sequence number that this process has committed to a root, by whatever way."""
+    return _numbers.get(root.url.rstrip("/"), 0)
 
 
 _THREADS = 8

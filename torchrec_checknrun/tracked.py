@@ -277,13 +277,22 @@ class TrackedModel:
 
     def cut(self, consumers: Consumer) -> Cut:
         """Takes the consumers' marks away; ``merge`` gives them back if they are still needed."""
-        taken = {}
-        for consumer in (Consumer.LAST, Consumer.BASELINE):
-            if consumer & consumers:
-                taken[consumer] = {s.marks: s.marks.take(consumer) for s in self.shards}
         self._cuts_made += 1
-        cut = Cut(self._cuts_made, taken)
+        cut = Cut(self._cuts_made, {})
         self._cuts.add(cut)
+        taking: Marks | None = None
+        try:
+            for consumer in (Consumer.LAST, Consumer.BASELINE):
+                if consumer & consumers:
+                    taken = cut.taken[consumer] = {}
+                    for shard in self.shards:
+                        taking = shard.marks
+                        taken[taking] = taking.take(consumer)
+        except BaseException:
+            self.merge(cut)
+            if taking is not None:
+                taking.mark_all()  # interrupted, perhaps, between being taken and being kept
+            raise
         return cut
 
     def merge(self, cut: Cut) -> None:

@@ -246,11 +246,14 @@ class Reference:
     def save(self, way: Way, wait: bool) -> Call:
         self._settle_all()
         begun = self._begin(way)
+        reports = [rank.report for rank in self._ranks]
         answers = self._outcomes()
         for answer in answers:
             answer.report = None
         if begun is not None and wait:
             return Call(_joined(answers, self.wait().answers), begun)
+        for rank, answer, report in zip(self._ranks, answers, reports, strict=True):
+            rank.report = None if answer.error else report  # the next call gives it
         return Call(answers, begun)
 
     def wait(self) -> Call:
@@ -263,6 +266,8 @@ class Reference:
         begun = None
         is_behind = self._last is None or self._last.step != self.steps
         if self._life.at_end and self.steps > 0 and is_behind:
+            for rank in self._ranks:  # what failed before is part of this one
+                rank.error = False
             begun = self._begin(way)
             self._settle_all()
         answers = self._outcomes()
