@@ -8,6 +8,7 @@ marks or the model; it only leaves what became of it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -35,11 +36,16 @@ from torchrec_checknrun.storage import StorageWriter
 from torchrec_checknrun.tracking import Cut
 from torchrec_checknrun.write_process import WriteProcess
 
+logger = logging.getLogger("torchrec_checknrun.checkpointer")
+
 BackgroundKind = Literal["thread", "process"]
 _SPARE_BYTES = 1 << 20
 _CHUNKS = 4
 """Whose memory the background takes beside what is staged: one is encoded while the one before is
 being written, and each thread's part of the allocator keeps about as much again."""
+_LEAST_BUDGET = 2048
+"""Bytes; tests come down to it. Who gives less means another unit."""
+_SLOW_BUDGET = 8 << 20
 
 
 class Save:
@@ -98,7 +104,7 @@ class Background:
         dense_bytes: the same for all that is no table.
 
     Raises:
-        ValueError: the budget is too small for anything.
+        TypeError, ValueError: the budget is no number of bytes, or too small for anything.
     """
 
     def __init__(
@@ -118,10 +124,11 @@ class Background:
         self._ranks = ranks
         self._kind = kind
         self._encode = encoded_while_staged(expected, quantization, mode)
-        budget = memory_budget or default_budget()
+        if memory_budget is None:
+            budget = default_budget()
+        else:
+            budget = _checked(memory_budget, warn=ranks.rank == 0)
         self.chunk_bytes = min(chunk_bytes, budget // (2 * _CHUNKS))
-        if self.chunk_bytes < 1:
-            raise ValueError(f"memory_budget must be some megabytes, not {memory_budget}")
         self._most = budget - _CHUNKS * self.chunk_bytes
         self._pinned = any(shard.weight.is_cuda for shard in expected)
         whole = sum(_staged_bytes(shard, quantization, self._encode) for shard in expected)
@@ -250,6 +257,24 @@ class Background:
             save.finish(metadata.planner_data)
         finally:
             self._ring.abort()  # a training thread that still stages waits in vain
+
+
+def _checked(budget: int, warn: bool) -> int:
+    """A budget that somebody has chosen, if it can be meant."""
+    remedy = "give a whole number of bytes (8 << 30 for 8 GiB), or None for the default"
+    if not isinstance(budget, int):
+        raise TypeError(f"memory_budget must be an int, not {budget!r}: {remedy}")
+    if budget < _LEAST_BUDGET:
+        raise ValueError(
+            f"memory_budget={budget} is {budget} bytes, expected at least {_LEAST_BUDGET}: {remedy}"
+        )
+    if warn and budget < _SLOW_BUDGET:
+        logger.warning(
+            "memory_budget=%d is less than 8 MiB: chunks will be small and saves slow. It is in "
+            "bytes; give more (8 << 30 for 8 GiB) if memory allows it",
+            budget,
+        )
+    return budget
 
 
 def _staged_bytes(shard: LocalShard, quantization: Quantization, encode: frozenset[str]) -> int:

@@ -140,3 +140,31 @@ def test_no_descriptor_stays_where_mapping_fails(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="no memory"):
         StagingMemory(1 << 20, shared=True)
     assert len(list(descriptors.iterdir())) == before
+
+
+# Budgets
+
+
+@pytest.mark.parametrize("budget", [-5, 0, 1, 8, 64, 2047])
+def test_a_budget_of_no_use_is_refused(tmp_path: Path, job: Job, budget: int) -> None:
+    with pytest.raises(ValueError, match=rf"memory_budget={budget} .*bytes.*8 << 30 for 8 GiB"):
+        checkpointer(tmp_path, job, Growing(), memory_budget=budget)
+
+
+@pytest.mark.parametrize("budget", ["8GB", 8e9])
+def test_a_budget_is_a_whole_number(tmp_path: Path, job: Job, budget: Any) -> None:
+    with pytest.raises(TypeError, match=r"memory_budget must be an int, not .*8 << 30 for 8 GiB"):
+        checkpointer(tmp_path, job, Growing(), memory_budget=budget)
+
+
+@pytest.mark.parametrize(("budget", "warned"), [(2048, True), (8 << 20, False), (None, False)])
+def test_a_small_budget_is_warned_of(
+    tmp_path: Path,
+    job: Job,
+    budget: int | None,
+    warned: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with checkpointer(tmp_path, job, Growing(), memory_budget=budget):
+        pass
+    assert ("chunks will be small and saves slow" in caplog.text) == warned
