@@ -95,14 +95,18 @@ def prune(
     others = [manifest for id, manifest in known.items() if id in apart]
     verdict = judge(found, retention, in_use=used)
     if verdict.delete or (others and own is None):  # else pins and damage make no difference
-        pinned, damaged = _look(root, [*found, *others])
+        pinned, damaged, gone = _look(root, [*found, *others])
+        for id in gone:  # deleted by somebody else since it was read, perhaps not to the end
+            del known[id]
+        found, others = [[m for m in ms if m.id not in gone] for ms in (found, others)]
         verdict = judge(found, retention, pinned, used, damaged, others)
         if own is None:
             needed = _with_parents(known, {*verdict.keep, *(m.id for m in found)})
             ignored = {m.id: "of a replaced writer" for m in others if m.id not in needed}
             verdict = Verdict(verdict.keep, {**ignored, **verdict.delete})
     sizes = {manifest.id: manifest.stored_bytes for manifest in [*found, *others]}
-    leftovers = () if alive else tuple(_leftovers(root, sorted(apart), below))
+    unknown = sorted(set(names) - sizes.keys())
+    leftovers = () if alive else tuple(_leftovers(root, unknown, below))
     if verdict.delete:
         _check_readable(root, set(names) - known.keys())
     if not dry_run:
@@ -142,16 +146,21 @@ def _with_parents(known: Mapping[str, Manifest], ids: Collection[str]) -> set[st
     return found
 
 
-def _look(root: Folder, found: Iterable[Manifest]) -> tuple[set[str], set[str]]:
-    """Ids of those that are pinned, and of those that lack files or parts of them."""
-    pinned, damaged = set(), set()
+def _look(root: Folder, found: Iterable[Manifest]) -> tuple[set[str], set[str], set[str]]:
+    """Ids of those that are pinned, of those that lack files or parts of them, and of those that
+    are no checkpoints any more.
+    """
+    pinned, damaged, gone = set[str](), set[str](), set[str]()
     for manifest in found:
         files = (root / manifest.id).sizes()
+        if MANIFEST_NAME not in files:
+            gone.add(manifest.id)
+            continue
         if PINNED in files:
             pinned.add(manifest.id)
         if any(files.get(file.name) != file.size for file in manifest.files):
             damaged.add(manifest.id)
-    return pinned, damaged
+    return pinned, damaged, gone
 
 
 class Pruner:

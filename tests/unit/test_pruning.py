@@ -163,6 +163,29 @@ def test_what_a_writer_was_restored_from_stays(root: Folder) -> None:
     resolve(root, fourth.id)
 
 
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_what_somebody_else_has_deleted_is_not_counted(root: Folder, all_of_it: bool) -> None:
+    """By hand, and killed after the first file or not: the run remembers the manifest."""
+    root.create()
+    made = [write(root, ROWS, part())]
+    for _ in range(3):
+        made.append(write_full(root, made[-1]))
+    known: dict[str, Manifest] = {}
+    lease = Lease(root)
+    lease.acquire(lambda _: committed(root))
+    prune(root, Retention(4), own=lease.claim, known=known)
+    assert len(known) == 4
+    for name in (root / made[2].id).names() if all_of_it else [MANIFEST_NAME]:
+        (root / made[2].id).delete(name)
+    done = prune(root, Retention(2), own=lease.claim, known=known)
+    lease.release()
+    assert list(done.verdict.keep) == [made[3].id, made[1].id]
+    assert list(done.verdict.delete) == [made[0].id]
+    assert done.leftovers == (made[2].id,)
+    assert root.names() == [made[1].id, made[3].id, FOLDER]
+    assert known.keys() == {made[0].id, made[1].id, made[3].id}
+
+
 def test_a_replaced_writer_deletes_nothing(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     made = fill(root)
     old = Lease(root)
