@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Literal, NoReturn
 
 import torch.distributed.checkpoint as dcp
@@ -99,7 +99,8 @@ class Background:
     Args:
         root: of the checkpoints.
         ranks: with a group that nobody else uses.
-        memory_budget: bytes for staging and encoding; None: a fraction of what is free.
+        memory_budget: bytes for staging and encoding; None: a fraction of what is free. A state
+            object is one piece: one that is larger takes more, with a warning.
         expected: the shards, from which staging memory's size is estimated.
         dense_bytes: the same for all that is no table.
 
@@ -129,7 +130,9 @@ class Background:
         else:
             budget = _checked(memory_budget, warn=ranks.rank == 0)
         self.chunk_bytes = min(chunk_bytes, budget // (2 * _CHUNKS))
+        self._budget = budget
         self._most = budget - _CHUNKS * self.chunk_bytes
+        self._warned = False
         self._pinned = any(shard.weight.is_cuda for shard in expected)
         whole = sum(_staged_bytes(shard, quantization, self._encode) for shard in expected)
         self._make_memory(min(self._most, whole + dense_bytes + _SPARE_BYTES))
@@ -178,7 +181,7 @@ class Background:
             try:
                 items = Items.of(snapshot, quantization, self.chunk_bytes)
                 sizes = {name: staged_size(item) for name, item in items.by_name.items()}
-                self._prepare_memory(sizes.values())
+                self._prepare_memory(sizes)
                 staging = Staging(self._memory, self._ring, items, sizes, self._encode)
                 summary = summarize(proposal.header, snapshot, items, quantization)
                 prepared = Prepared(summary, staging.items, staging.choose)
@@ -219,9 +222,25 @@ class Background:
         self._end_process()
         self._memory.close()
 
-    def _prepare_memory(self, sizes: Collection[int]) -> None:
-        """Makes the memory larger where the budget allows it, or the largest item demands it."""
-        wanted = max(min(self._most, sum(sizes)), *sizes, 0)
+    def _prepare_memory(self, sizes: Mapping[str, int]) -> None:
+        """Makes the memory larger where the budget allows it, or the largest item demands it.
+
+        Args:
+            sizes: of the items, by name.
+        """
+        largest = max(sizes, key=sizes.__getitem__)
+        wanted = max(min(self._most, sum(sizes.values())), sizes[largest])
+        if sizes[largest] > self._most and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s is staged in one piece of %d bytes, more than memory_budget=%d leaves for "
+                "staging: it takes that memory nevertheless. Give a budget of %d bytes or more, or "
+                "split a state object into several",
+                largest,
+                sizes[largest],
+                self._budget,
+                2 * sizes[largest],
+            )
         if wanted > self._memory.size:
             self._end_process()
             self._memory.discard()  # before there is new memory: else the two are there at once

@@ -168,3 +168,27 @@ def test_a_small_budget_is_warned_of(
     with checkpointer(tmp_path, job, Growing(), memory_budget=budget):
         pass
     assert ("chunks will be small and saves slow" in caplog.text) == warned
+
+
+def test_a_state_beyond_the_budget_is_saved_and_named_once(
+    tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    growing = Growing()
+    with checkpointer(tmp_path, job, growing, memory_budget=1 << 20) as saver:
+        job.train()
+        saver.save()
+        assert "in one piece" not in caplog.text
+        for size in (3 << 20, 4 << 20):
+            growing.bytes = size
+            job.train()
+            saver.save()
+        wanted = gather(job)
+        scramble(job)
+        assert saver.restore() is not None
+        assert references.differences(gather(job), wanted, None) == []
+    (said,) = [r.getMessage() for r in caplog.records if "in one piece" in r.getMessage()]
+    assert said.startswith("state:growing is staged")
+    assert "memory_budget=1048576 " in said
+    size = int(said.split(" bytes")[0].split()[-1])
+    assert 3 << 20 <= size < (3 << 20) + 1000
+    assert f"a budget of {2 * size} bytes" in said
