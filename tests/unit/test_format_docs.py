@@ -8,7 +8,6 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,17 @@ import zstandard
 
 from tests.unit.chains import DIM, STATES, TABLE, Job, Part, apply_in_order, make_shards, write
 from torchrec_checknrun import index, row_ids, sections, state, untrusted
-from torchrec_checknrun.codecs import _CODECS, Exact, Rowwise
+from torchrec_checknrun.chunks import Entry
+from torchrec_checknrun.codecs import (
+    _CODECS,
+    Bf16,
+    Codec,
+    Exact,
+    Fp16,
+    ImportanceWeighted,
+    KMeans,
+    Rowwise,
+)
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, RankFile, TableTotals
@@ -34,6 +43,21 @@ FORMAT = (DOCS / "format.md").read_text()
 READER = DOCS / "read_rows.py"
 ROWS = 3000
 read_rows: Callable[..., tuple[np.ndarray, np.ndarray]] = runpy.run_path(str(READER))["read_rows"]
+
+READABLE: list[Codec] = [Exact(), Fp16(), Bf16(), *(Rowwise(bits) for bits in (8, 4, 3, 2))]
+"""What the reader decodes; the others it refuses."""
+
+
+class Newer(Rowwise):
+    version = Rowwise.version + 1
+
+
+class Unknown(Rowwise):
+    name = "unheard_of"
+
+
+def name_of(codec: Codec) -> str:
+    return f"{codec.name}, {codec.value_bits} bit"
 
 
 def decompress(data: bytes) -> bytes:
@@ -54,18 +78,9 @@ def ids_of_every_kind(rows: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("codec", "compress"),
-    [
-        (Exact(), False),
-        (Exact(), True),
-        (Rowwise(8), True),
-        (Rowwise(4), False),
-        (Rowwise(2), True),
-    ],
-    ids=["exact", "exact, zstd", "8 bit, zstd", "4 bit", "2 bit, zstd"],
-)
-def test_the_reader(tmp_path: Path, codec: Any, compress: bool) -> None:
+@pytest.mark.parametrize("compress", [False, True], ids=["", "zstd"])
+@pytest.mark.parametrize("codec", READABLE, ids=name_of)
+def test_the_reader(tmp_path: Path, codec: Codec, compress: bool) -> None:
     root = Folder(tmp_path)
     encoding = Encoding(codec, compress=compress)
     split = [(0, 3), (3, DIM)]
@@ -83,27 +98,74 @@ def test_the_reader(tmp_path: Path, codec: Any, compress: bool) -> None:
     expected = torch.cat([shard.weight for shard in shards], dim=1).numpy()
     found, weights = read_rows(tmp_path, manifest.id, TABLE, decompress)
     assert found.tolist() == every
-    if isinstance(codec, Exact):
+    if not isinstance(codec, Rowwise):
         assert weights.tobytes() == expected.tobytes()
     else:
         np.testing.assert_array_max_ulp(weights, expected, 1)
 
 
-def test_rows_that_were_scaled(tmp_path: Path) -> None:
-    """All of them so small that fp16 would lose their scale."""
-    weight = torch.randn((50, DIM)) * 1e-7
-    block = RowBlock("t", TableShape(50, DIM), (0, DIM), torch.arange(50), weight, None, {})
-    chunk = encode_rows(block, Encoding(Rowwise(4)))
-    assert "exponent" in chunk.entry["weight"]["parameters"]
-    folder = Folder(tmp_path) / "one"
+@pytest.mark.parametrize(
+    "codec",
+    [
+        ImportanceWeighted(),
+        KMeans(4),
+        KMeans(2),
+        KMeans(4, block_rows=8),
+        Newer(4),
+        Unknown(8),
+    ],
+    ids=["importance", "4 bit k-means", "2 bit k-means", "blocks", "newer", "unknown"],
+)
+def test_the_reader_refuses_what_it_does_not_decode(tmp_path: Path, codec: Codec) -> None:
+    part = Part((0, DIM), list(range(24)), 24, encoding=Encoding(codec))
+    manifest = write(Folder(tmp_path), 24, [part])
+    with pytest.raises(ValueError, match=rf"stored as .*'{codec.name}'.*`checknrun export`"):
+        read_rows(tmp_path, manifest.id, TABLE, decompress)
+
+
+def test_all_codecs_are_read_or_refused() -> None:
+    refused = {"importance", "kmeans"}
+    assert {codec.name for codec in READABLE} == _CODECS.keys() - refused
+    (said,) = (text for text in FORMAT.split("\n\n") if "read_rows.py" in text)
+    assert {name for name in _CODECS if f"`{name}`" in said} == set(_CODECS)
+    assert all(said.index("refuses") < said.index(f"`{name}`") for name in refused)
+
+
+def one_chunk(path: Path, weight: torch.Tensor, encoding: Encoding) -> tuple[Entry, torch.Tensor]:
+    """A checkpoint ``one`` of a table ``t``: its chunk's entry, and what the package reads."""
+    n, dim = weight.shape
+    block = RowBlock("t", TableShape(n, dim), (0, dim), torch.arange(n), weight, None, {})
+    chunk = encode_rows(block, encoding)
+    folder = Folder(path) / "one"
     folder.create()
     file = write_rank_file(folder, 0, iter([Job(chunk)])).file
-    document = {"id": "one", "parent": None, "tables": {"t": {"rows": 50, "dim": DIM}}}
+    document = {"id": "one", "parent": None, "tables": {"t": {"rows": n, "dim": dim}}}
     files = [vars(file)]
     folder.put(MANIFEST_NAME, json.dumps({"manifest": {**document, "files": files}}).encode())
+    return chunk.entry, decode_rows(chunk.entry, chunk.getvalue()).weight
+
+
+@pytest.mark.parametrize("codec", READABLE, ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_tables_of_other_types(tmp_path: Path, dtype: torch.dtype, codec: Codec) -> None:
+    """Exceptions among them, which are stored in the table's type."""
+    weight = torch.randn((50, 5)).to(dtype)
+    weight[7] = torch.inf
+    entry, expected = one_chunk(tmp_path, weight, Encoding(codec, compress=True))
+    stored = entry["weight"]["codec"]["name"]  # exact where the codec's bytes aren't fewer
+    held = {"exact": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}.get(stored)
+    assert ("exceptions" in entry["weight"]) == (held is not dtype)
+    _, weights = read_rows(tmp_path, "one", "t", decompress)
+    # A restore rounds to the table's type, the reader doesn't.
+    assert torch.equal(torch.from_numpy(weights).to(dtype), expected.float().to(dtype))
+
+
+def test_rows_that_were_scaled(tmp_path: Path) -> None:
+    """All of them so small that fp16 would lose their scale."""
+    entry, expected = one_chunk(tmp_path, torch.randn((50, DIM)) * 1e-7, Encoding(Rowwise(4)))
+    assert "exponent" in entry["weight"]["parameters"]
     _, weights = read_rows(tmp_path, "one", "t")
-    expected = decode_rows(chunk.entry, chunk.getvalue()).weight.numpy()
-    np.testing.assert_array_max_ulp(weights, expected, 1)
+    np.testing.assert_array_max_ulp(weights, expected.numpy(), 1)
 
 
 def test_the_reader_is_short_and_needs_only_numpy() -> None:
