@@ -103,6 +103,19 @@ def _read_small(root: Folder, name: str) -> bytes:
     return (root / name).read(MANIFEST_NAME, 0, MANIFEST_BYTES + 1)
 
 
+def is_copy(name: str) -> bool:
+    """Whether a checkpoint of this name is a compacted one: no other's id has such a digit."""
+    return sequence_of(name) is not None and name[-8] >= "8"
+
+
+def age(sequence: int, name: str) -> tuple[int, bool, str]:
+    """What checkpoints are sorted by: the newest has the highest.
+
+    A copy comes before what it was made of, also where that was named by a user.
+    """
+    return sequence, is_copy(name), name
+
+
 def committed(root: Folder, names: Iterable[str] | None = None) -> list[str]:
     """Ids of directories that may hold a committed checkpoint, highest sequence number first.
 
@@ -177,7 +190,7 @@ def _sequences(
                 logger.warning("%s/%s is passed over: %s", root, name, error)
         if sequence is not None:
             found.append((sequence, name))
-    return sorted(found, reverse=True), damaged
+    return sorted(found, key=lambda one: age(*one), reverse=True), damaged
 
 
 def _is_checkpoint(root: Folder, name: str, error: CheckNRunError) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from torchrec_checknrun.manifest import Manifest, sequence_of
+from torchrec_checknrun.chain import age, is_copy
+from torchrec_checknrun.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class _History:
 
     @classmethod
     def of(cls, manifests: Iterable[Manifest], damaged: Collection[str]) -> _History:
-        ordered = sorted(manifests, key=lambda m: (m.sequence, m.id), reverse=True)
+        ordered = sorted(manifests, key=lambda m: age(m.sequence, m.id), reverse=True)
         by_id = {manifest.id: manifest for manifest in ordered}
         sound = {id: manifest for id, manifest in by_id.items() if id not in damaged}
         whole = [m for m in ordered if m.id in sound and _needs(m, sound) is not None]
@@ -145,7 +146,7 @@ class _History:
 def original_of(manifest: Manifest) -> str:
     """The id of the checkpoint that a run saved this state in: its own, unless it is compacted."""
     link = manifest.previous
-    return link.id if link and sequence_of(link.id) == manifest.sequence else manifest.id
+    return link.id if link and manifest.kind == "full" and is_copy(manifest.id) else manifest.id
 
 
 def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] | None:

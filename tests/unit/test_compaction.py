@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.unit.chains import (
     make_shards,
     marked,
     new_root,
+    put_manifest,
     random_parts,
     restore,
     same_bits,
@@ -42,7 +44,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import Claim, Lease
-from torchrec_checknrun.manifest import Manifest
+from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest
 from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.read_chunks import read_chunk
@@ -257,6 +259,26 @@ def test_storage_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     report = compacted(root)
     assert report.sequence == read_manifest(root, head).sequence
     assert_restores_alike(root, head, report.id, [Rectangle(0, 100, *WHOLE)])
+
+
+def test_a_head_that_a_user_has_named(root: Folder) -> None:
+    """As by ``dcp.save``: restores choose the copy, which isn't made again, and it stays."""
+    head = read_manifest(root, small_chain(root))
+    weekly = replace(head, id="weekly").sealed()
+    (root / weekly.id).create()
+    for file in head.files:
+        (root / weekly.id).put(file.name, (root / head.id).read(file.name))
+    put_manifest(root, weekly)
+    (root / head.id).delete(MANIFEST_NAME)
+    report = compacted(root)
+    assert committed(root)[:3] == [report.id, weekly.id, head.id]
+    chain, _ = newest(root)
+    assert chain is not None
+    assert chain.head.id == report.id
+    assert_restores_alike(root, weekly.id, report.id, [Rectangle(0, 100, *WHOLE)])
+    assert compact(root.url) is None
+    prune(root, Retention(1))
+    assert committed(root) == [report.id]
 
 
 def test_files_that_a_pruning_took_for_leftovers(

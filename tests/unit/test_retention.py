@@ -158,6 +158,25 @@ def test_a_compacted_checkpoint_is_no_fork() -> None:
     assert kept(made[:3], Retention(1), in_use={second.id}) == [1, 2, 2]
 
 
+def test_a_copy_of_one_that_a_user_has_named() -> None:
+    """Saved through ``dcp.save``: the name tells nothing, and sorts behind any id."""
+    first = make(1)
+    weekly = replace(make(2, first, first), id="weekly").sealed()
+    copy = compacted(weekly)
+    made = [first, weekly, copy]
+    verdict = judge(made, Retention(1))
+    assert dict(verdict.keep) == {copy.id: "one of the newest 1"}
+    assert dict(verdict.delete) == {
+        "weekly": f"compacted into {copy.id}",
+        first.id: "older than what is kept",
+    }
+    assert kept(made, Retention(2)) == [1, 2]
+    # Also where nothing but the copy is left: the run went on with its own, then went back.
+    third = make(3, None, weekly)
+    fork = make(4, None, weekly)
+    assert left_behind([copy, third, fork]) == {third.id}
+
+
 def test_a_compacted_checkpoint_is_no_other_point() -> None:
     first = make(1)
     second = make(2, first, first)
