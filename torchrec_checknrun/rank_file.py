@@ -9,8 +9,9 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import IO, Protocol
 
 import xxhash
@@ -21,6 +22,7 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.index import index_bytes, require_chunk_size
 from torchrec_checknrun.manifest import RankFile, TableTotals
 from torchrec_checknrun.state import TORCH_DTYPES
+from torchrec_checknrun.threads import Threads
 
 FOOTER = struct.Struct("<QQ16s8s")
 """Index offset, index length, index checksum (xxh3-64, hex), magic."""
@@ -67,12 +69,12 @@ def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSumma
     name = f"rank-{rank:05d}.bin"
     index: list[Entry] = []
     being_written: Future[Entry] | None = None
-    with folder.write(name) as file, ThreadPoolExecutor(1, "checknrun-write") as writer:
+    with folder.write(name) as file, Threads(1, "checknrun-write") as writer:
         for job in jobs:
             chunk = job.encode()
             if being_written is not None:
                 index.append(being_written.result())
-            being_written = writer.submit(_write_chunk, file, chunk, job)
+            being_written = writer.submit(partial(_write_chunk, file, chunk, job))
             del chunk, job  # before the next one is made
         encoded_at = time.monotonic()
         if being_written is not None:

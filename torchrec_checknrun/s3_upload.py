@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from torchrec_checknrun.retries import retrying
+from torchrec_checknrun.threads import Threads
 
 PART_BYTES = 16 << 20
 _AT_ONCE = 4
@@ -41,7 +42,7 @@ class S3Upload(io.RawIOBase):
         self._parts = 0
         self._on_way: deque[Future[dict[str, Any]]] = deque()
         self._sent: list[dict[str, Any]] = []
-        self._pool = ThreadPoolExecutor(_AT_ONCE, "checknrun-upload")
+        self._threads = Threads(_AT_ONCE, "checknrun-upload")
 
     def writable(self) -> bool:
         return True
@@ -79,14 +80,14 @@ class S3Upload(io.RawIOBase):
 
     def discard(self) -> None:
         """Leaves nothing of the object."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.close(cancel=True)
         if self._upload is not None:
             upload, self._upload = self._upload, None
             self._call("abort_multipart_upload", UploadId=upload)
         self._end()
 
     def _end(self) -> None:
-        self._pool.shutdown()
+        self._threads.close()
         self._buffer = bytearray()
         self._fs.invalidate_cache(self._path)
 
@@ -105,7 +106,7 @@ class S3Upload(io.RawIOBase):
 
         while len(self._on_way) >= _AT_ONCE:
             self._sent.append(self._on_way.popleft().result())
-        self._on_way.append(self._pool.submit(send))
+        self._on_way.append(self._threads.submit(send))
 
     def _complete(self) -> None:
         """Of which the answer may get lost: then the object is there and the upload is not."""

@@ -415,13 +415,18 @@ def test_tables_can_be_overwritten_at_once(workers: Workers, tmp_path: Path) -> 
 
 
 SCRIPT = """
-import logging, os, sys, time
+import logging, os, sys, threading, time
 import torch.distributed as dist
 from tests.distributed.test_background import build, checkpointer, uniform_plan, SPEC
 from torchrec_checknrun.filesystem import Folder
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-put = Folder.put
+put, create = Folder.put, Folder.create
+
+def create_later(folder):
+    if threading.current_thread() is not threading.main_thread():
+        threading.main_thread().join()  # the script is over before a rank's file is begun
+    create(folder)
 
 def put_later(folder, name, data, new=False):
     if name == "manifest.json":
@@ -430,11 +435,12 @@ def put_later(folder, name, data, new=False):
             raise OSError("no space left, says the test")
     put(folder, name, data, new)
 
-Folder.put = put_later
+Folder.put, Folder.create = put_later, create_later
 def main():
     job = build(uniform_plan(SPEC, "row_wise", 1))
     for name in ("whole", "broken"):
-        checkpointer(os.path.join(sys.argv[1], name), job, background="process").save(wait=False)
+        root = os.path.join(sys.argv[1], name)
+        checkpointer(root, job, background=sys.argv[3]).save(wait=False)
     print("the end", flush=True)
     if sys.argv[2] == "error":
         raise RuntimeError("training failed")
@@ -442,13 +448,14 @@ main()
 """
 
 
+@pytest.mark.parametrize("background", ["thread", "process"])
 @pytest.mark.parametrize("ends", ["well", pytest.param("error", marks=pytest.mark.slow)])
-def test_a_script_that_never_closes(tmp_path: Path, ends: str) -> None:
+def test_a_script_that_never_closes(tmp_path: Path, ends: str, background: str) -> None:
     """What it has begun becomes durable before it ends, or is told; after an error it isn't
     waited for. No process is left over.
     """
     started = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), ends],
+        [sys.executable, "-c", SCRIPT, str(tmp_path), ends, background],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

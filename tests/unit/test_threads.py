@@ -1,0 +1,107 @@
+"""Threads that work while the interpreter ends, and do without threads where there are none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from torchrec_checknrun.threads import Threads
+
+
+def test_several_things_at_a_time() -> None:
+    meet = threading.Barrier(3)
+    with Threads(3, "test") as threads:
+        assert sorted(f.result() for f in [threads.submit(meet.wait) for _ in range(3)]) == [
+            0,
+            1,
+            2,
+        ]
+
+
+def test_one_thread_keeps_the_order_and_closing_waits() -> None:
+    done: list[int] = []
+    with Threads(1, "test") as threads:
+        for number in range(100):
+            threads.submit(partial(done.append, number))
+    assert done == list(range(100))
+    assert not [t for t in threading.enumerate() if t.name.startswith("test-")]
+
+
+def fail() -> NoReturn:
+    raise OSError("no space left, says the test")
+
+
+def test_errors_come_back() -> None:
+    with Threads(1, "test") as threads:
+        with pytest.raises(OSError, match="no space left"):
+            threads.submit(fail).result()
+        assert threads.submit(lambda: 1).result() == 1
+
+
+def test_closing_can_drop_what_was_not_begun() -> None:
+    begun, go, done = threading.Event(), threading.Event(), []
+
+    def wait() -> None:
+        begun.set()
+        go.wait(60)
+        done.append(0)
+
+    threads = Threads(1, "test")
+    threads.submit(wait)
+    threads.submit(lambda: done.append(1))
+    begun.wait(60)
+    threading.Timer(0.1, go.set).start()
+    threads.close(cancel=True)
+    assert done == [0]
+    threads.close()
+
+
+class Chunk:
+    """Stands for memory."""
+
+
+def test_what_is_done_is_not_kept() -> None:
+    chunk = Chunk()
+    gone = weakref.ref(chunk)
+    with Threads(1, "test") as threads:
+        threads.submit(partial(id, chunk)).result()
+        del chunk
+        threads.submit(lambda: None).result()
+        assert gone() is None
+
+
+def test_without_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with Threads(2, "test") as threads:
+        assert threads.submit(threading.get_ident).result() == threading.get_ident()
+        failed: Future[NoReturn] = threads.submit(fail)
+        assert isinstance(failed.exception(), OSError)
+
+
+SCRIPT = """
+import atexit, pathlib, sys
+from torchrec_checknrun.threads import Threads
+
+def last_words():
+    with Threads(2, "test") as threads:
+        pathlib.Path(sys.argv[1]).write_text(threads.submit(lambda: "written").result())
+
+atexit.register(last_words)
+"""
+
+
+def test_while_the_interpreter_ends(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    subprocess.run([sys.executable, "-c", SCRIPT, str(told)], check=True, timeout=60)
+    assert told.read_text() == "written"
