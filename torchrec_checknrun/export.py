@@ -89,7 +89,8 @@ def export_dcp(
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-    into = _empty(target)
+    into = Folder(target)
+    _make_empty(into)
     content = read_content(root, chain)
     tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
     done = Exported(chain.head.id, values=sorted(values))
@@ -107,11 +108,9 @@ def export_dcp(
                     f"{clash[0]!r}: rename the state object"
                 )
             tensors |= named
-        writer = (
-            dcp.FileSystemWriter(os.fspath(target), per_thread_copy_ahead=0)
-            if "://" not in os.fspath(target)
-            else FsspecWriter(os.fspath(target), per_thread_copy_ahead=0)
-        )
+        kind = dcp.FileSystemWriter if _is_local(into) else FsspecWriter
+        # Not the target as it was given: DCP takes a ~ for a folder's name.
+        writer = kind(into.url, per_thread_copy_ahead=0)
         with warnings.catch_warnings():
             # Of one process, which is what is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -142,7 +141,7 @@ def export_safetensors(
     Disk: the largest table once more while it is written. Memory: the dense part.
 
     Args:
-        target: a folder of this machine, empty or not there yet.
+        target: a folder of this machine (``file://`` too), empty or not there yet.
         others: as in ``export_dcp``.
 
     Raises:
@@ -152,9 +151,10 @@ def export_safetensors(
     """
     from safetensors.torch import save_file
 
-    into = _empty(target)
-    if "://" in os.fspath(target):
-        raise OSError(f"safetensors are written to a local folder, not to {target}: copy them then")
+    into = Folder(target)
+    if not _is_local(into):
+        raise OSError(f"safetensors are written to a local folder, not to {into}: copy them then")
+    _make_empty(into)
     content = read_content(root, chain)
     tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
     _check_names(chain, bool(tensors))
@@ -173,13 +173,13 @@ def export_safetensors(
                     _check_states(table, place, fused.tensors)
                     place |= fused.tensors
             name = f"{table}.safetensors"
-            save_file(place, f"{into}/{name}", {**about, "table": table, "rows": stored})
+            save_file(place, f"{into.url}/{name}", {**about, "table": table, "rows": stored})
             done.files.append(name)
             done.tables[table] = stored
             done.tensors |= {f"{table}/{n}": list(t.shape) for n, t in place.items()}
     if tensors:
         plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-        save_file(plain, f"{into}/{STATE_FILE}", about)
+        save_file(plain, f"{into.url}/{STATE_FILE}", about)
         done.files.append(STATE_FILE)
         done.tensors |= {name: list(tensor.shape) for name, tensor in tensors.items()}
     into.put(VALUES_NAME, _json(chain, values, done.tables))
@@ -265,14 +265,17 @@ def _readers(
             progress(done, total)
 
 
-def _empty(target: str | os.PathLike[str]) -> Folder:
-    into = Folder(target)
+def _is_local(folder: Folder) -> bool:
+    """Whether its ``url`` is a path, as that of every folder of this machine is."""
+    return os.path.isabs(folder.url)
+
+
+def _make_empty(into: Folder) -> None:
     if names := into.names():
         raise CheckpointExists(
             f"{into} holds {names[0]!r} already: export into a new or empty folder"
         )
     into.create()
-    return into
 
 
 def _split(

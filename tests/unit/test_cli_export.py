@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,6 +98,26 @@ def test_to_a_url(tmp_path: Path) -> None:
     assert_loads(tmp_path / "exported", {f"{TABLE}.weight": restored(root, head.id).weight})
     with pytest.raises(CheckpointException, match=r"Missing key.*fused_optimizer"):
         assert_loads(tmp_path / "exported", dcp_names(restored(root, head.id)))
+
+
+@pytest.mark.parametrize("target", ["~/out", "file://{home}/out", "out"])
+@pytest.mark.parametrize("export", [export_dcp, export_safetensors])
+def test_local_targets_are_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Callable[..., object], target: str
+) -> None:
+    """However they are spelled: all files are there, and none elsewhere."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home if target == "out" else tmp_path)
+    root = new_root()
+    head = write(root, 30, [Part(WHOLE, list(range(30)), 30)])
+    export(root, resolve(root, head.id), target.format(home=home))
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert [path.name for path in home.iterdir()] == ["out"]
+    names = {path.name for path in (home / "out").iterdir()}
+    wanted = {".metadata"} if export is export_dcp else {f"{TABLE}.safetensors"}
+    assert names > {"values.json"} | wanted
 
 
 @settings(max_examples=8, deadline=None)
@@ -376,7 +397,8 @@ class TestConsole:
         assert "safetensors" in result.err
 
     def test_safetensors_go_to_a_folder(self, root: Folder, console: Console) -> None:
-        url = f"{new_root()}/out"
-        result = console.run("export", root, url, "--format", "safetensors")
+        into = new_root()
+        result = console.run("export", root, f"{into}/out", "--format", "safetensors")
         assert result.code == 2
         assert "local folder" in result.err
+        assert into.names() == []
