@@ -200,12 +200,36 @@ def _is_checkpoint(root: Folder, name: str, error: CheckNRunError) -> bool:
     )
 
 
+def misfit(child: Manifest, parent: Manifest) -> str | None:
+    """Why a checkpoint can't build on the one that is where its parent was; None if it can."""
+    link = child.parent
+    assert link is not None, f"{child.id} is full"
+    if parent.link != link:
+        return (
+            f"{child.id} needs {link.id} with checksum {link.checksum}, but the one there has "
+            f"{parent.checksum}: it was replaced"
+        )
+    if parent.sequence >= child.sequence:  # else a chain could go round in a circle
+        return (
+            f"{child.id} needs {link.id}, which is no older one: its sequence number is "
+            f"{parent.sequence}, and should be below {child.sequence}"
+        )
+    if _sizes(parent) != _sizes(child):
+        return f"{child.id} and its parent {link.id} hold different tables"
+    return None
+
+
+def _sizes(manifest: Manifest) -> dict[str, tuple[int, int]]:
+    return {name: (table.rows, table.dim) for name, table in manifest.tables.items()}
+
+
 def resolve(root: Folder, name: str) -> Chain:
     """The chain that ends at ``name``, its manifests and file sizes checked.
 
     Raises:
         CheckpointNotFound: ``name`` itself is not a committed checkpoint.
-        ChainBroken: a checkpoint it needs is missing, damaged or another one now.
+        ChainBroken: a checkpoint it needs is missing, damaged or another one now, or was never one
+            that it could build on.
         CorruptCheckpoint, UnsupportedFormat: ``name``'s own manifest or files are damaged.
     """
     manifests = [read_manifest(root, name)]
@@ -217,15 +241,9 @@ def resolve(root: Folder, name: str) -> Chain:
             raise ChainBroken(
                 f"{child.id} needs {link.id}, which can't be used: {error}"
             ) from error
-        if parent.checksum != link.checksum or parent.sequence >= child.sequence:
-            raise ChainBroken(
-                f"{child.id} needs {link.id} with checksum {link.checksum}, but the one there has "
-                f"{parent.checksum}: it was replaced"
-            )
-        if {n: (t.rows, t.dim) for n, t in parent.tables.items()} != {
-            n: (t.rows, t.dim) for n, t in child.tables.items()
-        }:
-            raise ChainBroken(f"{child.id} and its parent {link.id} hold different tables")
+        problem = misfit(child, parent)
+        if problem is not None:
+            raise ChainBroken(problem)
         manifests.append(parent)
     check_sizes(root, manifests[0])
     for parent in manifests[1:]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from torchrec_checknrun.chain import committed, read_manifest
+from torchrec_checknrun.chain import committed, misfit, read_manifest
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import Claim, latest_claim
@@ -137,9 +137,12 @@ def _chain(
     chain = [head]
     while (link := chain[-1].parent) is not None:
         parent = manifests.get(link.id)
-        if parent is None or parent.link != link or parent.sequence >= chain[-1].sequence:
-            why = "is missing" if parent is None else "was replaced"
-            return [], f"{chain[-1].id} needs {link.id}, which {problems.get(link.id, why)}"
+        if parent is None:
+            why = f"can't be read: {problems[link.id]}" if link.id in problems else "is missing"
+            return [], f"{chain[-1].id} needs {link.id}, which {why}"
+        problem = misfit(chain[-1], parent)
+        if problem is not None:
+            return [], problem
         if link.id in problems:
             return [], f"it needs {link.id}, which is damaged: {problems[link.id]}"
         chain.append(parent)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from torchrec_checknrun.chain import age, is_copy
+from torchrec_checknrun.chain import age, is_copy, misfit
 from torchrec_checknrun.manifest import Manifest
 
 
@@ -154,7 +154,7 @@ def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] 
     found: list[Manifest] = []
     while (link := manifest.parent) is not None:
         parent = by_id.get(link.id)
-        if parent is None or parent.link != link or parent.sequence >= manifest.sequence:
+        if parent is None or misfit(manifest, parent) is not None:
             return None
         found.append(parent)
         manifest = parent

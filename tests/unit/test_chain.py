@@ -169,15 +169,31 @@ def test_a_replaced_parent(root: Folder) -> None:
     (root / full.id).put(MANIFEST_NAME, other.to_bytes())
     with pytest.raises(ChainBroken, match=rf"{full.checksum}.*{other.checksum}.*replaced"):
         resolve(root, child.id)
+    assert_all_agree(root)
+
+
+def assert_all_agree(root: Folder) -> None:
+    """Lists and retention judge a chain as a restore does, and give the same reason."""
+    for one in inventory(root).checkpoints:
+        expected: tuple[str, str | None] = "restorable", None
+        try:
+            resolve(root, one.id)
+        except ChainBroken as error:
+            expected = "broken", str(error)
+        assert (one.status, one.problem) == expected
+    whole, _ = newest(root)
+    assert whole is not None
+    verdict = prune(root, Retention(1), dry_run=True).verdict
+    assert dict(verdict.keep) == {whole.head.id: "one of the newest 1"}
 
 
 def test_a_parent_that_is_no_older(root: Folder) -> None:
     """Else a chain could go round in a circle."""
     newer = put(root, 5)
-    with pytest.raises(ChainBroken):
-        resolve(root, put(root, 5, newer, step=51).id)
-    with pytest.raises(ChainBroken):
-        resolve(root, put(root, 4, newer).id)
+    for child in (put(root, 5, newer, step=51), put(root, 4, newer)):
+        with pytest.raises(ChainBroken, match=rf"is 5, and should be below {child.sequence}$"):
+            resolve(root, child.id)
+    assert_all_agree(root)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +203,7 @@ def test_a_parent_with_other_tables(root: Folder, tables: dict[str, TableTotals]
     full = put(root, 1, tables=tables)
     with pytest.raises(ChainBroken, match="different tables"):
         resolve(root, put(root, 2, full).id)
+    assert_all_agree(root)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"012345678", b"01234567890"])
