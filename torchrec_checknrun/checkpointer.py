@@ -61,7 +61,8 @@ class Checkpointer:
         every_steps: ``step`` saves at every so many steps: the trigger ``EverySteps``.
         triggers: what else makes ``step`` or ``close`` save: ``EverySeconds``, ``AtEnd``,
             ``OnSigterm``, or your own.
-        callbacks: called on all ranks with the report of every committed checkpoint.
+        callbacks: called on all ranks with the report of every committed checkpoint; what they
+            raise is logged.
         background: who encodes and writes while training goes on: a ``thread``, or a ``process``,
             which disturbs training less.
         staging: what training waits for: rows are copied out of the tables (``copy``) or encoded on

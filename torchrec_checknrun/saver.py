@@ -15,37 +15,24 @@ from functools import partial
 from torch import nn
 
 from torchrec_checknrun.background import Background, Save
-from torchrec_checknrun.chain import (
-    Chain,
-    committed,
-    counting,
-    highest_sequence,
-    read_manifest,
-    resolve,
-)
+from torchrec_checknrun.chain import Chain, resolve
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.gradients import PendingGradients
-from torchrec_checknrun.lease import Claim, Lease
 from torchrec_checknrun.lineage import Lineage, Proposal
-from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Manifest, sequence_of
 from torchrec_checknrun.policy import Decision, Policy
-from torchrec_checknrun.pruning import Pruned, Pruner, prune
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, checkpoint_report
 from torchrec_checknrun.restore import Target
 from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.root_writer import RootWriter
 from torchrec_checknrun.snapshot import Snapshot, take_snapshot
-from torchrec_checknrun.storage import last_number
 from torchrec_checknrun.tracking import Consumer, Cut
 
 logger = logging.getLogger("torchrec_checknrun.checkpointer")
 
 Callback = Callable[[CheckpointReport], None]
-
-_PRUNE_SECONDS = 60.0
-"""How long the end of a run waits for old checkpoints to be deleted."""
 
 _MARKS = {
     Decision.FULL: None,
@@ -84,6 +71,7 @@ class Saver:
 
     Attributes:
         lineage: what was committed or restored last.
+        writer: of use on rank 0 only.
         deferred: a checkpoint was due, but gradients waited for their optimizer.
     """
 
@@ -113,16 +101,8 @@ class Saver:
         self._max_failures = max_failures
         self._callbacks = tuple(callbacks)
         self._gradients = PendingGradients(target.states.values())
-        self._lease: Lease | None = None
-        """Rank 0's, from the first claim on."""
+        self.writer = RootWriter(root, self.lineage, retention)
         self._claimed = self._claimed_early = False
-        self._resumed_from: tuple[str, ...] = ()
-        self._manifests: dict[str, Manifest] = {}
-        self._pruner: Pruner | None = None
-        if retention is not None:
-            self._pruner = Pruner(partial(self._prune, retention))
-        self._sequence: int | None = None
-        """The highest sequence number in use in the root; known on rank 0 after the first look."""
         self._running: Save | None = None
         self._last_words: Callable[[], None] = lambda: None
         self._skipped = False
@@ -149,7 +129,7 @@ class Saver:
             RootInUse: another one does.
         """
         if not self._claimed:
-            self._ranks.from_rank_0(self._claim)
+            self._ranks.from_rank_0(self.writer.claim)
             self._claimed = True
 
     def claim_early(self) -> None:
@@ -169,15 +149,12 @@ class Saver:
 
     def before_restore(self) -> None:
         """Lets a pruning end: it doesn't know what is going to be restored."""
-        if self._pruner is not None:
-            self._pruner.wait(_PRUNE_SECONDS)
+        self.writer.wait_for_pruning()
 
     def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
         """The model is in a checkpoint's state; see ``Lineage.restored``."""
         self.lineage.restored(chain, converted, forks)
-        self._resumed_from = tuple(manifest.id for manifest in chain.manifests)
-        if self._lease is not None:
-            self._lease.use(self._resumed_from)
+        self.writer.restored(chain)
 
     def begin(self, step: int) -> bool:
         """Begins a checkpoint if all ranks can; when it returns, training may go on.
@@ -256,8 +233,8 @@ class Saver:
         self.lineage.committed(manifest)
         self._report = checkpoint_report(manifest, self.lineage.chain_length, save.progress)
         self.log("%s", self._report)
-        if self._pruner is not None and self._ranks.rank == 0:
-            self._pruner.start(manifest.sequence)
+        if self._ranks.rank == 0:
+            self.writer.prune(manifest.sequence)
         for callback in self._callbacks:
             try:
                 callback(self._report)
@@ -299,10 +276,7 @@ class Saver:
         self._forget_running()
         self._gradients.close()
         self._background.close()
-        if self._pruner is not None:
-            self._pruner.wait(_PRUNE_SECONDS)
-        if self._lease is not None:
-            self._lease.release()
+        self.writer.close()
 
     def _forget_running(self) -> None:
         atexit.unregister(self._last_words)
@@ -330,60 +304,6 @@ class Saver:
         committed = again and self._is_committed(step)
         return _Facts(step, waiting, busy, failed, modified, self._decide(step), committed)
 
-    def _claim(self) -> None:
-        def earlier(before: Claim | None) -> list[str]:
-            return [manifest.id for manifest in counting(self._root, before)]
-
-        lease = Lease(self._root)
-        lease.acquire(earlier, self._resumed_from)
-        self._lease = lease
-        # Nothing has kept it from being deleted until now.
-        previous = self.lineage.previous
-        if previous is not None and not self._is_whole(previous):
-            logger.warning("%s was deleted meanwhile: the next checkpoint is full", previous.id)
-            self.lineage.must_begin_anew()
-
-    def _is_whole(self, manifest: Manifest) -> bool:
-        sizes = (self._root / manifest.id).sizes()
-        files = {file.name: file.size for file in manifest.files}
-        return MANIFEST_NAME in sizes and files.items() <= sizes.items()
-
-    def _before_commit(self, header: Header) -> None:
-        """Rank 0's last look, in the background.
-
-        Raises:
-            RootInUse: the root was taken over.
-            SaveFailed: nothing could be restored from the checkpoint.
-        """
-        assert self._lease is not None, "rank 0 has claimed the root"
-        self._lease.check()
-        for manifest in self.lineage.history:
-            if manifest.link == header.parent and not self._is_whole(manifest):
-                self.lineage.must_begin_anew()
-                raise SaveFailed(
-                    f"{manifest.id}, which this checkpoint builds on, was deleted from "
-                    f"{self._root}, or files of it: the next one is full. Leave deleting to "
-                    "`retention` or `checknrun prune`"
-                )
-        assert header.sequence is not None, "it was decided"
-        if (newer := self._taken(header.sequence)) is not None:
-            self._sequence = None
-            raise SaveFailed(
-                f"{newer} was committed to {self._root} meanwhile, with a sequence number that "
-                "would hide this checkpoint: the next one gets a higher number"
-            )
-
-    def _taken(self, sequence: int) -> str | None:
-        """A committed checkpoint with this number or a higher one, which another process made."""
-        names = [n for n in self._root.names() if (sequence_of(n) or sequence) >= sequence]
-        for name in committed(self._root, names):
-            try:
-                if read_manifest(self._root, name).sequence >= sequence:
-                    return name
-            except CheckNRunError:
-                continue
-        return None
-
     def _is_committed(self, step: int) -> bool:
         """Whether what would be saved is there and can be restored."""
         rows = {name: shape.rows for name, shape in self._target.tracked.tables.items()}
@@ -397,33 +317,16 @@ class Saver:
             return False
         return True
 
-    def _prune(self, retention: Retention, sequence: int) -> Pruned:
-        lease = self._lease
-        assert lease is not None, "only a writer prunes"
-        # What the next checkpoint can build on; what these need stays with them.
-        in_use = {*self._resumed_from, *(m.id for m in self.lineage.history[:1])}
-        in_use |= {m.id for m in self.lineage.history[-1:]}
-        return prune(
-            self._root,
-            retention,
-            in_use=in_use,
-            own=lease.claim,
-            below=sequence,
-            known=self._manifests,
-        )
-
     def _decide(self, step: int) -> Proposal:
-        if self._sequence is None:
-            self._sequence = highest_sequence(self._root)
-        # Above what was saved through dcp.save meanwhile, and above what was restored.
-        numbers = (m.sequence for m in self.lineage.history)
-        self._sequence = max(self._sequence, last_number(self._root), *numbers) + 1
-        assert self._lease is not None, "the root is claimed before"
-        epoch = self._lease.claim.epoch
         quantization = self.quantization
         rows = {name: shape.rows for name, shape in self._target.tracked.tables.items()}
         return self.lineage.propose(
-            self._policy, quantization.width, quantization.widths(rows), step, self._sequence, epoch
+            self._policy,
+            quantization.width,
+            quantization.widths(rows),
+            step,
+            self.writer.next_sequence(),
+            self.writer.epoch,
         )
 
     def _take(self, proposal: Proposal, started: float) -> None:
@@ -440,7 +343,7 @@ class Saver:
                 )
             except Exception as error:
                 snapshot = error
-            check = partial(self._before_commit, proposal.header)
+            check = partial(self.writer.before_commit, proposal.header)
             save = self._background.begin(
                 proposal, snapshot, cut, self.quantization, started, before_commit=check
             )

@@ -32,6 +32,7 @@ from torchrec_checknrun import (
     Retention,
     background,
     rank_file,
+    root_writer,
     saver,
     snapshot,
     staged,
@@ -48,7 +49,7 @@ BOUND_SECONDS = 20.0
 
 PHASES: dict[str, tuple[Any, str]] = {
     "lease": (Lease, "check"),
-    "decide": (saver, "highest_sequence"),
+    "decide": (root_writer, "highest_sequence"),
     "state": (saver, "take_snapshot"),
     "cut": (snapshot, "_own_part"),
     "plan of a rank": (StorageWriter, "prepare_local_plan"),
@@ -61,7 +62,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "make the folder": (Folder, "create"),
     "finish": (StorageWriter, "finish"),
     "manifest": (Folder, "put"),
-    "retention": (saver, "prune"),
+    "retention": (root_writer, "prune"),
 }
 ON_RANK_0 = ("lease", "decide", "plan of all", "finish", "manifest", "retention")
 HARMLESS = ("retention",)
@@ -109,7 +110,7 @@ def _fail(root: str, job: Job, reader: Job, phase: str, rank: int, kind: str) ->
         job.train()
         checkpointer.step()
         if phase == "decide":
-            checkpointer._saver._sequence = None
+            checkpointer._saver.writer._sequence = None
         owner, name = PHASES[phase]
         error, hit = KINDS[kind](), []
 
@@ -175,5 +176,5 @@ def _checkpointer(root: str, job: Job, **options: Any) -> Checkpointer:
 
 
 def _wait_for_pruner(checkpointer: Checkpointer) -> None:
-    if checkpointer._saver._pruner is not None:
-        checkpointer._saver._pruner.wait(60)
+    if checkpointer._saver.writer._pruner is not None:
+        checkpointer._saver.writer._pruner.wait(60)

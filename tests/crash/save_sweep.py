@@ -238,8 +238,8 @@ def _save(saver: Checkpointer) -> str:
 
 
 def _wait_for_pruner(saver: Checkpointer) -> None:
-    if saver._saver._pruner is not None:
-        saver._saver._pruner.wait(60)
+    if saver._saver.writer._pruner is not None:
+        saver._saver.writer._pruner.wait(60)
 
 
 def leftovers(root: Folder) -> list[str]:

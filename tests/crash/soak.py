@@ -152,8 +152,8 @@ def _growth(samples: list[dict[str, Any]], checkpoints: int) -> list[str]:
 
 
 def _wait_for_pruner(saver: Checkpointer) -> None:
-    if saver._saver._pruner is not None:
-        saver._saver._pruner.wait(60)
+    if saver._saver.writer._pruner is not None:
+        saver._saver.writer._pruner.wait(60)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,0 +1,165 @@
+"""What rank 0 does for all in the root: claims it, numbers checkpoints, takes the last look before
+each commit, and deletes what is old.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torchrec_checknrun.chain import (
+    Chain,
+    committed,
+    counting,
+    highest_sequence,
+    read_manifest,
+)
+from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import Claim, Lease
+from torchrec_checknrun.lineage import Lineage
+from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Manifest, sequence_of
+from torchrec_checknrun.pruning import Pruned, Pruner, prune
+from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.storage import last_number
+
+logger = logging.getLogger("torchrec_checknrun.checkpointer")
+
+_PRUNE_SECONDS = 60.0
+"""How long the end of a run, or a restore, waits for old checkpoints to be deleted."""
+
+
+class RootWriter:
+    """A run's right to write to a root, and what goes with it.
+
+    Args:
+        lineage: what the next checkpoint builds on.
+        retention: which checkpoints are deleted after a commit; None: none.
+    """
+
+    def __init__(self, root: Folder, lineage: Lineage, retention: Retention | None) -> None:
+        self._root = root
+        self._lineage = lineage
+        self._retention = retention
+        self._lease: Lease | None = None
+        self._resumed_from: tuple[str, ...] = ()
+        self._manifests: dict[str, Manifest] = {}
+        self._pruner = None if retention is None else Pruner(self._prune)
+        self._sequence: int | None = None
+        """The highest sequence number in use in the root, once that was looked for."""
+
+    @property
+    def lease(self) -> Lease:
+        assert self._lease is not None, "the root is claimed before anything is written"
+        return self._lease
+
+    @property
+    def epoch(self) -> int:
+        """That was claimed."""
+        return self.lease.claim.epoch
+
+    def claim(self) -> None:
+        """Makes this run the only one that writes to the root.
+
+        Raises:
+            RootInUse: another one does.
+        """
+
+        def earlier(before: Claim | None) -> list[str]:
+            return [manifest.id for manifest in counting(self._root, before)]
+
+        lease = Lease(self._root)
+        lease.acquire(earlier, self._resumed_from)
+        self._lease = lease
+        # Nothing has kept it from being deleted until now.
+        previous = self._lineage.previous
+        if previous is not None and not self._is_whole(previous):
+            logger.warning("%s was deleted meanwhile: the next checkpoint is full", previous.id)
+            self._lineage.must_begin_anew()
+
+    def restored(self, chain: Chain) -> None:
+        """The next checkpoint may build on these: nobody may delete them."""
+        self._resumed_from = tuple(manifest.id for manifest in chain.manifests)
+        if self._lease is not None:
+            self._lease.use(self._resumed_from)
+
+    def next_sequence(self) -> int:
+        """The next checkpoint's sequence number."""
+        if self._sequence is None:
+            self._sequence = highest_sequence(self._root)
+        # Above what was saved through dcp.save meanwhile, and above what was restored.
+        numbers = (manifest.sequence for manifest in self._lineage.history)
+        self._sequence = max(self._sequence, last_number(self._root), *numbers) + 1
+        return self._sequence
+
+    def before_commit(self, header: Header) -> None:
+        """The last look, in the background.
+
+        Raises:
+            RootInUse: the root was taken over.
+            SaveFailed: nothing could be restored from the checkpoint, or a restore would choose
+                another one.
+        """
+        self.lease.check()
+        for manifest in self._lineage.history:
+            if manifest.link == header.parent and not self._is_whole(manifest):
+                self._lineage.must_begin_anew()
+                raise SaveFailed(
+                    f"{manifest.id}, which this checkpoint builds on, was deleted from "
+                    f"{self._root}, or files of it: the next one is full. Leave deleting to "
+                    "`retention` or `checknrun prune`"
+                )
+        assert header.sequence is not None, "it was decided"
+        if (newer := self._taken(header.sequence)) is not None:
+            self._sequence = None
+            raise SaveFailed(
+                f"{newer} was committed to {self._root} meanwhile, with a sequence number that "
+                "would hide this checkpoint: the next one gets a higher number"
+            )
+
+    def prune(self, sequence: int) -> None:
+        """Deletes in the background what is old, after the checkpoint of this sequence number was
+        committed.
+        """
+        if self._pruner is not None:
+            self._pruner.start(sequence)
+
+    def wait_for_pruning(self) -> None:
+        """Returns when nothing is being deleted any more, or after a minute."""
+        if self._pruner is not None:
+            self._pruner.wait(_PRUNE_SECONDS)
+
+    def close(self) -> None:
+        """Gives the root up."""
+        self.wait_for_pruning()
+        if self._lease is not None:
+            self._lease.release()
+
+    def _is_whole(self, manifest: Manifest) -> bool:
+        sizes = (self._root / manifest.id).sizes()
+        files = {file.name: file.size for file in manifest.files}
+        return MANIFEST_NAME in sizes and files.items() <= sizes.items()
+
+    def _taken(self, sequence: int) -> str | None:
+        """A committed checkpoint with this number or a higher one, which another process made."""
+        names = [n for n in self._root.names() if (sequence_of(n) or sequence) >= sequence]
+        for name in committed(self._root, names):
+            try:
+                if read_manifest(self._root, name).sequence >= sequence:
+                    return name
+            except CheckNRunError:
+                continue
+        return None
+
+    def _prune(self, sequence: int) -> Pruned:
+        assert self._retention is not None
+        # What the next checkpoint can build on; what these need stays with them.
+        history = self._lineage.history
+        in_use = {*self._resumed_from, *(m.id for m in (*history[:1], *history[-1:]))}
+        return prune(
+            self._root,
+            self._retention,
+            in_use=in_use,
+            own=self.lease.claim,
+            below=sequence,
+            known=self._manifests,
+        )
