@@ -21,6 +21,7 @@ from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.index import index_bytes, require_chunk_size
 from torchrec_checknrun.manifest import RankFile, TableTotals
+from torchrec_checknrun.picklable import picklable_errors
 from torchrec_checknrun.state import TORCH_DTYPES
 from torchrec_checknrun.threads import Threads
 
@@ -59,6 +60,7 @@ WriteRankFile = Callable[[Folder, int, Iterator[Job]], FileSummary]
 """Writes a rank's file; see ``write_rank_file``."""
 
 
+@picklable_errors()  # DCP sends them to rank 0
 def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSummary:
     """Writes a rank's chunks as they come; when it returns, they are durable.
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_checknrun.errors import CheckNRunError
+from torchrec_checknrun.picklable import picklable
 
 T = TypeVar("T")
 
@@ -67,13 +68,14 @@ class Ranks:
         """Runs ``act`` on all ranks and gives all results to all.
 
         Raises:
-            Exception: the first rank's that failed, on every rank.
+            Exception: the first rank's that failed, on every rank; a ``RuntimeError`` or an
+                ``OSError`` in its place where it can't be sent.
         """
         outcome: list[T] | Exception
         try:
             outcome = [act()]
         except Exception as error:
-            outcome = error
+            outcome = error if self.world_size == 1 else picklable(error)
         results: list[T] = []
         for of_rank in self.gather(outcome):
             if isinstance(of_rank, Exception):

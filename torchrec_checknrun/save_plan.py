@@ -25,6 +25,7 @@ from torchrec_checknrun.errors import InvalidPlan
 from torchrec_checknrun.garbage import paused
 from torchrec_checknrun.importance_budget import Key, Survey, constants, survey
 from torchrec_checknrun.manifest import Header
+from torchrec_checknrun.picklable import picklable_errors
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.rank_file import Job
@@ -111,6 +112,7 @@ class CheckpointPlanner(SavePlanner):
         self._prepare = prepare
         self._constants: Constants = {}
 
+    @picklable_errors()  # DCP sends them to rank 0
     def set_up_planner(
         self,
         state_dict: dict[str, Any],

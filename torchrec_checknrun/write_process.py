@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -27,6 +26,7 @@ import torch
 from torchrec_checknrun.chunks import EncodedChunk
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.picklable import picklable, picklable_errors
 from torchrec_checknrun.rank_file import FileSummary, Job, write_rank_file
 from torchrec_checknrun.staged import Staged, StagedJob
 from torchrec_checknrun.staging_memory import StagingMemory
@@ -64,6 +64,7 @@ class WriteProcess:
         self._connection.send(memory.size)
         send_handle(self._connection, memory.descriptor, self.pid)
 
+    @picklable_errors()  # DCP sends them to rank 0
     def write(self, folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSummary:
         """As ``write_rank_file``, of staged jobs.
 
@@ -186,17 +187,9 @@ def _write(connection: Connection, memory: torch.Tensor, folder: Folder, rank: i
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
-        connection.send(_picklable(error))  # at once: the parent may be waiting for memory
+        connection.send(picklable(error))  # at once: the parent may be waiting for memory
         while not ended:  # what the parent has sent in the meantime
             ended = isinstance(connection.recv(), bool)
-
-
-def _picklable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(repr(error))
-    return error
 
 
 if __name__ == "__main__":

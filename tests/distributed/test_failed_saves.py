@@ -12,6 +12,7 @@ from tests.distributed.models import Plan, gather, row_bytes, scramble
 from tests.distributed.reader30 import read_rows
 from tests.distributed.small_job import Note, Workers, build, checkpointer, is_at, keep, save, where
 from torchrec_checknrun import Consecutive, errors, filesystem, rank_file
+from torchrec_checknrun.policy import Decision
 
 
 class Unstorable(Note):
@@ -26,6 +27,12 @@ class Unstorable(Note):
             return super().state_dict()
         if self.how == "raises":
             raise RuntimeError("no state today")
+        if self.how == "raises what nobody else knows":
+
+            class OwnError(Exception):
+                """Can't be pickled, and so not be sent to other ranks."""
+
+            raise OwnError("no state here")
         return {"value": {"deep": [1, {2, 3}]}}
 
 
@@ -39,7 +46,7 @@ def save_fails_once(root: str, spec: dict[str, Any], plan: Plan, how: str, error
     baseline = save(saver)
     before = row_bytes(job.spec, gather(job))
     job.train()
-    note.how = how if how in ("unstorable", "raises") else None
+    note.how = how if how == "unstorable" or how.startswith("raises") else None
     with pytest.MonkeyPatch.context() as patch:
         if how == "write" and dist.get_rank() == 1:
             patch.setattr(rank_file, "_write_index", raise_os_error)
@@ -74,6 +81,7 @@ def raise_os_error(*_: object, **__: object) -> None:
 MESSAGES = {
     "unstorable": r"note\.value\.deep\[1\] is a builtins\.set",
     "raises": "no state today",
+    "raises what nobody else knows": "OwnError: no state here",
     "write": "no space left",
     "manifest": "no space left",
     "steps": r"different steps \[0, 1\]",
@@ -84,6 +92,29 @@ MESSAGES = {
 def test_save_that_fails_loses_no_row(workers: Workers, tmp_path: Path, how: str) -> None:
     error = "UnsupportedState" if how == "unstorable" else "SaveFailed"
     workers(2).run(save_fails_once, **where(tmp_path), how=how, error=error)
+
+
+class Undecided:
+    """A policy that raises what can't be pickled."""
+
+    def decide(self, history: object) -> Decision:
+        class OwnError(Exception):
+            pass
+
+        raise OwnError("can't say")
+
+
+def policy_fails(root: str, spec: dict[str, Any], plan: Plan) -> None:
+    job = build(spec, plan)
+    with checkpointer(root, job, policy=Undecided()) as saver:
+        save(saver)  # the first is full, whatever the policy
+        job.train()
+        with pytest.raises(RuntimeError, match="OwnError: can't say"):
+            saver.save()
+
+
+def test_policy_that_fails_is_heard_on_all_ranks(workers: Workers, tmp_path: Path) -> None:
+    workers(2).run(policy_fails, **where(tmp_path))
 
 
 def root_is_a_file(root: str, spec: dict[str, Any], plan: Plan) -> None:
