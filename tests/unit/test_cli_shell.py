@@ -125,6 +125,40 @@ class TestInAShell:
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.split()
 
+    @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+    @pytest.mark.parametrize("command", ["ls", "show"])
+    def test_any_encoding_will_do(self, tmp_path: Path, command: str, encoding: str) -> None:
+        """The tool's own texts have dashes, and names may hold anything."""
+        root = Folder(tmp_path / "rün–λ")
+        *_, head = chain_of_three(root)
+        put_manifest(root, replace(head, created_by="ü–λ").sealed())
+        texts = []
+        for options in ([], ["--json"]):
+            done = subprocess.run(
+                [*self.COMMAND, command, root.url, *options],
+                env={**os.environ, "PYTHONIOENCODING": encoding},
+                capture_output=True,
+                timeout=60,
+            )
+            assert (done.returncode, done.stderr) == (0, b"")
+            texts.append(done.stdout.decode(encoding))
+        document = json.loads(texts[1])
+        if command == "show":
+            assert document["created_by"] == "ü–λ"
+            assert ("ü" if encoding == "latin-1" else "\\xfc") + "\\u2013\\u03bb" in texts[0]
+
+    def test_an_error_in_any_encoding(self, tmp_path: Path) -> None:
+        done = subprocess.run(
+            [*self.COMMAND, "show", str(tmp_path / "λ")],
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2
+        assert "\\u03bb" in done.stderr
+        assert "mistake" not in done.stderr
+
     def test_completion(self, tmp_path: Path) -> None:
         ids = [manifest.id for manifest in chain_of_three(Folder(tmp_path))]
         assert self.complete("re") == ["report"]

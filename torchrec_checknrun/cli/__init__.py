@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,4 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     from torchrec_checknrun.cli.main import run
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # not if somebody has put another in its place
+            # Paths and our own dashes are to be printed wherever the locale is not UTF-8.
+            stream.reconfigure(errors="backslashreplace")
     run(arguments)

@@ -81,18 +81,16 @@ def open_root(url: str) -> Folder:
 
 
 def print_json(document: object) -> None:
-    """Prints JSON that any parser takes: NaN and infinities as strings."""
-    text = json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False)
-    print("\n".join(_CONTROL.sub(_escape, line) for line in text.split("\n")))
+    """Prints JSON that any parser takes: NaN and infinities as strings.
 
-
-def _escape(match: re.Match[str]) -> str:
-    return f"\\u{ord(match[0]):04x}"
+    In ASCII, so that no terminal acts upon it, whatever its encoding is.
+    """
+    print(json.dumps(plain(document), indent=2, allow_nan=False))
 
 
 def clean(text: str) -> str:
     """A text from a manifest, a path or an error, as may be shown: one line, nothing but text."""
-    return _CONTROL.sub(_escape, masked(text))
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", masked(text))
 
 
 def say(text: str, style: str | None = None) -> None:
