@@ -43,7 +43,7 @@ class Conversion:
     def __init__(self, shard: LocalShard) -> None:
         self._shard = shard
         self._parts: dict[str, dict[Columns, torch.Tensor]] = {}
-        self._restored = torch.zeros(shard.rectangle.rows, dtype=torch.bool)
+        self._restored = torch.zeros(shard.rectangle.rows, dtype=torch.bool, device="cpu")
         self._approximated = False
 
     def scatter(self, header: RowsHeader, rows: Rows) -> None:
@@ -77,7 +77,7 @@ class Conversion:
         """Joins the row-wise states, when all rows have come."""
         own = self._shard.rectangle
         for name, parts in self._parts.items():
-            joined = torch.zeros(own.rows, dtype=torch.float64)
+            joined = torch.zeros(own.rows, dtype=torch.float64, device="cpu")
             for (start, stop), values in parts.items():
                 joined.add_(values, alpha=(stop - start) / own.cols)
             target = self._shard.optimizer[name]  # new rows of a table that grew stay as they are
@@ -96,7 +96,9 @@ class Conversion:
     ) -> None:
         parts = self._parts.setdefault(name, {})
         if columns not in parts:
-            parts[columns] = torch.zeros(self._shard.rectangle.rows, dtype=torch.float32)
+            parts[columns] = torch.zeros(
+                self._shard.rectangle.rows, dtype=torch.float32, device="cpu"
+            )
         local = ids - self._shard.rectangle.row_start
         parts[columns].index_copy_(0, local, values.to(torch.float32))
         self._restored[local] = True

@@ -25,7 +25,7 @@ from torchrec_checknrun.shards import Rectangle
 MODEL = "model"
 """The state whose names stand alone."""
 _TWICE = "{} has two values that would be called {!r}: rename one of its state objects"
-_NONE = torch.empty(0, dtype=torch.uint8)
+_NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
             header = block_header(entry)
             key = _key(header)
             if key not in pieces:
-                pieces[key] = torch.zeros(header.size, dtype=header.dtype)
+                pieces[key] = torch.zeros(header.size, dtype=header.dtype, device="cpu")
             _put(pieces[key], header, read_chunk(root, chunk))
     if clash := sorted(found.keys() & pieces.keys()):
         raise IncompatibleCheckpoint(_TWICE.format(chunks[0].checkpoint, clash[0]))

@@ -20,7 +20,7 @@ class DoneRows(RowSet):
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._bits = torch.zeros((rows + 7) // 8, dtype=torch.uint8)
+        self._bits = torch.zeros((rows + 7) // 8, dtype=torch.uint8, device="cpu")
         self._packed = self._bits.numpy()
 
     def hold(self, start: int, stop: int) -> bool:

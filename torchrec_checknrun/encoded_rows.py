@@ -123,7 +123,7 @@ class EncodedRows:
                 first, n = int(chosen[0]), int(chosen[-1]) + 1 - int(chosen[0])
             else:
                 rows = selected
-        memory = torch.empty((min(size, n), self.cols), dtype=self.dtype)
+        memory = torch.empty((min(size, n), self.cols), dtype=self.dtype, device="cpu")
         done = 0
         for start in range(first, first + n, size):
             block = memory[: min(size, first + n - start)]

@@ -104,7 +104,7 @@ def _newest(
     fused = fused.view(rows, size)
     done = DoneRows(rows)
     ids = [np.empty(0, dtype=np.int64)]
-    exact = [torch.empty((0, header.rectangle.cols), dtype=header.dtype)]
+    exact = [torch.empty((0, header.rectangle.cols), dtype=header.dtype, device="cpu")]
     for chunk, header in chunks:
         if done.hold(header.rectangle.row_start, header.rectangle.row_stop):
             continue

@@ -281,11 +281,11 @@ def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
     n, weight = len(block.ids), block.weight
     run = min(n, _ERROR_SAMPLE_RUN)
     starts = range(0, n - run + 1, max(run, -(-n // (_ERROR_SAMPLE_ROWS // run))))
-    exact = torch.zeros(n, dtype=torch.bool)
+    exact = torch.zeros(n, dtype=torch.bool, device="cpu")
     exact[encoded.exceptions] = True
     relative = []
     for start in starts:
-        decoded = torch.empty((run, weight.shape[1]), dtype=weight.dtype)
+        decoded = torch.empty((run, weight.shape[1]), dtype=weight.dtype, device="cpu")
         codec.decode(encoded.data.view(-1), encoded.parameters, n, start, decoded)
         sample = block.rows(slice(start, start + run)).cpu().to(torch.float64)
         norm = sample.norm(dim=1)

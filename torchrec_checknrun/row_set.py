@@ -30,7 +30,7 @@ class RowSet:
     def __init__(self, marks: torch.Tensor, bits: int = 255, take: bool = False) -> None:
         self.rows = len(marks)
         marks = marks.view(torch.uint8)
-        self._bits = torch.empty((self.rows + 7) // 8, dtype=torch.uint8)
+        self._bits = torch.empty((self.rows + 7) // 8, dtype=torch.uint8, device="cpu")
         if marks.is_cpu and marks.is_contiguous() and has_extension():
             keep = 255 & ~bits if take else 255
             torch.ops.checknrun.pack_marks(marks, bits, keep, self._bits)

@@ -62,7 +62,7 @@ class ShardSnapshot:
     def positions(self, start: int, stop: int) -> torch.Tensor:
         """Those of the rows in this range that are to be written, sorted, int64."""
         if self.modified is None:
-            return torch.arange(start, stop, dtype=torch.int64)
+            return torch.arange(start, stop, dtype=torch.int64, device="cpu")
         return torch.from_numpy(self.modified.positions(start, stop))
 
     def sample(self, size: int) -> tuple[torch.Tensor, int]:
@@ -71,7 +71,7 @@ class ShardSnapshot:
         """
         if self.modified is None:
             rows = self.shard.rectangle.rows
-            return torch.arange(0, rows, max(1, rows // size)), rows
+            return torch.arange(0, rows, max(1, rows // size), device="cpu"), rows
         rows = len(self.modified)
         step, seen = max(1, rows // size), 0
         parts = [np.empty(0, dtype=np.int64)]

@@ -260,9 +260,9 @@ def encoded_while_staged(
 def _encodes_as_fast(shard: LocalShard, encoding: Encoding) -> bool:
     """Whether rows are encoded in no more time than they are copied: the best of three trials."""
     rows = shard.rectangle.rows
-    positions = torch.arange(0, rows, max(1, -(-rows // _TRIAL_ROWS)))
+    positions = torch.arange(0, rows, max(1, -(-rows // _TRIAL_ROWS)), device="cpu")
     staged = StagedRows.plan(shard, len(positions), encoding, 0)
-    memory = torch.zeros(rows_size(shard, len(positions)), dtype=torch.uint8)
+    memory = torch.zeros(rows_size(shard, len(positions)), dtype=torch.uint8, device="cpu")
 
     def copy() -> None:
         staged.copy(shard, positions, memory)

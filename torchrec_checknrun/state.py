@@ -163,7 +163,7 @@ def empty_state(tree: Tree) -> Any:
 
     def zeros(node: Tree) -> torch.Tensor | None:
         dtype = TORCH_DTYPES.get(node.get("dtype", "")) if "x" in node else None
-        return None if dtype is None else torch.zeros(node["shape"], dtype=dtype)
+        return None if dtype is None else torch.zeros(node["shape"], dtype=dtype, device="cpu")
 
     return _visit(tree, zeros)
 
@@ -199,7 +199,7 @@ def _leaf(node: Tree, payload: memoryview) -> Any:
         if dtype is None or math.prod(shape) * dtype.itemsize != len(data):
             raise CorruptCheckpoint(f"state tree: {len(data)} bytes don't make {node}")
         if not len(data):
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
     if "n" in node:
         np_dtype = np.dtype(node["dtype"])

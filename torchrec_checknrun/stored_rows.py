@@ -96,7 +96,9 @@ class StoredRows:
         """Chosen rows, or all, decoded, on the CPU."""
         chosen = slice(0, self.header.count) if chosen is None else chosen
         ids = torch.from_numpy(self.ids[chosen])
-        weight = torch.empty((len(ids), self.header.rectangle.cols), dtype=self.header.dtype)
+        weight = torch.empty(
+            (len(ids), self.header.rectangle.cols), dtype=self.header.dtype, device="cpu"
+        )
         for start, block in self._decoded(self.weight, chosen):
             weight[start : start + len(block)] = block
         return Rows(ids, weight, {name: self._state(name, chosen) for name in self.states})
@@ -224,5 +226,5 @@ def _exceptions(header: RowsHeader, data: bytes | memoryview) -> tuple[np.ndarra
 def _tensor(data: memoryview) -> torch.Tensor:
     """The bytes as a tensor; a copy if they can't be written to."""
     if not len(data):
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)

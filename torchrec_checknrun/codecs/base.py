@@ -132,7 +132,7 @@ def output(size: int, out: torch.Tensor | None) -> torch.Tensor:
     """``size`` bytes of ``out``, or new ones."""
     if out is not None and out.numel() >= size:
         return out.view(-1)[:size]
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def is_aligned(data: torch.Tensor, size: int) -> bool:

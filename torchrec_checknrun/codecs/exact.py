@@ -46,7 +46,7 @@ class Exact:
     ) -> Encoded:
         rows = rows.detach()
         n = len(rows) if ids is None else len(ids)
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         data = output(n * rows.shape[1] * rows.element_size(), out)
         aligned = is_aligned(data, rows.element_size())
         if ids is not None and aligned and rows.device.type == "cpu":

@@ -51,7 +51,9 @@ def mean_error(rows: torch.Tensor, bits: int, num_bins: int, ratio: float) -> fl
     """Mean l2 error of rows ``(n, dim)`` float32, quantized by the greedy search; of those that can
     be quantized.
     """
-    encoded = torch.empty((len(rows), row_bytes(rows.shape[1], bits)), dtype=torch.uint8)
+    encoded = torch.empty(
+        (len(rows), row_bytes(rows.shape[1], bits)), dtype=torch.uint8, device="cpu"
+    )
     refused = encode_rows(rows, None, bits, Method.GREEDY, num_bins, ratio, 1.0, encoded)
     decoded = torch.empty_like(rows, device="cpu")
     decode_rows(encoded, bits, 1.0, decoded)

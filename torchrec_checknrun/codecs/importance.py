@@ -120,7 +120,7 @@ class ImportanceWeighted:
         if ids is None:
             ids = torch.arange(len(rows), device=rows.device)
         widths = self._widths(rows, ids, context.optimizer)
-        kinds = torch.bucketize(widths, torch.tensor(WIDTHS)).to(torch.uint8)
+        kinds = torch.bucketize(widths, torch.tensor(WIDTHS, device="cpu")).to(torch.uint8)
         parts = [_pack_kinds(kinds)]
         groups: list[Parameters] = []
         exceptions = []
@@ -149,7 +149,7 @@ class ImportanceWeighted:
             members = (wanted == kind).nonzero().view(-1)
             if len(members):
                 before = int((kinds[:start] == kind).sum())
-                values = torch.empty((len(members), out.shape[1]), dtype=out.dtype)
+                values = torch.empty((len(members), out.shape[1]), dtype=out.dtype, device="cpu")
                 Rowwise(bits).decode(part, group, count, before, values)
                 out.index_copy_(0, members.to(out.device), values.to(out.device))
 
@@ -186,11 +186,13 @@ class ImportanceWeighted:
         accumulator = optimizer.get("momentum1")
         if accumulator is None or accumulator.dim() != 1:
             _warn_fixed_width(self.value_bits)
-            return torch.full((len(ids),), self.value_bits)
+            return torch.full((len(ids),), self.value_bits, device="cpu")
         score = importance(rows, ids, accumulator)
         score += _stay(rows, ids, score + self._constant_for(score, accumulator))
         bits = score + self._constant_for(score, accumulator)
-        return torch.tensor(WIDTHS)[torch.bucketize(bits, torch.tensor(BORDERS))]
+        return torch.tensor(WIDTHS, device="cpu")[
+            torch.bucketize(bits, torch.tensor(BORDERS, device="cpu"))
+        ]
 
     def _constant_for(self, score: torch.Tensor, accumulator: torch.Tensor) -> float:
         if self.constant is not None:
@@ -231,7 +233,7 @@ def importance(rows: torch.Tensor, ids: torch.Tensor, accumulator: torch.Tensor)
         rows.index_select(0, part).to(torch.float32).square().mean(dim=1).cpu()
         for part in ids.split(4096)
     ]
-    mean_square = torch.cat(squares) if squares else torch.empty(0)
+    mean_square = torch.cat(squares) if squares else torch.empty(0, device="cpu")
     trained = accumulator.detach().to(torch.float32).cpu()
     score = 0.5 * (torch.log2(trained) + torch.log2(mean_square))
     return score.nan_to_num(nan=-1e6, posinf=-1e6, neginf=-1e6)
@@ -243,7 +245,7 @@ def _stay(rows: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> torch.Te
     Quantizing changes a row's norm a little. Where that takes it below a border its bits would be
     halved, for no reason that the loss knows of, at every restore of some more rows.
     """
-    bonus = torch.zeros(len(bits))
+    bonus = torch.zeros(len(bits), device="cpu")
     for border, width in zip(BORDERS, WIDTHS[1:], strict=True):
         near = ((bits - border).abs() <= _BAND).nonzero().view(-1)
         if not len(near):
@@ -255,7 +257,7 @@ def _stay(rows: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> torch.Te
 
 
 def _relative_error(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    codec, restored = Rowwise(bits), torch.empty(rows.shape, dtype=rows.dtype)
+    codec, restored = Rowwise(bits), torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
     encoded = codec.encode(rows)
     codec.decode(encoded.data.view(-1), encoded.parameters, len(rows), 0, restored)
     values = rows.to(torch.float32).cpu()
@@ -265,18 +267,20 @@ def _relative_error(rows: torch.Tensor, bits: int) -> torch.Tensor:
 def _fitting_offset(score: torch.Tensor, mean_bits: float) -> float:
     """The highest offset at which the rows' mean width is within the budget."""
     low, high = -64.0, 64.0
-    widths = torch.tensor(WIDTHS, dtype=torch.float64)
+    widths = torch.tensor(WIDTHS, dtype=torch.float64, device="cpu")
     if not len(score):
         return low
     for _ in range(30):
         middle = (low + high) / 2
-        mean = float(widths[torch.bucketize(score + middle, torch.tensor(BORDERS))].mean())
+        mean = float(
+            widths[torch.bucketize(score + middle, torch.tensor(BORDERS, device="cpu"))].mean()
+        )
         low, high = (middle, high) if mean <= mean_bits else (low, middle)
     return low
 
 
 def _pack_kinds(kinds: torch.Tensor) -> torch.Tensor:
-    padded = torch.zeros(-(-len(kinds) // 4) * 4, dtype=torch.uint8)
+    padded = torch.zeros(-(-len(kinds) // 4) * 4, dtype=torch.uint8, device="cpu")
     padded[: len(kinds)] = kinds
     four = padded.view(-1, 4)
     return four[:, 0] | four[:, 1] << 2 | four[:, 2] << 4 | four[:, 3] << 6

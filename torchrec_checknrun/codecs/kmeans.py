@@ -116,7 +116,7 @@ class KMeans:
         data = output(self._size(n, dim), out)
         codebooks, coded = self._parts(data.numpy(), n, dim)
         levels, head = self._levels(dim), self._head_bytes(dim)
-        exceptions = [torch.empty(0, dtype=torch.int64)]
+        exceptions = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for part, (start, stop) in enumerate(self._ranges(0, n)):
             values = rows[start:stop].double().numpy()
             sound = np.abs(values).max(axis=1, initial=0) <= _FP16_MAX  # not with NaN, either

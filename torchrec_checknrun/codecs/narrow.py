@@ -71,8 +71,8 @@ class Narrow:
         aligned = data if is_aligned(data, 2) else torch.empty_like(data)
         narrowed = aligned.view(self.dtype).view(n, dim)
         size = max(1, _BLOCK_BYTES // (dim * rows.dtype.itemsize))
-        gathered = torch.empty((min(size, n), dim), dtype=rows.dtype)
-        exceptions = [torch.empty(0, dtype=torch.int64)]
+        gathered = torch.empty((min(size, n), dim), dtype=rows.dtype, device="cpu")
+        exceptions = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for start in range(0, n, size):
             stop = min(start + size, n)
             if ids is None:

@@ -122,10 +122,12 @@ def _encode_log8(values: torch.Tensor) -> tuple[torch.Tensor, Parameters]:
 
 def _levels(low: float, high: float, dtype: torch.dtype) -> torch.Tensor:
     """What the codes 0 to 255 stand for: values of ``dtype``, held in float32 or wider."""
-    levels = torch.zeros(1 + _LEVELS, dtype=torch.float64)
+    levels = torch.zeros(1 + _LEVELS, dtype=torch.float64, device="cpu")
     if high > 0:
-        ends = torch.tensor([low, high], dtype=torch.float64).log()
-        levels[1:] = torch.linspace(float(ends[0]), float(ends[1]), _LEVELS, dtype=torch.float64)
+        ends = torch.tensor([low, high], dtype=torch.float64, device="cpu").log()
+        levels[1:] = torch.linspace(
+            float(ends[0]), float(ends[1]), _LEVELS, dtype=torch.float64, device="cpu"
+        )
         levels[1:].exp_().clamp_(low, high)
         levels[1], levels[-1] = low, high  # not what exp(log()) makes of them
     return levels.to(dtype).to(torch.promote_types(dtype, torch.float32))

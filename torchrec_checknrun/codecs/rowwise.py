@@ -136,7 +136,7 @@ class Rowwise:
         size = row_bytes(rows.shape[1], self.bits)
         data = output(n * size, out).view(n, size)
         if not n:
-            return Encoded(data, {}, torch.empty(0, dtype=torch.int64))
+            return Encoded(data, {}, torch.empty(0, dtype=torch.int64, device="cpu"))
         parameters: Parameters = {}
         num_bins, ratio = self.num_bins or 1, self.ratio or 0.0
         searches = self.method == Method.GREEDY and self.bits < 8
@@ -172,7 +172,7 @@ class Rowwise:
             decode_rows(part, self.bits, _factor(parameters), out)
         else:
             narrow = out.dtype if out.dtype in _KERNEL_DTYPES else torch.float32
-            values = torch.empty(out.shape, dtype=narrow)
+            values = torch.empty(out.shape, dtype=narrow, device="cpu")
             decode_rows(part, self.bits, _factor(parameters), values)
             out.copy_(values)
 
