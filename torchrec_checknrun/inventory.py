@@ -72,11 +72,14 @@ def inventory(root: Folder) -> Inventory:
         )
     manifests: dict[str, Manifest] = {}
     problems: dict[str, str] = {}
-    files = {id: (root / id).sizes() for id in ids}
+    files: dict[str, dict[str, int]] = {}
     for id in ids:
-        if MANIFEST_NAME not in files[id]:
-            continue
+        files[id] = {}
         try:
+            files[id] = (root / id).sizes()
+            # Links aren't among the files; reading one says what is wrong with it.
+            if MANIFEST_NAME not in files[id] and not (root / id).is_link(MANIFEST_NAME):
+                continue
             manifests[id] = read_manifest(root, id)
         except CheckNRunError as error:
             problems[id] = str(error)

@@ -209,9 +209,10 @@ def _leftovers(root: Folder, names: Iterable[str], below: int | None) -> Iterabl
             continue
         if root.is_link(name) or root.size(name) is not None:
             continue  # a file of that name is none of ours
-        if (root / name).size(MANIFEST_NAME) is not None:
+        folder = root / name
+        if folder.is_link(MANIFEST_NAME) or folder.size(MANIFEST_NAME) is not None:
             continue
-        claim = latest_claim(root / name)  # of a compaction, which has no epoch of the root's
+        claim = latest_claim(folder)  # of a compaction, which has no epoch of the root's
         if claim is None or not claim.alive:
             yield name
 

@@ -98,6 +98,36 @@ class TestLs:
         assert "is not a manifest" in console.run("ls", root).out
         assert console.run("show", root).out.startswith(full.id)  # the newest that is whole
 
+    @pytest.mark.parametrize("to", ["a checkpoint", "/nonexistent"])
+    def test_links(self, tmp_path: Path, console: Console, to: str) -> None:
+        """They are refused one by one, and what is beside them is listed."""
+        root = Folder(tmp_path / "run")
+        root.create()
+        full, second, third = chain_of_three(root)
+        target = root.url + f"/{full.id}" if to == "a checkpoint" else to
+        linked, within = checkpoint_id(8, 80, "00000008"), checkpoint_id(9, 90, "00000009")
+        (tmp_path / "run" / linked).symlink_to(target)
+        (root / within).create()
+        (root / within).put("rank-00000.bin", b"bytes")
+        (tmp_path / "run" / within / MANIFEST_NAME).symlink_to(f"{target}/{MANIFEST_NAME}")
+        found = {c["id"]: c for c in console.json("ls", root)["checkpoints"]}
+        assert {id: c["status"] for id, c in found.items()} == {
+            within: "broken",
+            linked: "broken",
+            **{manifest.id: "restorable" for manifest in (third, second, full)},
+        }
+        for id in (linked, within):
+            assert "is a symbolic link" in found[id]["problem"]
+            assert id in found[id]["problem"]
+        assert console.run("show", root).out.startswith(third.id)
+        for command in (
+            ["report", root, "--out", tmp_path / "x.html"],
+            ["prune", root, "--keep", 2],
+        ):
+            result = console.run(*command)
+            assert (result.code, result.err) == (0, "")
+        assert {linked, within} < set(root.names())
+
     def test_forks_and_late_writers(self, root: Folder, console: Console) -> None:
         full, second, _ = chain_of_three(root)
         # Gone on from the second, so that the third was left behind.
