@@ -28,6 +28,7 @@ from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.picklable import picklable, picklable_errors
 from torchrec_checknrun.rank_file import FileSummary, Job, write_rank_file
+from torchrec_checknrun.retries import masked
 from torchrec_checknrun.staged import Staged, StagedJob
 from torchrec_checknrun.staging_memory import StagingMemory
 
@@ -165,10 +166,10 @@ def main(descriptor: int, parent: int, threads: int) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             url, rank = connection.recv()
-            _write(connection, memory, Folder(url), rank)
+            _write(connection, memory, url, rank)
 
 
-def _write(connection: Connection, memory: torch.Tensor, folder: Folder, rank: int) -> None:
+def _write(connection: Connection, memory: torch.Tensor, url: str, rank: int) -> None:
     ended = False
 
     def jobs() -> Iterator[Job]:
@@ -183,13 +184,27 @@ def _write(connection: Connection, memory: torch.Tensor, folder: Folder, rank: i
             yield _RemoteJob(message, memory, lambda: connection.send(None))
 
     try:
-        connection.send(write_rank_file(folder, rank, jobs()))
+        connection.send(write_rank_file(_open(url), rank, jobs()))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
         connection.send(picklable(error))  # at once: the parent may be waiting for memory
         while not ended:  # what the parent has sent in the meantime
             ended = isinstance(connection.recv(), bool)
+
+
+def _open(url: str) -> Folder:
+    try:
+        return Folder(url)
+    except OSError:
+        raise
+    except Exception as error:
+        raise SaveFailed(
+            f"the background process can't open {masked(url)} ({masked(repr(error))}), which the "
+            "training process could. A file system that a program registers at run time is known "
+            "to that program only: name it in the entry points fsspec.specs, or use "
+            "background='thread'"
+        ) from error
 
 
 if __name__ == "__main__":
