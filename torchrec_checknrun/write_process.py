@@ -33,7 +33,6 @@ from torchrec_checknrun.staged import Staged, StagedJob
 from torchrec_checknrun.staging_memory import StagingMemory
 
 _PR_SET_PDEATHSIG = 1
-_START_SECONDS = 120.0
 _NICENESS = 10
 """Training comes first."""
 
