@@ -37,6 +37,8 @@ from torchrec_checknrun.untrusted import (
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+LAST_SEQUENCE = 10**18 - 1
+"""The last sequence number that ids have digits for."""
 
 Kind = Literal["full", "differential"]
 
@@ -54,11 +56,30 @@ def checkpoint_id(sequence: int, step: int, attempt: str) -> str:
 
 
 def new_id(sequence: int, step: int, *, compacted: bool = False) -> str:
-    """An id for a new attempt; a compacted checkpoint's sorts after that of its chain's head."""
+    """An id for a new attempt; a compacted checkpoint's sorts after that of its chain's head.
+
+    Raises:
+        CorruptCheckpoint: see ``require_sequence``.
+    """
+    require_sequence(sequence)
     upper_half = 1 << 31
     return checkpoint_id(
         sequence, step, f"{secrets.randbelow(upper_half) + compacted * upper_half:08x}"
     )
+
+
+def require_sequence(sequence: int) -> None:
+    """Refuses numbers that ``sequence_of`` doesn't know: nobody would clean up after such a save.
+
+    Raises:
+        CorruptCheckpoint: something in the root has used up the numbers.
+    """
+    if sequence > LAST_SEQUENCE:
+        raise CorruptCheckpoint(
+            f"no checkpoint can have the sequence number {sequence}: {LAST_SEQUENCE} is the last "
+            "one, which no run gets to. Look in the root for a directory with that number or a "
+            f"higher one, in its name or as `sequence` in its {MANIFEST_NAME}, and move it away"
+        )
 
 
 def sequence_of(name: str) -> int | None:

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
 from torchrec_checknrun.manifest import (
     FORMAT_VERSION,
+    LAST_SEQUENCE,
     Link,
     Manifest,
     RankFile,
     TableTotals,
     checkpoint_id,
     is_plain_name,
+    new_id,
     parse_manifest,
     sequence_of,
 )
@@ -283,6 +285,17 @@ def test_ids_carry_their_sequence(sequence: int, step: int, attempt: int) -> Non
     name = checkpoint_id(sequence, step, f"{attempt:08x}")
     assert sequence_of(name) == sequence
     assert is_plain_name(name)
+
+
+def test_no_id_is_made_that_is_not_known_again() -> None:
+    """Nobody would clean up after such an attempt."""
+    assert sequence_of(new_id(LAST_SEQUENCE, 1)) == LAST_SEQUENCE
+    assert sequence_of(checkpoint_id(LAST_SEQUENCE + 1, 1, "0" * 8)) is None
+    for compacted in (False, True):
+        with pytest.raises(CorruptCheckpoint, match=r"number 9223372036854775808: .*move it"):
+            new_id(2**63, 1, compacted=compacted)
+    with pytest.raises(CorruptCheckpoint, match=r"number 10{18}:"):
+        new_id(LAST_SEQUENCE + 1, 1)
 
 
 @pytest.mark.parametrize(
