@@ -21,7 +21,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
+import fsspec
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from torchrec_checknrun.chunks import EncodedChunk
 from torchrec_checknrun.errors import SaveFailed
@@ -69,9 +72,10 @@ class WriteProcess:
         """As ``write_rank_file``, of staged jobs.
 
         Raises:
-            SaveFailed: the process has died.
+            SaveFailed: the process has died, or writes where this one can't see it.
             Exception: what went wrong there, or in ``jobs``.
         """
+        require_shared(folder)
         sent: queue.SimpleQueue[Job] = queue.SimpleQueue()
         outcome: list[FileSummary | Exception] = []
 
@@ -111,6 +115,7 @@ class WriteProcess:
             raise failure
         if isinstance(outcome[0], Exception):
             raise outcome[0]
+        _require_written(folder, outcome[0])
         return outcome[0]
 
     @property
@@ -130,6 +135,33 @@ class WriteProcess:
         return SaveFailed(
             f"the background process {self.pid} died (exit status {self._process.returncode}); it "
             "is started anew for the next checkpoint. If the system killed it, memory may be short"
+        )
+
+
+def require_shared(folder: Folder) -> None:
+    """Refuses what each process has for itself: a rank's file would end with the process.
+
+    Raises:
+        SaveFailed: the folder lies in this process's memory.
+    """
+    filesystem, _ = fsspec.core.url_to_fs(folder.url)
+    while isinstance(filesystem, AbstractFileSystem):
+        if isinstance(filesystem, MemoryFileSystem):
+            raise SaveFailed(
+                f"{folder} lies in this process's memory ({type(filesystem).__name__}), where "
+                "background='process' can't write; it needs a store that all processes see: use "
+                "background='thread', or another root"
+            )
+        filesystem = getattr(filesystem, "fs", None)  # of a cache, or a folder within
+
+
+def _require_written(folder: Folder, summary: FileSummary) -> None:
+    size = folder.size(summary.file.name)
+    if size != summary.file.size:
+        raise SaveFailed(
+            f"{folder}/{summary.file.name}: the background process wrote {summary.file.size} bytes "
+            f"there, of which this process sees {size or 'none'}; background='process' needs a "
+            "store that all processes see: use background='thread', or another root"
         )
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from recipes.dlrm_criteo.job import is_alive
 from torchrec_checknrun.codecs import Rowwise
@@ -120,6 +121,29 @@ def test_a_file_system_that_only_its_parent_knows(
         process.write(folder, 1, jobs(memory, closed))
     assert process.write(Folder(tmp_path), 2, jobs(memory, [])).file.chunks == CHUNKS
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00000.bin", "rank-00002.bin"]
+
+
+class OwnMemory(MemoryFileSystem):
+    protocol = "own-memory"
+
+
+@pytest.mark.parametrize(
+    "url", ["memory://run", "own-memory://run", "simplecache::memory://run", "dir::memory://run"]
+)
+def test_memory_of_one_process_is_refused(
+    process: WriteProcess, memory: StagingMemory, url: str
+) -> None:
+    fsspec.register_implementation("own-memory", OwnMemory, clobber=True)
+    with pytest.raises(SaveFailed, match=r"this process's memory.*background='thread'"):
+        process.write(Folder(url), 0, jobs(memory, []))
+
+
+def test_a_file_that_its_parent_does_not_see(
+    process: WriteProcess, memory: StagingMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Folder, "size", lambda folder, name: None)
+    with pytest.raises(SaveFailed, match=r"rank-00000.bin.* bytes there.*sees none"):
+        process.write(Folder(tmp_path), 0, jobs(memory, []))
 
 
 def test_signals_are_its_parents_to_answer(
