@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from torchrec_checknrun.errors import CorruptCheckpoint, RootInUse
 from torchrec_checknrun.filesystem import Folder
@@ -163,6 +164,9 @@ class Lease:
         seconds: how long the claim lasts after its last renewal.
     """
 
+    _held: ClassVar[list[Lease]] = []
+    """This process's. Those of one root share its claim: none may overwrite what another needs."""
+
     def __init__(self, root: Folder, seconds: float = LEASE_SECONDS) -> None:
         self._root = root
         self._folder = root / FOLDER
@@ -204,7 +208,10 @@ class Lease:
             earlier = _united(committed(latest), claim.uses)
             claim = replace(claim, earlier=earlier, before=None)
             self._folder.put(claim.name, claim.to_bytes())
+        for other in self._beside(claim):
+            self._lock = other._lock
         self._claim = claim
+        Lease._held.append(self)
         if claim.uses != tuple(uses):
             self.use(uses)
         threading.Thread(target=self._renew, name="checknrun-lease", daemon=True).start()
@@ -243,13 +250,26 @@ class Lease:
         self._stop.set()
         with self._lock, suppress(Exception):  # it expires
             claim, self._claim = self._claim, None
-            if claim is None or _epochs(self._root)[-1:] != [claim.epoch]:
+            if claim is None:
+                return
+            Lease._held.remove(self)
+            if self._beside(claim) or _epochs(self._root)[-1:] != [claim.epoch]:
                 return
             if forget:
                 self._folder.delete(claim.name)
                 self._folder.remove()
             else:
                 self._folder.put(claim.name, replace(claim, expires=0.0).to_bytes())
+
+    def _beside(self, claim: Claim) -> list[Lease]:
+        """Others of this process that hold the claim."""
+        return [
+            other
+            for other in tuple(Lease._held)
+            if other is not self
+            and other._root.url == self._root.url
+            and (other._claim is not None and other._claim.epoch == claim.epoch)
+        ]
 
     def _refuse_unless_free(self, latest: Claim, holder: Holder) -> None:
         if not latest.alive or latest.holder.precedes(holder):
@@ -296,19 +316,23 @@ class Lease:
 
     def _put(self) -> bool:
         """Writes the claim, which lasts anew; whether the epoch is still ours, as far as known."""
+        together = [self, *self._beside(self.claim)]
+        uses = _united(*(lease.claim.uses for lease in together))
+        earlier = _united(*(lease.claim.earlier or () for lease in together))
+        for lease in together:  # it counts for good, also when the one that restored it is closed
+            lease._claim = replace(lease.claim, earlier=earlier)
         try:
             if _epochs(self._root)[-1:] != [self.claim.epoch]:
                 return False
-            claim = replace(self.claim, expires=time.time() + self._seconds)
-            self._folder.put(claim.name, claim.to_bytes())
-            self._claim = claim
+            self._claim = replace(self.claim, expires=time.time() + self._seconds)
+            self._folder.put(self.claim.name, replace(self.claim, uses=uses).to_bytes())
         except Exception as error:
             logger.warning("the claim of %s was not renewed: %s", self._root, error)
         return True
 
 
-def _united(ids: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*ids, *others)))
+def _united(*ids: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(id for some in ids for id in some))
 
 
 def _epochs(root: Folder) -> list[int]:

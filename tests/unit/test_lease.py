@@ -182,6 +182,35 @@ def test_checkpointers_of_one_process_share_the_claim(root: Folder, leases: list
     second.check()
 
 
+def test_none_of_them_forgets_what_another_needs(root: Folder, leases: list[Lease]) -> None:
+    """Also by the clock, and of one that was not closed."""
+
+    def written() -> Claim:
+        claim = latest_claim(root)
+        assert claim is not None
+        return claim
+
+    first, second = Lease(root, seconds=0.4), Lease(root)
+    leases += [first, second]
+    first.acquire(lambda _: ["a", "b", "c"], ["a"])
+    second.acquire(nothing, ["x"])
+    before = written()
+    assert (set(before.uses), set(before.earlier or ())) == ({"a", "x"}, {"a", "b", "c", "x"})
+    deadline = time.monotonic() + 20
+    while written().expires >= before.expires:  # until the first one, whose writes last less long
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    first.use(["z"])
+    assert set(written().uses) == {"z", "x"}
+    first.release()
+    assert written().expires > 0
+    second.use(["x", "y"])
+    assert written().uses == ("x", "y")
+    second.release()
+    assert written().expires == 0
+    assert set(written().earlier or ()) == {"a", "b", "c", "x", "y", "z"}
+
+
 def test_of_many_at_once_one_wins(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads, each taken for a process of its own."""
     holder = Holder.this_process()
