@@ -17,7 +17,13 @@ from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import Claim, Lease
 from torchrec_checknrun.lineage import Lineage
-from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Manifest, sequence_of
+from torchrec_checknrun.manifest import (
+    MANIFEST_NAME,
+    Header,
+    Manifest,
+    require_sequence,
+    sequence_of,
+)
 from torchrec_checknrun.pruning import Pruned, Pruner, prune
 from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.storage import last_number
@@ -83,13 +89,20 @@ class RootWriter:
             self._lease.use(self._resumed_from)
 
     def next_sequence(self) -> int:
-        """The next checkpoint's sequence number."""
+        """The next checkpoint's sequence number.
+
+        Raises:
+            CorruptCheckpoint: something in the root has the last number there is.
+        """
         if self._sequence is None:
             self._sequence = highest_sequence(self._root)
         # Above what was saved through dcp.save meanwhile, and above what was restored.
         numbers = (manifest.sequence for manifest in self._lineage.history)
-        self._sequence = max(self._sequence, last_number(self._root), *numbers) + 1
-        return self._sequence
+        sequence = max(self._sequence, last_number(self._root), *numbers) + 1
+        self._sequence = None  # looked for again, should this one be refused
+        require_sequence(sequence)
+        self._sequence = sequence
+        return sequence
 
     def before_commit(self, header: Header) -> None:
         """The last look, in the background.

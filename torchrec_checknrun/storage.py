@@ -43,6 +43,7 @@ from torchrec_checknrun.manifest import (
     Manifest,
     TableTotals,
     is_plain_name,
+    require_sequence,
 )
 from torchrec_checknrun.rank_file import FileSummary, WriteRankFile, add_totals, write_rank_file
 from torchrec_checknrun.read_chunks import (
@@ -143,6 +144,7 @@ class StorageWriter(DcpStorageWriter):
         root, sequence, epoch = self._folder.parent, header.sequence, header.epoch
         if sequence is None:
             sequence = highest_sequence(root) + 1
+            require_sequence(sequence)
         if epoch is None:
             epoch = claim.epoch if (claim := latest_claim(root)) else 0
         manifest = Manifest(
