@@ -34,12 +34,13 @@ from torchrec_checknrun.staging import Staging, StagingMode, encoded_while_stage
 from torchrec_checknrun.staging_memory import Ring, StagingMemory, default_budget
 from torchrec_checknrun.storage import StorageWriter
 from torchrec_checknrun.tracking import Cut
-from torchrec_checknrun.write_process import WriteProcess
+from torchrec_checknrun.write_process import WriteProcess, require_shared
 
 logger = logging.getLogger("torchrec_checknrun.checkpointer")
 
 BackgroundKind = Literal["thread", "process"]
 _SPARE_BYTES = 1 << 20
+_LEAVE_SECONDS = 10.0
 _CHUNKS = 4
 """Whose memory the background takes beside what is staged: one is encoded while the one before is
 being written, and each thread's part of the allocator keeps about as much again."""
@@ -63,6 +64,8 @@ class Save:
         self._manifest: Manifest | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self.thread: threading.Thread | None = None
+        """Which does it, once it is begun."""
 
     @property
     def done(self) -> bool:
@@ -72,6 +75,13 @@ class Save:
     def wait(self, seconds: float | None = None) -> bool:
         """Waits until it is ``done``, at most so long; whether it is."""
         return self._done.wait(seconds)
+
+    def leave(self) -> None:
+        """When it is ``done``: returns when its thread has ended, too. An interpreter that ends
+        while a thread gives tensors back aborts.
+        """
+        if self.thread is not None:
+            self.thread.join(_LEAVE_SECONDS)
 
     def result(self) -> Manifest:
         """The committed checkpoint, if it is ``done``.
@@ -146,6 +156,7 @@ class Background:
 
     def _start_process(self) -> None:
         if self._kind == "process":
+            require_shared(self._root)
             self._process = WriteProcess(self._memory)
 
     def _end_process(self) -> None:
@@ -194,7 +205,7 @@ class Background:
             assert prepared is not None
             return prepared
 
-        thread = self._thread = threading.Thread(
+        save.thread = thread = self._thread = threading.Thread(
             target=self._finish,
             args=(save, CheckpointPlanner(prepare), before_commit),
             name="checknrun-save",

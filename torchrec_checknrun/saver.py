@@ -362,6 +362,7 @@ def _last_words(save: Save) -> None:
     if getattr(sys, "last_value", None) is not None:
         return  # it ended by an error: the other ranks may never come
     save.wait()
+    save.leave()
     try:
         save.result()
     except Exception:

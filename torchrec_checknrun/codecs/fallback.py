@@ -13,7 +13,7 @@ every operation, which on a busy machine takes a hundred times longer than the o
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from torchrec_checknrun.codecs.kernel import Method, Refusal
+from torchrec_checknrun.threads import Threads
 
 _ENCODED_AT_ONCE = 2**19
 """Values of a block: arrays of 2 MiB. In smaller ones the threads wait for each other most of the
@@ -128,9 +129,10 @@ def _for_blocks(work: Callable[[int, int], None], rows: int, size: int) -> None:
         for start in starts:
             work(start, min(start + size, rows))
         return
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(lambda start: work(start, min(start + size, rows)), starts):
-            pass
+    with Threads(threads, "checknrun-codec") as pool:
+        blocks = [pool.submit(partial(work, start, min(start + size, rows))) for start in starts]
+        for block in blocks:
+            block.result()
 
 
 def _encode(
