@@ -87,8 +87,8 @@ def prune(
     names = root.names()
     alive = own is None and claim is not None and claim.alive
     known = {} if known is None else known
-    for gone in known.keys() - set(names):
-        del known[gone]  # a long run's would grow
+    for id in known.keys() - set(names):
+        del known[id]  # a long run's would grow
     found = list(counting(root, claim, names, known))
     used = {*in_use}
     if claim is not None and claim.alive:
