@@ -70,7 +70,8 @@ class Checkpointer:
             faster.
         memory_budget: bytes for what is on its way to storage, on this rank; None: a quarter of the
             memory that is free, shared by the machine's ranks. What doesn't fit is staged in parts,
-            while training waits.
+            while training waits. A state object is one piece: a larger one takes more, with a
+            warning.
         when_busy: what ``step`` does when a checkpoint is due while one is being written: ``skip``
             it (its rows are part of the next one), or ``wait``.
         max_failures: how many background failures in a row are only logged.
@@ -82,7 +83,7 @@ class Checkpointer:
 
     Raises:
         UnsupportedTable: see ``track``.
-        ValueError: an argument is out of range.
+        ValueError, TypeError: an argument is out of range, or of another kind.
     """
 
     def __init__(
@@ -154,7 +155,11 @@ class Checkpointer:
                 )
             )
 
-        self._ranks.everywhere(make_background)
+        try:
+            self._ranks.everywhere(make_background)
+        except BaseException:
+            tracked[0].close()
+            raise
         self._saver = Saver(
             self.root,
             model,

@@ -403,7 +403,8 @@ class TrackedModel:
 
 
 def _as_ids(rows: RowIds) -> torch.Tensor:
-    ids = torch.as_tensor(rows).reshape(-1)
+    device = rows.device if isinstance(rows, torch.Tensor) else "cpu"
+    ids = torch.as_tensor(rows, device=device).reshape(-1)
     if len(ids) and (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex()):
         raise TypeError(f"expected integer row ids, not {ids.dtype}; of a mask, pass its nonzero()")
     return ids.to(torch.int64)
