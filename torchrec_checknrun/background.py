@@ -239,18 +239,18 @@ class Background:
         Args:
             sizes: of the items, by name.
         """
-        largest = max(sizes, key=sizes.__getitem__)
-        wanted = max(min(self._most, sum(sizes.values())), sizes[largest])
-        if sizes[largest] > self._most and not self._warned:
+        largest, most = max(sizes.items(), key=lambda item: item[1], default=("nothing", 0))
+        wanted = max(min(self._most, sum(sizes.values())), most)
+        if most > self._most and not self._warned:
             self._warned = True
             logger.warning(
                 "%s is staged in one piece of %d bytes, more than memory_budget=%d leaves for "
                 "staging: it takes that memory nevertheless. Give a budget of %d bytes or more, or "
                 "split a state object into several",
                 largest,
-                sizes[largest],
+                most,
                 self._budget,
-                2 * sizes[largest],
+                2 * most,
             )
         if wanted > self._memory.size:
             self._end_process()

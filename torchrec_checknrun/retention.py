@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from torchrec_checknrun.chain import age, is_copy, misfit
-from torchrec_checknrun.manifest import Manifest
+from torchrec_checknrun.manifest import Manifest, sequence_of
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,9 @@ class _History:
 def original_of(manifest: Manifest) -> str:
     """The id of the checkpoint that a run saved this state in: its own, unless it is compacted."""
     link = manifest.previous
-    return link.id if link and manifest.kind == "full" and is_copy(manifest.id) else manifest.id
+    if link is None or manifest.kind != "full" or not is_copy(manifest.id):
+        return manifest.id
+    return link.id if sequence_of(link.id) in (None, manifest.sequence) else manifest.id
 
 
 def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] | None:
