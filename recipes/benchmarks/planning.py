@@ -97,7 +97,7 @@ def measure(size: Size) -> Cost:
     folder.create()
     written = [result.storage_data.file for [result] in results]
     files = {file.name: file.size for file in written}
-    with mock.patch.object(Folder, "sizes", lambda _: files):  # without rows there are no files
+    with mock.patch.object(Folder, "sizes", return_value=files):  # there are none without rows
         StorageWriter(folder.url).finish(metadata, results)
     done = time.perf_counter()
     manifest = folder.size(MANIFEST_NAME)
