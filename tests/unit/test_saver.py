@@ -78,6 +78,13 @@ def names(root: Path) -> list[str]:
     return sorted(path.parent.name for path in root.glob(f"seq-*/{MANIFEST_NAME}"))
 
 
+def save_by_dcp(path: Path, job: Job) -> None:
+    tracked = track(job.model)
+    writer = StorageWriter(path)
+    dcp.save({"model": job.model}, storage_writer=writer, planner=SavePlanner(tracked))
+    tracked.close()
+
+
 def fail(*_: object) -> None:
     raise OSError(28, "no space left, says the test")
 
@@ -274,11 +281,7 @@ def test_a_dcp_save_beside_a_run_hides_nothing(tmp_path: Path, job: Job, name: s
         train(job, saver)
         saver.save()
         for number in range(2):
-            tracked = track(job.model)
-            state = {"model": job.model}
-            writer = StorageWriter(tmp_path / f"{name}{number}")
-            dcp.save(state, storage_writer=writer, planner=SavePlanner(tracked))
-            tracked.close()
+            save_by_dcp(tmp_path / f"{name}{number}", job)
         train(job, saver)
         report = saver.save()
         wanted = gather(job)
@@ -293,10 +296,7 @@ def test_another_process_s_number_is_seen_before_the_commit(
     with checkpointer(tmp_path, job) as saver:
         train(job, saver)
         saver.save()
-        tracked = track(job.model)
-        writer = StorageWriter(tmp_path / "weekly")
-        dcp.save({"model": job.model}, storage_writer=writer, planner=SavePlanner(tracked))
-        tracked.close()
+        save_by_dcp(tmp_path / "weekly", job)
         monkeypatch.setattr("torchrec_checknrun.storage._numbers", {})
         train(job, saver)
         with pytest.raises(SaveFailed, match=r"weekly was committed .* the next one gets a higher"):
@@ -310,10 +310,7 @@ def test_what_was_restored_has_a_lower_number_than_what_comes(tmp_path: Path, jo
     with checkpointer(tmp_path, job) as saver:
         train(job, saver)
         saver.save()
-        tracked = track(job.model)
-        writer = StorageWriter(tmp_path / "best")
-        dcp.save({"model": job.model}, storage_writer=writer, planner=SavePlanner(tracked))
-        tracked.close()
+        save_by_dcp(tmp_path / "best", job)
         saver.restore("best", strict=False)
         train(job, saver)
         saver.save()
