@@ -50,6 +50,13 @@ def checkpointer(root: Path, job: Job, growing: Growing, **options: Any) -> Chec
     return Checkpointer(root, model=job.model, state=state, chunk_bytes=1000, **options)
 
 
+def check_restored(saver: Checkpointer, job: Job) -> None:
+    wanted = gather(job)
+    scramble(job)
+    assert saver.restore() is not None
+    assert references.differences(gather(job), wanted, None) == []
+
+
 # Growing
 
 
@@ -72,10 +79,7 @@ def test_the_old_memory_is_gone_before_there_is_new(
             growing.bytes = size
             job.train()
             saver.save()
-        wanted = gather(job)
-        scramble(job)
-        assert saver.restore() is not None
-        assert references.differences(gather(job), wanted, None) == []
+        check_restored(saver, job)
     assert together == [0, 0, 0]
 
 
@@ -182,10 +186,7 @@ def test_a_state_beyond_the_budget_is_saved_and_named_once(
             growing.bytes = size
             job.train()
             saver.save()
-        wanted = gather(job)
-        scramble(job)
-        assert saver.restore() is not None
-        assert references.differences(gather(job), wanted, None) == []
+        check_restored(saver, job)
     (said,) = [r.getMessage() for r in caplog.records if "in one piece" in r.getMessage()]
     assert said.startswith("state:growing is staged")
     assert "memory_budget=1048576 " in said
