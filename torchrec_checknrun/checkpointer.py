@@ -322,7 +322,11 @@ class Checkpointer:
         return None
 
     def mark(self, table: str, rows: RowIds) -> None:
-        """Marks rows that were written by hand (global ids); call it on all ranks."""
+        """Marks rows that were written by hand (global ids); call it on all ranks.
+
+        Raises:
+            KeyError, IndexError: no such table, or no such row of it.
+        """
         self._target.tracked.mark(table, rows)
 
     def mark_all(self, table: str | None = None) -> None:

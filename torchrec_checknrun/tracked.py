@@ -224,9 +224,18 @@ class TrackedModel:
 
         Raises:
             KeyError: no such table.
+            IndexError: an id is no row of it; nothing is marked.
         """
-        for shard in self._shards_of(table):
-            shard.mark(rows)
+        shards, ids = self._shards_of(table), _as_ids(rows)
+        count = self.tables[table].rows
+        outside = ids[(ids < 0) | (ids >= count)]
+        if len(outside):
+            raise IndexError(
+                f"{table} has rows 0 to {count - 1}, but {len(outside)} of the ids to mark are "
+                f"others, the first {int(outside[0])}: pass the table's own row ids"
+            )
+        for shard in shards:
+            shard.mark(ids)
 
     def mark_all(self, table: str | None = None) -> None:
         """Marks every row of a table, or of all tables; call it on every rank."""

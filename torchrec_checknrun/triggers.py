@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Protocol
 
 
@@ -45,15 +46,15 @@ class EverySteps:
     """At every ``steps``-th step, counted over all attempts.
 
     Raises:
-        ValueError: ``steps`` is below 1.
+        ValueError: ``steps`` is no whole number, or below 1.
     """
 
     steps: int
     by_step = True
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"EverySteps needs at least 1 step, not {self.steps}")
+        if not isinstance(self.steps, Integral) or self.steps < 1:
+            raise ValueError(f"EverySteps needs at least 1 step, in whole ones, not {self.steps!r}")
 
     def due(self, now: Moment) -> bool:
         return now.step % self.steps == 0

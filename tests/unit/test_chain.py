@@ -1,14 +1,13 @@
 """Chains are found, followed and refused by what is in the root, on a disk or in a store."""
 
-import errno
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec
 import pytest
 
+from tests.unit.small_roots import FILE, TABLES, begin, ids, put, remove
 from torchrec_checknrun.chain import (
     Chain,
     committed,
@@ -22,8 +21,6 @@ from torchrec_checknrun.errors import (
     ChainBroken,
     CheckpointNotFound,
     CorruptCheckpoint,
-    StorageFailed,
-    StorageUnreachable,
     UnsupportedFormat,
 )
 from torchrec_checknrun.filesystem import Folder
@@ -33,69 +30,12 @@ from torchrec_checknrun.manifest import (
     MANIFEST_NAME,
     Link,
     Manifest,
-    RankFile,
     TableTotals,
     checkpoint_id,
 )
 from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.verification import verify
-
-FILE = RankFile("rank-00000.bin", 10, 5, 5, "0" * 16, 1)
-TABLES = {"t": TableTotals(100, 8)}
-
-
-def put(
-    root: Folder,
-    sequence: int,
-    parent: Manifest | Link | None = None,
-    *,
-    step: int | None = None,
-    name: str | None = None,
-    tables: dict[str, TableTotals] | None = None,
-) -> Manifest:
-    """Commits a small checkpoint as a Checkpointer would."""
-    step = sequence * 10 if step is None else step
-    manifest = Manifest(
-        id=name or checkpoint_id(sequence, step, f"{sequence:08x}"),
-        sequence=sequence,
-        step=step,
-        kind="differential" if parent else "full",
-        parent=parent.link if isinstance(parent, Manifest) else parent,
-        previous=None,
-        world_size=1,
-        created_at="2024-02-03T04:05:06.789+00:00",
-        created_by="test",
-        lossy_restores=0,
-        bits=None,
-        tables=TABLES if tables is None else tables,
-        states={},
-        dense_bytes=0,
-        files=(FILE,),
-    ).sealed()
-    folder = root / manifest.id
-    folder.create()
-    folder.put(FILE.name, b"0123456789")
-    folder.put(MANIFEST_NAME, manifest.to_bytes())
-    return manifest
-
-
-def begin(root: Folder, sequence: int) -> str:
-    """A checkpoint that was never committed: files, but no manifest."""
-    name = checkpoint_id(sequence, sequence * 10, "0" * 8)
-    (root / name).create()
-    (root / name).put(FILE.name, b"0123456789")
-    return name
-
-
-def remove(folder: Folder, name: str | None = None) -> None:
-    fs, path = fsspec.core.url_to_fs(folder.url)
-    fs.rm(path if name is None else f"{path}/{name}", recursive=name is None)
-
-
-def ids(chain: Chain | None) -> list[str]:
-    assert chain is not None
-    return [manifest.id for manifest in chain.manifests]
 
 
 def test_no_root(root: Folder) -> None:
@@ -324,95 +264,6 @@ def test_names_of_users_count_by_what_their_manifest_says(root: Folder) -> None:
     third = put(root, 3, second)
     assert ids(newest(root)[0]) == ["z first", "a-second", third.id]
     assert highest_sequence(root) == 3
-
-
-class TestDamageUnderANameOfTheUsers:
-    """Only the manifest knows its number: where that is damaged it is last, and is told of."""
-
-    @pytest.mark.parametrize("content", [b"", b"{}", None], ids=["empty", "other", "flipped"])
-    def test_it_is_told_of(
-        self, root: Folder, caplog: pytest.LogCaptureFixture, content: bytes | None
-    ) -> None:
-        first = put(root, 1)
-        final = put(root, 2, first, name="final")
-        flipped = final.to_bytes().replace(b'"step":20', b'"step":21')
-        assert flipped != final.to_bytes()
-        (root / "final").put(MANIFEST_NAME, flipped if content is None else content)
-        assert committed(root) == [first.id, "final"]
-        chain, problems = newest(root)
-        assert ids(chain) == [first.id]
-        assert [problem.split(":")[0] for problem in problems] == ["final"]
-        assert newest(root, {"final"})[1] == []
-        assert list(counting(root, None)) == [first]
-        assert f"final/{MANIFEST_NAME}" in caplog.text
-        assert {one.id: one.status for one in inventory(root).checkpoints} == {
-            first.id: "restorable",
-            "final": "broken",
-        }
-        before = sorted((root / "final").names())
-        done = prune(root, Retention(1))
-        assert (dict(done.verdict.delete), done.leftovers) == ({}, ())
-        assert sorted((root / "final").names()) == before
-
-    def test_of_a_later_release(self, root: Folder) -> None:
-        document = json.loads(put(root, 2, name="final").to_bytes())
-        document["manifest"]["format_version"] = 2
-        (root / "final").put(MANIFEST_NAME, json.dumps(document).encode())
-        chain, problems = newest(root)
-        assert chain is None
-        assert "upgrade torchrec_checknrun" in problems[0]
-
-    def test_a_copy_has_its_number(self, root: Folder) -> None:
-        first, second = put(root, 1), put(root, 2)
-        (root / "best").create()
-        for file in (FILE.name, MANIFEST_NAME):
-            (root / "best").put(file, (root / first.id).read(file))
-        assert committed(root) == [second.id, first.id, "best"]
-        assert newest(root)[1] == []
-        with pytest.raises(CorruptCheckpoint, match="moved or copied"):
-            resolve(root, "best")
-
-    @pytest.mark.parametrize(
-        ("error", "raised"),
-        [
-            (StorageUnreachable(errno.ETIMEDOUT, "no answer"), StorageUnreachable),
-            (StorageFailed(errno.EIO, "a bad sector"), StorageFailed),
-        ],
-    )
-    def test_storage_that_fails_is_no_damage(
-        self, root: Folder, monkeypatch: pytest.MonkeyPatch, error: OSError, raised: type[OSError]
-    ) -> None:
-        put(root, 1)
-        put(root, 2, name="final")
-        read = Folder.read
-
-        def fail(self: Folder, name: str, *part: int) -> bytes:
-            if self.name == "final":
-                raise error
-            return read(self, name, *part)
-
-        monkeypatch.setattr(Folder, "read", fail)
-        with pytest.raises(raised) as caught:
-            newest(root)
-        assert caught.value is error
-
-    def test_a_directory_of_somebody_else(
-        self, root: Folder, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """As lost+found, which only its owner may look into."""
-        first = put(root, 1)
-        (root / "lost+found").create()
-        (root / "lost+found").put("x", b"")
-        read = Folder.read
-
-        def refuse(self: Folder, name: str, *part: int) -> bytes:
-            if self.name == "lost+found":
-                raise StorageFailed(errno.EACCES, "permission was refused")
-            return read(self, name, *part)
-
-        monkeypatch.setattr(Folder, "read", refuse)
-        chain, problems = newest(root)
-        assert (ids(chain), problems) == ([first.id], [])
 
 
 def test_links_beside_checkpoints_are_left_alone(tmp_path: Path) -> None:

@@ -104,9 +104,16 @@ class TestMarks:
         assert modified(tracked)["tall"] == list(range(ROWS))
 
     def test_rows_of_other_ranks_are_left_to_them(self, tracked: TrackedModel) -> None:
-        tracked.mark(WIDE, [-1, ROWS, 2**40, 7])
-        tracked.mark(WIDE, [])
+        only(tracked, WIDE).mark([-1, ROWS, 2**40, 7])
+        only(tracked, WIDE).mark([])
         assert modified(tracked) == {"wide": [7]}
+
+    @pytest.mark.parametrize("rows", [[-1], [3, ROWS], torch.tensor([2**40, 7])])
+    def test_rows_of_no_rank_are_an_error(self, tracked: TrackedModel, rows: Any) -> None:
+        """Taken for another rank's, ids with a wrong offset would quietly mark nothing."""
+        with pytest.raises(IndexError, match=rf"{WIDE} has rows 0 to {ROWS - 1}, but 1 of the ids"):
+            tracked.mark(WIDE, rows)
+        assert modified(tracked) == {}
 
     @pytest.mark.parametrize(
         "rows",

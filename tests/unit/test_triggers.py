@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -132,6 +133,12 @@ def test_at_end(triggers: list[Trigger], at_end: bool) -> None:
 def test_what_makes_no_sense(trigger: Callable[[int], Trigger], wrong: int) -> None:
     with pytest.raises(ValueError, match=trigger.__name__):
         trigger(wrong)
+
+
+def test_steps_are_whole() -> None:
+    assert EverySteps(np.int64(2)).due(Moment(4, 0.0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"whole ones, not 2\.5"):
+        EverySteps(2.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
