@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Protocol
 
 
@@ -53,7 +52,7 @@ class EverySteps:
     by_step = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, Integral) or self.steps < 1:
+        if self.steps < 1 or self.steps % 1:
             raise ValueError(f"EverySteps needs at least 1 step, in whole ones, not {self.steps!r}")
 
     def due(self, now: Moment) -> bool:
