@@ -56,9 +56,14 @@ class Chain:
         """By table, the fewest bits that a value in the chain may be stored in."""
         widths: dict[str, int] = {}
         for manifest in self.manifests:
-            for name, table in manifest.tables.items():
-                widths[name] = min(table.value_bits, widths.get(name, table.value_bits))
+            narrow(widths, manifest)
         return widths
+
+
+def narrow(widths: dict[str, int], manifest: Manifest) -> None:
+    """Lowers ``Chain.widths`` to those of one more checkpoint."""
+    for name, table in manifest.tables.items():
+        widths[name] = min(table.value_bits, widths.get(name, table.value_bits))
 
 
 def read_manifest(root: Folder, name: str) -> Manifest:

@@ -4,7 +4,7 @@ shards in them: the rest of the package sees only ``LocalShard``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +84,13 @@ class Kernel:
 
 
 def find_kernels(
-    model: nn.Module, optimizers: tuple[Optimizer, ...] = ()
+    model: nn.Module, optimizers: tuple[Optimizer, ...] = (), known: Iterable[Kernel] = ()
 ) -> tuple[list[Kernel], dict[str, TableShape]]:
     """All kernels under ``model`` on this rank, and all tables they share with other ranks.
 
     Args:
         optimizers: dense optimizers, in which data-parallel tables' state is looked for.
+        known: kernels that were found before; those that are still there stay.
 
     Returns:
         The kernels, and every table's shape by name, the same on all ranks.
@@ -97,6 +98,7 @@ def find_kernels(
     Raises:
         UnsupportedTable: a table is held by a kernel whose rows can't be read and written in place.
     """
+    found = {id(kernel.module): kernel for kernel in known}
     kernels: list[Kernel] = []
     tables: dict[str, TableShape] = {}
     for prefix, module in embedding_collections(model):
@@ -106,7 +108,10 @@ def find_kernels(
         for lookup in module._lookups:
             while isinstance(lookup, DistributedDataParallel):
                 lookup = lookup.module
-            kernels += [_kernel(kernel, prefix, optimizers) for kernel in lookup._emb_modules]
+            kernels += [
+                found.get(id(module)) or _kernel(module, prefix, optimizers)
+                for module in lookup._emb_modules
+            ]
     return kernels, tables
 
 

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchrec_checknrun.chain import Chain
+from torchrec_checknrun.chain import Chain, narrow
 from torchrec_checknrun.manifest import Header, Link, Manifest, new_id
 from torchrec_checknrun.policy import Decision, Policy
 
@@ -38,6 +38,9 @@ class Lineage:
         self.lossy_restores = 0
         self.id = secrets.token_hex(8)
         self._converted = False
+        self._widths: dict[str, int] = {}
+        """Of the history, as ``Chain.widths``: not found anew while training waits, lest it wait
+        longer with each checkpoint."""
 
     @property
     def previous(self) -> Manifest | None:
@@ -101,7 +104,11 @@ class Lineage:
         """A proposed checkpoint exists now."""
         self._converted = False
         self.id = manifest.lineage
-        self.history = (manifest,) if manifest.kind == "full" else (*self.history, manifest)
+        full = manifest.kind == "full"
+        self._widths = {} if full else self._widths
+        narrow(self._widths, manifest)
+        # In one go: whoever prunes looks at it meanwhile.
+        self.history = (manifest,) if full else (*self.history, manifest)
 
     def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
         """The model is in a checkpoint's state now.
@@ -110,7 +117,7 @@ class Lineage:
             forks: there is a newer one, which is left behind.
             converted: rows lie in other column ranges than stored, on any rank.
         """
-        self.history = chain.manifests
+        self.history, self._widths = chain.manifests, chain.widths
         self.lossy_restores = chain.head.lossy_restores + int(chain.lossy)
         self.id = secrets.token_hex(8) if forks else chain.head.lineage
         self._converted = converted
@@ -137,5 +144,4 @@ class Lineage:
         if not self.history or self._converted:
             return True
         # Rows not written again would stay in the fewer bits they have now.
-        stored = Chain(self.history).widths
-        return any(bits > stored.get(table, bits) for table, bits in widths.items())
+        return any(bits > self._widths.get(table, bits) for table, bits in widths.items())

@@ -199,12 +199,13 @@ class TrackedModel:
         Returns:
             The shards that are gone, and those that are new.
         """
-        kernels, self.tables = find_kernels(self._model, self._optimizers)
-        left = {id(hook.kernel.module): hook for hook in self._hooks}
+        left = {id(hook.kernel): hook for hook in self._hooks}
+        known = [hook.kernel for hook in self._hooks]
+        kernels, self.tables = find_kernels(self._model, self._optimizers, known)
         before, self._hooks = self._hooks, {}
         new = []
         for kernel in kernels:
-            hook = left.pop(id(kernel.module), None)
+            hook = left.pop(id(kernel), None)
             if hook is not None:
                 self._hooks[hook] = before[hook]
                 continue

@@ -1,6 +1,7 @@
 """The lineage: parents, forks, and when a checkpoint must be full whatever the policy says."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -213,6 +214,24 @@ def test_a_rise_after_a_fall(policy: Policy) -> None:
     run = Run(policy)
     kinds = [run.save(bits).kind for bits in (8, 4, 4, 8, 8)]
     assert kinds == ["full", "differential", "differential", "full", "differential"]
+
+
+@pytest.mark.parametrize("policy", [OneShot(), Consecutive(), Intermittent()])
+def test_a_decision_takes_no_longer_in_a_long_chain(policy: Policy) -> None:
+    """Training waits for it: it looks at the ends only."""
+
+    class Between:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} was asked for")
+
+    run = Run(policy)
+    for bits in (8, 4, 4):
+        run.save(bits)
+    first, *_, last = run.lineage.history
+    between: Any = Between()
+    run.lineage.history = (first, between, between, last)
+    assert run.propose(4).header.kind == "differential"
+    assert run.propose(8).header.kind == "full"
 
 
 def test_a_width_that_no_row_was_stored_in_does_not_count() -> None:
