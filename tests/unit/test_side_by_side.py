@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recipes.benchmarks import side_by_side_markdown as markdown
 from recipes.benchmarks import side_by_side_store as store
 from recipes.benchmarks.side_by_side import limits, names, summary
 from recipes.benchmarks.side_by_side_bytes import Series, Stored
@@ -312,6 +313,20 @@ def test_memory_is_the_peak_since_the_start() -> None:
     first, second = map(int, done.stdout.split())
     assert 30 << 20 < first < 200 << 20
     assert second < 20 << 20
+
+
+def test_the_pages_say_what_the_committed_run_has_found() -> None:
+    results = REPOSITORY / "recipes" / "results"
+    found, stall = (
+        json.loads((results / f"{name}.json").read_text()) for name in ("side_by_side", "stall")
+    )
+    for name, tables in (
+        ("docs/beside_the_peers.md", [*markdown.page(found, stall)]),
+        ("README.md", [*markdown.summary(found)]),
+    ):
+        text = (REPOSITORY / name).read_text()
+        for table in tables:
+            assert table in text, name
 
 
 @pytest.mark.slow
