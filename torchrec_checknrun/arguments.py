@@ -15,6 +15,9 @@ from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.snapshot import MODEL
 from torchrec_checknrun.staging import StagingMode
 
+_LONGEST_SECONDS = 1e8
+"""Three years: process groups count milliseconds, and can't count to infinity."""
+
 
 def check_arguments(
     state: Mapping[str, object],
@@ -44,9 +47,15 @@ def check_arguments(
                 f"state {name!r} is a {type(stateful).__name__} without state_dict() and "
                 "load_state_dict(): wrap it in an object that has them"
             )
-    if chunk_bytes < 1 or timeout_seconds <= 0 or max_failures < 0:
+    if not (isinstance(chunk_bytes, int) and chunk_bytes > 0):
         raise ValueError(
-            "chunk_bytes and timeout_seconds must be positive, max_failures not negative"
+            f"chunk_bytes must be a whole number of bytes such as 32 << 20, not {chunk_bytes!r}"
+        )
+    if not (isinstance(max_failures, int) and max_failures >= 0):
+        raise ValueError(f"max_failures must be a whole number, 0 or more, not {max_failures!r}")
+    if not (isinstance(timeout_seconds, (int, float)) and 0 < timeout_seconds <= _LONGEST_SECONDS):
+        raise ValueError(
+            f"timeout_seconds must be positive, up to {_LONGEST_SECONDS:g}, not {timeout_seconds!r}"
         )
     for name, value, choices in (
         ("background", background, get_args(BackgroundKind)),

@@ -7,11 +7,11 @@ marks or the model; it only leaves what became of it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NoReturn
 
 import torch.distributed.checkpoint as dcp
@@ -25,12 +25,18 @@ from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.rank_file import write_rank_file
 from torchrec_checknrun.ranks import Ranks, own_error
 from torchrec_checknrun.report import Progress
-from torchrec_checknrun.save_items import Items
-from torchrec_checknrun.save_plan import CheckpointPlanner, Prepared, summarize
+from torchrec_checknrun.save_items import Items, RowsItem
+from torchrec_checknrun.save_plan import CheckpointPlanner, PlanSummary, Prepared, summarize
 from torchrec_checknrun.shards import LocalShard
 from torchrec_checknrun.snapshot import Snapshot
 from torchrec_checknrun.staged import rows_size
-from torchrec_checknrun.staging import Staging, StagingMode, encoded_while_staged, staged_size
+from torchrec_checknrun.staging import (
+    Staging,
+    StagingMode,
+    copied_size,
+    encoded_size,
+    encoded_while_staged,
+)
 from torchrec_checknrun.staging_memory import Ring, StagingMemory, default_budget
 from torchrec_checknrun.storage import StorageWriter
 from torchrec_checknrun.tracking import Cut
@@ -101,6 +107,33 @@ class Save:
         self._done.set()
 
 
+class _Plan:
+    """What this rank has for the planner, or why it has nothing."""
+
+    def __init__(self) -> None:
+        self.staging: Staging | None = None
+        self.summary: PlanSummary | None = None
+        self._failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no more than is there now."""
+        self._failure = error
+        if self.staging is not None:
+            self.staging.fail(error)
+
+    def prepare(self, path: str) -> Prepared:
+        """For ``CheckpointPlanner``.
+
+        Raises:
+            BaseException: what it failed with.
+        """
+        if self._failure is not None:
+            raise self._failure
+        assert self.staging is not None
+        assert self.summary is not None
+        return Prepared(self.summary, self.staging.items, self.staging.choose)
+
+
 class Background:
     """Takes snapshots to storage, one at a time.
 
@@ -144,7 +177,7 @@ class Background:
         self._most = budget - _CHUNKS * self.chunk_bytes
         self._warned = False
         self._pinned = any(shard.weight.is_cuda for shard in expected)
-        whole = sum(_staged_bytes(shard, quantization, self._encode) for shard in expected)
+        whole = sum(self._expected_bytes(shard, quantization) for shard in expected)
         self._make_memory(min(self._most, whole + dense_bytes + _SPARE_BYTES))
         self._process: WriteProcess | None = None
         self._thread: threading.Thread | None = None
@@ -153,6 +186,13 @@ class Background:
     def _make_memory(self, size: int) -> None:
         self._memory = StagingMemory(size, shared=self._kind == "process", pinned=self._pinned)
         self._ring = Ring(size)
+
+    def _expected_bytes(self, shard: LocalShard, quantization: Quantization) -> int:
+        """About what all rows of a shard take in staging memory."""
+        if shard.table not in self._encode:
+            return rows_size(shard, shard.rectangle.rows)
+        encoding = quantization.for_table(shard.table, shard.shape.rows)
+        return encoded_size(shard, shard.rectangle.rows, encoding)
 
     def _start_process(self) -> None:
         if self._kind == "process":
@@ -185,47 +225,37 @@ class Background:
             self._thread.join()  # it has said what became of its checkpoint, and is about to end
         self._thread = None  # what it refers to may go
         save = Save(proposal, cut, begun)
-        failure = snapshot if isinstance(snapshot, Exception) else None
-        staging: Staging | None = None
-        prepared: Prepared | None = None
-        if not isinstance(snapshot, Exception):
-            try:
-                items = Items.of(snapshot, quantization, self.chunk_bytes)
-                sizes = {name: staged_size(item) for name, item in items.by_name.items()}
-                self._prepare_memory(sizes)
-                staging = Staging(self._memory, self._ring, items, sizes, self._encode)
-                summary = summarize(proposal.header, snapshot, items, quantization)
-                prepared = Prepared(summary, staging.items, staging.choose)
-            except Exception as error:
-                failure = error
+        plan = _Plan()
+        finish = partial(self._finish, save, CheckpointPlanner(plan.prepare), before_commit)
 
-        def prepare(path: str) -> Prepared:
-            if failure is not None:
-                raise failure
-            assert prepared is not None
-            return prepared
-
-        save.thread = thread = self._thread = threading.Thread(
-            target=self._finish,
-            args=(save, CheckpointPlanner(prepare), before_commit),
-            name="checknrun-save",
-            daemon=True,  # it may wait for a rank that never comes
-        )
-        if staging is None:
+        def start() -> None:
+            if save.thread is not None:
+                return
+            # A daemon: it may wait for a rank that never comes.
+            thread = threading.Thread(target=finish, name="checknrun-save", daemon=True)
             thread.start()
-            return save
+            save.thread = self._thread = thread
+
         try:
-            if not staging.fits:
-                thread.start()
-            with contextlib.suppress(Exception):  # the thread hears it from staging
-                staging.run()
+            if isinstance(snapshot, Exception):
+                raise snapshot
+            items = Items.of(snapshot, quantization, self.chunk_bytes)
+            self._prepare_memory(items)
+            plan.staging = Staging(self._memory, self._ring, items, self._encode)
+            plan.summary = summarize(proposal.header, snapshot, items, quantization)
+            plan.staging.run(start)
             save.progress.staged = time.monotonic() - save.begun
             save.progress.in_parts = self._ring.waited
-            if staging.fits:
-                thread.start()
-        except BaseException as error:  # interrupted: the thread must not wait for what never comes
-            staging.fail(error)
-            raise
+            start()
+        except BaseException as error:
+            # The other ranks are to hear of it, and no thread may wait for what never comes.
+            plan.fail(error)
+            try:
+                start()
+            except RuntimeError:  # the system gives no thread, but the others wait for this rank
+                finish()
+            if not isinstance(error, Exception):
+                raise
         return save
 
     def close(self) -> None:
@@ -233,13 +263,13 @@ class Background:
         self._end_process()
         self._memory.close()
 
-    def _prepare_memory(self, sizes: Mapping[str, int]) -> None:
-        """Makes the memory larger where the budget allows it, or the largest item demands it.
-
-        Args:
-            sizes: of the items, by name.
-        """
+    def _prepare_memory(self, items: Items) -> None:
+        """Makes the memory larger where the budget allows it, or the largest item demands it."""
+        sizes = {name: copied_size(item) for name, item in items.by_name.items()}
         largest, most = max(sizes.items(), key=lambda item: item[1], default=("nothing", 0))
+        for name, item in items.by_name.items():
+            if isinstance(item, RowsItem) and item.shard.shard.table in self._encode:
+                sizes[name] = encoded_size(item.shard.shard, item.count, item.encoding)
         wanted = max(min(self._most, sum(sizes.values())), most)
         if most > self._most and not self._warned:
             self._warned = True
@@ -255,7 +285,8 @@ class Background:
         if wanted > self._memory.size:
             self._end_process()
             self._memory.discard()  # before there is new memory: else the two are there at once
-            self._make_memory(wanted)
+            # And some more: a state that grows would have all of it touched anew at every save.
+            self._make_memory(max(most, min(self._most, wanted * 5 // 4)))
         if self._process is None or not self._process.alive:
             self._end_process()
             self._start_process()
@@ -265,12 +296,12 @@ class Background:
         self, save: Save, planner: CheckpointPlanner, before_commit: Callable[[], object]
     ) -> None:
         process = self._process
-        writer = StorageWriter(
-            (self._root / save.proposal.id).url,
-            write_rank_file if process is None else process.write,
-            before_commit,
-        )
         try:
+            writer = StorageWriter(
+                self._root / save.proposal.id,
+                write_rank_file if process is None else process.write,
+                before_commit,
+            )
             metadata = dcp.save(
                 {},
                 storage_writer=writer,
@@ -284,7 +315,9 @@ class Background:
             if writer.written is not None:
                 save.progress.encoded = writer.written.encoded_at - save.begun
                 save.progress.written = writer.written.written_at - save.begun
-            save.finish(metadata.planner_data)
+            manifest: Manifest = metadata.planner_data
+            _ = manifest.size  # found here, since the training thread's report asks for it
+            save.finish(manifest)
         finally:
             self._ring.abort()  # a training thread that still stages waits in vain
 
@@ -307,16 +340,6 @@ def _checked(budget: int, warn: bool) -> int:
     return budget
 
 
-def _staged_bytes(shard: LocalShard, quantization: Quantization, encode: frozenset[str]) -> int:
-    """About what all rows of a shard take in staging memory."""
-    encoding = quantization.for_table(shard.table, shard.shape.rows)
-    rows = shard.rectangle.rows
-    size = rows_size(shard, rows)
-    if shard.table in encode:
-        size -= shard.weight.nbytes * (32 - encoding.codec.value_bits) // 32
-    return size
-
-
 def _raise_as_failed(error: BaseException, step: int) -> NoReturn:
     if isinstance(error, CheckpointException):
         cause = own_error(error)
@@ -326,7 +349,8 @@ def _raise_as_failed(error: BaseException, step: int) -> NoReturn:
         cause = error
     else:
         raise error
+    remedy = "mend the storage and save again" if isinstance(cause, OSError) else "save again"
     raise SaveFailed(
         f"the checkpoint at step {step} was not committed: {cause!r}. Its rows are kept for the "
-        "next one; mend the storage and save again"
+        f"next one; {remedy}"
     ) from error

@@ -19,6 +19,7 @@ from torchrec_checknrun.background import Background, BackgroundKind
 from torchrec_checknrun.errors import (
     CheckNRunError,
     ModelPartlyRestored,
+    SaveFailed,
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
@@ -222,6 +223,11 @@ class Checkpointer:
         self._saver.before_restore()
         try:
             found = restore(self.root, target, self._ranks, checkpoint, verify == "all")
+            if found is not None:
+                self.steps = found.chain.head.step
+                self._saver.restored(found.chain, found.converted, found.forks)
+                # What ``found`` says is of the shards as they are.
+                self._target.tracked.converted = False
         except BaseException as error:
             if isinstance(error, ModelPartlyRestored) or not isinstance(
                 error, (CheckNRunError, OSError)
@@ -234,8 +240,6 @@ class Checkpointer:
             self._saver.log("no checkpoint in %s: a fresh start", self.root)
             return None
         head = found.chain.head
-        self.steps = head.step
-        self._saver.restored(found.chain, found.converted, found.forks)
         if self._saver.quantization != before:
             self._saver.log(
                 "restored %d times from quantized rows, oftener than expected_restores=%g: rows "
@@ -244,7 +248,6 @@ class Checkpointer:
                 self._saver.quantization.expected_restores,
                 level=logging.WARNING,
             )
-        self._target.tracked.converted = False  # what ``found`` says is of the shards as they are
         report = RestoreReport(
             id=head.id,
             step=head.step,
@@ -359,6 +362,12 @@ class Checkpointer:
             if wanted and self._ranks.from_rank_0(self._is_behind):
                 self._forget_failure()  # its rows are part of this one
                 self._begin()
+                if self._saver.deferred:
+                    raise SaveFailed(
+                        f"the last checkpoint, of step {self.steps}, was not made: gradients wait "
+                        "for their optimizer. Call its step(), or zero_grad() to drop them, before "
+                        "close()"
+                    )
             self.wait()
         finally:
             idle = self._saver.running is None
@@ -421,6 +430,7 @@ class Checkpointer:
 
 
 def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:
-    """About what parameters outside the tables take, with an optimizer's two states each."""
+    """About what is no table takes: parameters with an optimizer's two states each, and buffers."""
     tables = {shard.local.weight.data_ptr() for shard in tracked.shards}
-    return sum(3 * p.nbytes for p in model.parameters() if p.data_ptr() not in tables)
+    parameters = sum(3 * p.nbytes for p in model.parameters() if p.data_ptr() not in tables)
+    return parameters + sum(buffer.nbytes for buffer in model.buffers())

@@ -101,14 +101,16 @@ class Lineage:
         return Proposal(new_id(sequence, step), header, decision)
 
     def committed(self, manifest: Manifest) -> None:
-        """A proposed checkpoint exists now."""
-        self._converted = False
+        """A proposed checkpoint exists now; to be told again changes nothing."""
+        if self.previous is not None and self.previous.link == manifest.link:
+            return
         self.id = manifest.lineage
         full = manifest.kind == "full"
         self._widths = {} if full else self._widths
         narrow(self._widths, manifest)
         # In one go: whoever prunes looks at it meanwhile.
         self.history = (manifest,) if full else (*self.history, manifest)
+        self._converted = False
 
     def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
         """The model is in a checkpoint's state now.

@@ -12,6 +12,7 @@ import re
 import secrets
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from functools import cached_property
 from reprlib import repr as shown
 from typing import Any, Literal
 
@@ -260,6 +261,11 @@ class Manifest:
         data = _canonical({"checksum": _checksum(content), "manifest": content})
         require_limits(data, MANIFEST_BYTES)
         return data
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of ``to_bytes``."""
+        return len(self.to_bytes())
 
     def sealed(self) -> Manifest:
         """The same, with its checksum filled in."""

@@ -127,7 +127,7 @@ def checkpoint_report(
         "ids": sum(t.ids_bytes for t in tables),
         "optimizer": sum(t.optimizer_bytes for t in tables),
         "dense": manifest.dense_bytes,
-        "manifest": len(manifest.to_bytes()),
+        "manifest": manifest.size,
     }
     payload = sum(parts.values()) - parts["manifest"]
     measured = [t for t in tables if t.error_rows]

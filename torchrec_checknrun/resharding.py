@@ -8,7 +8,7 @@ rows were cut into other columns, and to carry a byte per row from the old shard
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,9 @@ class Collections:
         self._model = model
         self._around = around
         self._stop: dict[nn.Module, Callable[[], None]] = {}
-        self._columns = _column_ranges(model)
+        self._known: dict[int, tuple[object, frozenset[tuple[int, int]]]] = {}
+        """Sharding specs that were looked at, by id: one has a part for every rank."""
+        self._columns = self._column_ranges()
         self._closed = False
 
     def changed(self) -> bool:
@@ -51,8 +53,8 @@ class Collections:
         for collection in found:
             known = collection in self._stop or self._closed
             if not known and hasattr(collection, "update_shards"):
-                self._stop[collection] = _Resharding.surround(collection, self._around)
-        before, self._columns = self._columns, _column_ranges(self._model)
+                self._stop[collection] = _Resharding.surround(collection, self._look_again)
+        before, self._columns = self._columns, self._column_ranges()
         return before != self._columns
 
     def close(self) -> None:
@@ -61,6 +63,29 @@ class Collections:
         for stop in self._stop.values():
             stop()
         self._stop.clear()
+
+    @contextmanager
+    def _look_again(self, group: dist.ProcessGroup | None) -> Iterator[None]:
+        self._known.clear()  # a spec may be changed in place
+        with self._around(group):
+            yield
+
+    def _column_ranges(self) -> dict[str, frozenset[tuple[int, int]]]:
+        """By table, where its shards' columns begin and end; nothing for a data-parallel table. By
+        the sharding plan, and so the same on all ranks.
+        """
+        found = {}
+        for prefix, collection in embedding_collections(self._model):
+            for name, sharding in collection.module_sharding_plan.items():
+                spec = sharding.sharding_spec
+                if id(spec) not in self._known:
+                    columns = frozenset(
+                        (shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1])
+                        for shard in getattr(spec, "shards", ())
+                    )
+                    self._known[id(spec)] = spec, columns
+                found[prefix + name] = self._known[id(spec)][1]
+        return found
 
 
 class _Resharding:
@@ -97,21 +122,6 @@ class _Resharding:
                 del collection.update_shards
 
         return stop
-
-
-def _column_ranges(model: nn.Module) -> dict[str, frozenset[tuple[int, int]]]:
-    """By table, where its shards' columns begin and end; nothing for a data-parallel table. By the
-    sharding plan, and so the same on all ranks.
-    """
-    found = {}
-    for prefix, collection in embedding_collections(model):
-        for name, sharding in collection.module_sharding_plan.items():
-            shards = getattr(sharding.sharding_spec, "shards", ())
-            found[prefix + name] = frozenset(
-                (shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1])
-                for shard in shards
-            )
-    return found
 
 
 def all_states_moved(shards: Sequence[LocalShard]) -> bool:

@@ -5,6 +5,7 @@ each commit, and deletes what is old.
 from __future__ import annotations
 
 import logging
+from collections.abc import Container, Iterable
 
 from torchrec_checknrun.chain import (
     Chain,
@@ -20,6 +21,7 @@ from torchrec_checknrun.lineage import Lineage
 from torchrec_checknrun.manifest import (
     MANIFEST_NAME,
     Header,
+    Link,
     Manifest,
     require_sequence,
     sequence_of,
@@ -113,16 +115,15 @@ class RootWriter:
                 another one.
         """
         self.lease.check()
-        for manifest in self._lineage.history:
-            if manifest.link == header.parent and not self._is_whole(manifest):
-                self._lineage.must_begin_anew()
-                raise SaveFailed(
-                    f"{manifest.id}, which this checkpoint builds on, was deleted from "
-                    f"{self._root}, or files of it: the next one is full. Leave deleting to "
-                    "`retention` or `checknrun prune`"
-                )
+        names = self._root.names()
+        if (gone := self._gone(header.parent, set(names))) is not None:
+            self._lineage.must_begin_anew()
+            raise SaveFailed(
+                f"{gone}, which this checkpoint builds on, was deleted from {self._root}, or files "
+                "of it: the next one is full. Leave deleting to `retention` or `checknrun prune`"
+            )
         assert header.sequence is not None, "it was decided"
-        if (newer := self._taken(header.sequence)) is not None:
+        if (newer := self._taken(header.sequence, names)) is not None:
             self._sequence = None
             raise SaveFailed(
                 f"{newer} was committed to {self._root} meanwhile, with a sequence number that "
@@ -152,9 +153,23 @@ class RootWriter:
         files = {file.name: file.size for file in manifest.files}
         return MANIFEST_NAME in sizes and files.items() <= sizes.items()
 
-    def _taken(self, sequence: int) -> str | None:
+    def _gone(self, parent: Link | None, names: Container[str]) -> str | None:
+        """What is missing of the chain that ends in ``parent``, if anything: of its ends' files, or
+        of the others' directories, which are many.
+        """
+        chain = {manifest.link: manifest for manifest in self._lineage.history}
+        ends = (parent, self._lineage.history[0].link) if self._lineage.history else ()
+        while parent in chain:
+            manifest = chain.pop(parent)
+            there = self._is_whole(manifest) if parent in ends else manifest.id in names
+            if not there:
+                return manifest.id
+            parent = manifest.parent
+        return None
+
+    def _taken(self, sequence: int, names: Iterable[str]) -> str | None:
         """A committed checkpoint with this number or a higher one, which another process made."""
-        names = [n for n in self._root.names() if (sequence_of(n) or sequence) >= sequence]
+        names = [name for name in names if (sequence_of(name) or sequence) >= sequence]
         for name in committed(self._root, names):
             try:
                 if read_manifest(self._root, name).sequence >= sequence:

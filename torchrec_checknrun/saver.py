@@ -223,14 +223,14 @@ class Saver:
         except BaseException as error:
             if save.cut is not None:
                 self._target.tracked.merge(save.cut)
-            self._forget_running()  # only now: whoever is interrupted above will merge again
             self._note(error)
+            self._forget_running()  # only now: whoever is interrupted above will merge again
             return
-        self._forget_running()
         self._failures = 0
+        self.lineage.committed(manifest)  # first: what the next one builds on has these rows
         if save.cut is not None:
             self._target.tracked.forget(save.cut)
-        self.lineage.committed(manifest)
+        self._forget_running()  # only now: whoever is interrupted above will note it again
         self._report = checkpoint_report(manifest, self.lineage.chain_length, save.progress)
         self.log("%s", self._report)
         if self._ranks.rank == 0:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchrec_checknrun.blocks import Block
 from torchrec_checknrun.collisions import CollisionState
 from torchrec_checknrun.dense_state import DenseStates
-from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.errors import SaveFailed, UnsupportedState
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_blocks
@@ -116,11 +116,20 @@ def take_snapshot(
 
     Raises:
         UnsupportedState: a state that can't be stored.
+        SaveFailed: a state object has none.
     """
     live: dict[str, Any] = {MODEL: model.state_dict()}
     optimizers = DenseStates(model, states)
     live |= optimizers.stored()
-    live |= {name: s.state_dict() for name, s in states.items() if name not in optimizers}
+    for name, state in states.items():
+        if name not in optimizers:
+            try:
+                live[name] = state.state_dict()
+            except Exception as error:
+                raise SaveFailed(
+                    f"state {name!r} has no state to save: its state_dict() raised {error!r}. Rows "
+                    "are kept for the next checkpoint; mend it and save again"
+                ) from error
     stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
     dense = {name: drop_tables(value, stored) for name, value in live.items()}
     blocks = find_blocks(live, stored, optimizers)

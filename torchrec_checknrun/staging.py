@@ -7,11 +7,12 @@ instant, since training waits until the last item is staged.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,7 +50,6 @@ class Staging:
 
     Args:
         ring: of the memory's size; nothing of it is in use.
-        sizes: of the items as copies, see ``staged_size``.
         encode: tables whose rows are encoded on the way, rather than copied.
     """
 
@@ -58,13 +58,11 @@ class Staging:
         memory: StagingMemory,
         ring: Ring,
         items: Items,
-        sizes: Mapping[str, int],
         encode: frozenset[str],
     ) -> None:
         self._memory = memory
         self._ring = ring
         self._items = items.by_name
-        self._sizes = sizes
         self._encode = encode
         self._staged: dict[str, tuple[Staged, int, torch.cuda.Event | None]] = {}
         self._wanted: frozenset[str] | None = None
@@ -77,16 +75,18 @@ class Staging:
         }
         # A GPU copies by itself; of the processor training uses nothing meanwhile.
         self._helpers = idle_threads() if self._devices <= {torch.device("cpu")} else 0
-        self.fits = sum(sizes.values()) <= ring.size
-        """Whether nothing will have to wait for memory."""
 
     @property
     def items(self) -> Mapping[str, Item]:
         """By name, what becomes a job as soon as it is staged."""
         return {name: _StagedItem(self, name) for name in self._items}
 
-    def run(self) -> None:
+    def run(self, when_full: Callable[[], None]) -> None:
         """Stages everything. Ends early if the background has given up.
+
+        Args:
+            when_full: called once if there is not memory enough for all, before memory is waited
+                for: somebody must give it back.
 
         Raises:
             Exception: an item could not be encoded; ``job`` raises it as well.
@@ -105,28 +105,31 @@ class Staging:
                                 return
                             if self._wanted is not None and name not in self._wanted:
                                 continue
-                            stage, offset = self._place(item, self._sizes[name])
+                            stage, offset = self._place(item, when_full)
                         self._publish(name, (stage(), offset, event()))
                 except StagingAborted:
                     return
                 except BaseException as error:
                     self.fail(error)
 
-            helpers = [
-                threading.Thread(target=work, name="checknrun-stage") for _ in range(self._helpers)
-            ]
-            for helper in helpers:
-                helper.start()
-            work()
-            for helper in helpers:
-                helper.join()
+            helpers: list[threading.Thread] = []
+            try:
+                with suppress(RuntimeError):  # the system gives no more threads
+                    for _ in range(self._helpers):
+                        helper = threading.Thread(target=work, name="checknrun-stage")
+                        helper.start()
+                        helpers.append(helper)
+                work()
+            finally:  # what they copy is to be of this instant
+                for helper in helpers:
+                    helper.join()
         if self._failure is not None:
             raise self._failure
 
     def fail(self, error: BaseException) -> None:
         """What isn't staged yet will not be."""
         with self._changed:
-            self._failure = error
+            self._failure = self._failure or error
             self._changed.notify_all()
 
     def choose(self, names: frozenset[str]) -> None:
@@ -164,12 +167,12 @@ class Staging:
             self._changed.notify_all()
 
     def _place(
-        self, item: RowsItem | BlockItem | ChunkItem, size: int
+        self, item: RowsItem | BlockItem | ChunkItem, when_full: Callable[[], None]
     ) -> tuple[Callable[[], Staged], int]:
         """Takes memory for an item: where, and what is yet to be done."""
         memory = self._memory.bytes
         if isinstance(item, RowsItem) and item.shard.shard.table not in self._encode:
-            shard, offset = item.shard.shard, self._ring.take(size)
+            shard, offset = item.shard.shard, self._ring.take(copied_size(item), when_full)
             rows = StagedRows.plan(shard, item.count, item.encoding, offset)
 
             def copy() -> Staged:
@@ -179,7 +182,7 @@ class Staging:
             return copy, offset
         chunk = item.job({})
         sizes = [memoryview(piece).nbytes for piece in chunk.pieces]
-        offset = self._ring.take(sum(sizes))
+        offset = self._ring.take(sum(sizes), when_full)
         at, target = offset, memory.numpy()
         for piece, length in zip(chunk.pieces, sizes, strict=True):
             target[at : at + length] = np.frombuffer(piece, dtype=np.uint8)
@@ -197,11 +200,17 @@ class Staging:
             yield lambda: None
             return
         (device,) = devices
-        side, training = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        side, training = _side_stream(device), torch.cuda.current_stream(device)
         side.wait_stream(training)
         with torch.cuda.stream(side):
             yield side.record_event
         training.wait_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same for every checkpoint: CUDA's allocator keeps apart what each stream has used."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True)
@@ -221,8 +230,15 @@ def idle_threads() -> int:
     return max(0, min(_MOST_THREADS, processors // torch.get_num_threads()) - 1)
 
 
-def staged_size(item: RowsItem | BlockItem | ChunkItem) -> int:
-    """Bytes that an item takes as a copy."""
+def encoded_size(shard: LocalShard, rows: int, encoding: Encoding) -> int:
+    """About what rows take that are encoded while they are staged; no more than as a copy."""
+    width = 8 * shard.weight.element_size()
+    fewer = max(0, width - encoding.codec.value_bits)
+    return rows_size(shard, rows) - rows * shard.rectangle.cols * fewer // 8
+
+
+def copied_size(item: RowsItem | BlockItem | ChunkItem) -> int:
+    """Bytes that an item takes as a copy: the most that it takes."""
     if isinstance(item, RowsItem):
         return rows_size(item.shard.shard, item.count)
     if isinstance(item, BlockItem):
@@ -258,21 +274,25 @@ def encoded_while_staged(
 
 
 def _encodes_as_fast(shard: LocalShard, encoding: Encoding) -> bool:
-    """Whether rows are encoded in no more time than they are copied: the best of three trials."""
+    """Whether rows are encoded in no more time than they are copied: the best of three trials.
+    Several threads copy, as they do in a stall; of those one at a time encodes.
+    """
     rows = shard.rectangle.rows
     positions = torch.arange(0, rows, max(1, -(-rows // _TRIAL_ROWS)), device="cpu")
     staged = StagedRows.plan(shard, len(positions), encoding, 0)
-    memory = torch.zeros(rows_size(shard, len(positions)), dtype=torch.uint8, device="cpu")
+    size, on_gpu = rows_size(shard, len(positions)), shard.weight.is_cuda
+    memory = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
 
     def copy() -> None:
         staged.copy(shard, positions, memory)
-        if shard.weight.is_cuda:
+        if on_gpu:
             torch.cuda.synchronize(shard.weight.device)
 
     def encode() -> None:
         encode_rows(shard.block(positions + shard.rectangle.row_start), encoding)
 
-    return _best_seconds(encode) <= _best_seconds(copy)
+    copying = 1 if on_gpu else 1 + idle_threads()
+    return _best_seconds(encode) <= _best_seconds(copy) / copying
 
 
 def _best_seconds(act: Callable[[], None]) -> float:

@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,8 +138,11 @@ class Ring:
             self._by_offset.clear()
             self._aborted = self.waited = False
 
-    def take(self, size: int) -> int:
+    def take(self, size: int, when_full: Callable[[], None] = lambda: None) -> int:
         """The offset of so many bytes that nobody else has; waits until there are.
+
+        Args:
+            when_full: called before the first wait since ``begin``.
 
         Raises:
             StagingAborted: ``abort`` was called.
@@ -147,7 +151,9 @@ class Ring:
         assert size <= self.size, "an item is larger than the staging memory"
         with self._changed:
             while (offset := self._find(size)) is None and not self._aborted:
-                self.waited = True
+                if not self.waited:
+                    self.waited = True
+                    when_full()
                 self._changed.wait()
             if offset is None:
                 raise StagingAborted("what was staged could not be written")

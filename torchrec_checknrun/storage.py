@@ -63,7 +63,8 @@ class StorageWriter(DcpStorageWriter):
 
     Args:
         path: the checkpoint's directory, a path or fsspec URL; it must not hold anything yet.
-            Differential checkpoints must be beside their parents.
+            Differential checkpoints must be beside their parents. One that is open is not opened
+            again, which some stores refuse at times.
         write: how a rank's file is written.
         before_commit: raises an error if the checkpoint must not come to be.
 
@@ -73,11 +74,11 @@ class StorageWriter(DcpStorageWriter):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Folder,
         write: WriteRankFile = write_rank_file,
         before_commit: Callable[[], object] = lambda: None,
     ) -> None:
-        self._folder = Folder(path)
+        self._folder = path if isinstance(path, Folder) else Folder(path)
         self._write = write
         self._before_commit = before_commit
         self.written: FileSummary | None = None

@@ -65,7 +65,7 @@ class Stopwatch:
 def measure(setting: Setting, intervals: int, folder: Path) -> list[dict[str, float]]:
     """Seconds by part, for each of so many checkpoints."""
     job = Job(setting)
-    limits = Limits(job, folder)
+    limits = Limits(job, folder, intervals)
     watch = Stopwatch()
     found = []
     with Checkpointer(

@@ -14,8 +14,16 @@ import torch
 
 from tests.crash.save_sweep import SPEC, alone
 from tests.distributed import references
-from tests.distributed.models import Job, gather, scramble, uniform_plan
-from torchrec_checknrun import Checkpointer, background, staging_memory
+from tests.distributed.models import (
+    CollectionSpec,
+    Job,
+    ModelSpec,
+    TableSpec,
+    gather,
+    scramble,
+    uniform_plan,
+)
+from torchrec_checknrun import Checkpointer, Full, Quantization, background, staging_memory
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.staging_memory import StagingMemory
 
@@ -193,3 +201,63 @@ def test_a_state_beyond_the_budget_is_saved_and_named_once(
     size = int(said.split(" bytes")[0].split()[-1])
     assert 3 << 20 <= size < (3 << 20) + 1000
     assert f"a budget of {2 * size} bytes" in said
+
+
+# How much there is
+
+
+def test_encoded_rows_take_less_than_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was touched at the start is enough for all of them."""
+    table = TableSpec("t0", 20_000, 16, ("f0",))
+    spec = ModelSpec((CollectionSpec("c", (table,)),))
+    job = Job.build(spec, uniform_plan(spec, "table_wise", 1))
+    monkeypatch.setattr(background, "_SPARE_BYTES", 100_000)
+    made = []
+    for staging in ("copy", "encode"):
+        with Checkpointer(
+            tmp_path / staging,
+            model=job.model,
+            state={"optimizer": job.optimizer, "job": job},
+            staging=staging,
+            quantization=Quantization(bits=4, method="asymmetric", exact_below_rows=0),
+        ) as saver:
+            behind = saver._saver._background
+            with mock.patch.object(behind, "_make_memory") as make:
+                job.train()
+                saver.save()
+                make.assert_not_called()
+            assert not behind._ring.waited
+            made.append(behind._memory.size)
+            wanted = gather(job)
+            scramble(job)
+            assert saver.restore() is not None
+            assert references.differences(gather(job), wanted, 4) == []
+    assert made[1] < made[0] / 2
+
+
+def test_rows_that_can_t_be_encoded_fit_as_well(tmp_path: Path, job: Job) -> None:
+    """They are staged as they are, in several turns of the memory."""
+    quantization = Quantization(bits=2, exact_below_rows=0)
+    with checkpointer(
+        tmp_path, job, Growing(), staging="encode", quantization=quantization, memory_budget=40_000
+    ) as saver:
+        for shard in saver._target.tracked.shards:
+            shard.local.weight.fill_(float("inf"))
+            shard.mark_all()
+        saver.save()
+        check_restored(saver, job)
+
+
+def test_a_state_that_grows_does_not_touch_all_anew_each_time(tmp_path: Path, job: Job) -> None:
+    growing = Growing()
+    with checkpointer(tmp_path, job, growing, policy=Full()) as saver:
+        background = saver._saver._background
+        with mock.patch.object(background, "_make_memory", wraps=background._make_memory) as make:
+            for size in range(10):
+                growing.bytes = (2 << 20) + (size << 18)
+                job.train()
+                saver.save()
+        assert make.call_count <= 3
+        check_restored(saver, job)

@@ -260,6 +260,14 @@ def test_a_policy_s_mistake_is_named(tmp_path: Path, job: Job) -> None:
         ({"callbacks": print}, "callbacks must be a list"),
         ({"callbacks": [1]}, "callbacks must be functions"),
         ({"every_steps": 0}, "at least 1 step"),
+        ({"chunk_bytes": 32e6}, "chunk_bytes must be a whole number of bytes"),
+        ({"chunk_bytes": 0}, "chunk_bytes must be"),
+        ({"chunk_bytes": "32MB"}, "not '32MB'"),
+        ({"max_failures": -1}, "max_failures must be"),
+        ({"max_failures": 0.5}, "max_failures must be"),
+        ({"timeout_seconds": 0}, "timeout_seconds must be positive"),
+        ({"timeout_seconds": float("inf")}, "not inf"),
+        ({"timeout_seconds": float("nan")}, "not nan"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_made(
