@@ -221,6 +221,7 @@ def test_encoded_rows_take_less_than_copies(
             model=job.model,
             state={"optimizer": job.optimizer, "job": job},
             staging=staging,
+            chunk_bytes=100_000,
             quantization=Quantization(bits=4, method="asymmetric", exact_below_rows=0),
         ) as saver:
             behind = saver._saver._background
