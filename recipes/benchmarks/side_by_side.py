@@ -10,7 +10,7 @@ steps. The parts:
 training: what a save costs it, on one and on two ranks (`side_by_side_worker`); with the machine's
 own limits, the time until a fresh process lists the checkpoint, and the peak of memory.
 bytes: what checkpoints weigh and how much capacity they keep (`side_by_side_bytes`).
-restore: how long a restore takes (`side_by_side_restore`).
+restore: how long a restore takes, on one and on two ranks (`side_by_side_restore`).
 instants: whether what is written behind training is one instant (`side_by_side_restore`).
 
 Parts and systems have processes of their own. Ratios are of the same rounds. Exits with 1 if a
@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,15 +45,28 @@ from recipes.benchmarks import (
 )
 from recipes.benchmarks.machine import describe
 from recipes.benchmarks.side_by_side_model import Setting, architecture
-from recipes.benchmarks.side_by_side_systems import ASYNC, CASES, COPY, DCP, NONE, OURS, PEERS
+from recipes.benchmarks.side_by_side_systems import (
+    ASYNC,
+    CASES,
+    COPY,
+    DCP,
+    NONE,
+    OURS,
+    PEERS,
+    PROCESS,
+)
 from recipes.benchmarks.side_by_side_targets import Rows, Target, evaluate
 from recipes.benchmarks.side_by_side_trace import Kind, Trace, promised
 
 PARTS = ("training", "bytes", "restore", "instants")
+ROUNDS = "turns of each system in training; twice as many of those that targets compare"
 KINDS: tuple[Kind, ...] = ("skewed", "independent")
 QUICK = Setting(rows=50_000, batch=128, steps=3)
-# Those that targets compare come first: they are measured in the same rounds.
+# Those that targets compare come first: they are measured in the same rounds, and on one rank,
+# which the targets are for, in more of them than the others.
 FIRST = [COPY, DCP, f"{ASYNC}, DTensor, kept stager"]
+COMPARED = [*FIRST, PROCESS]
+MORE_ROUNDS = 2
 ON_TWO_RANKS = [
     *FIRST,
     *(case.name for case in PEERS),
@@ -67,7 +80,7 @@ def names(ranks: int, chosen: Sequence[str]) -> list[str]:
     Args:
         chosen: parts of names; none: all.
     """
-    found = list(dict.fromkeys([*FIRST, *CASES] if ranks == 1 else ON_TWO_RANKS))
+    found = list(dict.fromkeys([*COMPARED, *CASES] if ranks == 1 else ON_TWO_RANKS))
     return [name for name in found if not chosen or any(part in name for part in chosen)]
 
 
@@ -138,33 +151,77 @@ def _alone(call: Callable[..., Rows], *arguments: object) -> Rows:
         return process.submit(call, *arguments).result()
 
 
-def training(setting: Setting, options: argparse.Namespace, folder: Path) -> Rows:
-    """What saves cost training, for all chosen numbers of ranks; and on the other trace."""
-    rows = []
-    runs = [(ranks, setting, names(ranks, options.systems)) for ranks in options.ranks]
+@dataclass(frozen=True)
+class Run:
+    """Systems that are trained with one after the other, ``together`` of them at a time."""
+
+    ranks: int
+    setting: Setting
+    cases: list[str]
+    rounds: int
+    together: int
+
+
+def runs(setting: Setting, options: argparse.Namespace) -> list[Run]:
+    """All runs of training, for all chosen numbers of ranks; and on the other trace."""
+    found = []
+    for ranks in options.ranks:
+        cases = names(ranks, options.systems)
+        if ranks == 1:
+            compared = [name for name in cases if name in COMPARED]
+            cases = [name for name in cases if name not in COMPARED]
+            rounds = MORE_ROUNDS * options.rounds
+            found.append(Run(1, setting, compared, rounds, max(options.together, len(compared))))
+        found.append(Run(ranks, setting, cases, options.rounds, options.together))
     if 1 in options.ranks:
         other = [name for name in (COPY, DCP, NONE) if name in names(1, options.systems)]
-        runs.append((1, replace(setting, trace="independent"), other))
-    turns = sum(options.rounds * len(cases) for _, _, cases in runs)
+        independent = replace(setting, trace="independent")
+        found.append(Run(1, independent, other, options.rounds, options.together))
+    return found
+
+
+def training(setting: Setting, options: argparse.Namespace, folder: Path) -> Rows:
+    """What saves cost training."""
+    rows: Rows = []
+    planned = runs(setting, options)
+    turns = sum(run.rounds * len(run.cases) for run in planned)
     with tqdm(total=turns, desc="training", unit="turn") as bar:
-        for number, (ranks, own, cases) in enumerate(runs):
+        for number, run in enumerate(planned):
             results = side_by_side_turns.run(
-                cases,
-                own,
-                ranks,
-                options.rounds,
+                run.cases,
+                run.setting,
+                run.ranks,
+                run.rounds,
                 folder / f"training-{number}",
-                together=options.together,
+                together=run.together,
                 idle_seconds=options.idle,
                 progress=bar.update,
             )
-            found = [{**summary(r, ranks, own.batch), "trace": own.trace} for r in results]
-            own_memory = [row["memory"] for row in found if row["name"] == NONE and "memory" in row]
-            for row in found:
-                if own_memory and "memory" in row:
-                    row["memory_beyond"] = row["memory"] - own_memory[0]
-            rows += found
+            trace = {"trace": run.setting.trace}
+            rows += [{**summary(r, run.ranks, run.setting.batch), **trace} for r in results]
+    beyond(rows)
     return rows
+
+
+def beyond(rows: Rows) -> None:
+    """Adds ``memory_beyond``: a system's peak beyond that of training without checkpoints."""
+    own = {
+        (r["ranks"], r["trace"]): r["memory"] for r in rows if r["name"] == NONE and "memory" in r
+    }
+    for row in rows:
+        if "memory" in row and (row["ranks"], row["trace"]) in own:
+            row["memory_beyond"] = row["memory"] - own[row["ranks"], row["trace"]]
+
+
+def restores(setting: Setting, ranks: Sequence[int], folder: Path, rounds: int) -> Rows:
+    """How long restores take, for all chosen numbers of ranks."""
+    found: Rows = []
+    for count in ranks:
+        if count == 1:
+            found += _alone(side_by_side_restore.measure, setting, folder, rounds)
+        else:
+            found += side_by_side_restore.measure_on(count, setting, folder, rounds)
+    return found
 
 
 def main() -> int:
@@ -185,7 +242,7 @@ def main() -> int:
     measures: dict[str, Callable[[Path], Rows]] = {
         "training": lambda folder: training(setting, options, folder),
         "bytes": lambda folder: _alone(side_by_side_bytes.measure, calm, folder),
-        "restore": lambda folder: _alone(side_by_side_restore.measure, calm, folder, rounds),
+        "restore": lambda folder: restores(calm, options.ranks, folder, rounds),
         "instants": lambda folder: _alone(side_by_side_restore.instants, calm, folder),
     }
     aims: list[Target] = []
@@ -221,14 +278,16 @@ def _options() -> argparse.Namespace:
     parts = ",".join(PARTS)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--only", default=parts, help=f"parts, with commas: {parts}")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of training")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2], help="of training, restores"
+    )
     parser.add_argument("--systems", nargs="+", default=[], help="parts of names; of training")
     parser.add_argument("--rows", type=int, help="of all tables together")
     parser.add_argument("--dim", type=int, help="columns")
     parser.add_argument("--steps", type=int, help="between two checkpoints")
     parser.add_argument("--batch", type=int, help="samples of a step, over all ranks")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on each rank")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each system in training")
+    parser.add_argument("--rounds", type=int, default=2, help=ROUNDS)
     parser.add_argument("--together", type=int, default=3, help="systems alive at the same time")
     parser.add_argument("--idle", type=float, default=15.0, help="seconds of a long idle, at least")
     parser.add_argument("--folder", type=Path, help="for the stores; default: a temporary one")

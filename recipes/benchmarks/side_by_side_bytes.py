@@ -73,6 +73,14 @@ class Series:
             return self.stored[1:] or self.stored
         return self.stored[full[-2] : full[-1]]
 
+    @property
+    def over(self) -> str:
+        """What ``cycle`` is, in words."""
+        full = sum(one.full for one in self.cycle)
+        if full == len(self.cycle):
+            return "full"
+        return "baseline to baseline" if full else f"{len(self.cycle)} differentials"
+
     def to_json(self) -> dict[str, Any]:
         """A row of the table."""
         names = ("tables", "optimizer", "dense", "manifest", "rows", "total")
@@ -81,6 +89,7 @@ class Series:
             "trace": self.trace,
             "checkpoints": [vars(one) for one in self.stored],
             "cycle": len(self.cycle),
+            "over": self.over,
             **{name: fmean(getattr(one, name) for one in self.cycle) for name in names},
             "kept": max(one.kept for one in self.stored),
             "peak": max(one.peak for one in self.stored),

@@ -20,16 +20,21 @@ _REPEATED = 3
 class Limits:
     """Gathers, copies and writes an interval's rows, with buffers that stay.
 
+    All memory that any method needs is held and touched from the beginning, so that what a worker
+    holds more at its peak is none of this, whichever methods it calls.
+
     Args:
         job: the model; each rank does its own part at the same time.
         folder: where to write.
+        intervals: that will be asked for, counted from 0.
     """
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: Job, folder: Path, intervals: int) -> None:
         self._job = job
         self._path = folder / f"raw-{job.rank}"
-        self._buffer = torch.zeros(0, job.setting.dim)
-        self._copy = torch.zeros(0, job.setting.dim)
+        most = max(self._rows(interval) for interval in range(intervals))
+        self._buffer = torch.zeros(most, job.setting.dim)
+        self._copy = torch.zeros(most, job.setting.dim)
         cores = max(1, len(os.sched_getaffinity(0)) // job.ranks)
         self._threads = sorted({job.setting.threads, cores})
 
@@ -47,8 +52,7 @@ class Limits:
         for threads in self._threads:
             suffix = f", {threads} thread{'s' if threads > 1 else ''}"
             found[GATHER + suffix] = self._gather(interval, threads)
-            count = sum(len(ids) for _, ids in self._job.modified(interval))
-            self._copy = _at_least(self._copy, count)
+            count = self._rows(interval)
             copy = partial(self._copy[:count].copy_, self._buffer[:count])
             found[MEMCPY + suffix] = self._median(copy, threads)
         found[WRITE] = self._median(lambda: self._write(self._buffer[:count].numpy()))
@@ -58,7 +62,6 @@ class Limits:
     def _gather(self, interval: int, threads: int) -> float:
         rows = self._job.modified(interval)
         counts = [len(ids) for _, ids in rows]
-        self._buffer = _at_least(self._buffer, sum(counts))
         parts = torch.split(self._buffer[: sum(counts)], counts)
         pairs = [(s.weight, ids, out) for (s, ids), out in zip(rows, parts, strict=True)]
 
@@ -70,7 +73,10 @@ class Limits:
 
     def bytes(self, interval: int) -> int:
         """Of the interval's rows on this rank."""
-        return sum(len(ids) for _, ids in self._job.modified(interval)) * 4 * self._job.setting.dim
+        return self._rows(interval) * 4 * self._job.setting.dim
+
+    def _rows(self, interval: int) -> int:
+        return sum(len(ids) for _, ids in self._job.modified(interval))
 
     def _write(self, rows: np.ndarray) -> None:
         with self._path.open("wb") as file:
@@ -89,10 +95,3 @@ class Limits:
             seconds.append(time.perf_counter() - started)
         torch.set_num_threads(own)
         return float(np.median(seconds[1:]))  # the first one warms up
-
-
-def _at_least(buffer: torch.Tensor, rows: int) -> torch.Tensor:
-    """The buffer, or a larger one that has been touched."""
-    if len(buffer) >= rows:
-        return buffer
-    return torch.zeros(rows * 11 // 10, buffer.shape[1])

@@ -6,7 +6,6 @@ checkpoint is there when its folder holds one of ``store.MARKERS``.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from recipes.benchmarks.side_by_side_model import Job
 from recipes.benchmarks.side_by_side_store import committed
+from recipes.benchmarks.side_by_side_synced import synced_snapshot
 from torchrec_checknrun import (
     Checkpointer,
     Consecutive,
@@ -171,13 +171,15 @@ class _Together:
 
 
 class TorchSnapshot(System):
-    """torchsnapshot's ``take`` or ``async_take`` of everything."""
+    """torchsnapshot's ``take`` or ``async_take`` of everything; the files are synced before the
+    commit (`side_by_side_synced` says why).
+    """
 
     def __init__(self, job: Job, root: Path, asynchronous: bool = False) -> None:
         if importlib.util.find_spec("torchsnapshot") is None:
             raise NotInstalled("not installed: pip install torchsnapshot==0.1.0 (the extra peers)")
         super().__init__(job, root)
-        self._snapshot = importlib.import_module("torchsnapshot").Snapshot
+        self._snapshot = synced_snapshot()
         self._take = self._snapshot.async_take if asynchronous else self._snapshot.take
         self._group = dist.new_group(backend="gloo")
         self._state = {"job": _Together(job)}

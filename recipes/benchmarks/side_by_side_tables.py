@@ -57,6 +57,13 @@ def _mb(size: float) -> str:
     return f"{size / 1e6:,.2f}"
 
 
+def more_memory(size: float) -> str:
+    """MB of memory that a system held beyond what training without checkpoints did; where that is
+    less than none, the difference is the noise of two measurements.
+    """
+    return "none" if size < 0 else f"{size / 1e6:,.0f}"
+
+
 def _traces(traces: dict[str, dict[str, list[float]]]) -> Table:
     shown = (1, 2, 3, 5, 7, 10, 12)
     table = _table("rows modified within so many intervals", ["trace", *map(str, shown)])
@@ -81,7 +88,7 @@ def _training(rows: Rows, ranks: int, trace: str) -> Table:
         f"training, {ranks} rank{'s' if ranks > 1 else ''}, {trace} trace; ms a save costs: in the "
         "call / by the wall difference / longest step"
     )
-    columns = ["system", "first", "after idle", "warm", "samples/s", "of without"]
+    columns = ["system", "set-up s", "first", "after idle", "warm", "samples/s", "of without"]
     columns += [
         "durable s (first)",
         "peak MB more",
@@ -102,11 +109,12 @@ def _training(rows: Rows, ranks: int, trace: str) -> Table:
         durable = f"{row['warm']['listed']:.2f} ({row['first']['listed']:.2f})" if size else ""
         stored = [size[n] for n in ("tables", "optimizer", "dense", "manifest")] if size else []
         return [
+            f"{row['setup']:.2f}",
             *costs,
             f"{row['samples_per_second']:,.0f}",
             f"{row['of_without']:.1%}",
             durable,
-            f"{row.get('memory_beyond', row['memory']) / 1e6:,.0f}",
+            more_memory(row.get("memory_beyond", row["memory"])),
             *(_mb(part) for part in stored),
         ]
 
@@ -116,16 +124,19 @@ def _training(rows: Rows, ranks: int, trace: str) -> Table:
 
 
 def _bytes(rows: Rows) -> Table:
-    title = "bytes of a checkpoint, MB (averages; capacity: keep = 1, and while one is written)"
-    columns = ["system", "trace", "over", "tables+ids", "optimizer", "dense", "manifest", "total"]
-    table = _table(title, [*columns, "table bytes of dcp.save", "capacity", "peak"])
+    title = (
+        "bytes of a checkpoint, MB (means; share: of dcp.save's rows: tables, ids and optimizer; "
+        "capacity: keep = 1, and while one is written)"
+    )
+    columns = ["system", "trace", "mean over", "tables+ids", "optimizer", "dense", "manifest"]
+    table = _table(title, [*columns, "total", "share", "capacity", "peak"])
     dcp = next((r["rows"] for r in rows if r["name"] == DCP and "error" not in r), None)
 
     def cells(row: dict[str, Any]) -> list[str]:
         parts = [row[n] for n in ("tables", "optimizer", "dense", "manifest", "total")]
         share = "" if dcp is None else f"1/{dcp / row['rows']:.2f}"
         capacity = [_mb(row["kept"]), _mb(row["peak"])]
-        return [row["trace"], str(row["cycle"]), *map(_mb, parts), share, *capacity]
+        return [row["trace"], row["over"], *map(_mb, parts), share, *capacity]
 
     for row in rows:
         _add(table, row, cells)
@@ -134,15 +145,15 @@ def _bytes(rows: Rows) -> Table:
 
 def _restores(rows: Rows) -> Table:
     title = "restores, files in the system's cache"
-    table = _table(
-        title, ["what", "checkpoints", "MB", "s to read", "s to restore", "times dcp.load"]
-    )
-    load = next((r["median"] for r in rows if r["name"] == DCP and "error" not in r), None)
+    columns = ["what", "ranks", "checkpoints", "MB", "s to read", "s to restore", "times dcp.load"]
+    table = _table(title, columns)
+    loads = {r["ranks"]: r["median"] for r in rows if r["name"] == DCP and "error" not in r}
 
     def cells(row: dict[str, Any]) -> list[str]:
+        load = loads.get(row["ranks"])
         ratio = "" if load is None else f"{row['median'] / load:.2f}"
         seconds = [f"{row[name]:.2f}" for name in ("median_reading", "median")]
-        return [str(row["checkpoints"]), _mb(row["bytes"]), *seconds, ratio]
+        return [str(row["ranks"]), str(row["checkpoints"]), _mb(row["bytes"]), *seconds, ratio]
 
     for row in rows:
         _add(table, row, cells)

@@ -45,6 +45,7 @@ class Target:
 def evaluate(training: Rows, sizes: Rows, restores: Rows) -> list[Target]:
     """The targets of those parts that were run; they are for one rank and dim 64."""
     one_rank = [row for row in training if row["ranks"] == 1]
+    restores = [row for row in restores if row["ranks"] == 1]
     return [
         *(_stalls(one_rank) if one_rank else []),
         *(_sizes([r for r in sizes if r["trace"] == "skewed"]) if sizes else []),
@@ -55,7 +56,6 @@ def evaluate(training: Rows, sizes: Rows, restores: Rows) -> list[Target]:
 def _stalls(rows: Rows) -> Iterator[Target]:
     found = {row["name"]: row for row in rows if "error" not in row}
     behind = [row for name, row in found.items() if name.startswith(ASYNC)]
-    best = min(behind, key=lambda row: row["warm"]["call"])["name"] if behind else ASYNC
     for label, cost in (("in the call", "call"), ("wall difference", "extra")):
         yield _target(
             f"copy mode's stall, times the bare gather ({label})",
@@ -63,13 +63,15 @@ def _stalls(rows: Rows) -> Iterator[Target]:
             True,
             partial(_paired, found, (COPY, cost), (COPY, "gather")),
         )
+        # The best of one cost need not be that of the other.
+        best = min((row["warm"][cost], row["name"]) for row in behind)[1] if behind else ASYNC
         for name, other in ((DCP, DCP), (f"the best {ASYNC}", best)):
             yield _target(
                 f"{name}'s stall, times copy mode's ({label})",
                 20,
                 False,
                 partial(_paired, found, (other, cost), (COPY, cost)),
-                "" if other == name else other,
+                "" if other == name else other + _how(found, other, COPY),
             )
     for name in (COPY, PROCESS):
         yield _target(
@@ -132,7 +134,22 @@ def _target(
 def _paired(
     found: Mapping[str, dict[str, Any]], what: tuple[str, str], of: tuple[str, str]
 ) -> float:
-    """The median of the rounds' own ratios, of warm saves: a system's cost over another's."""
+    """A system's cost over another's, of warm saves: the median of the rounds' own ratios, or the
+    ratio of the medians where they were not measured in the same rounds.
+    """
     (name, cost), (other, its) = what, of
+    if not _same_rounds(found[name], found[other]):
+        return float(found[name]["warm"][cost] / found[other]["warm"][its])
     pairs = zip(found[name]["saves"], found[other]["saves"], strict=True)
     return median(one[cost] / two[its] for one, two in pairs if one["label"] == "warm")
+
+
+def _same_rounds(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    return bool(one["group"] == two["group"] and len(one["saves"]) == len(two["saves"]))
+
+
+def _how(found: Mapping[str, dict[str, Any]], name: str, other: str) -> str:
+    """What to know of a ratio that is not of the same rounds."""
+    if name not in found or other not in found or _same_rounds(found[name], found[other]):
+        return ""
+    return "; of medians: other rounds"

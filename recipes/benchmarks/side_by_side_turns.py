@@ -114,7 +114,8 @@ def run(
         progress: called after every turn, with how many are done.
 
     Returns:
-        What each worker found; ``error`` where one failed.
+        What each worker found; ``error`` where one failed; ``group``: equal for those measured in
+        the same rounds.
     """
     results = []
     for start in range(0, len(cases), together):
@@ -134,9 +135,10 @@ def run(
                     progress(1)
             for live in group:
                 if live.case in failed:
-                    results.append({"name": live.case, "error": failed[live.case]})
+                    found: dict[str, Any] = {"name": live.case, "error": failed[live.case]}
                 else:
-                    results.append(live.result())
+                    found = live.result()
+                results.append({**found, "group": f"{folder.name}-{start // together}"})
         finally:
             for live in group:
                 live.close()

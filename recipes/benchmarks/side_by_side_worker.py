@@ -81,7 +81,7 @@ class Worker:
         case = CASES[plan["case"]]
         self._job = Job(Setting(**plan["setting"]), case.dtensor)
         self._store = folder / "store"
-        self._limits = Limits(self._job, folder)
+        self._limits = Limits(self._job, folder, 1 + PAIRS * plan["turns"])
         self._interval = 0
         self._batches: list[Batch] = self._job.batches(0)
         self.block(None)  # warms up, and modifies the first interval's rows
@@ -167,15 +167,17 @@ class Worker:
         self._result["memory"] = peak = memory() - self._level
         self._system.close()
         ranks: list[Any] = [None] * self._job.ranks
-        dist.all_gather_object(ranks, ([asdict(save) for save in self._saves], peak))
+        own = ([asdict(save) for save in self._saves], peak, self._result["setup"])
+        dist.all_gather_object(ranks, own)
         found = {
             **self._result,
             # A step ends when the slowest rank is done with it.
             "saves": [
                 {name: max(rank[name] for rank in save) for name in save[0]}
-                for save in zip(*(saves for saves, _ in ranks), strict=True)
+                for save in zip(*(saves for saves, _, _ in ranks), strict=True)
             ],
-            "memory": sum(extra for _, extra in ranks),
+            "memory": sum(extra for _, extra, _ in ranks),
+            "setup": max(setup for _, _, setup in ranks),
             "limits": self._limits_found,
             "limit_bytes": self._limits.bytes(self._interval),
             "reports": self._system.reports,
