@@ -159,8 +159,8 @@ class _Rank:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that the next checkpoint's kind follows from: ``restored``, ``begun``,
-    ``committed`` (and rank 0 knows) or ``unheard`` (it is listed, but rank 0 doesn't know).
+    """Something that the next checkpoint's kind follows from: ``restored``, ``begun``, or
+    ``committed`` and rank 0 knows.
     """
 
     what: str
@@ -325,8 +325,6 @@ class Reference:
             rank.error = True
         else:
             self.only_logged += 1
-        if number == 0 and begun.listed:
-            self.events.append(Event("unheard", begun))
 
     def _outcomes(self) -> list[Answer]:
         answers = []
@@ -348,38 +346,81 @@ Manifests = Mapping[str, Mapping[str, Any]]
 
 
 def wrong_parents(life: Life, events: list[Event], manifests: Manifests) -> list[str]:
-    """Which of a life's checkpoints are not differential to what they should be."""
+    """Which of a life's checkpoints are not what they should be: full, or differential to which."""
     problems = []
     history: list[str] = []
-    doubt = False
     for event in events:
         name = event.checkpoint.id
         if event.what == "restored":
-            history, doubt = _chain(name, manifests), False
-        elif event.what == "unheard":
-            doubt = True
+            history = _chain(name, manifests)
         elif event.what == "committed":
             history = [*history, name] if manifests[name]["parent"] else [name]
         elif name in manifests:
-            allowed = _parents(life, [manifests[each] for each in history])
-            parent = (manifests[name]["parent"] or {"id": None})["id"]
-            if parent not in (allowed | {None} if doubt else allowed):
-                problems.append(f"{name} is differential to {parent}, not to one of {allowed}")
+            previous = history[-1] if history else None
+            if _linked(manifests[name]["previous"]) != previous:
+                problems.append(f"{name} does not follow {previous}")
+            wanted = _parent(life, history, manifests)
+            if (parent := _linked(manifests[name]["parent"])) != wanted:
+                problems.append(f"{name} is differential to {parent}, not to {wanted}")
+            if manifests[name]["earlier_fractions"] != _sizes(name, manifests)[:-1]:
+                problems.append(f"{name} tells other sizes than those before it have")
     return problems
 
 
 def _chain(name: str, manifests: Manifests) -> list[str]:
-    parent = manifests[name]["parent"]
-    return [*(_chain(parent["id"], manifests) if parent else []), name]
+    parent = _linked(manifests[name]["parent"])
+    return [*(_chain(parent, manifests) if parent else []), name]
 
 
-def _parents(life: Life, history: list[Mapping[str, Any]]) -> set[str | None]:
-    """Ids of those that the next checkpoint may be differential to; None: it may be full."""
+def _linked(link: Mapping[str, str] | None) -> str | None:
+    return link["id"] if link else None
+
+
+def _parent(life: Life, history: list[str], manifests: Manifests) -> str | None:
+    """Id of what the next checkpoint must be differential to; None: it must be full.
+
+    Args:
+        history: what was restored or committed since the last full one, with that.
+    """
     if not history or life.policy == "full":
-        return {None}
-    width, widths = life.bits or 32, [manifest["bits"] or 32 for manifest in history]
-    if width > widths[0]:
-        return {None}
-    parent = history[-1 if life.policy == "consecutive" else 0]["id"]
-    # Whether the later ones have stored any row at all is not known here.
-    return {parent, None} if life.policy == "intermittent" or width > min(widths) else {parent}
+        return None
+    widths = [
+        table["value_bits"] for name in history for table in manifests[name]["tables"].values()
+    ]
+    if (life.bits or 32) > min(widths):
+        return None
+    if life.policy == "intermittent" and begins_anew(_sizes(history[-1], manifests)):
+        return None
+    return history[-1 if life.policy == "consecutive" else 0]
+
+
+def begins_anew(sizes: list[float]) -> bool:
+    """Check-N-Run's predictor (section 5.1): whether a full checkpoint pays.
+
+    Args:
+        sizes: of the differential ones since the last full one, as fractions of that.
+    """
+    return bool(sizes) and 1 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
+
+
+def _sizes(name: str, manifests: Manifests) -> list[float]:
+    """Of all that were committed since the last full one, one upon the other, up to this one:
+    also those that no restore of this one reads.
+    """
+    since: list[Mapping[str, Any]] = []
+    manifest = manifests[name]
+    while manifest["parent"]:
+        since.append(manifest)
+        manifest = manifests[manifest["previous"]["id"]]
+    return [_fraction(each, manifest) for each in reversed(since)]
+
+
+def _fraction(manifest: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
+    """A checkpoint's bytes over its baseline's; where their widths differ, its values over all."""
+    tables = manifest["tables"]
+    stored = {name: table for name, table in tables.items() if table["stored_values"]}
+    if all(t["value_bits"] == baseline["tables"][name]["value_bits"] for name, t in stored.items()):
+        sizes = [sum(file["size"] for file in each["files"]) for each in (manifest, baseline)]
+        return sizes[0] / sizes[1]
+    values = sum(table["rows"] * table["dim"] for table in tables.values())
+    return sum(table["stored_values"] for table in stored.values()) / values

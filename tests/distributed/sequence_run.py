@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ class Run(RuleBasedStateMachine):
     Args:
         ends: how a life may end before its time.
         backgrounds: who may write.
-        seen: counts what has happened.
+        seen: counts what has happened, but for what is done in the end, in every run.
         sabotage: what is broken, see ``SABOTAGE``.
     """
 
@@ -177,14 +178,28 @@ class Run(RuleBasedStateMachine):
         """Everything that is listed is restored on one rank and on two."""
         try:
             if self.life is not None and not self.broken:
-                self._die("close")
-                for ranks in (1, 2):
-                    self._born(Life(ranks, plan=ranks), 0, None)
-                    for which in range(len(self.model.listed)):
-                        self._restore(which)
-                    self._die("close")
+                with self._uncounted():
+                    self._end("close")
+                self._live()
+                with self._uncounted():
+                    self._restore_everything()
         finally:
             self.folder.cleanup()
+
+    def _restore_everything(self) -> None:
+        for ranks in (1, 2):
+            self._born(Life(ranks, plan=ranks), 0, None)
+            for which in range(len(self.model.listed)):
+                self._restore(which)
+            self._die("close")
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        seen, self.seen = self.seen, Counter()
+        try:
+            yield
+        finally:
+            self.seen = seen
 
     def _born(self, life: Life, background: int, which: int | None) -> None:
         before = self.life
@@ -201,6 +216,7 @@ class Run(RuleBasedStateMachine):
         self.ids = [begun.id for begun in self.model.begun]
         self.script: list[list[Any]] = []
         self.checks: list[Callable[[Answers], None]] = []
+        self.new: list[tuple[Begun, Counter[str]]] = []
         self._restore(which)
 
     def _restore(self, which: int | None) -> None:
@@ -215,6 +231,10 @@ class Run(RuleBasedStateMachine):
         self._do("restore", {"number": number, "anything": found is not None}, restored=found)
 
     def _die(self, how: str, last: Way = FREE) -> None:
+        self._end(how, last)
+        self._live()
+
+    def _end(self, how: str, last: Way = FREE) -> None:
         self.seen[f"end: {how}"] += 1
         if how == "close":
             way = replace(last, hold=None)
@@ -227,14 +247,15 @@ class Run(RuleBasedStateMachine):
                 self._do("abandon", {})
             else:
                 self.script.append(["kill", {"let_go": how == "kill later"}])
-        self._live()
 
     def _begin(
         self, name: str, call: Call, way: Way, steps: list[Call] | None = None, **more: Any
     ) -> None:
         """Something that may begin a checkpoint."""
-        if call.begun is not None and way.fault is not None:
-            self.seen[f"fail: {way.fault.name}"] += 1
+        if call.begun is not None:
+            self.new.append((call.begun, self.seen))
+            if way.fault is not None:
+                self.seen[f"fail: {way.fault.name}"] += 1
         arguments = {"way": self.model.fitted(way).to_json(), **more}
         self._do(name, arguments, call=call, steps=steps or [])
 
@@ -242,7 +263,8 @@ class Run(RuleBasedStateMachine):
         self.seen[name.replace("_", " ")] += 1
         self.script.append([name, arguments])
         where = f"{len(self.script)}. {name}({arguments})"
-        self.checks.append(lambda answers: self._check(where, expected, answers))
+        seen = self.seen
+        self.checks.append(lambda answers: self._check(where, expected, answers, seen))
 
     def _live(self) -> None:
         """Has the script run, and compares what it has led to with what it should have."""
@@ -276,7 +298,9 @@ class Run(RuleBasedStateMachine):
         self._check_listing()
         self.broken = False
 
-    def _check(self, where: str, expected: dict[str, Any], answers: Answers) -> None:
+    def _check(
+        self, where: str, expected: dict[str, Any], answers: Answers, seen: Counter[str]
+    ) -> None:
         call: Call | None = expected.get("call")
         if call is not None and call.begun is not None:
             call.begun.id = answers[0]["begun"] or ""
@@ -287,11 +311,11 @@ class Run(RuleBasedStateMachine):
             if call is not None:
                 assert answer.get("begun") == (call.begun and call.begun.id), at
                 assert answer["call"] == call.answers[rank].to_json(), at
-                self.seen["raised"] += call.answers[rank].error
-                self.seen["in parts"] += answer.get("in_parts", False)
+                seen["raised"] += call.answers[rank].error
+                seen["in parts"] += answer.get("in_parts", False)
             for step, one in zip(answer.get("steps", []), expected.get("steps", []), strict=True):
                 assert step == one.answers[rank].to_json(), at
-                self.seen["raised"] += one.answers[rank].error
+                seen["raised"] += one.answers[rank].error
 
     def _check_restored(self, at: str, wanted: Begun | None, answer: dict[str, Any]) -> None:
         assert answer["restored"] == (wanted and wanted.id), at
@@ -316,6 +340,9 @@ class Run(RuleBasedStateMachine):
         assert [manifests[name]["step"] for name in listed] == [b.step for b in self.model.listed]
         sequences = [manifests[name]["sequence"] for name in listed]
         assert sequences == sorted(set(sequences))
-        assert wrong_parents(self.life, self.model.events, manifests) == []
-        self.seen.update(manifest["kind"] for manifest in manifests.values())
+        problems = wrong_parents(self.life, self.model.events, manifests)
+        assert not problems, problems
+        for begun, seen in self.new:
+            if begun.listed:
+                seen[manifests[begun.id]["kind"]] += 1
         self.seen["only logged"] += self.model.only_logged

@@ -12,7 +12,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from torchrec_checknrun import (
 )
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.manifest import Manifest
+from torchrec_checknrun.policy import Decision
 from torchrec_checknrun.restore import Target
 from torchrec_checknrun.staged import StagedRows
 from torchrec_checknrun.tracked import TrackedModel
@@ -291,8 +294,33 @@ def _no_copies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StagedRows, "encode", encode_live)
 
 
-SABOTAGE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+def _never_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Intermittent, "decide", lambda *_: Decision.SINCE_BASELINE)
+
+
+def _always_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Intermittent, "decide", lambda *_: Decision.FULL)
+
+
+def _anew_too_late(patch: pytest.MonkeyPatch) -> None:
+    """The predictor forgets what a restore of the last one does not read."""
+    decide = Intermittent.decide
+
+    def decide_from_the_last(policy: Intermittent, history: Sequence[Manifest]) -> Decision:
+        return decide(policy, [replace(one, earlier_fractions=()) for one in history])
+
+    patch.setattr(Intermittent, "decide", decide_from_the_last)
+
+
+Sabotage = Callable[[pytest.MonkeyPatch], None]
+LOSES_ROWS: dict[str, Sabotage] = {
     "marks of a failed save are lost": _no_merge,
     "marks since the baseline are lost": _no_marks_after_restore,
     "staging is no copy": _no_copies,
 }
+DECIDES_WRONGLY: dict[str, Sabotage] = {
+    "the predictor never begins anew": _never_anew,
+    "the predictor always begins anew": _always_anew,
+    "the predictor forgets": _anew_too_late,
+}
+SABOTAGE = LOSES_ROWS | DECIDES_WRONGLY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -90,6 +91,11 @@ def storage_fails(when: str) -> Iterator[list[str]]:
 
 def ids(root: str) -> list[str]:
     return sorted(path.parent.name for path in Path(root).glob(f"*/{MANIFEST_NAME}"))
+
+
+def parent_of(root: str, name: str) -> str | None:
+    manifest = json.loads(Path(root, name, MANIFEST_NAME).read_bytes())["manifest"]
+    return manifest["parent"] and str(manifest["parent"]["id"])
 
 
 def differences(saver: Checkpointer, job: Job, wanted: dict[str, Any], **options: Any) -> list[str]:
@@ -247,7 +253,9 @@ def fail_and_go_on(root: str, plan: Plan, when: str, ends: str) -> list[Any]:
     saver = checkpointer(root, job)
     job.train(2)
     saver.save()
+    first = gather(job)
     job.train(2)
+    failed = gather(job)
     with storage_fails(when):
         saver.save(wait=False)
         deadline = time.monotonic() + 30
@@ -261,15 +269,19 @@ def fail_and_go_on(root: str, plan: Plan, when: str, ends: str) -> list[Any]:
         told = str(error)
     else:
         told = ""
+    problems = []
     if ends == "close":
-        saver = checkpointer(root, job)
-        saver.mark_all()  # a new one knows nothing of the old one's marks
+        saver = checkpointer(root, job)  # a new one knows nothing of the old one's marks
+        problems = differences(saver, job, failed if when == "after" else first)
+        job.train(2)
     wanted = gather(job)
     report = saver.save()
     assert report is not None
-    problems = differences(saver, job, wanted)
+    parent = parent_of(root, report.id)
+    problems += differences(saver, job, wanted)
     saver.close()
-    return [told, len(ids(root)), problems]
+    stored = ids(root)
+    return [told, len(stored), report.kind, parent and stored.index(parent), problems]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -278,10 +290,12 @@ def test_a_background_failure_is_told_and_loses_no_row(
     workers: Workers, tmp_path: Path, when: str, ends: str
 ) -> None:
     found = workers(2).run(fail_and_go_on, **where(tmp_path), when=when, ends=ends)
-    for told, stored, problems in found:
+    restored_it = (when, ends) == ("after", "close")
+    for told, stored, kind, parent, problems in found:
         assert "no space left" in told
         assert stored == (3 if when == "after" else 2)
         assert not problems
+        assert (kind, parent) == ("differential", 1 if restored_it else 0)
 
 
 def allow_failures(root: str, plan: Plan) -> list[Any]:

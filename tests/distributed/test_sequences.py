@@ -14,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from tests.distributed.sequence_model import Life, Point, Way
 from tests.distributed.sequence_run import ALPHABET, FREE, Run, Workers
-from tests.distributed.sequences import SABOTAGE
+from tests.distributed.sequences import DECIDES_WRONGLY, LOSES_ROWS
 
 quick = settings(
     derandomize=True,
@@ -54,9 +55,10 @@ def check_sequences(
 
 @pytest.mark.timeout(900)
 def test_nothing_is_lost(workers: Workers) -> None:
-    seen = check_sequences(workers, 12, 4)
-    # Neither kind is rare; each life begins with a full one, and many lives are short.
-    assert min(seen["differential"], seen["full"]) > 50
+    seen = check_sequences(workers, 12, 59)
+    # Neither kind is rare; lives that don't restore begin with a full one.
+    assert seen["differential"] > 40
+    assert seen["full"] > 10
 
 
 @pytest.mark.slow
@@ -67,10 +69,11 @@ def test_nothing_is_lost_long(workers: Workers) -> None:
     seen = check_sequences(workers, 200, 2, ends, backgrounds)
     alphabet = ALPHABET | {"background: process", "end: kill", "end: kill later"}
     assert {what for what in alphabet if not seen[what]} == set()
+    assert min(seen["differential"], seen["full"]) > 30
 
 
 def go_through(run: Run) -> None:
-    """A short sequence that has all in it that ``SABOTAGE`` breaks."""
+    """A short sequence that has all in it that ``LOSES_ROWS`` breaks."""
     run.begin_run(11, Life(policy="consecutive", staging="copy"), background=0)
     run.save(2, FREE)
     run.save(2, Way(fault=Point.FILE, fault_rank=1))
@@ -85,10 +88,35 @@ def test_a_short_sequence(workers: Workers, background: str) -> None:
     go_through(Run(workers, backgrounds=(background,)))
 
 
-@pytest.mark.parametrize("sabotage", sorted(SABOTAGE))
+@pytest.mark.parametrize("sabotage", sorted(LOSES_ROWS))
 def test_a_lost_row_is_found(workers: Workers, sabotage: str) -> None:
     with pytest.raises(AssertionError, match=r"rows .* differ"):
         go_through(Run(workers, sabotage=sabotage))
+
+
+def grow(run: Run) -> None:
+    """The differential ones grow until a full one pays, from one life to the next."""
+    run.begin_run(11, Life(policy="intermittent"), background=0)
+    run.spec = ModelSpec((CollectionSpec("c", (TableSpec("t", 300, 40, ("f0", "f1")),)),))
+    for steps in (1, 1, 1):
+        run.save(steps, FREE)
+    run.restart(1, FREE, Life(1, policy="intermittent"), background=0, newest=True, which=0)
+    for steps in (40, 1, 1):
+        run.save(steps, FREE)
+    run.teardown()
+
+
+def test_a_full_one_when_it_pays(workers: Workers) -> None:
+    run = Run(workers)
+    grow(run)
+    # The first, and the one after the rows of forty steps.
+    assert (run.seen["full"], run.seen["differential"]) == (2, 4)
+
+
+@pytest.mark.parametrize("sabotage", sorted(DECIDES_WRONGLY))
+def test_a_wrong_predictor_is_found(workers: Workers, sabotage: str) -> None:
+    with pytest.raises(AssertionError, match="is differential to"):
+        grow(Run(workers, sabotage=sabotage))
 
 
 @pytest.mark.parametrize("background", ["thread", "process"])
