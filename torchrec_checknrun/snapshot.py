@@ -126,9 +126,11 @@ def take_snapshot(
             try:
                 live[name] = state.state_dict()
             except Exception as error:
+                rank = dist.get_rank() if dist.is_initialized() else 0
                 raise SaveFailed(
-                    f"state {name!r} has no state to save: its state_dict() raised {error!r}. Rows "
-                    "are kept for the next checkpoint; mend it and save again"
+                    f"state {name!r} can't be saved: its state_dict() raised on rank {rank} "
+                    f"{type(error).__name__}: {error}. Rows are kept for the next checkpoint; mend "
+                    "it and save again"
                 ) from error
     stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
     dense = {name: drop_tables(value, stored) for name, value in live.items()}
