@@ -254,7 +254,7 @@ def test_a_state_that_can_t_be_asked_is_named(
         with monkeypatch.context() as patch:
             patch.setattr(job, "state_dict", once(job.state_dict, KeyError("cursor")))
             with pytest.raises(
-                SaveFailed, match=r"state 'job' .*rank 0 KeyError: 'cursor'\. .*mend it"
+                SaveFailed, match=r"'job' .*rank 0 KeyError: 'cursor'\. .*mend"
             ):
                 saver.save()
         saver.save()
