@@ -1,8 +1,8 @@
 """The stall: what a checkpoint will hold is copied out of the model while training waits.
 
 Items go into staging memory in the order in which the background writes them. Where they don't all
-fit, the background has begun already, and staging goes on as memory becomes free: still one
-instant, since training waits until the last item is staged.
+fit, the background begins when the memory is full, and staging goes on as some becomes free: still
+one instant, since training waits until the last item is staged.
 """
 
 from __future__ import annotations
