@@ -5,7 +5,6 @@ each commit, and deletes what is old.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable
 
 from torchrec_checknrun.chain import (
     Chain,
@@ -115,15 +114,14 @@ class RootWriter:
                 another one.
         """
         self.lease.check()
-        names = self._root.names()
-        if (gone := self._gone(header.parent, set(names))) is not None:
+        if (gone := self._gone(header.parent)) is not None:
             self._lineage.must_begin_anew()
             raise SaveFailed(
                 f"{gone}, which this checkpoint builds on, was deleted from {self._root}, or files "
                 "of it: the next one is full. Leave deleting to `retention` or `checknrun prune`"
             )
         assert header.sequence is not None, "it was decided"
-        if (newer := self._taken(header.sequence, names)) is not None:
+        if (newer := self._taken(header.sequence)) is not None:
             self._sequence = None
             raise SaveFailed(
                 f"{newer} was committed to {self._root} meanwhile, with a sequence number that "
@@ -153,10 +151,11 @@ class RootWriter:
         files = {file.name: file.size for file in manifest.files}
         return MANIFEST_NAME in sizes and files.items() <= sizes.items()
 
-    def _gone(self, parent: Link | None, names: Container[str]) -> str | None:
+    def _gone(self, parent: Link | None) -> str | None:
         """What is missing of the chain that ends in ``parent``, if anything: of its ends' files, or
         of the others' directories, which are many.
         """
+        names = set(self._root.names()) if parent is not None else set[str]()
         chain = {manifest.link: manifest for manifest in self._lineage.history}
         ends = (parent, self._lineage.history[0].link) if self._lineage.history else ()
         while parent in chain:
@@ -167,9 +166,10 @@ class RootWriter:
             parent = manifest.parent
         return None
 
-    def _taken(self, sequence: int, names: Iterable[str]) -> str | None:
+    def _taken(self, sequence: int) -> str | None:
         """A committed checkpoint with this number or a higher one, which another process made."""
-        names = [name for name in names if (sequence_of(name) or sequence) >= sequence]
+        # Listed now, last of all: whoever has committed until then is seen.
+        names = [n for n in self._root.names() if (sequence_of(n) or sequence) >= sequence]
         for name in committed(self._root, names):
             try:
                 if read_manifest(self._root, name).sequence >= sequence:

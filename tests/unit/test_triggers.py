@@ -136,7 +136,7 @@ def test_what_makes_no_sense(trigger: Callable[[int], Trigger], wrong: int) -> N
 
 def test_steps_are_whole() -> None:
     with pytest.raises(ValueError, match=r"whole ones, not 2\.5"):
-        EverySteps(2.5)  # type: ignore[arg-type]
+        EverySteps(2.5)  # type: ignore[arg-type]  # mypy sees it, too
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
