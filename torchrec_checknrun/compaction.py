@@ -35,7 +35,7 @@ from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, TableTotals, ne
 from torchrec_checknrun.rank_file import FileSummary, Job, add_totals, write_rank_file
 from torchrec_checknrun.read_chunks import ChainContent, StoredChunk, read_chunk, read_content
 from torchrec_checknrun.report import CheckpointReport, Progress, checkpoint_report
-from torchrec_checknrun.row_chunks import KIND, RowsHeader, rows_header
+from torchrec_checknrun.row_chunks import KIND, RowsHeader
 from torchrec_checknrun.sections import DECODED_BYTES, Sections
 from torchrec_checknrun.state import raw_bytes
 from torchrec_checknrun.stored_rows import StoredRows
@@ -179,8 +179,8 @@ class _Compaction:
         self._bytes = 0
         for chunks in reversed(content.chunks):
             for chunk in chunks:
-                if chunk.entry["kind"] == KIND:
-                    header = rows_header(chunk.entry)
+                header = chunk.header
+                if header is not None:
                     columns = header.rectangle.col_start, header.rectangle.col_stop
                     parts = self._parts.setdefault(header.table, {})
                     parts.setdefault(columns, []).append((chunk, header))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from torchrec_checknrun.codecs.kernel import has_extension
 from torchrec_checknrun.row_set import RowSet
 
 _BLOCK = 1 << 18
@@ -37,6 +38,11 @@ class DoneRows(RowSet):
         Returns:
             Which of ``rows`` had not come before, as sorted positions in it; None: all.
         """
+        if has_extension():
+            added: np.ndarray = torch.ops.checknrun.add_rows(
+                torch.from_numpy(rows), self._bits
+            ).numpy()
+            return None if len(added) == len(rows) else added
         found = []
         at = 0
         while at < len(rows):

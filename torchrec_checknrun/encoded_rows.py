@@ -14,12 +14,7 @@ import torch
 
 from torchrec_checknrun.codecs import Codec, Exact, Parameters, Rowwise, row_state
 from torchrec_checknrun.codecs.base import require_size
-
-BLOCK_BYTES = 1 << 19
-"""Of rows that are decoded together: they stay in the processor's cache until they are used."""
-
-Chosen = slice | np.ndarray
-"""Some of a chunk's rows: a range of positions in it, or positions, sorted and distinct int64."""
+from torchrec_checknrun.copy_rows import BLOCK_BYTES, Chosen
 
 
 @dataclass(frozen=True)
@@ -43,8 +38,8 @@ class EncodedRows:
     exact: torch.Tensor
 
     @property
-    def raw(self) -> np.ndarray | None:
-        """The rows' own bytes, an item for each; None if they are encoded.
+    def raw(self) -> torch.Tensor | None:
+        """The rows' own bytes; None if they are encoded.
 
         Raises:
             ValueError: there are more or fewer.
@@ -52,7 +47,7 @@ class EncodedRows:
         if not isinstance(self.codec, Exact) or len(self.exceptions):
             return None
         require_size(self.data, self.count * self.row_bytes, f"{self.count} exact rows")
-        return self.data.numpy().view(f"V{self.row_bytes}")
+        return self.data
 
     @property
     def row_bytes(self) -> int:
@@ -66,9 +61,7 @@ class EncodedRows:
         )
         if chosen is None:
             return None
-        at = np.searchsorted(positions, self.exceptions)
-        kept = at < len(positions)
-        kept[kept] = positions[at[kept]] == self.exceptions[kept]
+        exceptions, exact = self._exact(positions)
         return EncodedRows(
             codec=self.codec,
             parameters=chosen[1],
@@ -76,8 +69,8 @@ class EncodedRows:
             count=len(positions),
             cols=self.cols,
             dtype=self.dtype,
-            exceptions=at[kept],
-            exact=self.exact[torch.from_numpy(kept)],
+            exceptions=exceptions,
+            exact=exact,
         )
 
     def decode(self, start: int, out: torch.Tensor) -> None:
@@ -88,24 +81,34 @@ class EncodedRows:
             at = torch.from_numpy(self.exceptions[here] - start)
             out[at.to(out.device)] = self.exact[here].to(out.device)
 
-    def write(self, start: int, weight: torch.Tensor, where: Chosen) -> bool:
-        """Decodes rows from ``start`` on into rows of a weight, if that is possible at once.
+    def write(self, chosen: Chosen, weight: torch.Tensor, where: Chosen) -> bool:
+        """Decodes chosen rows into as many rows of a weight, if that is possible at once.
 
         Returns:
             Whether it was.
         """
-        if isinstance(where, slice):
+        if isinstance(chosen, slice) and isinstance(where, slice):
             if weight.is_contiguous():
-                self.decode(start, weight[where])
+                self.decode(chosen.start, weight[where])
             return weight.is_contiguous()
         if not isinstance(self.codec, Rowwise):
             return False
-        ids = torch.from_numpy(where)
-        if not self.codec.scatter(self.data, self.parameters, self.count, start, ids, weight):
+        positions, ids = _positions(chosen), torch.from_numpy(_positions(where))
+        if not self.codec.scatter(
+            self.data, self.parameters, self.count, torch.from_numpy(positions), ids, weight
+        ):
             return False
-        here = slice(*np.searchsorted(self.exceptions, (start, start + len(where))))
-        weight[ids[torch.from_numpy(self.exceptions[here] - start)]] = self.exact[here]
+        if len(self.exceptions):
+            at, exact = self._exact(positions)
+            weight[ids[torch.from_numpy(at)]] = exact
         return True
+
+    def _exact(self, positions: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
+        """Which of those rows are stored exactly, as positions among them, and these rows."""
+        at = np.searchsorted(positions, self.exceptions)
+        kept = at < len(positions)
+        kept[kept] = positions[at[kept]] == self.exceptions[kept]
+        return at[kept], self.exact[torch.from_numpy(kept)]
 
     def blocks(self, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
         """Chosen rows, decoded, some at a time, each time in the same memory; and how many there
@@ -163,6 +166,11 @@ class EncodedState:
         require_size(self.data, size, f"{values} values stored as {self.parameters['scheme']}")
         return self
 
+    @property
+    def raw(self) -> torch.Tensor | None:
+        """The rows' own bytes; None if they are encoded."""
+        return self.data if self.parameters["scheme"] == "fp32" else None
+
     def select(self, positions: np.ndarray) -> EncodedState:
         """Those rows' alone, still encoded."""
         size = self.width * row_state.state_row_bytes(self.parameters, self.dtype)
@@ -180,3 +188,7 @@ class EncodedState:
         data = self.data[chosen.start * size : chosen.stop * size]
         values = row_state.decode_state(data, self.parameters, n * self.width, self.dtype)
         return values if self.rowwise else values.view(n, self.width)
+
+
+def _positions(chosen: Chosen) -> np.ndarray:
+    return np.arange(chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen

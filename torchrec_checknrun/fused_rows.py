@@ -18,7 +18,7 @@ from torchrec_checknrun.codecs import Exact, Rowwise
 from torchrec_checknrun.done_rows import DoneRows
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.read_chunks import ChainContent, StoredChunk, read_chunk
-from torchrec_checknrun.row_chunks import KIND, RowsHeader, rows_header
+from torchrec_checknrun.row_chunks import RowsHeader
 from torchrec_checknrun.stored_rows import StoredRows
 
 Columns = tuple[int, int]
@@ -55,8 +55,8 @@ def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -
     parts: dict[Columns, list[tuple[StoredChunk, RowsHeader]]] = {}
     for chunks in reversed(content.chunks):
         for chunk in chunks:
-            if chunk.entry["kind"] == KIND and chunk.entry.get("table") == table:
-                header = rows_header(chunk.entry)
+            header = chunk.header
+            if header is not None and header.table == table:
                 columns = header.rectangle.col_start, header.rectangle.col_stop
                 parts.setdefault(columns, []).append((chunk, header))
     rows = content.chain.head.tables[table].rows

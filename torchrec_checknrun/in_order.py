@@ -1,29 +1,35 @@
-"""Several threads for things that must be begun, and pass one point, in a given order.
+"""Several threads for things of which some must pass one point before others.
 
 A restore reads chunks with several threads, and a row that two checkpoints hold must be the newer
-one's. So threads read and decode at their own pace, but claim rows in turn.
+one's. So threads read and decode at their own pace, but the rows of a table are claimed checkpoint
+by checkpoint.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 Turn = AbstractContextManager[None]
-"""Entered in the things' order: by one thread at a time."""
+"""Entered by one thread at a time, when what comes before has had its turn."""
 Work = Callable[[int, Turn], None]
 """Does the thing of that number; it may enter its turn once, or not at all."""
+Stage = tuple[Hashable, Hashable]
+"""A lane and a step in it: turns of a lane come step by step, within a step in any order."""
 
 
-def work_in_order(work: Work, sizes: Sequence[int], most: int, threads: int) -> None:
+def work_in_order(
+    work: Work, sizes: Sequence[int], stages: Sequence[Stage], most: int, threads: int
+) -> None:
     """Does things 0 to ``len(sizes) - 1``, each by whichever of some threads is free.
 
     Args:
         work: called for each.
         sizes: of the things, in bytes.
+        stages: of the things; a lane's steps are in the order in which they come here first.
         most: how large those that are being done may be together; one is always done.
         threads: how many; this one is the first.
 
@@ -31,7 +37,7 @@ def work_in_order(work: Work, sizes: Sequence[int], most: int, threads: int) -> 
         Exception: the first failed thing's, in their order, when no thread is at work any more.
             All before it were done; of those after it, some.
     """
-    line = _Line(sizes, most)
+    line = _Line(sizes, stages, most)
     helpers = min(threads, len(sizes)) - 1
     if helpers < 1:
         _work(line, work)
@@ -75,14 +81,19 @@ class _Stopped(Exception):
 
 
 class _Line:
-    def __init__(self, sizes: Sequence[int], most: int) -> None:
-        self._sizes = sizes
+    def __init__(self, sizes: Sequence[int], stages: Sequence[Stage], most: int) -> None:
+        self._sizes, self._stages = sizes, stages
         self._free = most
         self._changed = threading.Condition()
         self._begun = 0
         self._busy = 0
-        self._turn = 0
+        self._turn = threading.Lock()
         self._passed: set[int] = set()
+        # By lane, how many things of each step are still to pass; steps that are over are gone.
+        self._left: dict[Hashable, dict[Hashable, int]] = {}
+        for lane, step in stages:
+            steps = self._left.setdefault(lane, {})
+            steps[step] = steps.get(step, 0) + 1
         self._failed = len(sizes)
         self.error: BaseException | None = None
 
@@ -101,11 +112,15 @@ class _Line:
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
+        lane, step = self._stages[number]
         with self._changed:
-            self._changed.wait_for(lambda: self._turn == number or self._failed < number)
+            self._changed.wait_for(
+                lambda: next(iter(self._left[lane])) == step or self._failed < number
+            )
             if self._failed < number:
                 raise _Stopped
-        yield
+        with self._turn:
+            yield
         self._pass(number)
 
     def end(self, number: int, error: BaseException | None = None) -> None:
@@ -126,13 +141,15 @@ class _Line:
 
     def _pass(self, number: int) -> None:
         with self._changed:
-            if number < self._turn:
+            if number in self._passed:
                 return
             self._passed.add(number)
-            while self._turn in self._passed:
-                self._passed.remove(self._turn)
-                self._turn += 1
-            self._changed.notify_all()
+            lane, step = self._stages[number]
+            steps = self._left[lane]
+            steps[step] -= 1
+            while steps and not steps[first := next(iter(steps))]:
+                del steps[first]
+                self._changed.notify_all()
 
 
 def _work(line: _Line, work: Work) -> None:

@@ -15,6 +15,7 @@ from torchrec_checknrun import blocks, row_chunks
 from torchrec_checknrun.chunks import Entry
 from torchrec_checknrun.errors import CorruptCheckpoint, InvalidPlan, UnsupportedFormat
 from torchrec_checknrun.manifest import RankFile
+from torchrec_checknrun.row_chunks import RowsHeader
 from torchrec_checknrun.state_tree import check_tree
 from torchrec_checknrun.untrusted import (
     INDEX_BYTES,
@@ -69,8 +70,11 @@ def require_chunk_size(entry: Entry, length: int) -> None:
         )
 
 
-def parse_index(data: bytes | bytearray, file: RankFile, where: str) -> list[Entry]:
-    """The index entries of a rank file, in the order of their chunks.
+def parse_index(
+    data: bytes | bytearray, file: RankFile, where: str
+) -> list[tuple[Entry, RowsHeader | None]]:
+    """The index entries of a rank file, in the order of their chunks; those of rows with what is
+    known from them.
 
     Args:
         data: the index, its checksum verified.
@@ -92,9 +96,11 @@ def parse_index(data: bytes | bytearray, file: RankFile, where: str) -> list[Ent
     except ValueError as error:
         raise CorruptCheckpoint(f"{where}: its index is malformed: {error}") from error
     end = 0
+    found = []
     for number, entry in enumerate(entries):
         try:
-            end = _check_entry(entry, end)
+            found.append((entry, _check_entry(entry, end)))
+            end = entry["offset"] + entry["length"]
         except (ValueError, CorruptCheckpoint) as error:
             raise CorruptCheckpoint(f"{where}, chunk {number}: {error}") from error
         except UnsupportedFormat as error:
@@ -103,11 +109,11 @@ def parse_index(data: bytes | bytearray, file: RankFile, where: str) -> list[Ent
         raise CorruptCheckpoint(
             f"{where}: its chunks end at {end}, and its index begins at {file.index_offset}"
         )
-    return entries
+    return found
 
 
-def _check_entry(entry: Any, end: int) -> int:
-    """Checks an entry; returns where its chunk ends.
+def _check_entry(entry: Any, end: int) -> RowsHeader | None:
+    """Checks an entry.
 
     Args:
         end: where the chunk before it ended.
@@ -132,10 +138,12 @@ def _check_entry(entry: Any, end: int) -> int:
     if kind in (row_chunks.KIND, blocks.KIND):
         if length > CHUNK_BYTES:
             raise ValueError(f"it has {length} bytes, more than the {CHUNK_BYTES} that are read")
-        row_chunks.rows_header(entry) if kind == row_chunks.KIND else blocks.block_header(entry)
+        if kind == row_chunks.KIND:
+            return row_chunks.rows_header(entry)
+        blocks.block_header(entry)
     else:
         _check_state(entry, length)
-    return int(offset + length)
+    return None
 
 
 def _check_state(entry: dict[str, Any], length: int) -> None:

@@ -25,7 +25,7 @@ from torchrec_checknrun.in_order import Turn
 from torchrec_checknrun.index import parse_index
 from torchrec_checknrun.manifest import Manifest, RankFile, TableTotals
 from torchrec_checknrun.rank_file import FOOTER
-from torchrec_checknrun.row_chunks import KIND
+from torchrec_checknrun.row_chunks import KIND, RowsHeader
 from torchrec_checknrun.untrusted import INDEX_BYTES
 
 VISIBLE_SECONDS = 10.0
@@ -37,12 +37,13 @@ Columns = tuple[int, int]
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk in storage: its index entry, and where it is."""
+    """A chunk in storage: its index entry, where it is, and what a chunk of rows holds."""
 
     checkpoint: str
     file: str
     number: int
     entry: Entry = field(hash=False)
+    header: RowsHeader | None = field(compare=False)
 
     @property
     def key(self) -> str:
@@ -66,7 +67,8 @@ class ReadableChunk(io.BytesIO):
     Args:
         key: which chunk of the chain.
         read: gives its bytes, verified, in memory that may be used again once it is loaded.
-        turn: entered by what must be done in the plan's order, when several threads load chunks.
+        turn: entered by what one thread at a time must do, when several load chunks, and after what
+            the plan has of the table's other checkpoints before.
     """
 
     def __init__(self, key: str, entry: Entry, read: Callable[[], memoryview], turn: Turn) -> None:
@@ -166,8 +168,10 @@ def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
                 f"{where}: its index at {file.index_offset} has checksum {checksum}, the manifest "
                 f"says {file.index_checksum}"
             )
-        entries = parse_index(data, file, where)
-        chunks += [StoredChunk(manifest.id, file.name, i, e) for i, e in enumerate(entries)]
+        chunks += [
+            StoredChunk(manifest.id, file.name, number, entry, header)
+            for number, (entry, header) in enumerate(parse_index(data, file, where))
+        ]
     return tuple(chunks)
 
 
@@ -188,6 +192,11 @@ def _fill(folder: Folder, memory: memoryview, name: str, offset: int) -> int:
     Returns:
         How many bytes there were, after all that waiting.
     """
+    try:
+        if (count := folder.read_into(memory, name, offset)) == len(memory):
+            return count
+    except FileNotFoundError:
+        pass  # so far
     try:
         return Retrying(
             retry=retry_if_exception_type(FileNotFoundError)

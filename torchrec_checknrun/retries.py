@@ -104,6 +104,17 @@ def retrying(act: Callable[[], T], what: str) -> T:
             state.next_action.sleep if state.next_action else 0.0,
         )
 
+    first: list[BaseException] = []
+    try:
+        return act()  # mostly all there is to it, and Retrying costs more than a small read
+    except Exception as error:
+        first.append(error)
+
+    def again() -> T:
+        if first:
+            raise first.pop()
+        return act()
+
     try:
         return Retrying(
             retry=retry_if_exception(is_transient),
@@ -111,7 +122,7 @@ def retrying(act: Callable[[], T], what: str) -> T:
             stop=stop_after_delay(seconds),
             before_sleep=log,
             reraise=True,
-        )(act)
+        )(again)
     except (FileNotFoundError, FileExistsError, CheckNRunError):
         raise
     except Exception as error:

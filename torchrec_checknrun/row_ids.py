@@ -8,12 +8,14 @@ rows (sparse rows), each compressed where that shrinks it, whichever turns out t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Literal
 
 import numpy as np
 import zstandard
 
 from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.sections import decompress
 
 Encoding = Literal["range", "bitmap", "offsets", "gaps", "bitmap_zstd", "gaps_zstd"]
@@ -25,6 +27,7 @@ ENCODINGS: tuple[Encoding, ...] = (
     "bitmap_zstd",  # a zstd frame that holds one of the above and states its size
     "gaps_zstd",
 )
+_UNSORTED = ("offsets", "gaps", "gaps_zstd")  # if they are damaged
 
 # Higher levels are slower and, on bits and on gaps that are nearly random, no smaller.
 _ZSTD_LEVEL = 1
@@ -78,7 +81,7 @@ def decode(
         if offsets[0] != 0 or offsets[-1] != span - 1:
             raise ValueError("they begin or end elsewhere")
         # Compared, not subtracted: where a sum of gaps has wrapped around, differences do too.
-        if not bool((offsets[1:] > offsets[:-1]).all()):
+        if encoding in _UNSORTED and not bool((offsets[1:] > offsets[:-1]).all()):
             raise ValueError("not sorted, or not distinct")
     except ValueError as error:
         raise CorruptCheckpoint(
@@ -126,23 +129,12 @@ def _bitmap(ids: np.ndarray, span: int) -> bytes:
 
 
 def _offsets_of_bitmap(data: bytes | memoryview, span: int, count: int) -> np.ndarray:
-    bitmap = np.frombuffer(data, np.uint8)
-    offsets = np.empty(count, dtype=np.int64)
-    start = 0
-    for low in range(0, span, _BLOCK_BITS):
-        bits = np.unpackbits(
-            bitmap[low // 8 : (low + _BLOCK_BITS) // 8],
-            bitorder="little",
-            count=min(_BLOCK_BITS, span - low),
-        )
-        found = np.flatnonzero(bits.view(np.bool_))
-        if start + len(found) > count:
-            raise ValueError("the bitmap has more rows")
-        np.add(found, low, out=offsets[start : start + len(found)])
-        start += len(found)
-    if start != count:
-        raise ValueError(f"the bitmap has {start} rows")
-    return offsets
+    rows = RowSet.of_bits(np.frombuffer(data, np.uint8), span)
+    # Counted first: as int64 the rows of a damaged bitmap could take any memory.
+    held = [rows_of_span for _, _, rows_of_span in islice(rows.spans(count), 2)]
+    if held != [count]:
+        raise ValueError(f"the bitmap has {'more' if len(held) > 1 else sum(held)} rows")
+    return rows.positions(0, span)
 
 
 def _gaps(ids: np.ndarray) -> bytes:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.conversion import Conversion, is_converted
+from torchrec_checknrun.copy_rows import Chosen
 from torchrec_checknrun.done_rows import DoneRows
-from torchrec_checknrun.encoded_rows import Chosen
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.fit import Fit, check_rows, common_states, is_rounded
 from torchrec_checknrun.read_chunks import ChainContent, ReadableChunk
-from torchrec_checknrun.row_chunks import KIND, RowsHeader, rows_header
+from torchrec_checknrun.row_chunks import RowsHeader
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 from torchrec_checknrun.stored_rows import StoredRows
 
@@ -51,7 +51,7 @@ class RowRestore:
         self._targets = targets
         self._fit = fit
         self._headers = [
-            {chunk.key: rows_header(chunk.entry) for chunk in chunks if chunk.entry["kind"] == KIND}
+            {chunk.key: chunk.header for chunk in chunks if chunk.header is not None}
             for chunks in content.chunks
         ]
         self.states: dict[str, set[str]] = {into: set() for into in targets.values()}

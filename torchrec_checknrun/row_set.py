@@ -42,6 +42,13 @@ class RowSet:
         if take:
             marks.bitwise_and_(255 & ~bits)
 
+    @classmethod
+    def of_bits(cls, packed: np.ndarray, rows: int) -> RowSet:
+        """The set with those bits, uint8 ``((rows + 7) // 8,)``, of a byte the lowest one first."""
+        found = cls.__new__(cls)
+        found.rows, found._bits = rows, torch.from_numpy(packed.copy())
+        return found
+
     def __len__(self) -> int:
         return sum(int(mask.sum()) for _, mask in self.masks())
 

@@ -272,7 +272,8 @@ class StorageReader(DcpStorageReader):
 
         sizes = [_memory(chunk) for _, chunk in rows]
         most = _CHUNKS_AT_ONCE * max((_decoded(chunk) for _, chunk in rows), default=0)
-        work_in_order(load, sizes, most, self._threads)
+        stages = [(chunk.entry["table"], chunk.checkpoint) for _, chunk in rows]
+        work_in_order(load, sizes, stages, most, self._threads)
         for item, chunk in items:
             if chunk.entry["kind"] != ROWS:
                 self._load(item, chunk, planner, nullcontext(), None)

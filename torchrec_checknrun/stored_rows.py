@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 
 import numpy as np
 import torch
 
-from torchrec_checknrun import encoded_rows, row_ids
+from torchrec_checknrun import row_ids
 from torchrec_checknrun.chunks import Entry
-from torchrec_checknrun.encoded_rows import Chosen, EncodedRows, EncodedState
+from torchrec_checknrun.copy_rows import Chosen, can_copy, copy_rows, part_of
+from torchrec_checknrun.encoded_rows import EncodedRows, EncodedState
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.row_chunks import RowsHeader, rows_header
 from torchrec_checknrun.sections import open_sections
 from torchrec_checknrun.shards import LocalShard, Rows
+
+_NONE = np.empty(0, dtype=np.int64)
 
 
 class StoredRows:
@@ -44,15 +46,33 @@ class StoredRows:
         with self._refusing():
             self._sections = open_sections(header.sections, payload, n * (8 * cols + 64))
             self.ids = row_ids.decode(header.ids_encoding, next(self._sections), first, last, n)
+        self._others: list[memoryview] | None = None
+        self._weight: EncodedRows | None = None
+        self._states: dict[str, EncodedState] | None = None
 
-    @cached_property
+    # No functools.cached_property: in Python 3.11 threads wait there for each other.
+    @property
     def _parts(self) -> list[memoryview]:
         """All sections but the ids."""
-        return list(self._sections)
+        if self._others is None:
+            self._others = list(self._sections)
+        return self._others
 
-    @cached_property
+    @property
     def weight(self) -> EncodedRows:
         """The rows' weights."""
+        if self._weight is None:
+            self._weight = self._open_weight()
+        return self._weight
+
+    @property
+    def states(self) -> dict[str, EncodedState]:
+        """Their optimizer state by name."""
+        if self._states is None:
+            self._states = self._open_states()
+        return self._states
+
+    def _open_weight(self) -> EncodedRows:
         header = self.header
         with self._refusing():
             exceptions, exact = _exceptions(header, self._parts[1] if header.exceptions else b"")
@@ -67,9 +87,7 @@ class StoredRows:
                 exact=exact,
             )
 
-    @cached_property
-    def states(self) -> dict[str, EncodedState]:
-        """Their optimizer state by name."""
+    def _open_states(self) -> dict[str, EncodedState]:
         header = self.header
         with self._refusing():
             parts = self._parts[2 if header.exceptions else 1 :]
@@ -126,22 +144,20 @@ class StoredRows:
             where = slice(int(local[0]), int(local[-1]) + 1)
         self._write_weights(shard.weight, where, chosen)
         for name in states:
-            _put(shard.optimizer[name], where, self._state(name, chosen))
+            self._write_state(name, shard.optimizer[name], where, chosen)
 
     def _write_weights(self, weight: torch.Tensor, where: Chosen, chosen: Chosen) -> None:
-        encoded, items = self.weight, _items(weight)
         with self._refusing():
-            raw = encoded.raw
-        if raw is not None and items is not None:
-            _copy(items, where, raw, chosen)
-            return
-        with self._refusing():
-            if not isinstance(chosen, slice) and (selected := encoded.select(chosen)) is not None:
-                encoded, chosen = selected, slice(0, len(chosen))
-            if isinstance(chosen, slice) and encoded.write(chosen.start, weight, where):
+            if _copied(self.weight, chosen, weight, where):
                 return
-        for start, block in self._decoded(encoded, chosen):
-            _put(weight, _part(where, start, start + len(block)), block)
+            if self.weight.write(chosen, weight, where):
+                return
+        for start, block in self._decoded(self.weight, chosen):
+            _put(weight, part_of(where, start, start + len(block)), block)
+
+    def _write_state(self, name: str, memory: torch.Tensor, where: Chosen, chosen: Chosen) -> None:
+        if not _copied(self.states[name], chosen, memory, where):
+            _put(memory, where, self._state(name, chosen))
 
     def _decoded(self, encoded: EncodedRows, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
         with self._refusing():
@@ -171,48 +187,32 @@ def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
     return StoredRows(rows_header(entry), memoryview(payload)).rows()
 
 
+def _copied(
+    rows: EncodedRows | EncodedState, chosen: Chosen, memory: torch.Tensor, where: Chosen
+) -> bool:
+    """Copies chosen rows to rows of a tensor, if they are stored as it has them; whether so."""
+    raw = rows.raw if memory.dtype == rows.dtype else None
+    if raw is None or not can_copy(raw, memory):
+        return False
+    copy_rows(raw, rows.count, chosen, memory, where)
+    return True
+
+
 def _put(memory: torch.Tensor, where: Chosen, rows: torch.Tensor) -> None:
     """Overwrites rows of a tensor on any device, of another type perhaps."""
     if isinstance(where, slice):
         memory[where].copy_(rows)
-        return
-    items = _items(memory)
-    if items is not None and rows.dtype == memory.dtype:
-        items[where] = _items(rows)
+    elif memory.dtype == rows.dtype and can_copy(rows, memory):
+        copy_rows(rows, len(rows), slice(0, len(rows)), memory, where)
     else:
         memory.index_copy_(0, torch.from_numpy(where).to(memory.device), rows.to(memory))
-
-
-def _copy(memory: np.ndarray, where: Chosen, rows: np.ndarray, chosen: Chosen) -> None:
-    """Copies chosen items, a block at a time if they don't follow each other."""
-    if isinstance(chosen, slice):
-        memory[where] = rows[chosen]
-        return
-    size = max(1, encoded_rows.BLOCK_BYTES // rows.itemsize)
-    for start in range(0, len(chosen), size):
-        part = chosen[start : start + size]
-        memory[_part(where, start, start + len(part))] = rows[part]
-
-
-def _items(rows: torch.Tensor) -> np.ndarray | None:
-    """The same memory as items of a row each, which NumPy copies as fast as memory goes; None where
-    that can't be.
-    """
-    if rows.device.type != "cpu" or not rows.is_contiguous() or not rows.numel():
-        return None
-    size = rows[0].numel() * rows.element_size()
-    return rows.detach().reshape(-1).view(torch.uint8).numpy().view(f"V{size}")
-
-
-def _part(chosen: Chosen, start: int, stop: int) -> Chosen:
-    if isinstance(chosen, slice):
-        return slice(chosen.start + start, chosen.start + stop)
-    return chosen[start:stop]
 
 
 def _exceptions(header: RowsHeader, data: bytes | memoryview) -> tuple[np.ndarray, torch.Tensor]:
     """Positions in the chunk, sorted, of rows stored exactly, and the rows."""
     count, cols = header.exceptions, header.rectangle.cols
+    if not count:
+        return _NONE, torch.empty((0, cols), dtype=header.dtype, device="cpu")
     size = count * (4 + cols * header.dtype.itemsize)
     if len(data) != size:
         raise ValueError(f"{count} exact rows take {size} bytes, not {len(data)}")

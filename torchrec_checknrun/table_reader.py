@@ -20,7 +20,6 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.manifest import Manifest
 from torchrec_checknrun.read_chunks import ChainContent, ReadableChunk, StoredChunk, read_chunk
-from torchrec_checknrun.row_chunks import KIND, rows_header
 from torchrec_checknrun.row_restore import RowRestore
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 
@@ -83,9 +82,9 @@ class TableReader:
         self._cache = cache
         self._chunks = tuple(
             tuple(
-                (chunk, rows_header(chunk.entry))
+                (chunk, chunk.header)
                 for chunk in chunks
-                if chunk.entry["kind"] == KIND and chunk.entry.get("table") == table
+                if chunk.header is not None and chunk.header.table == table
             )
             for chunks in content.chunks
         )

@@ -264,7 +264,8 @@ def restore(
         for number in range(len(keys)):
             load(number, nullcontext())
     else:
-        work_in_order(load, [1] * len(keys), len(keys), threads)
+        stages = [(chunks[key].entry["table"], chunks[key].checkpoint) for key in keys]
+        work_in_order(load, [1] * len(keys), stages, len(keys), threads)
     rows.finish(dry_run)
     return marks, were_read
 

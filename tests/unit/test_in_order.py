@@ -1,21 +1,32 @@
-"""Threads that do things at their own pace and pass one point in order."""
+"""Threads that do things at their own pace and pass one point one after the other, step by step."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from torchrec_checknrun.in_order import Turn, Work, work_in_order
+from torchrec_checknrun.in_order import Stage, Turn, Work, work_in_order
 
 
 def run(
-    work: Work, count: int, threads: int, sizes: list[int] | None = None, most: int = 100
+    work: Work,
+    count: int,
+    threads: int,
+    sizes: list[int] | None = None,
+    most: int = 100,
+    stages: Sequence[Stage] | None = None,
 ) -> None:
-    work_in_order(work, sizes or [1] * count, most, threads)
+    """Without stages all turns are in order."""
+    stages = [("lane", number) for number in range(count)] if stages is None else stages
+    work_in_order(work, sizes or [1] * count, stages, most, threads)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -35,6 +46,72 @@ def test_turns_come_in_order_and_one_at_a_time(threads: int) -> None:
 
     run(work, 60, threads)
     assert passed == [number for number in range(60) if number % 7 != 3]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans()), max_size=40),
+    st.sampled_from([1, 2, 5]),
+)
+def test_turns_of_a_lane_come_step_by_step(
+    things: list[tuple[int, bool, bool]], threads: int
+) -> None:
+    """Each thing has a lane, may begin a new step there, and may do without its turn."""
+    steps = [0, 0, 0]
+    stages: list[tuple[int, int]] = []
+    for lane, begins, _ in things:
+        steps[lane] += begins
+        stages.append((lane, steps[lane]))
+    passed: list[tuple[int, int]] = []
+    busy = threading.Lock()
+
+    def work(number: int, turn: Turn) -> None:
+        if things[number][2]:
+            return
+        if number % 3:
+            time.sleep(0.0005)
+        with turn:
+            assert busy.acquire(blocking=False)
+            passed.append(stages[number])
+            busy.release()
+
+    run(work, len(things), threads, stages=stages)
+    wanted = [stage for stage, thing in zip(stages, things, strict=True) if not thing[2]]
+    assert Counter(passed) == Counter(wanted)
+    for lane in range(3):
+        of_lane = [step for each, step in passed if each == lane]
+        assert of_lane == sorted(of_lane)
+
+
+@pytest.mark.parametrize("stages", [[(0, 0), (1, 0)], [(0, 0), (0, 0)]])
+def test_other_lanes_and_the_same_step_are_not_waited_for(stages: list[Stage]) -> None:
+    second = threading.Event()
+
+    def work(number: int, turn: Turn) -> None:
+        if number == 0:
+            assert second.wait(30)
+        with turn:
+            pass
+        if number == 1:
+            second.set()
+
+    run(work, 2, 2, stages=stages)
+
+
+def test_a_step_waits_for_the_one_before_the_last() -> None:
+    """Though all of the last one did without their turns."""
+    passed = []
+
+    def work(number: int, turn: Turn) -> None:
+        if number == 1:
+            return
+        if number == 0:
+            time.sleep(0.05)
+        with turn:
+            passed.append(number)
+
+    run(work, 3, 3)
+    assert passed == [0, 2]
 
 
 def test_nothing_to_do() -> None:

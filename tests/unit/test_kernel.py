@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -221,6 +222,25 @@ def test_rows_further_apart_than_their_length(
     assert same_bits(target, expected)
 
 
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.booleans(), st.booleans())
+def test_some_of_the_encoded_rows(
+    seed: int, bits: int, dtype: torch.dtype, by_ids: bool, compiled: bool
+) -> None:
+    """Chosen ones alone, to rows of their own or one after the other."""
+    random = torch.Generator().manual_seed(seed % 2**31)
+    rows = random_rows(seed, 30, 21).to(dtype)
+    data, _ = encode(rows, bits, Method.ASYMMETRIC)
+    positions = torch.randperm(30, generator=random)[:11].sort().values
+    ids = torch.randperm(40, generator=random)[:11] if by_ids else None
+    target = torch.zeros(40 if by_ids else 11, 21, dtype=dtype)
+    with patch.object(kernel, "has_extension", lambda: compiled):
+        kernel.decode_rows(data, bits, 1.0, target, ids, positions)
+    expected = torch.zeros_like(target)
+    expected[slice(None) if ids is None else ids] = decode(data, bits, 21, dtype)[positions]
+    assert same_bits(target, expected)
+
+
 def test_other_threads_run_meanwhile() -> None:
     """Nobody takes the GIL from the main thread unless that gives it away: Python's own switching
     is turned off.
@@ -292,6 +312,7 @@ def call_decode(**changed: Any) -> None:
         "ids": None,
         "out": torch.empty(6, 8),
         "build": "",
+        "positions": None,
     } | changed
     torch.ops.checknrun.decode_rows(*arguments.values())
 
@@ -348,6 +369,10 @@ def test_wrong_arguments_to_encode(
         ({"data": torch.zeros((6, 9), dtype=torch.uint8)}, ValueError, r"\(6, 8\)"),
         ({"data": torch.zeros((6, 9), dtype=torch.uint8)[:, :8]}, ValueError, "contiguous"),
         ({"data": BYTES.float()}, ValueError, "uint8"),
+        ({"positions": torch.arange(5)}, ValueError, "expected 6 positions"),
+        ({"positions": torch.tensor([0, 1, 2, 3, 4, 6])}, IndexError, "row 6 of 6"),
+        ({"positions": torch.tensor([0, 1, -1, 3, 4, 5])}, IndexError, "row -1 of 6"),
+        ({"positions": torch.arange(6).int()}, ValueError, "int64 vector"),
         ({"data": BYTES.to("meta")}, ValueError, "on the CPU"),
         ({"bits": 16}, ValueError, "bits must be 2, 3, 4 or 8"),
         ({"ids": torch.tensor([0, 1, 2, 3, 4, 60])}, IndexError, "row 60 of 6"),

@@ -31,6 +31,7 @@ from tests.unit.chains import (
     write_chain,
 )
 from torchrec_checknrun.codecs import KMeans, Rowwise
+from torchrec_checknrun.codecs.kernel import has_extension
 from torchrec_checknrun.done_rows import DoneRows
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.filesystem import Folder
@@ -215,11 +216,14 @@ class TestHowRowsAreWritten:
     rows=st.sampled_from([1, 7, 8, 100, 1000]),
     data=st.data(),
     block=st.sampled_from([8, 64, 1 << 18]),
+    compiled=st.booleans(),
 )
-def test_done_rows(rows: int, data: st.DataObject, block: int) -> None:
+def test_done_rows(rows: int, data: st.DataObject, block: int, compiled: bool) -> None:
+    compiled = compiled and has_extension()
     done, plain = DoneRows(rows), np.zeros(rows, dtype=bool)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchrec_checknrun.done_rows._BLOCK", block)
+        patch.setattr("torchrec_checknrun.done_rows.has_extension", lambda: compiled)
         for _ in range(4):
             if data.draw(st.booleans()):
                 start = data.draw(st.integers(0, rows))

@@ -97,18 +97,21 @@ def decode_rows(
     factor: float,
     out: torch.Tensor,
     ids: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> None:
-    """Decodes ``(n, row_bytes)`` uint8 into ``out``, or into its rows ``ids``, times ``factor``.
+    """Decodes ``(n, row_bytes)`` uint8, or its rows ``positions``, times ``factor``, into ``out``
+    or into its rows ``ids``.
 
     Args:
         out: ``(m, dim)`` float32, float16 or bfloat16 on the CPU; columns in one piece.
     """
     if has_extension():
-        torch.ops.checknrun.decode_rows(data, bits, factor, ids, out, "")
+        torch.ops.checknrun.decode_rows(data, bits, factor, ids, out, "", positions)
     else:
         from torchrec_checknrun.codecs.fallback import decode_rows as decode_plainly
 
-        decode_plainly(data, bits, factor, ids, out)
+        part = data if positions is None else data[positions]
+        decode_plainly(part, bits, factor, ids, out)
 
 
 @functools.cache
@@ -120,7 +123,7 @@ def has_extension() -> bool:
         except OSError as error:
             logger.warning("%s can't be loaded: %s", library, error)
             continue
-        if hasattr(torch.ops.checknrun, "pack_marks"):
+        if hasattr(torch.ops.checknrun, "copy_rows"):
             return True
         logger.warning("%s is of an earlier version of this package", library)
     logger.warning(

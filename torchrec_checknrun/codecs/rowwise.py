@@ -181,14 +181,15 @@ class Rowwise:
         data: torch.Tensor,
         parameters: Parameters,
         rows: int,
-        start: int,
+        positions: torch.Tensor,
         ids: torch.Tensor,
         out: torch.Tensor,
     ) -> bool:
-        """Decodes as many rows as there are ids, from ``start`` on, each to its own row of ``out``.
+        """Decodes some rows, each to its own row of ``out``.
 
         Args:
-            ids: ``(n,)`` int64 on the CPU: which rows of ``out``.
+            positions: ``(n,)`` int64 on the CPU: which rows.
+            ids: as many: which rows of ``out``.
             out: ``(m, dim)``.
 
         Returns:
@@ -199,8 +200,8 @@ class Rowwise:
         """
         if out.dtype not in _KERNEL_DTYPES or out.device.type != "cpu" or out.stride(1) != 1:
             return False
-        part = self._part(data, parameters, rows, start, len(ids), out.shape[1])
-        decode_rows(part, self.bits, _factor(parameters), out, ids)
+        part = self._part(data, parameters, rows, 0, rows, out.shape[1])
+        decode_rows(part, self.bits, _factor(parameters), out, ids, positions)
         return True
 
     def _part(

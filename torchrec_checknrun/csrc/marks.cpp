@@ -91,6 +91,29 @@ at::Tensor positions(const at::Tensor& packed, int64_t start, int64_t stop) {
   return found;
 }
 
+// Adds rows to the set; returns the positions in ``rows`` of those that were not in it.
+at::Tensor add_rows(const at::Tensor& rows, at::Tensor packed) {
+  check_bytes(packed, "packed");
+  TORCH_CHECK_VALUE(rows.dim() == 1 && rows.is_contiguous() && rows.scalar_type() == at::kLong &&
+                        rows.device().is_cpu(),
+                    "rows must be a contiguous int64 vector on the CPU");
+  const int64_t n = rows.numel(), most = packed.numel() * 8;
+  const int64_t* row = rows.const_data_ptr<int64_t>();
+  uint8_t* bits = packed.mutable_data_ptr<uint8_t>();
+  at::Tensor found = at::empty({n}, rows.options());
+  int64_t* into = found.mutable_data_ptr<int64_t>();
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    TORCH_CHECK_INDEX(row[i] >= 0 && row[i] < most, "row ", row[i], " of ", most);
+    uint8_t& eight = bits[row[i] / 8];
+    const uint8_t bit = uint8_t(1 << (row[i] % 8));
+    into[count] = i;
+    count += (eight & bit) == 0;
+    eight |= bit;
+  }
+  return found.narrow(0, 0, count);
+}
+
 // (start, stop, count) of ranges of rows with ``size`` of the set each; see RowSet.spans.
 std::vector<int64_t> spans(const at::Tensor& packed, int64_t rows, int64_t size) {
   check_bytes(packed, "packed");
@@ -122,5 +145,6 @@ TORCH_LIBRARY_FRAGMENT(checknrun, library) {
               checknrun::pack_marks);
   library.def("marked_positions(Tensor packed, int start, int stop) -> Tensor",
               checknrun::positions);
+  library.def("add_rows(Tensor rows, Tensor(a!) packed) -> Tensor", checknrun::add_rows);
   library.def("marked_spans(Tensor packed, int rows, int size) -> int[]", checknrun::spans);
 }

@@ -121,14 +121,16 @@ int64_t encode_rows(const at::Tensor& rows, const std::optional<at::Tensor>& ids
 }
 
 void decode_rows(const at::Tensor& data, int64_t bits, double factor,
-                 const std::optional<at::Tensor>& ids, at::Tensor out, c10::string_view build) {
+                 const std::optional<at::Tensor>& ids, at::Tensor out, c10::string_view build,
+                 const std::optional<at::Tensor>& positions) {
   check_rows(out);
   const int64_t n = ids ? ids->numel() : out.size(0), dim = out.size(1);
-  const int64_t row_bytes = row_bytes_of(dim, bits);
-  check_bytes(data, n, row_bytes);
-  const DecodeJob job{data.const_data_ptr<uint8_t>(), row_bytes, dim, int(bits), float(factor),
-                      check_ids(ids, out.size(0)), out.mutable_data_ptr(), value_of(out),
-                      out.stride(0)};
+  const int64_t row_bytes = row_bytes_of(dim, bits), stored = positions ? data.size(0) : n;
+  check_bytes(data, stored, row_bytes);
+  TORCH_CHECK_VALUE(!positions || positions->numel() == n, "expected ", n, " positions");
+  const DecodeJob job{data.const_data_ptr<uint8_t>(), check_ids(positions, stored), row_bytes, dim,
+                      int(bits), float(factor), check_ids(ids, out.size(0)),
+                      out.mutable_data_ptr(), value_of(out), out.stride(0)};
   const Kernels& kernels = kernels_of(std::string(build));
   at::parallel_for(0, n, grain(dim),
                    [&](int64_t begin, int64_t end) { kernels.decode(job, begin, end); });
@@ -143,8 +145,8 @@ TORCH_LIBRARY(checknrun, library) {
       "float factor, Tensor(a!) out, Tensor(b!) refused, str build) -> int",
       checknrun::encode_rows);
   library.def(
-      "decode_rows(Tensor data, int bits, float factor, Tensor? ids, Tensor(a!) out, str build) "
-      "-> ()",
+      "decode_rows(Tensor data, int bits, float factor, Tensor? ids, Tensor(a!) out, str build, "
+      "Tensor? positions=None) -> ()",
       checknrun::decode_rows);
   library.def("kernel_builds() -> str[]", checknrun::usable_builds);
 }

@@ -29,6 +29,7 @@ struct EncodeJob {
 
 struct DecodeJob {
   const uint8_t* data;
+  const int64_t* positions;  // which rows of data, or null: all from the first
   int64_t row_bytes;
   int64_t dim;
   int bits;

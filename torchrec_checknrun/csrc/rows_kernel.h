@@ -292,7 +292,7 @@ inline void decode_rows(const DecodeJob& job, int64_t begin, int64_t end) {
   const Buffer<uint8_t> codes(dim + 64);
   const Buffer<float> values(dim);
   for (int64_t r = begin; r < end; ++r) {
-    const uint8_t* row = job.data + r * job.row_bytes;
+    const uint8_t* row = job.data + (job.positions ? job.positions[r] : r) * job.row_bytes;
     const uint8_t* from = row;
     float scale, bias;
     if (bits == 8) {

@@ -1,0 +1,106 @@
+"""Rows' bytes to other places: what plain indexing of NumPy does, compiled and not."""
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_checknrun import copy_rows as module
+from torchrec_checknrun.codecs.kernel import has_extension
+from torchrec_checknrun.copy_rows import Chosen, can_copy, copy_rows
+
+COMPILED = [False, True] if has_extension() else [False]
+
+
+@st.composite
+def some(draw: st.DrawFn, rows: int, n: int) -> Chosen:
+    if draw(st.booleans()):
+        start = draw(st.integers(0, rows - n))
+        return slice(start, start + n)
+    chosen = draw(st.lists(st.integers(0, rows - 1), min_size=n, max_size=n, unique=True))
+    return np.array(sorted(chosen), dtype=np.int64)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.float16, torch.float64, torch.uint8]),
+    st.sampled_from([None, 1, 3, 64]),
+    st.sampled_from([1, 9, 400]),
+    st.sampled_from([5, 1 << 19]),
+    st.sampled_from(COMPILED),
+    st.data(),
+)
+def test_rows_come_to_their_places(
+    dtype: torch.dtype,
+    cols: int | None,
+    rows: int,
+    block: int,
+    compiled: bool,
+    data: st.DataObject,
+) -> None:
+    more = rows + data.draw(st.integers(0, 5))
+    n = data.draw(st.integers(0, rows))
+    chosen, where = data.draw(some(rows, n)), data.draw(some(more, n))
+    shape = () if cols is None else (cols,)
+    source = torch.randint(0, 250, (rows, *shape)).to(dtype)
+    target = torch.randint(0, 250, (more, *shape)).to(dtype)
+    wanted = target.numpy().copy()
+    wanted[where] = source.numpy()[chosen]
+    with (
+        patch.object(module, "has_extension", lambda: compiled),
+        patch.object(module, "BLOCK_BYTES", block),
+    ):
+        assert can_copy(source, target)
+        # However the source's bytes are seen, and wherever they begin.
+        odd = torch.cat([torch.zeros(1, dtype=torch.uint8), source.reshape(-1).view(torch.uint8)])
+        copy_rows(odd[1:], rows, chosen, target, where)
+    assert np.array_equal(target.numpy(), wanted)
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize(
+    ("rows", "chosen", "where"),
+    [
+        (6, slice(0, 7), slice(0, 7)),
+        (6, np.array([0, 6]), slice(0, 2)),
+        (6, slice(0, 2), np.array([0, 9])),
+        (6, np.array([0, 1]), slice(8, 10)),
+        (5, slice(0, 2), slice(0, 2)),
+        (12, slice(0, 2), slice(0, 2)),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(
+    compiled: bool, rows: int, chosen: Chosen, where: Chosen
+) -> None:
+    source, target = torch.ones(6, 4), torch.zeros(9, 4)
+    with (
+        patch.object(module, "has_extension", lambda: compiled),
+        pytest.raises((IndexError, ValueError, TypeError)),
+    ):
+        copy_rows(source, rows, chosen, target, where)
+    assert not target.any()
+
+
+@pytest.mark.skipif(not has_extension(), reason="the compiled kernel was not built")
+@pytest.mark.parametrize(
+    "place", [torch.tensor([-1]), torch.tensor([9]), torch.tensor([0], dtype=torch.int32)]
+)
+def test_the_kernel_leaves_other_memory_alone(place: torch.Tensor) -> None:
+    rows = torch.zeros(9, 4)
+    for places in ((place, torch.tensor([0])), (torch.tensor([0]), place)):
+        with pytest.raises((IndexError, ValueError)):
+            torch.ops.checknrun.copy_rows(rows, 9, 0, places[0], rows.clone(), 0, places[1], 1)
+    for first, n in ((-1, 1), (0, 10), (9, 1), (1, -1), (2**63 - 1, 1)):
+        with pytest.raises((IndexError, ValueError)):
+            torch.ops.checknrun.copy_rows(rows, 9, first, None, rows.clone(), 0, None, n)
+
+
+def test_memory_in_pieces_is_for_torch() -> None:
+    rows = torch.zeros(4, 6)
+    assert can_copy(rows, rows)
+    assert not can_copy(rows[:, :3], rows)
+    assert not can_copy(rows, rows[::2])
+    assert not can_copy(rows[:0], rows)
