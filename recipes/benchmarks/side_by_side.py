@@ -67,6 +67,7 @@ QUICK = Setting(rows=50_000, batch=128, steps=3)
 FIRST = [COPY, DCP, f"{ASYNC}, DTensor, kept stager"]
 COMPARED = [*FIRST, PROCESS]
 MORE_ROUNDS = 2
+RESTORES = 5  # rounds; single restores of the same system differ by half
 ON_TWO_RANKS = [
     *FIRST,
     *(case.name for case in PEERS),
@@ -238,7 +239,7 @@ def main() -> int:
     calm = replace(setting, threads=len(os.sched_getaffinity(0)))  # where nothing trains beside
     holder = nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory()
     found: dict[str, Any] = {"setting": asdict(setting), "traces": traces(setting)}
-    rounds = 1 if options.quick else 3
+    rounds = 1 if options.quick else RESTORES
     measures: dict[str, Callable[[Path], Rows]] = {
         "training": lambda folder: training(setting, options, folder),
         "bytes": lambda folder: _alone(side_by_side_bytes.measure, calm, folder),

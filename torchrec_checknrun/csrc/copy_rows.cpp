@@ -64,10 +64,10 @@ void copy_rows(const at::Tensor& source, int64_t rows, int64_t first,
                     " bytes to others of ", target.sizes());
   const int64_t* sources = check_places(from, first, n, rows);
   const int64_t* targets = check_places(to, into, n, target.size(0));
-  const Places all{static_cast<const uint8_t*>(source.const_data_ptr()) + (sources ? 0 : first * size),
-                   sources,
-                   static_cast<uint8_t*>(target.mutable_data_ptr()) + (targets ? 0 : into * size),
-                   targets, size};
+  const auto* stored = static_cast<const uint8_t*>(source.const_data_ptr());
+  auto* live = static_cast<uint8_t*>(target.mutable_data_ptr());
+  const Places all{stored + (sources ? 0 : first * size), sources,
+                   live + (targets ? 0 : into * size), targets, size};
   const int64_t grain = std::max<int64_t>(16, 32768 / std::max<int64_t>(size, 1));
   at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
     if (!all.from && !all.to) {
