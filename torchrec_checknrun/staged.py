@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from torchrec_checknrun.chunks import EncodedChunk, Entry
+from torchrec_checknrun.codecs.kernel import has_extension
+from torchrec_checknrun.copy_rows import can_copy
 from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.row_chunks import encode_rows
 from torchrec_checknrun.shards import LocalShard, RowBlock, TableShape
@@ -92,11 +94,21 @@ class StagedRows:
         Args:
             positions: ``(n,)`` int64, sorted: which of the shard's rows.
         """
+        parts = [(shard.weight, self.weight)]
+        parts += [(shard.optimizer[name], state) for name, state in self.optimizer.items()]
+        if has_extension() and all(can_copy(live, memory) for live, _ in parts):
+            # One call: between several, Python's lock would go from thread to thread.
+            torch.ops.checknrun.stage_rows(
+                positions,
+                shard.rectangle.row_start,
+                [live for live, _ in parts],
+                memory,
+                [self.ids.offset, *(staged.offset for _, staged in parts)],
+            )
+            return
         torch.add(positions, shard.rectangle.row_start, out=self.ids.at(memory))
         n, first = len(positions), int(positions[0])
         whole = int(positions[-1]) - first == n - 1  # a run of rows needs no gather
-        parts = [(shard.weight, self.weight)]
-        parts += [(shard.optimizer[name], state) for name, state in self.optimizer.items()]
         here = positions if whole else positions.to(shard.weight.device)
         for live, staged in parts:
             into = staged.at(memory)

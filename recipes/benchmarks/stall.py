@@ -79,9 +79,10 @@ def measure(setting: Setting, intervals: int, folder: Path) -> list[dict[str, fl
         checkpointer.save()
         with _timed(watch):
             for interval in tqdm(range(intervals), desc="stalls", file=sys.stderr):
+                # First, since with all cores it leaves threads behind that spin for a moment.
+                gather = limits.gather(interval)
                 for shard, rows in job.modified(interval):
                     checkpointer.mark(shard.table, rows)
-                gather = limits.gather(interval)
                 watch.seconds.clear()
                 checkpointer.steps += 1
                 started = time.perf_counter()

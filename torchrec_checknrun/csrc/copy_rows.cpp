@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 namespace checknrun {
 namespace {
@@ -53,6 +54,22 @@ void copy(const Places& all, int64_t begin, int64_t end) {
   }
 }
 
+void copy_part(const Places& all, int64_t begin, int64_t end) {
+  if (!all.from && !all.to) {
+    std::memcpy(all.target + begin * all.size, all.source + begin * all.size,
+                size_t((end - begin) * all.size));
+  } else if (all.size == 4) {
+    copy<4>(all, begin, end);
+  } else {
+    copy<0>(all, begin, end);
+  }
+}
+
+// Fewer aren't worth another thread.
+int64_t rows_a_thread(int64_t size) {
+  return std::max<int64_t>(16, 32768 / std::max<int64_t>(size, 1));
+}
+
 // ``n`` rows of source, ``from`` or all from ``first`` on, to as many of target, ``to`` or from
 // ``into`` on.
 void copy_rows(const at::Tensor& source, int64_t rows, int64_t first,
@@ -68,16 +85,48 @@ void copy_rows(const at::Tensor& source, int64_t rows, int64_t first,
   auto* live = static_cast<uint8_t*>(target.mutable_data_ptr());
   const Places all{stored + (sources ? 0 : first * size), sources,
                    live + (targets ? 0 : into * size), targets, size};
-  const int64_t grain = std::max<int64_t>(16, 32768 / std::max<int64_t>(size, 1));
-  at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
-    if (!all.from && !all.to) {
-      std::memcpy(all.target + begin * size, all.source + begin * size,
-                  size_t((end - begin) * size));
-    } else if (size == 4) {
-      copy<4>(all, begin, end);
-    } else {
-      copy<0>(all, begin, end);
+  at::parallel_for(0, n, rows_a_thread(size), [&](int64_t begin, int64_t end) {
+    copy_part(all, begin, end);
+  });
+}
+
+// Rows of several tensors, one copy behind the other: ``positions`` + row_start go to memory at the
+// first offset, then those rows of each tensor at its own. Sorted positions without gaps are copied
+// as a piece.
+void stage_rows(const at::Tensor& positions, int64_t row_start, at::TensorList tensors,
+                at::Tensor memory, at::IntArrayRef offsets) {
+  const int64_t n = positions.numel(), room = row_bytes(memory, 1, "memory");
+  TORCH_CHECK_VALUE(offsets.size() == tensors.size() + 1, "expected an offset for ids and each of ",
+                    tensors.size(), " tensors, not ", offsets.size());
+  auto* bytes = static_cast<uint8_t*>(memory.mutable_data_ptr());
+  const auto place = [&](int64_t offset, int64_t size) {
+    TORCH_CHECK_INDEX(offset >= 0 && size <= room - offset, size, " bytes at ", offset, " of ",
+                      room);
+    return bytes + offset;
+  };
+  uint8_t* ids = place(offsets[0], n * int64_t(sizeof(int64_t)));
+  int64_t least = INT64_MAX, total = sizeof(int64_t);
+  std::vector<Places> parts;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_VALUE(tensors[i].dim() > 0, "a tensor has no rows");
+    const int64_t rows = tensors[i].size(0), size = row_bytes(tensors[i], rows, "a tensor");
+    parts.push_back({static_cast<const uint8_t*>(tensors[i].const_data_ptr()), nullptr,
+                     place(offsets[i + 1], n * size), nullptr, size});
+    least = std::min(least, rows);
+    total += size;
+  }
+  const int64_t* from = check_places(positions, 0, n, least);
+  const bool whole = n > 0 && from[n - 1] - from[0] == n - 1;
+  for (Places& part : parts) {
+    part.from = whole ? nullptr : from;
+    if (whole) part.source += from[0] * part.size;
+  }
+  at::parallel_for(0, n, rows_a_thread(total), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t id = from[r] + row_start;
+      std::memcpy(ids + r * int64_t(sizeof(id)), &id, sizeof(id));
     }
+    for (const Places& part : parts) copy_part(part, begin, end);
   });
 }
 
@@ -89,4 +138,8 @@ TORCH_LIBRARY_FRAGMENT(checknrun, library) {
       "copy_rows(Tensor source, int rows, int first, Tensor? from_, Tensor(a!) target, int into, "
       "Tensor? to, int n) -> ()",
       checknrun::copy_rows);
+  library.def(
+      "stage_rows(Tensor positions, int row_start, Tensor[] tensors, Tensor(a!) memory, "
+      "int[] offsets) -> ()",
+      checknrun::stage_rows);
 }
