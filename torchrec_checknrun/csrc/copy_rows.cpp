@@ -6,6 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#include "row_vector.h"
+
 namespace checknrun {
 namespace {
 
@@ -26,14 +28,8 @@ const int64_t* check_places(const std::optional<at::Tensor>& places, int64_t fir
                       " of ", rows);
     return nullptr;
   }
-  TORCH_CHECK_VALUE(places->dim() == 1 && places->numel() == n && places->is_contiguous() &&
-                        places->scalar_type() == at::kLong && places->device().is_cpu(),
-                    "expected a contiguous int64 vector of ", n, " rows on the CPU");
-  const int64_t* at = places->const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < n; ++i) {
-    TORCH_CHECK_INDEX(at[i] >= 0 && at[i] < rows, "row ", at[i], " of ", rows);
-  }
-  return at;
+  TORCH_CHECK_VALUE(places->numel() == n, places->numel(), " places for ", n, " rows");
+  return row_vector(*places, rows);
 }
 
 struct Places {
@@ -115,7 +111,7 @@ void stage_rows(const at::Tensor& positions, int64_t row_start, at::TensorList t
     least = std::min(least, rows);
     total += size;
   }
-  const int64_t* from = check_places(positions, 0, n, least);
+  const int64_t* from = row_vector(positions, least);
   const bool whole = n > 0 && from[n - 1] - from[0] == n - 1;
   for (Places& part : parts) {
     part.from = whole ? nullptr : from;

@@ -10,6 +10,8 @@
 #include <emmintrin.h>
 #endif
 
+#include "row_vector.h"
+
 namespace checknrun {
 namespace {
 
@@ -94,17 +96,13 @@ at::Tensor positions(const at::Tensor& packed, int64_t start, int64_t stop) {
 // Adds rows to the set; returns the positions in ``rows`` of those that were not in it.
 at::Tensor add_rows(const at::Tensor& rows, at::Tensor packed) {
   check_bytes(packed, "packed");
-  TORCH_CHECK_VALUE(rows.dim() == 1 && rows.is_contiguous() && rows.scalar_type() == at::kLong &&
-                        rows.device().is_cpu(),
-                    "rows must be a contiguous int64 vector on the CPU");
-  const int64_t n = rows.numel(), most = packed.numel() * 8;
-  const int64_t* row = rows.const_data_ptr<int64_t>();
+  const int64_t n = rows.numel();
+  const int64_t* row = row_vector(rows, packed.numel() * 8);
   uint8_t* bits = packed.mutable_data_ptr<uint8_t>();
   at::Tensor found = at::empty({n}, rows.options());
   int64_t* into = found.mutable_data_ptr<int64_t>();
   int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) {
-    TORCH_CHECK_INDEX(row[i] >= 0 && row[i] < most, "row ", row[i], " of ", most);
     uint8_t& eight = bits[row[i] / 8];
     const uint8_t bit = uint8_t(1 << (row[i] % 8));
     into[count] = i;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "row_vector.h"
 #include "rows.h"
 
 namespace checknrun {
@@ -64,18 +65,6 @@ int64_t row_bytes_of(int64_t dim, int64_t bits) {
   return code_bytes(dim, int(bits)) + (bits == 8 ? 8 : 4);
 }
 
-const int64_t* check_ids(const std::optional<at::Tensor>& ids, int64_t table_rows) {
-  if (!ids) return nullptr;
-  TORCH_CHECK_VALUE(ids->dim() == 1 && ids->is_contiguous() && ids->scalar_type() == at::kLong &&
-                        ids->device().is_cpu(),
-                    "ids must be a contiguous int64 vector on the CPU");
-  const int64_t* data = ids->const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < ids->numel(); ++i) {
-    TORCH_CHECK_INDEX(data[i] >= 0 && data[i] < table_rows, "row ", data[i], " of ", table_rows);
-  }
-  return data;
-}
-
 void check_bytes(const at::Tensor& data, int64_t n, int64_t row_bytes) {
   TORCH_CHECK_VALUE(data.dim() == 2 && data.size(0) == n && data.size(1) == row_bytes &&
                         data.is_contiguous() && data.scalar_type() == at::kByte &&
@@ -108,7 +97,7 @@ int64_t encode_rows(const at::Tensor& rows, const std::optional<at::Tensor>& ids
   TORCH_CHECK_VALUE(refused.dim() == 1 && refused.numel() == n && refused.is_contiguous() &&
                         refused.scalar_type() == at::kByte,
                     "refused must be ", n, " contiguous uint8");
-  const EncodeJob job{rows.const_data_ptr(), value_of(rows), check_ids(ids, rows.size(0)),
+  const EncodeJob job{rows.const_data_ptr(), value_of(rows), row_vector(ids, rows.size(0)),
                       rows.stride(0), dim, int(bits), Method(method), int(num_bins), float(ratio),
                       float(factor), out.mutable_data_ptr<uint8_t>(), row_bytes,
                       refused.mutable_data_ptr<uint8_t>()};
@@ -128,8 +117,8 @@ void decode_rows(const at::Tensor& data, int64_t bits, double factor,
   const int64_t row_bytes = row_bytes_of(dim, bits), stored = positions ? data.size(0) : n;
   check_bytes(data, stored, row_bytes);
   TORCH_CHECK_VALUE(!positions || positions->numel() == n, "expected ", n, " positions");
-  const DecodeJob job{data.const_data_ptr<uint8_t>(), check_ids(positions, stored), row_bytes, dim,
-                      int(bits), float(factor), check_ids(ids, out.size(0)),
+  const DecodeJob job{data.const_data_ptr<uint8_t>(), row_vector(positions, stored), row_bytes,
+                      dim, int(bits), float(factor), row_vector(ids, out.size(0)),
                       out.mutable_data_ptr(), value_of(out), out.stride(0)};
   const Kernels& kernels = kernels_of(std::string(build));
   at::parallel_for(0, n, grain(dim),
