@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from torchrec_checknrun import row_ids
@@ -21,6 +22,7 @@ from torchrec_checknrun.codecs import (
     codec_from_spec,
     row_state,
 )
+from torchrec_checknrun.encoded_rows import EncodedRows
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.sections import DECODED_BYTES, Section, Sections, decoded_most
@@ -40,7 +42,6 @@ from torchrec_checknrun.untrusted import (
 KIND = "rows"
 
 _ERROR_SAMPLE_ROWS = 1024
-_ERROR_SAMPLE_RUN = 32
 _DTYPES = {
     dtype_name(dtype): dtype
     for dtype in (
@@ -279,21 +280,27 @@ _FIELDS: dict[str, Check] = {
 def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
     """Mean and maximum over rows of ‖ŵ − w‖/‖w‖, from evenly spaced rows where there are many."""
     n, weight = len(block.ids), block.weight
-    run = min(n, _ERROR_SAMPLE_RUN)
-    starts = range(0, n - run + 1, max(run, -(-n // (_ERROR_SAMPLE_ROWS // run))))
-    exact = torch.zeros(n, dtype=torch.bool, device="cpu")
-    exact[encoded.exceptions] = True
+    sample = torch.arange(0, n, -(-n // _ERROR_SAMPLE_ROWS), device="cpu")
+    rows = EncodedRows(
+        codec=codec,
+        parameters=encoded.parameters,
+        data=encoded.data.view(-1),
+        count=n,
+        cols=weight.shape[1],
+        dtype=weight.dtype,
+        exceptions=np.empty(0, dtype=np.int64),
+        exact=torch.empty((0, weight.shape[1]), dtype=weight.dtype, device="cpu"),
+    )
     relative = []
-    for start in starts:
-        decoded = torch.empty((run, weight.shape[1]), dtype=weight.dtype, device="cpu")
-        codec.decode(encoded.data.view(-1), encoded.parameters, n, start, decoded)
-        sample = block.rows(slice(start, start + run)).cpu().to(torch.float64)
-        norm = sample.norm(dim=1)
-        error = (decoded.to(torch.float64) - sample).norm(dim=1)
+    for start, decoded in rows.blocks(sample.numpy()):
+        here = sample[start : start + len(decoded)]
+        wanted = block.rows(here.to(weight.device)).cpu().to(torch.float64)
+        norm = wanted.norm(dim=1)
+        error = (decoded.to(torch.float64) - wanted).norm(dim=1)
         one = torch.where(norm > 0, error / norm, torch.where(error > 0, 1.0, 0.0))
-        one = torch.where(one.isfinite(), one, 1.0)  # beyond fp64, and JSON
-        relative.append(torch.where(exact[start : start + run], 0.0, one))
+        relative.append(torch.where(one.isfinite(), one, 1.0))  # beyond fp64, and JSON
     every = torch.cat(relative)
+    every[torch.isin(sample, encoded.exceptions)] = 0.0  # stored exactly
     return {
         "mean": float(every.mean()),
         "max": float(every.max()),

@@ -37,7 +37,12 @@ class StagedTensor:
 
     def at(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor, a view of the memory."""
-        return memory[self.offset : self.offset + self.size].view(self.dtype).view(self.shape)
+        if not self.size:
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        # Not by views: each would give Python's lock away, and training wait to get it back.
+        count = self.size // self.dtype.itemsize
+        flat = torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.offset)
+        return flat if len(self.shape) == 1 else flat.view(self.shape)
 
 
 def aligned(size: int) -> int:

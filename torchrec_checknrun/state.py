@@ -131,6 +131,8 @@ class _Encoder:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes; no copy of one that is contiguous in CPU memory."""
+    if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_cpu:
+        return np.ascontiguousarray(tensor.detach().numpy()).data  # bytes already
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # Of a single element PyTorch takes any stride for contiguous, but not for a view.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data

@@ -123,7 +123,7 @@ def has_extension() -> bool:
         except OSError as error:
             logger.warning("%s can't be loaded: %s", library, error)
             continue
-        if hasattr(torch.ops.checknrun, "copy_rows"):
+        if hasattr(torch.ops.checknrun, "stage_rows"):
             return True
         logger.warning("%s is of an earlier version of this package", library)
     logger.warning(
