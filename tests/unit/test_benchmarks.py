@@ -55,6 +55,29 @@ def test_memory() -> None:
         assert one.of_budget == one.peak / (4 << 20)
 
 
+@pytest.mark.parametrize("name", ["disturbance", "stall"])
+def test_what_training_sees_of_a_save(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    count = ["--saves", "2"] if name == "disturbance" else ["--intervals", "3"]
+    command = [sys.executable, "-W", "ignore", "-m", f"recipes.benchmarks.{name}"]
+    command += ["--json", str(out), "--rows", "20000", *count]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text())
+    if name == "disturbance":
+        assert list(document["saves"]) == ["thread", "process"]
+        for saves in document["saves"].values():
+            assert len(saves) == 2
+            assert all(save["lost"] < save["seconds"] and save["waits"] >= 0 for save in saves)
+        return
+    assert len(document["stalls"]) == 2
+    for stall in document["stalls"]:
+        gather, whole = stall.pop("bare gather of the rows"), stall.pop("the whole stall")
+        assert gather > 0
+        assert all(seconds >= 0 for seconds in stall.values())
+        assert sum(stall.values()) == pytest.approx(whole)
+
+
 def test_planning() -> None:
     cost = planning.measure(planning.Size(tables=20, ranks=8))
     assert cost.received_bytes > 20 * 8 * 50
