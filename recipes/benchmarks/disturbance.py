@@ -1,10 +1,11 @@
-"""What a save behind training costs a thread whose operations are short: thread beside process.
+"""What a save behind training costs the training thread: background thread beside process.
 
     python -m recipes.benchmarks.disturbance [--json out.json] [--saves 8]
 
-The worst case for Python's lock. Each of these operations, of a few microseconds, gives it away and
-has to get it back, for which the system must put the training thread to sleep and wake it up again;
-a model's own operations are longer. The model and the rows of `side_by_side`, one rank, 4 bit rows.
+Twice. The worst case for Python's lock: operations of a few microseconds, each of which gives it
+away and has to get it back, for which the system must put the training thread to sleep and wake it
+up again. Then the model's own steps, intervals with a save in turn with others without: where the
+time goes, waiting or computing. The model and the rows of `side_by_side`, one rank, 4 bit rows.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Disturbance:
     Attributes:
         seconds: from the end of the stall until the save is done.
         lost: seconds that the same operations would have taken less without it.
-        waits: how often training was put to sleep: it waited for the lock.
+        waits: how often training went to sleep.
     """
 
     seconds: float
@@ -52,10 +53,25 @@ class Disturbance:
     waits: int
 
 
-def measure(job: Job, kind: BackgroundKind, saves: int, root: Path) -> list[Disturbance]:
-    """So many saves, each beside the same operations without one."""
-    found = []
-    with Checkpointer(
+@dataclass(frozen=True)
+class Interval:
+    """Of training steps, after the stall if there was one.
+
+    Attributes:
+        call: the stall, seconds; None without a save.
+        wall, processor: seconds of the steps, and those in which the training thread ran.
+        waits: how often it went to sleep.
+    """
+
+    call: float | None
+    wall: float
+    processor: float
+    waits: int
+
+
+def checkpointer_of(job: Job, kind: BackgroundKind, root: Path) -> Checkpointer:
+    """What is measured."""
+    return Checkpointer(
         root,
         model=job.model,
         state={"optimizer": job.optimizer},
@@ -63,7 +79,34 @@ def measure(job: Job, kind: BackgroundKind, saves: int, root: Path) -> list[Dist
         quantization=Quantization(bits=4),
         staging="copy",
         background=kind,
-    ) as checkpointer:
+    )
+
+
+def intervals(job: Job, kind: BackgroundKind, saves: int, root: Path) -> list[Interval]:
+    """So many with a save, each after one without."""
+    found = []
+    with checkpointer_of(job, kind, root) as checkpointer:
+        checkpointer.save()
+        for number in tqdm(range(2 * saves + 2), desc=f"{kind}, steps", file=sys.stderr):
+            batches, call = job.batches(number % 12), None
+            if number % 2:
+                started = time.perf_counter()
+                checkpointer.save(wait=False)
+                call = time.perf_counter() - started
+            before, waits, started = time.thread_time(), _waits(), time.perf_counter()
+            for batch in batches:
+                job.step(batch)
+                checkpointer.step()
+            wall, processor = time.perf_counter() - started, time.thread_time() - before
+            found.append(Interval(call, wall, processor, _waits() - waits))
+            checkpointer.wait()
+    return found[2:]  # the first ones touch memory that the others find warm
+
+
+def measure(job: Job, kind: BackgroundKind, saves: int, root: Path) -> list[Disturbance]:
+    """So many saves, each beside the same operations without one."""
+    found = []
+    with checkpointer_of(job, kind, root) as checkpointer:
         checkpointer.save()
         for interval in tqdm(range(saves + 1), desc=kind, file=sys.stderr):
             for shard, rows in job.modified(interval):
@@ -103,21 +146,56 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     job = Job(Setting(rows=options.rows))
     found: dict[str, list[Disturbance]] = {}
+    steps: dict[str, list[Interval]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in KINDS:
             found[kind] = measure(job, kind, options.saves, Path(folder) / kind)
-    table = Table(title=f"a save behind short operations, median of {options.saves}")
-    table.add_column("background")
-    for column in ("save, ms", "training lost, ms", "waits for the lock"):
-        table.add_column(column, justify="right")
+            steps[kind] = intervals(job, kind, options.saves, Path(folder) / f"{kind}-steps")
+    for table in (_short_operations(found), _steps(steps)):
+        Console(width=100).print(table)
+    if options.json is not None:
+        document = {
+            **describe(),
+            "saves": {name: [asdict(save) for save in saves] for name, saves in found.items()},
+            "intervals": {name: [asdict(one) for one in every] for name, every in steps.items()},
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _short_operations(found: dict[str, list[Disturbance]]) -> Table:
+    table = _table("short operations", "save, ms", "training lost, ms", "sleeps")
     for name, saves in found.items():
         seconds, lost = median(s.seconds for s in saves), median(s.lost for s in saves)
-        waits = median(s.waits for s in saves)
-        table.add_row(name, f"{seconds * 1e3:.0f}", f"{lost * 1e3:.0f}", f"{waits:.0f}")
-    Console(width=80).print(table)
-    if options.json is not None:
-        saves_of = {name: [asdict(save) for save in saves] for name, saves in found.items()}
-        options.json.write_text(json.dumps({**describe(), "saves": saves_of}, indent=1) + "\n")
+        sleeps = median(s.waits for s in saves)
+        table.add_row(name, f"{seconds * 1e3:.0f}", f"{lost * 1e3:.0f}", f"{sleeps:.0f}")
+    return table
+
+
+def _steps(found: dict[str, list[Interval]]) -> Table:
+    columns = ("stall, ms", "steps, ms", "least to most", "processor, ms", "waiting, ms", "sleeps")
+    table = _table("training steps", *columns)
+    for name, every in found.items():
+        for what, with_save in (("no save", False), (name, True)):
+            some = [one for one in every if (one.call is not None) == with_save]
+            walls = [one.wall * 1e3 for one in some]
+            table.add_row(
+                what,
+                f"{median(one.call or 0.0 for one in some) * 1e3:.0f}",
+                f"{median(walls):.0f}",
+                f"{min(walls):.0f} to {max(walls):.0f}",
+                f"{median(one.processor for one in some) * 1e3:.0f}",
+                f"{median(one.wall - one.processor for one in some) * 1e3:.0f}",
+                f"{median(one.waits for one in some):.0f}",
+            )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=f"{title}, medians")
+    table.add_column("background")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
 
 
 if __name__ == "__main__":

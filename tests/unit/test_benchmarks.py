@@ -69,6 +69,9 @@ def test_what_training_sees_of_a_save(name: str, tmp_path: Path) -> None:
         for saves in document["saves"].values():
             assert len(saves) == 2
             assert all(save["lost"] < save["seconds"] and save["waits"] >= 0 for save in saves)
+        for intervals in document["intervals"].values():
+            assert [one["call"] is None for one in intervals] == [True, False] * 2
+            assert all(0 < one["processor"] < one["wall"] * 1.01 for one in intervals)
         return
     assert len(document["stalls"]) == 2
     for stall in document["stalls"]:
