@@ -18,7 +18,7 @@ def width_for(restores: float) -> int:
     Raises:
         ValueError: it is negative or not a number.
     """
-    if not restores >= 0:
+    if not (isinstance(restores, (int, float)) and restores >= 0):
         raise ValueError(f"expected restores must be 0 or more, not {restores!r}")
     return next((bits for limit, bits in _WIDTHS if restores <= limit), MOST)
 

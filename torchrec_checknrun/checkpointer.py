@@ -9,22 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from typing_extensions import Never
 
-from torchrec_checknrun.arguments import check_arguments
+from torchrec_checknrun.agreement import require_agreement, require_nowhere
+from torchrec_checknrun.arguments import Arguments, Resume, is_timeout
 from torchrec_checknrun.background import Background, BackgroundKind
 from torchrec_checknrun.errors import (
     CheckNRunError,
+    CheckpointNotFound,
     ModelPartlyRestored,
     SaveFailed,
 )
-from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
+from torchrec_checknrun.missing_root import describe_empty, protect_existing
 from torchrec_checknrun.per_rank import PerRank
-from torchrec_checknrun.policy import Intermittent, Policy
+from torchrec_checknrun.policy import Policy
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport
@@ -36,6 +39,7 @@ from torchrec_checknrun.snapshot import CHUNK_BYTES
 from torchrec_checknrun.staging import StagingMode
 from torchrec_checknrun.tracked import RowIds, TrackedModel, track
 from torchrec_checknrun.triggers import EverySteps, Trigger
+from torchrec_checknrun.unsharded import refuse_unsharded
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +61,8 @@ class Checkpointer:
             (``model.reshard`` makes TorchRec's fused optimizers anew, with step 0 and the first
             learning rate, and you a new CombinedOptimizer. The one given here serves on, but keeps
             the old tables in memory: in a job that reshards, give the dense optimizer alone.)
-        policy: which rows a checkpoint holds.
-        quantization: in how many bits; exact by default.
+        policy: which rows a checkpoint holds: an object, or the name of one (``consecutive``).
+        quantization: in how many bits; exact by default. A width alone (``8``) will do.
         every_steps: ``step`` saves at every so many steps: the trigger ``EverySteps``.
         triggers: what else makes ``step`` or ``close`` save: ``EverySeconds``, ``AtEnd``,
             ``OnSigterm``, or your own.
@@ -78,13 +82,17 @@ class Checkpointer:
         max_failures: how many background failures in a row are only logged.
         retention: which checkpoints stay when new ones are committed; the others are deleted in the
             background. None: all stay.
+        resume: what ``restore()`` does without more said: ``auto`` takes the newest whole chain, or
+            starts anew where there is no checkpoint; ``must`` raises there; ``never`` starts anew
+            in any case (after a restart by torchrun, too), and keeps the chain that is there.
         timeout_seconds: how long a rank waits for the others in a save or restore.
         chunk_bytes: memory for the rows of a chunk, with every copy of them that is made while it
             is saved; a restore takes as much.
 
     Raises:
         UnsupportedTable: see ``track``.
-        ValueError, TypeError: an argument is out of range, or of another kind.
+        ValueError, TypeError: an argument is out of range, of another kind, or not the same on all
+            ranks (memory budget and callbacks may differ); the same error on all ranks.
     """
 
     def __init__(
@@ -93,8 +101,8 @@ class Checkpointer:
         *,
         model: nn.Module,
         state: Mapping[str, Stateful | PerRank] | None = None,
-        policy: Policy | None = None,
-        quantization: Quantization | None = None,
+        policy: Policy | str | None = None,
+        quantization: Quantization | int | Mapping[str, Any] | None = None,
         every_steps: int | None = None,
         triggers: Sequence[Trigger] = (),
         background: BackgroundKind = "thread",
@@ -104,41 +112,73 @@ class Checkpointer:
         max_failures: int = 0,
         retention: Retention | None = DEFAULT_RETENTION,
         callbacks: Sequence[Callback] = (),
+        resume: Resume = "auto",
         timeout_seconds: float = 1800.0,
         chunk_bytes: int = CHUNK_BYTES,
+        **unknown: Never,
     ) -> None:
-        declared = dict(state or {})
-        check_arguments(
-            declared,
-            policy=policy,
-            triggers=triggers,
-            background=background,
-            staging=staging,
-            when_busy=when_busy,
-            max_failures=max_failures,
-            retention=retention,
-            callbacks=callbacks,
-            timeout_seconds=timeout_seconds,
-            chunk_bytes=chunk_bytes,
-        )
-        steps = [] if every_steps is None else [EverySteps(every_steps)]
-        self.root = Folder(root)
-        self.steps = 0
-        """Optimizer steps done, counted by ``step`` and restored with a checkpoint."""
-        states = {n: s.state if isinstance(s, PerRank) else s for n, s in declared.items()}
-        timeout = timedelta(seconds=timeout_seconds)
+        # Before the arguments are checked: a mistake that one rank makes is every rank's error.
+        timeout = timedelta(seconds=timeout_seconds if is_timeout(timeout_seconds) else 60)
         self._ranks = Ranks(timeout)
         # A group of its own: it is used at the same time.
         self._background_ranks = background_ranks = Ranks(timeout)
+        checked: list[Arguments] = []
+
+        def check() -> dict[str, str]:
+            checked.append(
+                Arguments.checked(
+                    root,
+                    model=model,
+                    state=state,
+                    policy=policy,
+                    quantization=quantization,
+                    every_steps=every_steps,
+                    triggers=triggers,
+                    background=background,
+                    staging=staging,
+                    when_busy=when_busy,
+                    max_failures=max_failures,
+                    retention=retention,
+                    callbacks=callbacks,
+                    resume=resume,
+                    timeout_seconds=timeout_seconds,
+                    chunk_bytes=chunk_bytes,
+                    unknown=unknown,
+                )
+            )
+            return checked[0].described()
+
         tracked: list[TrackedModel] = []  # a table may be unsupported where it is: on one rank
-        self._ranks.everywhere(lambda: tracked.append(track(model, states.values())))
+
+        def track_all() -> dict[str, str]:
+            states = (s.state if isinstance(s, PerRank) else s for s in checked[0].state.values())
+            tracked.append(track(model, states))
+            refuse_unsharded(model, tracked[0].tables)
+            sizes = {name: f"{t.rows} × {t.dim}" for name, t in tracked[0].tables.items()}
+            return {f"the model's table {name!r}": size for name, size in sizes.items()}
+
+        try:
+            require_agreement(self._ranks.everywhere(check))
+            require_agreement(self._ranks.everywhere(track_all))
+        except BaseException:
+            for each in tracked:
+                each.close()
+            self._ranks.close()
+            background_ranks.close()
+            raise
+        arguments = checked[0]
+        declared = arguments.state
+        states = {n: s.state if isinstance(s, PerRank) else s for n, s in declared.items()}
+        self.root = arguments.root
+        self.steps = 0
+        """Optimizer steps done, counted by ``step`` and restored with a checkpoint."""
+        self._resume = resume
         self._target = Target(
             model=model,
             tracked=tracked[0],
             states=states,
             per_rank={n: s.merge for n, s in declared.items() if isinstance(s, PerRank)},
         )
-        quantization = quantization or Quantization()
         made: list[Background] = []
 
         def make_background() -> None:
@@ -150,7 +190,7 @@ class Checkpointer:
                     mode=staging,
                     memory_budget=memory_budget,
                     chunk_bytes=chunk_bytes,
-                    quantization=quantization.resolved(lossy_restores=0),
+                    quantization=arguments.quantization.resolved(lossy_restores=0),
                     expected=[shard.local for shard in tracked[0].shards],
                     dense_bytes=_dense_bytes(model, tracked[0]),
                 )
@@ -167,14 +207,15 @@ class Checkpointer:
             self._target,
             self._ranks,
             made[0],
-            policy=policy or Intermittent(),
-            quantization=quantization,
+            policy=arguments.policy,
+            quantization=arguments.quantization,
             retention=retention,
             max_failures=max_failures,
             callbacks=callbacks,
         )
         self._when_busy = when_busy
-        self._schedule = Schedule([*steps, *triggers], self._ranks)
+        steps = [] if arguments.every_steps is None else [EverySteps(arguments.every_steps)]
+        self._schedule = Schedule([*steps, *arguments.triggers], self._ranks)
         self._partly_restored: str | None = None
         self._closed = False
 
@@ -186,6 +227,7 @@ class Checkpointer:
         map: Mapping[str, str] | None = None,
         strict: bool = True,
         shrink: bool = False,
+        required: bool | None = None,
     ) -> RestoreReport | None:
         """Brings model and state objects to a checkpoint's state.
 
@@ -200,12 +242,16 @@ class Checkpointer:
             shrink: whether tables may have fewer rows than were saved. (More are always allowed:
                 new rows keep their initialisation.) After a restore that renames, skips or resizes,
                 or joins or splits columns, the next checkpoint is full.
+            required: whether a root without a checkpoint is an error; None: as ``resume`` says.
 
         Returns:
-            What was restored; None if the root holds no checkpoint (a fresh start).
+            What was restored; None if the root holds no checkpoint (a fresh start, which a warning
+            tells, with the place that was searched), or if ``resume`` is ``never``.
 
         Raises:
-            CheckpointNotFound: there is no checkpoint of that id.
+            CheckpointNotFound: there is no checkpoint of that id, or none at all though one is
+                required.
+            RootNotShared: the ranks see different storage under the root's name.
             CorruptCheckpoint, ChainBroken, UnsupportedFormat: it, or all there are, can't be read;
                 the model is unchanged.
             IncompatibleCheckpoint: it doesn't fit the model; the model is unchanged.
@@ -221,6 +267,9 @@ class Checkpointer:
         before = self._saver.quantization
         self._forget_failure()
         self._saver.before_restore()
+        if required is None and checkpoint is None and self._resume == "never":
+            protect_existing(self.root, self._ranks, self._saver.writer)
+            return None
         try:
             found = restore(self.root, target, self._ranks, checkpoint, verify == "all")
             if found is not None:
@@ -237,7 +286,14 @@ class Checkpointer:
         self._partly_restored = None
         self._saver.deferred = False
         if found is None:
-            self._saver.log("no checkpoint in %s: a fresh start", self.root)
+            require_nowhere(self.root, self._ranks)
+            where = self._ranks.from_rank_0(lambda: describe_empty(self.root))
+            if required or (required is None and self._resume == "must"):
+                raise CheckpointNotFound(
+                    f"nothing to restore: {where}. Name the root that the checkpoints are in, or "
+                    'start anew with required=False or resume="auto"'
+                )
+            self._saver.log("nothing restored, a FRESH START: %s", where, level=logging.WARNING)
             return None
         head = found.chain.head
         if self._saver.quantization != before:

@@ -28,12 +28,14 @@ GROUP = "checkpoint"
 class PolicyName(Enum):
     """Policies that need no parameters, as they are written in a config."""
 
-    full = "Full"
-    one_shot = "OneShot"
-    consecutive = "Consecutive"
-    intermittent = "Intermittent"
+    full = "full"
+    one_shot = "one_shot"
+    consecutive = "consecutive"
+    intermittent = "intermittent"
 
 
+Resume = Enum("Resume", {"auto": "auto", "must": "must", "never": "never"})
+"""What ``restore()`` does; see ``Checkpointer``."""
 Background = Enum("Background", {"thread": "thread", "process": "process"})
 Staging = Enum("Staging", {"auto": "auto", "copy": "copy", "encode": "encode"})
 WhenBusy = Enum("WhenBusy", {"skip": "skip", "wait": "wait"})
@@ -83,6 +85,7 @@ class CheckNRunConfig:
     max_failures: int = 0
     keep: int | None = 2
     keep_every_hours: float | None = None
+    resume: Resume = Resume.auto
     timeout_seconds: float = 1800.0
 
 
@@ -94,6 +97,7 @@ class DcpConfig:
     root: str = MISSING
     every_steps: int = 1000
     asynchronous: bool = False
+    resume: Resume = Resume.auto
 
 
 @dataclass
@@ -103,6 +107,7 @@ class OffConfig:
     _target_: str = "torchrec_checknrun.config.make_off"
     root: str | None = None
     every_steps: int | None = None
+    resume: Resume = Resume.auto
 
 
 def register() -> None:
@@ -135,6 +140,7 @@ def make_check_n_run(
     max_failures: int,
     keep: int | None,
     keep_every_hours: float | None,
+    resume: Resume,
     timeout_seconds: float,
     model: nn.Module,
     state: Mapping[str, Any],
@@ -143,6 +149,7 @@ def make_check_n_run(
 ) -> Checkpointer:
     """A ``Checkpointer`` from a ``CheckNRunConfig`` and what only the app has."""
     import torchrec_checknrun as package
+    from torchrec_checknrun.policy import POLICIES
 
     def choice(values: Mapping[str, Any], **more: Any) -> package.Quantization:
         named = {**values, **more}
@@ -160,7 +167,7 @@ def make_check_n_run(
         root,
         model=model,
         state=_objects(state),
-        policy=getattr(package, policy.value)(),
+        policy=POLICIES[policy.value](),
         quantization=choice(
             quantization, tables={pattern: choice(values) for pattern, values in tables.items()}
         ),
@@ -172,6 +179,7 @@ def make_check_n_run(
         when_busy=when_busy.value,
         max_failures=max_failures,
         retention=None if keep is None else package.Retention(keep, keep_every_hours),
+        resume=resume.value,
         timeout_seconds=timeout_seconds,
         callbacks=callbacks,
     )
@@ -182,6 +190,7 @@ def make_dcp(
     root: str,
     every_steps: int,
     asynchronous: bool,
+    resume: Resume,
     model: nn.Module,
     state: Mapping[str, Any],
     callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
@@ -195,6 +204,7 @@ def make_dcp(
         state=_objects(state),
         every_steps=every_steps,
         asynchronous=asynchronous,
+        resume=resume.value,
         callbacks=callbacks,
     )
 
@@ -203,6 +213,7 @@ def make_off(
     *,
     root: str | None = None,
     every_steps: int | None = None,
+    resume: Resume = Resume.auto,
     model: nn.Module,
     state: Mapping[str, Any],
     callbacks: Sequence[Callable[[CheckpointReport], None]] = (),

@@ -59,6 +59,10 @@ class RootInUse(CheckNRunError):
     """Another trainer writes checkpoints to this root, or has taken it over from this one."""
 
 
+class RootNotShared(CheckNRunError):
+    """The ranks see different storage under the root's name: each machine its own disk, say."""
+
+
 class ModelPartlyRestored(CheckNRunError):
     """A restore failed after it had begun to change the model: training must not go on."""
 

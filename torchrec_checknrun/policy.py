@@ -6,7 +6,7 @@ and says what the next one should be. It runs on rank 0 only; the other ranks he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -77,3 +77,12 @@ class Intermittent:
         sizes = [*later[-1].earlier_fractions, later[-1].fraction_of(baseline)]
         full = 1 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
         return Decision.FULL if full else Decision.SINCE_BASELINE
+
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "full": Full,
+    "one_shot": OneShot,
+    "consecutive": Consecutive,
+    "intermittent": Intermittent,
+}
+"""By the names that configs use."""

@@ -111,6 +111,20 @@ class Quantization:
             raise ValueError("mean_bits and offset are parameters of method='importance'")
         if self.optimizer not in STATE_SCHEMES:
             raise ValueError(f"optimizer must be one of {STATE_SCHEMES}, not {self.optimizer!r}")
+        if not isinstance(self.compress, bool):
+            raise ValueError(f"compress must be True or False, not {self.compress!r}")
+        if type(self.exact_below_rows) is not int or self.exact_below_rows < 0:
+            raise ValueError(
+                f"exact_below_rows must be a number of rows such as 1000, not "
+                f"{self.exact_below_rows!r}"
+            )
+        if not isinstance(self.tables, Mapping) or not all(
+            isinstance(choice, Quantization) for choice in self.tables.values()
+        ):
+            raise ValueError(
+                'tables must map patterns to choices, as {"*user*": Quantization(bits=4)}, not '
+                f"{self.tables!r}"
+            )
         if any(choice.tables for choice in self.tables.values()):
             raise ValueError("the choice for a pattern can't have patterns of its own")
         if self.method == "kmeans":

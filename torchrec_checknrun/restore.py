@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchrec_checknrun.agreement import require_shared
 from torchrec_checknrun.chain import Chain, counting, newest, resolve
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import (
@@ -30,6 +31,7 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.lease import latest_claim
 from torchrec_checknrun.load_planner import LoadPlanner, Merge
+from torchrec_checknrun.manifest import MANIFEST_NAME
 from torchrec_checknrun.ranks import Ranks, own_error
 from torchrec_checknrun.snapshot import MODEL
 from torchrec_checknrun.storage import StorageReader
@@ -104,6 +106,8 @@ def restore(
             )
         if chain is None:
             return None
+        if not passed_over:
+            require_shared(root, ranks, chain.head.id, MANIFEST_NAME)
         try:
             converted = False
             for dry_run in (True, False) if verify_all else (False,):

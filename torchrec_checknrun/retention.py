@@ -32,8 +32,11 @@ class Retention:
     every_hours: float | None = None
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, not {self.keep}: use None to keep all")
+        if not isinstance(self.keep, int) or self.keep < 1:
+            raise ValueError(
+                f"keep must be at least 1, in whole ones, not {self.keep!r}: to keep all, give "
+                "retention=None"
+            )
         if self.every_hours is not None and not self.every_hours >= 0.001:
             raise ValueError(
                 f"every_hours must be positive, not {self.every_hours}: give at least 0.001"

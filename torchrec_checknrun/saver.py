@@ -8,17 +8,21 @@ import atexit
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from torch import nn
 
+from torchrec_checknrun.agreement import require_shared
 from torchrec_checknrun.background import Background, Save
 from torchrec_checknrun.chain import Chain, resolve
-from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.errors import CheckNRunError, RootInUse, SaveFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.gradients import PendingGradients
+from torchrec_checknrun.lease import FOLDER
 from torchrec_checknrun.lineage import Lineage, Proposal
 from torchrec_checknrun.policy import Decision, Policy
 from torchrec_checknrun.quantization import Quantization
@@ -75,6 +79,9 @@ class Saver:
         deferred: a checkpoint was due, but gradients waited for their optimizer.
     """
 
+    _writing: ClassVar[weakref.WeakSet[Saver]] = weakref.WeakSet()
+    """Those of this process that have claimed their root and are not closed."""
+
     def __init__(
         self,
         root: Folder,
@@ -102,7 +109,7 @@ class Saver:
         self._callbacks = tuple(callbacks)
         self._gradients = PendingGradients(target.states.values())
         self.writer = RootWriter(root, self.lineage, retention)
-        self._claimed = self._claimed_early = False
+        self._claimed = self._claimed_early = self._seen = False
         self._running: Save | None = None
         self._last_words: Callable[[], None] = lambda: None
         self._skipped = False
@@ -126,11 +133,23 @@ class Saver:
         """Makes this run the only one that writes to the root, if it isn't yet.
 
         Raises:
-            RootInUse: another one does.
+            RootInUse: another one does, or another Checkpointer of this process.
+            RootNotShared: not all ranks see the claim.
         """
         if not self._claimed:
+            for other in Saver._writing:
+                if other is not self and other._root.url == self._root.url:
+                    raise RootInUse(
+                        f"another Checkpointer of this process writes to {self._root} and was not "
+                        "closed: close() it first, or give this one a root of its own"
+                    )
             self._ranks.from_rank_0(self.writer.claim)
             self._claimed = True
+            Saver._writing.add(self)
+        if not self._seen:
+            name = self.writer.lease.claim.name if self._ranks.rank == 0 else ""
+            require_shared(self._root, self._ranks, FOLDER, name)
+            self._seen = True
 
     def claim_early(self) -> None:
         """The same at a run's first step, so that two runs in one root hear of it at once; storage
@@ -273,6 +292,7 @@ class Saver:
 
     def close(self) -> None:
         """Ends what is in the background, without waiting for it."""
+        Saver._writing.discard(self)
         self._forget_running()
         self._gradients.close()
         self._background.close()

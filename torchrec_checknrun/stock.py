@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Self
 
+from torchrec_checknrun.errors import CheckpointNotFound
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport
 
@@ -89,6 +90,7 @@ class DcpCheckpointer(_Closing):
         root: a folder.
         asynchronous: ``dcp.async_save``: training waits only for the copy to host memory. Its
             default stager can't copy TorchRec's ShardedTensor, so the file writer stages.
+        resume: as of ``Checkpointer``: auto, must or never.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class DcpCheckpointer(_Closing):
         state: Mapping[str, Stateful],
         every_steps: int,
         asynchronous: bool = False,
+        resume: str = "auto",
         callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
     ) -> None:
         self._root = Path(root)
@@ -106,6 +109,7 @@ class DcpCheckpointer(_Closing):
         self._state: dict[str, Any] = {"model": model, **state, "_steps": self._steps}
         self._every_steps = every_steps
         self._asynchronous = asynchronous
+        self._resume = resume
         self._callbacks = tuple(callbacks)
         self._ranks = Ranks(timedelta(minutes=30))
         # Background collectives and the training thread's must not share a group.
@@ -118,9 +122,18 @@ class DcpCheckpointer(_Closing):
         return self._steps.value
 
     def restore(self) -> RestoreReport | None:
-        """Loads the checkpoint of the highest step that has metadata."""
+        """Loads the checkpoint of the highest step that has metadata.
+
+        Raises:
+            CheckpointNotFound: there is none, and ``resume`` is ``must``.
+        """
         started = time.perf_counter()
-        path = self._ranks.from_rank_0(self._newest)
+        path = None if self._resume == "never" else self._ranks.from_rank_0(self._newest)
+        if path is None and self._resume == "must":
+            raise CheckpointNotFound(
+                f"nothing to restore: no checkpoint in {self._root}. Name the root that the "
+                'checkpoints are in, or start anew with resume="auto"'
+            )
         if path is None:
             return None
         dcp.load(self._state, checkpoint_id=path, process_group=self._ranks.group)

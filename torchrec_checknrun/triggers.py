@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol
 
 
@@ -52,7 +53,8 @@ class EverySteps:
     by_step = True
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.steps % 1:
+        steps: object = self.steps
+        if not isinstance(steps, Real) or steps < 1 or steps % 1:
             raise ValueError(f"EverySteps needs at least 1 step, in whole ones, not {self.steps!r}")
 
     def due(self, now: Moment) -> bool:
@@ -71,8 +73,8 @@ class EverySeconds:
     by_step = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.seconds < math.inf:
-            raise ValueError(f"EverySeconds needs a positive number, not {self.seconds}")
+        if not _is_duration(self.seconds):
+            raise ValueError(f"EverySeconds needs a positive number, as 600, not {self.seconds!r}")
 
     def due(self, now: Moment) -> bool:
         return now.seconds >= self.seconds
@@ -105,8 +107,14 @@ class OnSigterm:
     by_step = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.grace_seconds < math.inf:
-            raise ValueError(f"OnSigterm needs a positive number, not {self.grace_seconds}")
+        if not _is_duration(self.grace_seconds):
+            raise ValueError(
+                f"OnSigterm needs a positive number, as 25, not {self.grace_seconds!r}"
+            )
 
     def due(self, now: Moment) -> bool:
         return False  # the ranks agree on the step when the signal has come
+
+
+def _is_duration(seconds: object) -> bool:
+    return isinstance(seconds, Real) and 0 < float(seconds) < math.inf

@@ -253,7 +253,7 @@ def test_a_policy_s_mistake_is_named(tmp_path: Path, job: Job) -> None:
     ("options", "message"),
     [
         ({"policy": Full}, "policy must be an object such as Full()"),
-        ({"policy": "full"}, "policy must be an object"),
+        ({"policy": "fully"}, "policy must be an object"),
         ({"triggers": [AtEnd]}, "triggers must be objects such as AtEnd()"),
         ({"triggers": AtEnd()}, "triggers must be a list"),
         ({"retention": 2}, "retention must be Retention"),

@@ -1,0 +1,106 @@
+"""Refuse what differs between the ranks and must not, before anybody waits for anybody.
+
+Ranks that were started with other arguments, or that don't see the same storage, would wait in
+different collectives until a timeout, or save checkpoints of which each has a part.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+from torchrec_checknrun.chain import committed
+from torchrec_checknrun.errors import CheckNRunError, RootNotShared
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.ranks import Ranks
+
+PATIENCE_SECONDS = 40.0
+"""How long a file that rank 0 sees may stay unseen elsewhere: caches of network file systems keep
+what they know of a directory for half a minute."""
+_REMEDY = (
+    "Give a folder on a file system that all machines mount, or an object store such as "
+    "s3://bucket/run-17"
+)
+_ABSENT = "absent"
+_MOST_NAMED = 8
+
+
+def require_agreement(described: Sequence[Mapping[str, str]]) -> None:
+    """Refuse arguments that differ between ranks.
+
+    Args:
+        described: by argument, of every rank in order.
+
+    Raises:
+        ValueError: names each argument that differs, its values and their ranks.
+    """
+    names = dict.fromkeys(name for one in described for name in one)
+    problems = []
+    for name in names:
+        by_value: dict[str, list[int]] = {}
+        for rank, one in enumerate(described):
+            by_value.setdefault(one.get(name, _ABSENT), []).append(rank)
+        if len(by_value) > 1:
+            found = "; ".join(f"{value} on {_ranks(on)}" for value, on in by_value.items())
+            problems.append(f"{name} differs between the ranks: {found}")
+    if problems:
+        raise ValueError(f"{'. '.join(problems)}. Give every rank the same arguments")
+
+
+def require_shared(root: Folder, ranks: Ranks, folder_name: str, file: str) -> None:
+    """Refuse a root that not all ranks see alike; a collective.
+
+    Args:
+        folder_name, file: a file in a folder of the root that rank 0 sees. (Other ranks' ``file``
+            doesn't count.)
+
+    Raises:
+        RootNotShared: names the ranks and hosts that see something else.
+    """
+    if ranks.world_size == 1:
+        return
+    folder, name = root / folder_name, ranks.from_rank_0(lambda: file)
+    seen = ranks.gather((_sees(folder, name), socket.gethostname()))
+    blind = [rank for rank, (sees, _) in enumerate(seen) if not sees]
+    if blind:
+        hosts = sorted({seen[rank][1] for rank in blind})
+        raise RootNotShared(
+            f"{root} is not shared storage: rank 0 on {seen[0][1]} sees {folder}/{name}, "
+            f"{_ranks(blind)} on {', '.join(hosts[:_MOST_NAMED])} can't. {_REMEDY}"
+        )
+
+
+def require_nowhere(root: Folder, ranks: Ranks) -> None:
+    """Refuse a root without committed checkpoints on rank 0 if other ranks see one; a collective.
+
+    Raises:
+        RootNotShared: names the ranks and hosts that see one.
+    """
+    if ranks.world_size == 1:
+        return
+    found = ranks.everywhere(lambda: (socket.gethostname(), committed(root)[:1]))
+    others = [rank for rank, (_, names) in enumerate(found) if names]
+    if others and not found[0][1]:
+        host, names = found[others[0]]
+        raise RootNotShared(
+            f"{root} is not shared storage: rank {others[0]} on {host} sees {names[0]}, rank 0 on "
+            f"{found[0][0]} sees no checkpoint. {_REMEDY}"
+        )
+
+
+def _sees(folder: Folder, name: str) -> bool:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            folder.read(name, 0, 1)
+            return True
+        except (OSError, CheckNRunError):
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(0.25)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:_MOST_NAMED])) + (", …" if len(ranks) > _MOST_NAMED else "")
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
