@@ -22,7 +22,7 @@ from torchrec_checknrun.chain import Chain, resolve
 from torchrec_checknrun.errors import CheckNRunError, RootInUse, SaveFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.gradients import PendingGradients
-from torchrec_checknrun.lease import FOLDER
+from torchrec_checknrun.lease import FOLDER, Holder
 from torchrec_checknrun.lineage import Lineage, Proposal
 from torchrec_checknrun.policy import Decision, Policy
 from torchrec_checknrun.quantization import Quantization
@@ -137,13 +137,7 @@ class Saver:
             RootNotShared: not all ranks see the claim.
         """
         if not self._claimed:
-            for other in Saver._writing:
-                if other is not self and other._root.url == self._root.url:
-                    raise RootInUse(
-                        f"another Checkpointer of this process writes to {self._root} and was not "
-                        "closed: close() it first, or give this one a root of its own"
-                    )
-            self._ranks.from_rank_0(self.writer.claim)
+            self._ranks.from_rank_0(self._claim)
             self._claimed = True
             Saver._writing.add(self)
         if not self._seen:
@@ -165,6 +159,16 @@ class Saver:
             self.claim()
         except OSError as error:
             self.log("the root was not claimed yet: %s", error, level=logging.WARNING)
+
+    def _claim(self) -> None:
+        here = Holder.this_process()
+        for other in Saver._writing:
+            if other._root.url == self._root.url and other.writer.lease.claim.holder == here:
+                raise RootInUse(
+                    f"another Checkpointer of this process writes to {self._root} and was not "
+                    "closed: close() it first, or give this one a root of its own"
+                )
+        self.writer.claim()
 
     def before_restore(self) -> None:
         """Lets a pruning end: it doesn't know what is going to be restored."""

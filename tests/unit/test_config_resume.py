@@ -43,9 +43,9 @@ def test_other_words_are_refused(option: str) -> None:
 def test_must_and_never(tmp_path: Path, option: str) -> None:
     overrides = (f"checkpoint={option}", f"checkpoint.root={tmp_path}/run")
     model = torch.nn.Linear(1, 1)
-    with made(*overrides, "checkpoint.resume=must", model=model) as saver:
-        with pytest.raises(CheckpointNotFound, match="nothing to restore"):
-            saver.restore()
+    insisting = made(*overrides, "checkpoint.resume=must", model=model)
+    with insisting as saver, pytest.raises(CheckpointNotFound, match="nothing to restore"):
+        saver.restore()
     with made(*overrides, model=model) as saver:
         saver.restore()
         saver.step()
