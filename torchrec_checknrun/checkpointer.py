@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -381,15 +382,29 @@ class Checkpointer:
         return None
 
     def mark(self, table: str, rows: RowIds) -> None:
-        """Marks rows that were written by hand (global ids); call it on all ranks.
+        """Mark rows (global ids) that were written in a way that PyTorch doesn't notice: through
+        ``.data``, NumPy, a collective on the table or a kernel of your own. Call it on all ranks.
+
+        Other writes by hand (``copy_``, ``weight[rows] = …``, ``load_state_dict``, also of
+        optimizers) are noticed, and mark all rows of the tables concerned, whether ``mark`` names
+        some or not: do them inside ``writing`` where only those rows are to be saved.
 
         Raises:
             KeyError, IndexError: no such table, or no such row of it.
         """
         self._target.tracked.mark(table, rows)
 
+    def writing(self, table: str, rows: RowIds) -> AbstractContextManager[None]:
+        """Announce that the ``with`` block writes these rows (global ids) by hand: they are marked,
+        and no others. Enter it on all ranks; each writes those that it holds.
+
+        Raises:
+            KeyError, IndexError: no such table, or no such row of it.
+        """
+        return self._target.tracked.writing(table, rows)
+
     def mark_all(self, table: str | None = None) -> None:
-        """Marks all rows of a table, or of all; call it on all ranks."""
+        """Mark all rows of a table, or of all tables; call it on all ranks, as ``mark``."""
         self._target.tracked.mark_all(table)
 
     def wait(self) -> CheckpointReport | None:

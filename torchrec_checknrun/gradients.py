@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -33,10 +34,10 @@ class PendingGradients:
     @property
     def waiting(self) -> bool:
         """Whether an optimizer's parameters have got gradients since it last stepped, and have them
-        yet: ``zero_grad`` drops those of a loss that was for other parameters.
+        yet: ``zero_grad`` drops those of a loss that was for other parameters, or not finite.
         """
         return any(
-            parameter.grad is not None
+            has_gradient(parameter)
             for optimizer in self._waiting
             for group in optimizer.param_groups
             for parameter in group["params"]
@@ -59,3 +60,18 @@ class PendingGradients:
                 if parameter.requires_grad and parameter.is_leaf:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
         self._handles.append(optimizer.register_step_post_hook(stepped))
+
+
+def has_gradient(parameter: torch.Tensor) -> bool:
+    """Return whether a step would apply a gradient to a parameter (this rank's part of it).
+
+    Zeros are what ``zero_grad(set_to_none=False)`` leaves of a gradient: nothing is lost with them.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return False
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    if gradient.is_sparse:
+        gradient = gradient._values()
+    return bool(gradient.any())

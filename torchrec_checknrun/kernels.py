@@ -78,6 +78,18 @@ class Kernel:
         for shard, weight, state in zip(self.shards, weights, states, strict=True):
             shard.weight, shard.optimizer = weight.detach(), state
 
+    def memory(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tables' weights and their fused optimizer states, where they are now.
+
+        Returns:
+            Views of the kernel's memory; of the GPU caches nothing.
+        """
+        weights = self.module.split_embedding_weights()
+        if self.data_parallel:
+            return weights, []
+        states = _optimizer_states(self.module._emb_module, weights, ())
+        return weights, [state for of_table in states for state in of_table.values()]
+
     def purge(self) -> None:
         """Drops cached rows after the shards' memory was written, lest stale ones win."""
         self.module.purge()

@@ -168,6 +168,7 @@ class LoadPlanner(DcpLoadPlanner):
         TrackedModel.mark_memory(self._written())
         if self._tracked is None:
             return
+        self._tracked.check_writes()
         tables = set(self._targets.values())
         for own in self._tracked.shards:
             for shard in own.everywhere() if own.table in tables else ():
@@ -194,6 +195,7 @@ class LoadPlanner(DcpLoadPlanner):
             return
         self._collisions.finish()
         if self._tracked is not None:
+            self._tracked.acknowledge_writes()
             self._tracked.purge()
             if self._optimizers is None:
                 self._tracked.set_progress(self.progress)

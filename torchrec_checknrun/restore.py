@@ -142,6 +142,7 @@ def restore(
             raise
         _hand_back(target, live, optimizers, ranks)
         target.tracked.set_progress(planner.progress)
+        target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
         forks = bool(passed_over) or not is_newest
         return Restored(chain, converted, passed_over, sorted(set(planner.skipped)), forks)
 

@@ -74,6 +74,7 @@ class SavePlanner(CheckpointPlanner):
             local, tables = find_shards(self._state_dict)
             shards = [ShardSnapshot(shard, None) for shard in local]
         else:
+            self._tracked.check_writes()
             self._tracked.unite()
             self._tracked.refresh()
             interval = DirectInterval.of(self._tracked)

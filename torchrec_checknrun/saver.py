@@ -204,7 +204,10 @@ class Saver:
             )
         self.deferred = any(fact.waiting for fact in facts)
         if self.deferred:
-            message = "gradients wait for their optimizer: the checkpoint of step %d is put off"
+            message = (
+                "gradients wait for their optimizer: the checkpoint of step %d is put off until "
+                "its step() applies them, or zero_grad() drops them"
+            )
             self.log(message, step, level=logging.WARNING)
             return False
         if any(fact.failed for fact in facts):

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torchrec.distributed.mc_embedding_modules import (
+    BaseShardedManagedCollisionEmbeddingCollection,
+)
 
-from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.collisions import Collisions
-from torchrec_checknrun.kernels import Kernel, find_kernels
+from torchrec_checknrun.hand_written import WriteWatch, announced
+from torchrec_checknrun.kernels import Kernel, find_kernels, find_modules
 from torchrec_checknrun.optimizers import torch_optimizers
 from torchrec_checknrun.progress import (
     OptimizerProgress,
@@ -28,19 +30,18 @@ from torchrec_checknrun.progress import (
     table_progress,
 )
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.resets import EvictionHook
 from torchrec_checknrun.resharding import (
     Collections,
     Part,
-    Place,
     all_states_moved,
     carry,
 )
-from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
+from torchrec_checknrun.shards import TableShape
+from torchrec_checknrun.tracked_shard import RowIds, TrackedShard, as_ids
 from torchrec_checknrun.tracking import Consumer, Cut, DataParallelHook, KernelHook, Marks
 
 logger = logging.getLogger(__name__)
-
-RowIds = torch.Tensor | np.ndarray | Sequence[int]
 
 
 def track(model: nn.Module, optimizers: Iterable[object] = ()) -> TrackedModel:
@@ -59,127 +60,6 @@ def track(model: nn.Module, optimizers: Iterable[object] = ()) -> TrackedModel:
         UnsupportedTable: a table is held by a kernel whose rows can't be read and written in place.
     """
     return TrackedModel(model, tuple(torch_optimizers(optimizers)))
-
-
-class TrackedShard:
-    """One local shard with its marks; all row ids that go in or out are global.
-
-    Args:
-        kernel: holds it.
-        index: which of the kernel's shards it is.
-    """
-
-    def __init__(self, kernel: Kernel, index: int, marks: Marks) -> None:
-        self.local: LocalShard = kernel.shards[index]
-        self.marks = marks
-        self._kernel = kernel
-        self._index = index
-
-    @property
-    def table(self) -> str:
-        """The table's state-dict name without ``.weight``."""
-        return self.local.table
-
-    @property
-    def rectangle(self) -> Rectangle:
-        """Which rows and columns of the table are here."""
-        return self.local.rectangle
-
-    @property
-    def place(self) -> Place:
-        """Table and rectangle."""
-        return self.table, self.rectangle
-
-    def mark(self, rows: RowIds) -> None:
-        """Marks those of ``rows`` that are here; others are another rank's business."""
-        ids = _as_ids(rows) - self.rectangle.row_start
-        self.marks.mark(ids[(ids >= 0) & (ids < self.rectangle.rows)].to(self.marks.raw.device))
-
-    def mark_all(self) -> None:
-        """Marks every row of the shard."""
-        self.marks.mark_all()
-
-    def modified_rows(self, consumer: Consumer = Consumer.USER) -> torch.Tensor:
-        """Sorted global ids ``(n,)`` int64 (CPU) of rows modified since ``clear(consumer)``."""
-        mask = self.marks.modified(consumer).cpu().numpy()
-        return torch.from_numpy(np.flatnonzero(mask)) + self.rectangle.row_start
-
-    def read_rows(self, rows: RowIds) -> Rows:
-        """Copies of weight and optimizer rows.
-
-        Raises:
-            IndexError: a row is not in this shard.
-        """
-        self._kernel.flush()
-        return self.local.gather(_as_ids(rows))
-
-    def encode_rows(self, rows: RowIds, bits: int = 8) -> torch.Tensor:
-        """The rows' weights in FBGEMM's fused rowwise layout, ``(n, row_bytes)`` uint8.
-
-        Args:
-            rows: global ids in this shard.
-            bits: 8, 4 or 2.
-
-        Raises:
-            IndexError: a row is not in this shard.
-            ValueError: other ``bits``, or a row holds a value that the layout can't hold (NaN,
-                infinity, or beyond fp16 or too small for it at 4 and 2 bit).
-        """
-        if bits not in (8, 4, 2):
-            raise ValueError(f"bits must be 8, 4 or 2, FBGEMM's widths, not {bits!r}")
-        self._kernel.flush()
-        ids = self.local.local_ids(_as_ids(rows))
-        encoded = Rowwise(bits, "asymmetric").encode(self.local.weight, ids)
-        if len(encoded.exceptions) or encoded.parameters:
-            raise ValueError(
-                f"{self.local}: a row holds a value that {bits}-bit rows can't hold (NaN, "
-                "infinity, too large or too small): find it with read_rows, or read the rows "
-                "unencoded"
-            )
-        return encoded.data
-
-    def write_rows(
-        self,
-        rows: RowIds,
-        weight: torch.Tensor,
-        optimizer: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Overwrites rows in place; they count as modified for every consumer, of all who track
-        the model.
-
-        Args:
-            rows: global ids in this shard, ``(n,)``.
-            weight: ``(n, cols)``.
-            optimizer: states by name as ``read_rows`` gives them; those left out stay.
-
-        Raises:
-            IndexError: a row is not in this shard.
-            ValueError: a shape doesn't fit, or a state has an unknown name.
-        """
-        ids = _as_ids(rows)
-        states = dict(optimizer or {})
-        expected = {"weight": (len(ids), self.rectangle.cols)}
-        for name, state in self.local.optimizer.items():
-            expected[name] = (len(ids), *state.shape[1:])
-        for name, tensor in {"weight": weight, **states}.items():
-            if name not in expected or tuple(tensor.shape) != expected[name]:
-                raise ValueError(
-                    f"{self.local}: {name} of shape {tuple(tensor.shape)} doesn't fit; expected "
-                    f"{expected}"
-                )
-        self._kernel.flush()
-        self.local.local_ids(ids)  # if one isn't here, nothing is marked
-        for shard in self.everywhere():
-            shard.mark(ids)  # first: whatever happens, no row is written unmarked
-        self.local.scatter(Rows(ids, weight, states))
-        self._kernel.purge()
-
-    def everywhere(self) -> Iterator[TrackedShard]:
-        """This shard as everyone has it who tracks its kernel; the first is this one."""
-        yield self
-        for hook, shards in TrackedModel.all_hooks():
-            if hook.kernel.module is self._kernel.module:
-                yield shards[self._index]
 
 
 class TrackedModel:
@@ -206,6 +86,8 @@ class TrackedModel:
         self._cuts_made = 0
         self._collections = Collections(model, self._resharding)
         self.converted = False
+        collections = find_modules(model, (BaseShardedManagedCollisionEmbeddingCollection,))
+        self._evictions = [EvictionHook(collection) for _, collection in collections]
         self._find()
         self._alive.add(self)
 
@@ -226,9 +108,10 @@ class TrackedModel:
                 self._hooks[hook] = before[hook]
                 continue
             marks = [Marks(s.rectangle.rows, s.weight.device) for s in kernel.shards]
-            shards = [TrackedShard(kernel, i, m) for i, m in enumerate(marks)]
             hooked = DataParallelHook if kernel.data_parallel else KernelHook
-            self._hooks[hooked(kernel, marks)] = shards
+            hook = hooked(kernel, marks)
+            shards = [TrackedShard(kernel, i, m, hook.writes) for i, m in enumerate(marks)]
+            self._hooks[hook] = shards
             new += shards
         self.shards = [shard for shards in self._hooks.values() for shard in shards]
         for hook in left.values():
@@ -243,7 +126,7 @@ class TrackedModel:
             KeyError: no such table.
             IndexError: an id is no row of it; nothing is marked.
         """
-        shards, ids = self._shards_of(table), _as_ids(rows)
+        shards, ids = self._shards_of(table), as_ids(rows)
         count = self.tables[table].rows
         outside = ids[(ids < 0) | (ids >= count)]
         if len(outside):
@@ -253,6 +136,23 @@ class TrackedModel:
             )
         for shard in shards:
             shard.mark(ids)
+
+    @contextmanager
+    def writing(self, table: str, rows: RowIds) -> Iterator[None]:
+        """Mark rows (global ids) that the block writes by hand; enter it on every rank.
+
+        Writes inside the block don't mark other rows: it must write no others.
+
+        Raises:
+            KeyError, IndexError, TypeError: as ``mark``.
+        """
+        shards = self._shards_of(table)
+        with announced(shard.kernel_module for shard in shards):
+            self.mark(table, rows)
+            for shard in shards:
+                for other in shard.everywhere():
+                    other.mark(rows)
+            yield
 
     def mark_all(self, table: str | None = None) -> None:
         """Marks every row of a table, or of all tables; call it on every rank."""
@@ -268,10 +168,13 @@ class TrackedModel:
 
     def is_modified(self, consumer: Consumer) -> bool:
         """Whether any row of the shards here is marked."""
+        self.check_writes()
         return any(bool((s.marks.raw & int(consumer)).any()) for s in self.shards)
 
     def clear(self, consumer: Consumer = Consumer.USER) -> None:
         """Starts the consumer's next interval."""
+        self.check_writes()
+        self._begin_interval()
         for shard in self.shards:
             shard.marks.clear(consumer)
 
@@ -315,6 +218,7 @@ class TrackedModel:
     def cut(self, consumers: Consumer) -> Cut:
         """Takes the consumers' marks away; ``merge`` gives them back if they are still needed."""
         self._cuts_made += 1
+        self._begin_interval()
         cut = Cut(self._cuts_made, {})
         self._cuts.add(cut)
         taking: Marks | None = None
@@ -354,6 +258,7 @@ class TrackedModel:
             logger.warning("the model was sharded anew: all rows of what changed count as modified")
         for shard in new:
             shard.mark_all()
+        self.check_writes()
 
     def flush(self) -> None:
         """Before the shards' memory is used: finds it again if it was moved or sharded anew, and
@@ -365,11 +270,12 @@ class TrackedModel:
     def write_back(self) -> None:
         """Brings rows back from GPU caches."""
         for hook in self._hooks:
-            hook.kernel.flush()
+            hook.writes.flush()
 
     @contextmanager
     def _resharding(self, group: dist.ProcessGroup | None) -> Iterator[None]:
         """Around ``update_shards`` of a collection, on all ranks."""
+        self.check_writes()
         try:
             yield
             self._follow(Ranks.of(group))
@@ -411,6 +317,18 @@ class TrackedModel:
             for marks, taken in pending.items():  # some rank may never merge it: a superset
                 marks.raw.bitwise_or_(taken)
 
+    def check_writes(self) -> None:
+        """Mark the rows of tables that were written by hand, for all who track them."""
+        for watch in WriteWatch.of(kernel.module for kernel in self._kernels()):
+            watch.check()
+
+    def acknowledge_writes(self) -> None:
+        """Take the tables as they are for known, for all who track them: they have marked what
+        was written.
+        """
+        for watch in WriteWatch.of(kernel.module for kernel in self._kernels()):
+            watch.acknowledge()
+
     def progress(self) -> dict[str, OptimizerProgress]:
         """Step counter and learning rate of the tables' optimizers, by table with a shard here."""
         return table_progress(self._kernels())
@@ -418,6 +336,10 @@ class TrackedModel:
     def set_progress(self, progress: Mapping[str, OptimizerProgress]) -> None:
         """Sets them; see ``set_table_progress``."""
         set_table_progress(self._kernels(), progress)
+
+    def _begin_interval(self) -> None:
+        for hook in self._hooks:
+            hook.writes.warns = True
 
     def _kernels(self) -> list[Kernel]:
         return [hook.kernel for hook in self._hooks]
@@ -431,17 +353,11 @@ class TrackedModel:
         """Stops tracking; the model stays as it is."""
         for hook in self._hooks:
             hook.remove()
+        while self._evictions:
+            self._evictions.pop().remove()
         self._collections.close()
 
     def _shards_of(self, table: str) -> list[TrackedShard]:
         if table not in self.tables:
             raise KeyError(f"no sharded table {table!r}; the model has {sorted(self.tables)}")
         return [shard for shard in self.shards if shard.table == table]
-
-
-def _as_ids(rows: RowIds) -> torch.Tensor:
-    device = rows.device if isinstance(rows, torch.Tensor) else "cpu"
-    ids = torch.as_tensor(rows, device=device).reshape(-1)
-    if len(ids) and (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex()):
-        raise TypeError(f"expected integer row ids, not {ids.dtype}; of a mask, pass its nonzero()")
-    return ids.to(torch.int64)

@@ -18,11 +18,21 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_checknrun.gradients import has_gradient
+from torchrec_checknrun.hand_written import WriteWatch
 from torchrec_checknrun.kernels import Kernel
-from torchrec_checknrun.optimizers import group_of, touches_other_rows, wraps_another
+from torchrec_checknrun.optimizers import (
+    group_of,
+    is_same_memory,
+    touches_other_rows,
+    wraps_another,
+)
 from torchrec_checknrun.resets import ResetHook
 from torchrec_checknrun.row_set import RowSet
 
@@ -128,11 +138,14 @@ class KernelHook:
         self.kernel = kernel
         self._marks = marks
         self._warned = False
+        self.writes = WriteWatch(kernel, marks)
+        """What is written to its tables beside training."""
         self._handle = kernel.module.register_forward_hook(self._after_forward)
         self._resets = ResetHook(kernel.module._emb_module, self._at_reset)
 
     def remove(self) -> None:
         """Takes the hooks off the kernel."""
+        self.writes.warns = False
         self._handle.remove()
         self._resets.remove()
 
@@ -188,26 +201,36 @@ class DataParallelHook(KernelHook):
         super().__init__(kernel, marks)
         self._pending = [Marks(each.rows, each.raw.device) for each in marks]
         self._touched: set[int] = set()
+        self._steps = register_optimizer_step_pre_hook(self._before_step)
         self._stepped = register_optimizer_step_post_hook(self._after_step)
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients wait for one of the dense optimizers that are known."""
+        """Whether gradients wait for one of the dense optimizers that are known. They don't when
+        ``zero_grad`` has dropped them; the rows stay pending, and the next step marks them as well.
+        """
+        weights = [self.kernel.shards[i].weight for i in self._touched]
         return any(
-            group_of(optimizer, self.kernel.shards[i].weight) is not None
-            for i in self._touched
+            has_gradient(parameter)
             for optimizer in self.kernel.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if any(is_same_memory(parameter, weight) for weight in weights)
         )
 
     def remove(self) -> None:
         """Takes the hooks off the kernel and the optimizers."""
         super().remove()
+        self._steps.remove()
         self._stepped.remove()
 
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
         for feature, shard in enumerate(self.kernel.feature_to_shard):
             self._pending[shard].mark(values[offsets[feature] : offsets[feature + 1]])
             self._touched.add(shard)
+
+    def _before_step(self, *_: object) -> None:
+        self.writes.check()  # the step writes as well, and its writes are expected
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if wraps_another(optimizer):
@@ -219,6 +242,7 @@ class DataParallelHook(KernelHook):
                 stepped[i] = touches_other_rows(optimizer, group)
         if not stepped:
             return
+        self.writes.acknowledge()
         for i in self._touched & stepped.keys():
             self._marks[i].raw.bitwise_or_(self._pending[i].raw)
             self._pending[i].clear(Consumer.EVERY)

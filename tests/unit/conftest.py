@@ -15,6 +15,7 @@ from tests.unit.chains import one_thread
 from tests.unit.console import Console
 from tests.unit.tracked_model import make_model
 from torchrec_checknrun import TrackedModel, track
+from torchrec_checknrun.codecs import kernel
 from torchrec_checknrun.filesystem import Folder
 
 
@@ -65,3 +66,17 @@ def tracked(model: nn.Module) -> Iterator[TrackedModel]:
     tracked = track(model)
     yield tracked
     tracked.close()
+
+
+@pytest.fixture(scope="module", params=["compiled", "numpy"])
+def each_kernel(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a module's tests with the compiled kernel, then with NumPy in its place."""
+    compiled = request.param == "compiled"
+    if compiled and not kernel.has_extension():
+        pytest.skip("the compiled kernel was not built: there was no C++ compiler")
+    if compiled:
+        yield
+        return
+    with one_thread(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "has_extension", lambda: False)
+        yield

@@ -21,6 +21,8 @@ from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 from torchrec_checknrun.state import encode_state
 from torchrec_checknrun.stored_rows import StoredRows, decode_rows
 
+pytestmark = pytest.mark.usefixtures("each_kernel")
+
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 STATE_DTYPES = [*DTYPES, torch.int64, torch.int32]
 CODECS: list[Codec] = [

@@ -27,6 +27,8 @@ from torchrec_checknrun.codecs import (
 )
 from torchrec_checknrun.errors import UnsupportedFormat
 
+pytestmark = pytest.mark.usefixtures("each_kernel")
+
 SEEDS = st.integers(0, 2**32 - 1)
 DIMS = st.one_of(st.integers(1, 40), st.integers(1, 512))
 CODECS: list[Codec] = [

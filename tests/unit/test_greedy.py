@@ -14,6 +14,8 @@ from torchrec_checknrun.codecs import Method, Rowwise
 from torchrec_checknrun.codecs.greedy import BINS, FLAT, RATIOS, SAMPLE_ROWS, choose_greedy
 from torchrec_checknrun.codecs.kernel import encode_rows, row_bytes
 
+pytestmark = pytest.mark.usefixtures("each_kernel")
+
 NARROW = (2, 3, 4)
 
 

@@ -15,6 +15,8 @@ from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.snapshot import ShardSnapshot
 
+pytestmark = pytest.mark.usefixtures("each_kernel")
+
 SEEDS = st.integers(0, 2**32 - 1)
 
 

@@ -28,6 +28,8 @@ from torchrec_checknrun.codecs import Rowwise, codec_from_spec
 from torchrec_checknrun.codecs.fallback import LEAST_RANGES
 from torchrec_checknrun.codecs.kernel import row_bytes
 
+pytestmark = pytest.mark.usefixtures("each_kernel")
+
 SEEDS = st.integers(0, 2**32 - 1)
 DIMS = st.one_of(st.integers(1, 70), st.integers(1, 512))
 ROWS = st.one_of(st.integers(0, 3), st.integers(1, 70))

@@ -82,13 +82,15 @@ def encode_rows(
         block = table[start:stop] if positions is None else table[positions[start:stop]]
         if bfloat16:
             block = (block.astype(np.int32) << 16).view(np.float32)
-        x = np.empty((block.shape[1], len(block)), np.float32)
+        # Never a row alone: NumPy takes its one column for a vector and adds that up in pairs.
+        x = np.empty((block.shape[1], max(2, len(block))), np.float32)
         np.copyto(x, block.T)
         if factor != 1:
             x *= np.float32(factor)
         with np.errstate(all="ignore"):
-            encoded, refusals[start:stop] = _encode(x, bits, Method(method), num_bins, ratio)
-        target[start:stop] = encoded
+            encoded, refused_rows = _encode(x, bits, Method(method), num_bins, ratio)
+        rows_here = stop - start
+        target[start:stop], refusals[start:stop] = encoded[:rows_here], refused_rows[:rows_here]
 
     _for_blocks(encode, len(target), max(1, _ENCODED_AT_ONCE // table.shape[1]))
     return int(np.count_nonzero(refusals))
