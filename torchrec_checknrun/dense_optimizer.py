@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from torchrec_checknrun.param_groups import (
     live_groups,
     stored_groups,
 )
+from torchrec_checknrun.same_objects import same_objects
 from torchrec_checknrun.state import Tree, decode_state, empty_state, tree_items
 from torchrec_checknrun.wrapper_state import give_back, held, memory
 
@@ -147,8 +147,13 @@ class DenseOptimizer:
         own = self._by_key(self._state.state_dict())
         state = {k: restored["state"].get(k, value) for k, value in own["state"].items()}
         own |= {**restored, "state": state}
-        with self._same_objects():
+        with same_objects(nodes(self._state)):
             self._state.load_state_dict(self._by_key(own, back=True))
+        for parameter in self._parameters():
+            if parameter.key not in own["state"] and parameter.key in restored["state"]:
+                parameter.optimizer.state[parameter.parameter].update(
+                    restored["state"][parameter.key]
+                )
 
     def finish(self, name: str) -> None:
         """Give wrappers and parameter groups what they had, after all that may set it back."""
@@ -250,45 +255,22 @@ class DenseOptimizer:
                 )
 
     def _content(self) -> dict[str, Any]:
-        """The state dict by keys, without what is stored beside it or not at all."""
+        """The state dict by keys, without what is stored beside it or not at all.
+
+        TorchRec's omit state that was made after a combined optimizer was wrapped and combined
+        again; it is added.
+        """
         content = self._by_key(self._state.state_dict())
         content.pop(GROUPS, None)
-        left_out = {p.key for p in self._parameters() if p.sharded}
+        parameters = list(self._parameters())
+        made = {p.key: dict(p.state) for p in parameters if p.state is not None}
+        content["state"] = {**made, **content["state"]}
+        left_out = {p.key for p in parameters if p.sharded}
         for node in nodes(self._state):
             if not (node.fused or node.steps):
                 left_out |= {node.key(name) for name in own_parameters(node)}
         content["state"] = {k: v for k, v in content["state"].items() if k not in left_out}
         return content
-
-    @contextmanager
-    def _same_objects(self) -> Iterator[None]:
-        """Keep the group dicts and the state dict of a plain optimizer the same objects over
-        ``load_state_dict``, since wrappers and schedulers hold them; and the states' dtypes, which
-        torch makes the parameters'.
-        """
-        optimizer = self._state
-        if isinstance(optimizer, KeyedOptimizer):
-            yield
-            return
-        groups, state = optimizer.param_groups, optimizer.state
-        contents = list(groups)
-        before = {p: dict(of_parameter) for p, of_parameter in state.items()}
-        yield
-        for content, loaded in zip(contents, optimizer.param_groups, strict=True):
-            if content is not loaded:
-                content.clear()
-                content.update(loaded)
-        loaded_state = optimizer.state
-        for parameter, of_parameter in loaded_state.items():
-            for name, value in before.get(parameter, {}).items():
-                new = of_parameter.get(name)
-                if isinstance(value, torch.Tensor) and isinstance(new, torch.Tensor):
-                    of_parameter[name] = value if value.dtype != new.dtype else new
-        if loaded_state is not state:
-            copied = dict(loaded_state)
-            state.clear()
-            state.update(copied)
-        optimizer.param_groups, optimizer.state = groups, state
 
     def _groups(self) -> list[Group]:
         keys = {id(p.parameter): p.key for p in self._parameters() if not p.sharded}

@@ -75,7 +75,10 @@ def give_back(node: Node, saved: Mapping[str, Any]) -> list[str]:
     device = next((p.device for p in _tensors(optimizer)), None)
     changed = []
     arguments = _arguments(type(optimizer))
-    for name, value in saved.get(_ATTRIBUTES, {}).items():
+    attributes = saved.get(_ATTRIBUTES, {})
+    for name in _OF_STEPS & vars(optimizer).keys() - attributes.keys():
+        delattr(optimizer, name)  # it hadn't stepped under a scheduler
+    for name, value in attributes.items():
         live = vars(optimizer).get(name)
         if name.lstrip("_") in arguments and _differ(live, value):
             changed.append(f"{name} = {value!r} (not {live!r})")
