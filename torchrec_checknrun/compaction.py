@@ -336,6 +336,7 @@ def _manifest(chain: Chain, name: str, epoch: int, summaries: list[FileSummary])
             fp32_bytes=of_head.fp32_bytes,
             optimizer_step=of_head.optimizer_step,
             learning_rate=of_head.learning_rate,
+            optimizer_options=of_head.optimizer_options,
         )
     return Manifest(
         id=name,

@@ -207,7 +207,9 @@ class LoadPlanner(DcpLoadPlanner):
             return {}
         tables = self._content.chain.head.tables
         return {
-            into: OptimizerProgress(table.optimizer_step, table.learning_rate)
+            into: OptimizerProgress(
+                table.optimizer_step, table.learning_rate, dict(table.optimizer_options)
+            )
             for name, into in self._targets.items()
             if (table := tables[name]).learning_rate is not None
             and into not in self._rows.without_state

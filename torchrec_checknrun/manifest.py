@@ -151,6 +151,7 @@ class TableTotals:
         error_mean, error_max: measured relative l2 error of rows, None if exact.
         error_rows: how many rows that was measured on.
         optimizer_step, learning_rate: of the table's optimizer, fused or dense; None if unknown.
+        optimizer_options: what else a fused one has, see ``kernel_options``.
         codecs: those of its chunks, each once: name, version and parameters.
     """
 
@@ -169,6 +170,7 @@ class TableTotals:
     encoded_bytes: int = 0
     optimizer_step: int | None = None
     learning_rate: float | None = None
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
     codecs: list[dict[str, object]] = field(default_factory=list)
 
 
@@ -354,7 +356,7 @@ def _as_rank_file(value: object) -> RankFile:
 
 
 def _as_table(value: object) -> TableTotals:
-    return TableTotals(**record(value, _TABLE))
+    return TableTotals(**record(value, _TABLE, "optimizer_options"))
 
 
 _RANK_FILE: dict[str, Check] = {
@@ -369,6 +371,7 @@ _TABLE: dict[str, Check] = {
     **dict.fromkeys(("error_mean", "error_max"), optional(as_measure)),
     "optimizer_step": optional(as_count),
     "learning_rate": optional(as_number),
+    "optimizer_options": as_options,
     "codecs": list_of(as_options),
 }
 _FIELDS: dict[str, Check] = {

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.optim import Optimizer
 
+from torchrec_checknrun.kernel_options import Options, kernel_options, set_kernel_options
 from torchrec_checknrun.kernels import Kernel
 from torchrec_checknrun.optimizers import group_of, is_same_memory, state_of
 from torchrec_checknrun.shards import LocalShard
@@ -38,11 +39,13 @@ class OptimizerProgress:
 
     Attributes:
         step: its step counter; None for a dense optimizer that counts none.
-        learning_rate: as schedulers have set it.
+        learning_rate: as schedulers have set it, in the parameter group.
+        options: what else a fused one has, see ``kernel_options``; empty for a dense one.
     """
 
     step: int | None
     learning_rate: float
+    options: Options = field(default_factory=dict)
 
 
 def table_progress(kernels: Iterable[Kernel]) -> dict[str, OptimizerProgress]:
@@ -55,8 +58,9 @@ def table_progress(kernels: Iterable[Kernel]) -> dict[str, OptimizerProgress]:
                 counter = None if step is None else int(step)
                 found[shard.table] = OptimizerProgress(counter, float(group["lr"]))
         elif (tbe := kernel.module._emb_module).optimizer != EmbOptimType.NONE:
-            rate = float(kernel.module.fused_optimizer.param_groups[0]["lr"])
-            progress = OptimizerProgress(int(tbe.iter[0]), rate)
+            group = kernel.module.fused_optimizer.param_groups[0]
+            options = kernel_options(tbe, group)
+            progress = OptimizerProgress(int(tbe.iter[0]), float(group["lr"]), options)
             found.update({shard.table: progress for shard in kernel.shards})
     return found
 
@@ -99,6 +103,8 @@ def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerProgress]) -> Non
         tbe.set_learning_rate(rate)
     elif rates:
         _warn_of_rate(tables, rates, group)
+    # A rate that the parameter group doesn't tell: set by hand, or before the next step tells it.
+    set_kernel_options(tbe, group, {table: progress[table].options for table in tables})
 
 
 def _set_dense(kernel: Kernel, progress: Mapping[str, OptimizerProgress]) -> None:

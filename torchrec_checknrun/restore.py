@@ -90,7 +90,7 @@ def restore(
     passed_over: list[str] = []
     unusable: set[str] = set()
     changed = False
-    optimizers = DenseStates(target.model, target.states)
+    optimizers = DenseStates(target.model, target.states, target.tracked)
     while True:
         chain, problems, is_newest = ranks.from_rank_0(lambda: _find(root, checkpoint, unusable))
         passed_over += [problem for problem in problems if problem not in passed_over]
@@ -199,6 +199,7 @@ def _hand_back(target: Target, live: dict[str, Any], optimizers: DenseStates, ra
                 optimizers.load(name, live[name])
             else:
                 stateful.load_state_dict(live[name])
+        optimizers.finish()
 
     try:
         ranks.everywhere(hand_back)

@@ -119,7 +119,7 @@ def take_snapshot(
         SaveFailed: a state object has none.
     """
     live: dict[str, Any] = {MODEL: model.state_dict()}
-    optimizers = DenseStates(model, states)
+    optimizers = DenseStates(model, states, tracked)
     live |= optimizers.stored()
     for name, state in states.items():
         if name not in optimizers:

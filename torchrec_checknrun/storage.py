@@ -334,5 +334,6 @@ def _sum_tables(plan: GlobalPlan, parts: list[dict[str, TableTotals]]) -> dict[s
             fp32_bytes=plan.fp32_bytes[name],
             optimizer_step=progress.step if progress else None,
             learning_rate=progress.learning_rate if progress else None,
+            optimizer_options=dict(progress.options) if progress else {},
         )
     return totals
