@@ -10,7 +10,8 @@ from typing import get_args
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.background import BackgroundKind
-from torchrec_checknrun.per_rank import PerRank
+from torchrec_checknrun.per_rank import PerRank, Replicated
+from torchrec_checknrun.per_rank_buffers import BUFFERS
 from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.snapshot import MODEL
 from torchrec_checknrun.staging import StagingMode
@@ -38,10 +39,11 @@ def check_arguments(
     Raises:
         ValueError: one is not what it should be; names it.
     """
-    if MODEL in state:
-        raise ValueError(f"state may not be called {MODEL!r}: that is the model's own name")
+    for name in (MODEL, BUFFERS):
+        if name in state:
+            raise ValueError(f"state may not be called {name!r}: that is the model's own name")
     for name, item in state.items():
-        stateful = item.state if isinstance(item, PerRank) else item
+        stateful = item.state if isinstance(item, (PerRank, Replicated)) else item
         if not isinstance(stateful, Stateful):
             raise ValueError(
                 f"state {name!r} is a {type(stateful).__name__} without state_dict() and "

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal
+from typing import Literal, overload
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -19,18 +19,20 @@ from torchrec_checknrun.background import Background, BackgroundKind
 from torchrec_checknrun.errors import (
     CheckNRunError,
     ModelPartlyRestored,
+    SaveDeferred,
     SaveFailed,
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
-from torchrec_checknrun.per_rank import PerRank
+from torchrec_checknrun.per_rank import PerRank, Replicated
+from torchrec_checknrun.per_rank_buffers import Patterns, PerRankBuffers, buffer_names
 from torchrec_checknrun.policy import Intermittent, Policy
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport
 from torchrec_checknrun.restore import Target, restore
 from torchrec_checknrun.retention import Retention
-from torchrec_checknrun.saver import Callback, Saver
+from torchrec_checknrun.saver import Begun, Callback, Saver
 from torchrec_checknrun.schedule import Schedule
 from torchrec_checknrun.snapshot import CHUNK_BYTES
 from torchrec_checknrun.staging import StagingMode
@@ -53,10 +55,17 @@ class Checkpointer:
         model: DistributedModelParallel (or any module with sharded embedding collections). Its
             sharded tables and their fused optimizer state are saved by rows, the rest in full.
         state: whatever else belongs to the run, by name: optimizer, reader, progress … Each is the
-            same on all ranks, or wrapped in ``PerRank``. Content: see ``state.encode_state``.
+            same on all ranks (a save compares them, and fails if they differ), or wrapped in
+            ``PerRank`` (each rank's own) or ``Replicated`` (rank 0's, for all). Its
+            ``load_state_dict`` is handed what its ``state_dict`` gave when it was saved, whatever
+            the shape. Content: see ``state.encode_state``.
             (``model.reshard`` makes TorchRec's fused optimizers anew, with step 0 and the first
             learning rate, and you a new CombinedOptimizer. The one given here serves on, but keeps
             the old tables in memory: in a job that reshards, give the dense optimizer alone.)
+        per_rank_buffers: names of the model's buffers, or patterns over them, that each rank keeps
+            its own of (``"*.running_*"``, or several in a list). Of others all ranks get rank 0's.
+            Another number of ranks needs a merge function, ``{"*.running_mean": merge}``: it makes
+            one tensor of the list of all that were saved, in rank order.
         policy: which rows a checkpoint holds.
         quantization: in how many bits; exact by default.
         every_steps: ``step`` saves at every so many steps: the trigger ``EverySteps``.
@@ -92,7 +101,8 @@ class Checkpointer:
         root: str | os.PathLike[str],
         *,
         model: nn.Module,
-        state: Mapping[str, Stateful | PerRank] | None = None,
+        state: Mapping[str, Stateful | PerRank | Replicated] | None = None,
+        per_rank_buffers: Patterns = (),
         policy: Policy | None = None,
         quantization: Quantization | None = None,
         every_steps: int | None = None,
@@ -125,7 +135,12 @@ class Checkpointer:
         self.root = Folder(root)
         self.steps = 0
         """Optimizer steps done, counted by ``step`` and restored with a checkpoint."""
-        states = {n: s.state if isinstance(s, PerRank) else s for n, s in declared.items()}
+        states = {
+            n: s.state if isinstance(s, (PerRank, Replicated)) else s for n, s in declared.items()
+        }
+        buffers = PerRankBuffers()
+        if per_rank_buffers:
+            buffers = PerRankBuffers(per_rank_buffers, buffer_names(model, model.state_dict()))
         timeout = timedelta(seconds=timeout_seconds)
         self._ranks = Ranks(timeout)
         # A group of its own: it is used at the same time.
@@ -137,6 +152,8 @@ class Checkpointer:
             tracked=tracked[0],
             states=states,
             per_rank={n: s.merge for n, s in declared.items() if isinstance(s, PerRank)},
+            replicated=frozenset(n for n, s in declared.items() if isinstance(s, Replicated)),
+            buffers=buffers,
         )
         quantization = quantization or Quantization()
         made: list[Background] = []
@@ -272,7 +289,9 @@ class Checkpointer:
         checkpoint that is due is put off until a step at whose end none does.
 
         Returns:
-            The report of a checkpoint that has become durable since the last call, if any.
+            The report of the last checkpoint that has become durable, unless it was returned
+            already; None if there is no such: none was due, it is still on its way, was put off,
+            or failed and so many failures are allowed (``max_failures``; they are logged).
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: the last checkpoint was not committed, on no
@@ -299,30 +318,55 @@ class Checkpointer:
                 self._schedule.end()
         return self._saver.outcome()
 
+    @overload
+    def save(self, *, wait: Literal[True] = True) -> CheckpointReport: ...
+
+    @overload
+    def save(self, *, wait: bool) -> CheckpointReport | None: ...
+
     def save(self, *, wait: bool = True) -> CheckpointReport | None:
-        """Begins a checkpoint now, after the one that is being written.
+        """Save a checkpoint now, after the one that is being written.
 
         Args:
             wait: until it is durable; if not, it becomes so while training goes on.
 
         Returns:
-            What was saved, if ``wait``. None if gradients wait for their optimizer on any rank:
-            then ``step`` will save as soon as none does. None also if the last checkpoint is of
-            this step, can be restored, and no row was modified since; or if it failed, and so many
-            failures are allowed (``max_failures``).
+            If ``wait``, the report of the checkpoint that holds the present state: always. If the
+            last one is of this step and nothing at all has changed since (rows, parameters,
+            buffers, optimizers, state objects), nothing is written and its report is returned, with
+            ``unchanged``. Unless ``wait``, None: always; ``step`` or ``wait`` return the report.
 
         Raises:
-            SaveFailed, UnsupportedState, InvalidPlan, ModelPartlyRestored, RootInUse: as ``step``.
+            SaveDeferred: gradients wait for their optimizer on any rank, and ``wait``; ``step``
+                will save as soon as none does, as it also will without ``wait``.
+            SaveFailed, UnsupportedState, InvalidPlan: it was not committed, on no rank, whatever
+                ``max_failures`` allows ``step``; its rows stay marked. Or the one before was not.
+            ModelPartlyRestored, RootInUse: as ``step``.
         """
         self._refuse_if_closed()
         self._refuse_if_partly_restored()
         self._saver.settle(wait=True)
-        begun = self._begin()
-        if begun and wait:
-            self._saver.outcome()  # of the one before: its error, or nothing that is new
-            return self.wait()
-        self._saver.raise_failure()
-        return None
+        begun = self._begin(tell=wait)
+        if not wait:
+            self._saver.raise_failure()
+            return None
+        self._saver.outcome()  # of the one before: its error, or nothing that is new
+        if begun is Begun.FAILED:
+            raise SaveFailed(
+                f"step {self.steps} was not saved: on another rank the checkpoint before was not "
+                "committed. Its rows are kept for the next one; save again"
+            )
+        if begun is Begun.DEFERRED:
+            raise SaveDeferred(
+                f"step {self.steps} was not saved: gradients wait for their optimizer, and a "
+                "checkpoint would lose them. Call the optimizer's step(), or zero_grad() to drop "
+                "them, and save again; step() saves by itself as soon as none waits"
+            )
+        if begun is Begun.UNCHANGED:
+            return self._saver.unchanged()
+        report = self.wait()
+        assert report is not None
+        return report
 
     def mark(self, table: str, rows: RowIds) -> None:
         """Marks rows that were written by hand (global ids); call it on all ranks.
@@ -337,8 +381,12 @@ class Checkpointer:
         self._target.tracked.mark_all(table)
 
     def wait(self) -> CheckpointReport | None:
-        """Returns when the checkpoint that was begun is durable, with its report; None if there is
-        none.
+        """Wait until the checkpoint that was begun is durable.
+
+        Returns:
+            The report of the last checkpoint that has become durable, unless ``step``, ``save`` or
+            ``wait`` has returned it already. None if there is no such: nothing was begun since, or
+            it failed and so many failures are allowed (``max_failures``; they are logged).
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: it was not committed.
@@ -359,7 +407,7 @@ class Checkpointer:
         try:
             self._saver.settle(wait=True)
             wanted = self._schedule.at_end and self._partly_restored is None
-            if wanted and self._ranks.from_rank_0(self._is_behind):
+            if wanted and self._saver.is_behind(self.steps):
                 self._forget_failure()  # its rows are part of this one
                 self._begin()
                 if self._saver.deferred:
@@ -396,16 +444,11 @@ class Checkpointer:
         self._saver.close()
         self._schedule.close(failed)
 
-    def _begin(self) -> bool:
-        begun = self._saver.begin(self.steps)
-        if begun:
+    def _begin(self, tell: bool = False) -> Begun:
+        begun = self._saver.begin(self.steps, tell)
+        if begun is Begun.YES:
             self._schedule.saved()
         return begun
-
-    def _is_behind(self) -> bool:
-        """Whether steps were done since the last checkpoint."""
-        last = self._saver.lineage.previous
-        return self.steps > 0 and (last is None or last.step != self.steps)
 
     def _forget_failure(self) -> None:
         """What failed before is not to keep from what comes now."""
