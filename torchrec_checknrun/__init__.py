@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.checkpointer import Checkpointer
     from torchrec_checknrun.compaction import compact
     from torchrec_checknrun.load_planner import LoadPlanner
-    from torchrec_checknrun.per_rank import PerRank
+    from torchrec_checknrun.per_rank import PerRank, Replicated
     from torchrec_checknrun.policy import Consecutive, Decision, Full, Intermittent, OneShot, Policy
     from torchrec_checknrun.quantization import Quantization
     from torchrec_checknrun.report import CheckpointReport, RestoreReport
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Checkpointer": "checkpointer",
     "PerRank": "per_rank",
+    "Replicated": "per_rank",
     "LoadPlanner": "load_planner",
     "Consecutive": "policy",
     "Decision": "policy",
@@ -87,6 +88,7 @@ __all__ = [
     "PerRank",
     "Policy",
     "Quantization",
+    "Replicated",
     "RestoreReport",
     "Retention",
     "SavePlanner",

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from torchrec_checknrun.chain import committed
 from torchrec_checknrun.errors import CheckNRunError, RootNotShared
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.ranks import Ranks
+
+T = TypeVar("T")
 
 PATIENCE_SECONDS = 40.0
 """How long a file that rank 0 sees may stay unseen elsewhere: caches of network file systems keep
@@ -24,6 +27,34 @@ _REMEDY = (
 )
 _ABSENT = "absent"
 _MOST_NAMED = 8
+
+
+def agreed(ranks: Ranks, make: Callable[[], T], describe: Callable[[T], Mapping[str, str]]) -> T:
+    """Make something on every rank that all ranks must have alike; a collective.
+
+    Args:
+        describe: by name, what must not differ.
+
+    Returns:
+        This rank's.
+
+    Raises:
+        Exception: the first rank's that could not make it, on every rank.
+        ValueError: the ranks' differ; as ``require_agreement``.
+    """
+    made: list[T] = []
+
+    def act() -> Mapping[str, str]:
+        made.append(make())
+        return describe(made[0])
+
+    try:
+        require_agreement(ranks.everywhere(act))
+    except BaseException:
+        for each in made:
+            getattr(each, "close", lambda: None)()
+        raise
+    return made[0]
 
 
 def require_agreement(described: Sequence[Mapping[str, str]]) -> None:

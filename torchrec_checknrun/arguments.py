@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.background import BackgroundKind
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.per_rank import PerRank
+from torchrec_checknrun.per_rank import PerRank, Replicated
+from torchrec_checknrun.per_rank_buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.policy import POLICIES, Intermittent, Policy
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.retention import Retention
@@ -53,7 +54,8 @@ class Arguments:
     """
 
     root: Folder
-    state: Mapping[str, Stateful | PerRank]
+    state: Mapping[str, Stateful | PerRank | Replicated]
+    per_rank_buffers: PerRankBuffers
     policy: Policy
     quantization: Quantization
     every_steps: int | None
@@ -74,6 +76,7 @@ class Arguments:
         *,
         model: object,
         state: object,
+        per_rank_buffers: Any,
         policy: object,
         quantization: object,
         every_steps: object,
@@ -134,6 +137,7 @@ class Arguments:
         return cls(
             root=_as_root(root),
             state=_as_states(state),
+            per_rank_buffers=_as_buffers(per_rank_buffers, model),
             policy=_as_policy(policy),
             quantization=_as_quantization(quantization),
             every_steps=_as_steps(every_steps),
@@ -147,6 +151,14 @@ class Arguments:
             timeout_seconds=timeout_seconds,
             chunk_bytes=chunk_bytes,
         )
+
+    @property
+    def states(self) -> dict[str, Stateful]:
+        """The state objects themselves, without what they are declared to be."""
+        return {
+            name: item.state if isinstance(item, (PerRank, Replicated)) else item
+            for name, item in self.state.items()
+        }
 
     def described(self) -> dict[str, str]:
         """Describe everything that all ranks must have alike, by argument, for a comparison.
@@ -198,7 +210,7 @@ _ROOT = (
 )
 
 
-def _as_states(state: object) -> dict[str, Stateful | PerRank]:
+def _as_states(state: object) -> dict[str, Stateful | PerRank | Replicated]:
     example = 'state={"optimizer": optimizer, "reader": reader}'
     if state is None:
         return {}
@@ -213,9 +225,20 @@ def _as_states(state: object) -> dict[str, Stateful | PerRank]:
                 f"state {name!r} is a {type(stateful).__name__} without state_dict() and "
                 f"load_state_dict(): wrap it in an object that has them, as in {example}"
             )
-    if MODEL in state:
-        raise ValueError(f"state may not be called {MODEL!r}: that is the model's own name")
+        if name in (MODEL, BUFFERS):
+            raise ValueError(f"state may not be called {name!r}: that is the model's own name")
     return dict(state)
+
+
+def _as_buffers(patterns: Any, model: nn.Module) -> PerRankBuffers:
+    if not isinstance(patterns, (str, Sequence, Mapping)):
+        raise ValueError(
+            'per_rank_buffers must be patterns over names of buffers, as "*.running_*", not '
+            f"{patterns!r}"
+        )
+    if not patterns:
+        return PerRankBuffers()
+    return PerRankBuffers(patterns, buffer_names(model, model.state_dict()))
 
 
 def _as_policy(policy: object) -> Policy:
@@ -283,7 +306,7 @@ def _listed(name: str, values: object, example: str) -> Sequence[object]:
 
 
 def _is_declared(item: object) -> bool:
-    return isinstance(item, PerRank)
+    return isinstance(item, (PerRank, Replicated))
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -303,8 +326,10 @@ def _kind(state: object) -> str:
 
 
 def _describe(value: object) -> str:
-    if value is None or isinstance(value, (bool, int, float, str, Folder)):
-        return str(value) if isinstance(value, Folder) else repr(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (Folder, PerRankBuffers)):
+        return str(value)
     if isinstance(value, Mapping):
         items = sorted((repr(key), _describe(item)) for key, item in value.items())
         return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"

@@ -22,10 +22,11 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lineage import Proposal
 from torchrec_checknrun.manifest import Manifest
 from torchrec_checknrun.quantization import Quantization
+from torchrec_checknrun.rank_differences import RankDifferences
 from torchrec_checknrun.rank_file import write_rank_file
 from torchrec_checknrun.ranks import Ranks, own_error
 from torchrec_checknrun.report import Progress
-from torchrec_checknrun.save_items import Items, RowsItem
+from torchrec_checknrun.save_items import Fingerprint, Items, RowsItem, fingerprint
 from torchrec_checknrun.save_plan import CheckpointPlanner, PlanSummary, Prepared, summarize
 from torchrec_checknrun.shards import LocalShard
 from torchrec_checknrun.snapshot import Snapshot
@@ -60,6 +61,7 @@ class Save:
 
     Attributes:
         cut: the marks it took, to be merged back unless it is committed; None if that failed.
+        fingerprint: of what it holds beside table rows, on this rank; None until that is known.
     """
 
     def __init__(self, proposal: Proposal, cut: Cut | None, begun: float) -> None:
@@ -67,6 +69,7 @@ class Save:
         self.cut = cut
         self.begun = begun
         self.progress = Progress()
+        self.fingerprint: Fingerprint | None = None
         self._manifest: Manifest | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
@@ -110,9 +113,11 @@ class Save:
 class _Plan:
     """What this rank has for the planner, or why it has nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, save: Save, differences: RankDifferences) -> None:
         self.staging: Staging | None = None
         self.summary: PlanSummary | None = None
+        self._save = save
+        self._differences = differences
         self._failure: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -131,7 +136,10 @@ class _Plan:
             raise self._failure
         assert self.staging is not None
         assert self.summary is not None
-        return Prepared(self.summary, self.staging.items, self.staging.choose)
+        digests = self.staging.digests()
+        self._save.fingerprint = fingerprint(digests, self.summary.progress)
+        summary = self.summary.with_digests(digests)
+        return Prepared(summary, self.staging.items, self.staging.choose, self._differences)
 
 
 class Background:
@@ -176,6 +184,7 @@ class Background:
         self._budget = budget
         self._most = budget - _CHUNKS * self.chunk_bytes
         self._warned = False
+        self._told: set[str] = set()
         self._pinned = any(shard.weight.is_cuda for shard in expected)
         whole = sum(self._expected_bytes(shard, quantization) for shard in expected)
         self._make_memory(min(self._most, whole + dense_bytes + _SPARE_BYTES))
@@ -225,7 +234,8 @@ class Background:
             self._thread.join()  # it has said what became of its checkpoint, and is about to end
         self._thread = None  # what it refers to may go
         save = Save(proposal, cut, begun)
-        plan = _Plan()
+        differences = RankDifferences(told=self._told)
+        plan = _Plan(save, differences)
         finish = partial(self._finish, save, CheckpointPlanner(plan.prepare), before_commit)
 
         def start() -> None:
@@ -242,6 +252,8 @@ class Background:
             items = Items.of(snapshot, quantization, self.chunk_bytes)
             self._prepare_memory(items)
             plan.staging = Staging(self._memory, self._ring, items, self._encode)
+            differences.trees = items.trees
+            differences.models, differences.buffers = snapshot.models, snapshot.buffers
             plan.summary = summarize(proposal.header, snapshot, items, quantization)
             plan.staging.run(start)
             save.progress.staged = time.monotonic() - save.begun

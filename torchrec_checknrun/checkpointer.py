@@ -9,32 +9,35 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Never
 
-from torchrec_checknrun.agreement import require_agreement, require_nowhere
+from torchrec_checknrun.agreement import agreed, require_nowhere
 from torchrec_checknrun.arguments import Arguments, Resume, is_timeout
 from torchrec_checknrun.background import Background, BackgroundKind
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointNotFound,
     ModelPartlyRestored,
+    SaveDeferred,
     SaveFailed,
 )
 from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.missing_root import describe_empty, protect_existing
-from torchrec_checknrun.per_rank import PerRank
+from torchrec_checknrun.per_rank import PerRank, Replicated
+from torchrec_checknrun.per_rank_buffers import Patterns
 from torchrec_checknrun.policy import Policy
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport
 from torchrec_checknrun.restore import Target, restore
 from torchrec_checknrun.retention import Retention
-from torchrec_checknrun.saver import Callback, Saver
+from torchrec_checknrun.saver import Begun, Callback, Saver
 from torchrec_checknrun.schedule import Schedule
 from torchrec_checknrun.snapshot import CHUNK_BYTES
 from torchrec_checknrun.staging import StagingMode
@@ -58,10 +61,17 @@ class Checkpointer:
         model: DistributedModelParallel (or any module with sharded embedding collections). Its
             sharded tables and their fused optimizer state are saved by rows, the rest in full.
         state: whatever else belongs to the run, by name: optimizer, reader, progress … Each is the
-            same on all ranks, or wrapped in ``PerRank``. Content: see ``state.encode_state``.
+            same on all ranks (a save compares them, and fails if they differ), or wrapped in
+            ``PerRank`` (each rank's own) or ``Replicated`` (rank 0's, for all). Its
+            ``load_state_dict`` is handed what its ``state_dict`` gave when it was saved, whatever
+            the shape. Content: see ``state.encode_state``.
             (``model.reshard`` makes TorchRec's fused optimizers anew, with step 0 and the first
             learning rate, and you a new CombinedOptimizer. The one given here serves on, but keeps
             the old tables in memory: in a job that reshards, give the dense optimizer alone.)
+        per_rank_buffers: names of the model's buffers, or patterns over them, that each rank keeps
+            its own of (``"*.running_*"``, or several in a list). Of others all ranks get rank 0's.
+            Another number of ranks needs a merge function, ``{"*.running_mean": merge}``: it makes
+            one tensor of the list of all that were saved, in rank order.
         policy: which rows a checkpoint holds: an object, or the name of one (``consecutive``).
         quantization: in how many bits; exact by default. A width alone (``8``) will do.
         every_steps: ``step`` saves at every so many steps: the trigger ``EverySteps``.
@@ -101,7 +111,8 @@ class Checkpointer:
         root: str | os.PathLike[str],
         *,
         model: nn.Module,
-        state: Mapping[str, Stateful | PerRank] | None = None,
+        state: Mapping[str, Stateful | PerRank | Replicated] | None = None,
+        per_rank_buffers: Patterns = (),
         policy: Policy | str | None = None,
         quantization: Quantization | int | Mapping[str, Any] | None = None,
         every_steps: int | None = None,
@@ -123,62 +134,48 @@ class Checkpointer:
         self._ranks = Ranks(timeout)
         # A group of its own: it is used at the same time.
         self._background_ranks = background_ranks = Ranks(timeout)
-        checked: list[Arguments] = []
-
-        def check() -> dict[str, str]:
-            checked.append(
-                Arguments.checked(
-                    root,
-                    model=model,
-                    state=state,
-                    policy=policy,
-                    quantization=quantization,
-                    every_steps=every_steps,
-                    triggers=triggers,
-                    background=background,
-                    staging=staging,
-                    when_busy=when_busy,
-                    max_failures=max_failures,
-                    retention=retention,
-                    callbacks=callbacks,
-                    resume=resume,
-                    timeout_seconds=timeout_seconds,
-                    chunk_bytes=chunk_bytes,
-                    unknown=unknown,
-                )
-            )
-            return checked[0].described()
-
-        tracked: list[TrackedModel] = []  # a table may be unsupported where it is: on one rank
-
-        def track_all() -> dict[str, str]:
-            states = (s.state if isinstance(s, PerRank) else s for s in checked[0].state.values())
-            tracked.append(track(model, states))
-            refuse_unsharded(model, tracked[0].tables)
-            sizes = {name: f"{t.rows} × {t.dim}" for name, t in tracked[0].tables.items()}
-            return {f"the model's table {name!r}": size for name, size in sizes.items()}
-
+        check = partial(
+            Arguments.checked,
+            root,
+            model=model,
+            state=state,
+            per_rank_buffers=per_rank_buffers,
+            policy=policy,
+            quantization=quantization,
+            every_steps=every_steps,
+            triggers=triggers,
+            background=background,
+            staging=staging,
+            when_busy=when_busy,
+            max_failures=max_failures,
+            retention=retention,
+            callbacks=callbacks,
+            resume=resume,
+            timeout_seconds=timeout_seconds,
+            chunk_bytes=chunk_bytes,
+            unknown=unknown,
+        )
         try:
-            require_agreement(self._ranks.everywhere(check))
-            require_agreement(self._ranks.everywhere(track_all))
+            arguments = agreed(self._ranks, check, Arguments.described)
+            states = arguments.states
+            # A table may be unsupported where it is: on one rank.
+            tracked = agreed(self._ranks, lambda: _track(model, states), _tables)
         except BaseException:
-            for each in tracked:
-                each.close()
             self._ranks.close()
             background_ranks.close()
             raise
-        arguments = checked[0]
         declared = arguments.state
-        states = {n: s.state if isinstance(s, PerRank) else s for n, s in declared.items()}
         self.root = arguments.root
         self.steps = 0
         """Optimizer steps done, counted by ``step`` and restored with a checkpoint."""
         self._resume = resume
         self._target = Target(
             model=model,
-            tracked=tracked[0],
+            tracked=tracked,
             states=states,
             per_rank={n: s.merge for n, s in declared.items() if isinstance(s, PerRank)},
+            replicated=frozenset(n for n, s in declared.items() if isinstance(s, Replicated)),
+            buffers=arguments.per_rank_buffers,
         )
         made: list[Background] = []
 
@@ -192,15 +189,15 @@ class Checkpointer:
                     memory_budget=memory_budget,
                     chunk_bytes=chunk_bytes,
                     quantization=arguments.quantization.resolved(lossy_restores=0),
-                    expected=[shard.local for shard in tracked[0].shards],
-                    dense_bytes=_dense_bytes(model, tracked[0]),
+                    expected=[shard.local for shard in tracked.shards],
+                    dense_bytes=_dense_bytes(model, tracked),
                 )
             )
 
         try:
             self._ranks.everywhere(make_background)
         except BaseException:
-            tracked[0].close()
+            tracked.close()
             raise
         self._saver = Saver(
             self.root,
@@ -329,7 +326,9 @@ class Checkpointer:
         checkpoint that is due is put off until a step at whose end none does.
 
         Returns:
-            The report of a checkpoint that has become durable since the last call, if any.
+            The report of the last checkpoint that has become durable, unless it was returned
+            already; None if there is no such: none was due, it is still on its way, was put off,
+            or failed and so many failures are allowed (``max_failures``; they are logged).
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: the last checkpoint was not committed, on no
@@ -356,30 +355,55 @@ class Checkpointer:
                 self._schedule.end()
         return self._saver.outcome()
 
+    @overload
+    def save(self, *, wait: Literal[True] = True) -> CheckpointReport: ...
+
+    @overload
+    def save(self, *, wait: bool) -> CheckpointReport | None: ...
+
     def save(self, *, wait: bool = True) -> CheckpointReport | None:
-        """Begins a checkpoint now, after the one that is being written.
+        """Save a checkpoint now, after the one that is being written.
 
         Args:
             wait: until it is durable; if not, it becomes so while training goes on.
 
         Returns:
-            What was saved, if ``wait``. None if gradients wait for their optimizer on any rank:
-            then ``step`` will save as soon as none does. None also if the last checkpoint is of
-            this step, can be restored, and no row was modified since; or if it failed, and so many
-            failures are allowed (``max_failures``).
+            If ``wait``, the report of the checkpoint that holds the present state: always. If the
+            last one is of this step and nothing at all has changed since (rows, parameters,
+            buffers, optimizers, state objects), nothing is written and its report is returned, with
+            ``unchanged``. Unless ``wait``, None: always; ``step`` or ``wait`` return the report.
 
         Raises:
-            SaveFailed, UnsupportedState, InvalidPlan, ModelPartlyRestored, RootInUse: as ``step``.
+            SaveDeferred: gradients wait for their optimizer on any rank, and ``wait``; ``step``
+                will save as soon as none does, as it also will without ``wait``.
+            SaveFailed, UnsupportedState, InvalidPlan: it was not committed, on no rank, whatever
+                ``max_failures`` allows ``step``; its rows stay marked. Or the one before was not.
+            ModelPartlyRestored, RootInUse: as ``step``.
         """
         self._refuse_if_closed()
         self._refuse_if_partly_restored()
         self._saver.settle(wait=True)
-        begun = self._begin()
-        if begun and wait:
-            self._saver.outcome()  # of the one before: its error, or nothing that is new
-            return self.wait()
-        self._saver.raise_failure()
-        return None
+        begun = self._begin(tell=wait)
+        if not wait:
+            self._saver.raise_failure()
+            return None
+        self._saver.outcome()  # of the one before: its error, or nothing that is new
+        if begun is Begun.FAILED:
+            raise SaveFailed(
+                f"step {self.steps} was not saved: on another rank the checkpoint before was not "
+                "committed. Its rows are kept for the next one; save again"
+            )
+        if begun is Begun.DEFERRED:
+            raise SaveDeferred(
+                f"step {self.steps} was not saved: gradients wait for their optimizer, and a "
+                "checkpoint would lose them. Call the optimizer's step(), or zero_grad() to drop "
+                "them, and save again; step() saves by itself as soon as none waits"
+            )
+        if begun is Begun.UNCHANGED:
+            return self._saver.unchanged()
+        report = self.wait()
+        assert report is not None
+        return report
 
     def mark(self, table: str, rows: RowIds) -> None:
         """Mark rows (global ids) that were written in a way that PyTorch doesn't notice: through
@@ -408,8 +432,12 @@ class Checkpointer:
         self._target.tracked.mark_all(table)
 
     def wait(self) -> CheckpointReport | None:
-        """Returns when the checkpoint that was begun is durable, with its report; None if there is
-        none.
+        """Wait until the checkpoint that was begun is durable.
+
+        Returns:
+            The report of the last checkpoint that has become durable, unless ``step``, ``save`` or
+            ``wait`` has returned it already. None if there is no such: nothing was begun since, or
+            it failed and so many failures are allowed (``max_failures``; they are logged).
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: it was not committed.
@@ -430,7 +458,7 @@ class Checkpointer:
         try:
             self._saver.settle(wait=True)
             wanted = self._schedule.at_end and self._partly_restored is None
-            if wanted and self._ranks.from_rank_0(self._is_behind):
+            if wanted and self._saver.is_behind(self.steps):
                 self._forget_failure()  # its rows are part of this one
                 self._begin()
                 if self._saver.deferred:
@@ -467,16 +495,11 @@ class Checkpointer:
         self._saver.close()
         self._schedule.close(failed)
 
-    def _begin(self) -> bool:
-        begun = self._saver.begin(self.steps)
-        if begun:
+    def _begin(self, tell: bool = False) -> Begun:
+        begun = self._saver.begin(self.steps, tell)
+        if begun is Begun.YES:
             self._schedule.saved()
         return begun
-
-    def _is_behind(self) -> bool:
-        """Whether steps were done since the last checkpoint."""
-        last = self._saver.lineage.previous
-        return self.steps > 0 and (last is None or last.step != self.steps)
 
     def _forget_failure(self) -> None:
         """What failed before is not to keep from what comes now."""
@@ -498,6 +521,21 @@ class Checkpointer:
                 "a restore failed half-way, and the model is no longer one state: restore again, "
                 f"or start from a new model. {self._partly_restored}"
             )
+
+
+def _track(model: nn.Module, states: Mapping[str, Stateful]) -> TrackedModel:
+    tracked = track(model, states.values())
+    try:
+        refuse_unsharded(model, tracked.tables)
+    except BaseException:
+        tracked.close()
+        raise
+    return tracked
+
+
+def _tables(tracked: TrackedModel) -> dict[str, str]:
+    sizes = {name: f"{table.rows} × {table.dim}" for name, table in tracked.tables.items()}
+    return {f"the model's table {name!r}": size for name, size in sizes.items()}
 
 
 def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:

@@ -32,7 +32,9 @@ class IncompatibleCheckpoint(CheckNRunError):
 
 
 class UnsupportedState(CheckNRunError):
-    """A state object holds a value that can't be stored without pickle; names its key."""
+    """A state object can't be stored as it is: it holds a value that needs pickle, or differs
+    between ranks without being declared so; names it, and the key.
+    """
 
 
 class UnsupportedTable(CheckNRunError):
@@ -45,6 +47,10 @@ class InvalidPlan(CheckNRunError):
 
 class SaveFailed(CheckNRunError):
     """A checkpoint was not committed; its rows stay marked and are part of the next one."""
+
+
+class SaveDeferred(CheckNRunError):
+    """An explicit save was put off, since gradients wait for their optimizer."""
 
 
 class StorageFailed(OSError):

@@ -23,6 +23,7 @@ from torchrec_checknrun.chunks import Entry, decode_state_chunk, state_tree
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.fit import Fit, match_tables
+from torchrec_checknrun.per_rank_buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.read_chunks import ChainContent, ReadableChunk, StoredChunk
 from torchrec_checknrun.row_chunks import KIND as ROWS
@@ -30,7 +31,9 @@ from torchrec_checknrun.row_restore import RowRestore
 from torchrec_checknrun.save_planner import DirectInterval
 from torchrec_checknrun.sharded_state import StoredTables, find_blocks, find_shards, is_sharded
 from torchrec_checknrun.shards import LocalShard, TableShape
-from torchrec_checknrun.state import check_state, common_state, merge_state
+from torchrec_checknrun.snapshot import MODEL
+from torchrec_checknrun.state import check_state, common_state, merge_state, tree_items
+from torchrec_checknrun.state_objects import StateObjects
 from torchrec_checknrun.tracked import TrackedModel
 from torchrec_checknrun.tracking import Consumer
 
@@ -51,6 +54,8 @@ class LoadPlanner(DcpLoadPlanner):
         per_rank: how to merge states that each rank had its own of, should the number of ranks
             have changed; None or absent makes that an error.
         fit: what may differ between checkpoint and model.
+        buffers: the model's buffers that each rank has its own of.
+        objects: state objects that are handed what they gave; the others' content must fit.
         optimizers: the dense ones among the state objects, which are fitted to the checkpoint;
             the caller hands back to them what was restored, and then ``progress``. Without them
             (``dcp.load``) they must have made their state already.
@@ -70,12 +75,17 @@ class LoadPlanner(DcpLoadPlanner):
         per_rank: Mapping[str, Merge | None] | None = None,
         fit: Fit = _AS_SAVED,
         optimizers: DenseStates | None = None,
+        buffers: PerRankBuffers | None = None,
+        objects: StateObjects | None = None,
         dry_run: bool = False,
     ) -> None:
         self._tracked = tracked
         self._fit = fit
         self._merge = dict(per_rank or {})
         self._optimizers = optimizers
+        self._buffers = buffers or PerRankBuffers()
+        self._model_content: dict[str, Any] | None = None
+        self._objects = objects or StateObjects({})
         self._dry_run = dry_run
         self._state_dict: dict[str, Any] = {}
         self._shards: list[LocalShard] = []
@@ -114,6 +124,7 @@ class LoadPlanner(DcpLoadPlanner):
         self._rows = RowRestore(content, match.target, self._fit)
         if self._optimizers is not None:
             state_dict.update(self._fit_optimizers(self._optimizers))
+        self._split_buffers()
         if self._tracked is not None:
             self._tracked.flush()
             self._shards = [shard.local for shard in self._tracked.shards]
@@ -191,6 +202,7 @@ class LoadPlanner(DcpLoadPlanner):
     def _finish(self) -> None:
         """What is to be done when everything has come."""
         self._rows.finish(self._dry_run)
+        self._join_buffers()
         if self._dry_run:
             return
         self._collisions.finish()
@@ -225,6 +237,30 @@ class LoadPlanner(DcpLoadPlanner):
         tables = {table: restored.get(table) for table in self._tables}
         return optimizers.fit(trees, tables, self._fit.strict)
 
+    def _split_buffers(self) -> None:
+        """Take the buffers that were saved per rank out of the model's state dict, as the
+        checkpoint has them; ``_join_buffers`` puts them back.
+        """
+        model, head = self._state_dict.get(MODEL), self._content.chain.head
+        if not isinstance(model, dict) or BUFFERS not in head.states:
+            return
+        names: dict[str | int, None] = {}
+        for chunk in self._state_chunks().get(BUFFERS, {}).values():
+            names |= dict.fromkeys(tree_items(state_tree(chunk.entry)))
+        self._model_content = model
+        self._state_dict[MODEL] = {k: v for k, v in model.items() if k not in names}
+        self._state_dict[BUFFERS] = {k: v for k, v in model.items() if k in names}
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if head.world_size != world:
+            self._buffers.require_merges(list(map(str, names)), head.world_size, world)
+            self._merge[BUFFERS] = self._buffers.merge
+
+    def _join_buffers(self) -> None:
+        if self._model_content is not None:
+            self._model_content.update(self._state_dict[MODEL])
+            self._model_content.update(self._state_dict.pop(BUFFERS))
+            self._state_dict[MODEL] = self._model_content
+
     def _plan_states(self) -> Iterable[str]:
         """The chunks of the head's state objects that were asked for, checked against them."""
         head, chunks = self._content.chain.head, self._state_chunks()
@@ -254,7 +290,11 @@ class LoadPlanner(DcpLoadPlanner):
                 if of_rank not in stored:
                     raise CorruptCheckpoint(f"{head.id} lacks state {name!r} of rank {of_rank}")
                 tree = state_tree(stored[of_rank].entry)
-                if len(wanted) == 1 and self._fit.strict:
+                if not self._fit.strict or (len(wanted) > 1 and name != BUFFERS):
+                    pass
+                elif name in self._objects:
+                    self._objects.check(name, current, tree, self._stored.covers)
+                else:
                     covers, of_table = self._stored.covers, self._stored.name
                     exact = self._optimizers is not None and name in self._optimizers
                     check_state(current, tree, name, covers, of_table, exact)
@@ -300,6 +340,12 @@ class LoadPlanner(DcpLoadPlanner):
                 return
             value = merge(read)
         current = self._state_dict[name]
+        if name in self._objects:
+            covers, of_table = self._stored.covers, self._stored.name
+            self._state_dict[name] = self._objects.content(
+                name, current, value, covers, of_table, self._fit.strict, self.skipped
+            )
+            return
         if not self._fit.strict:
             value = common_state(current, value, name, self.skipped)
         self._state_dict[name] = merge_state(current, value, self._stored.name)

@@ -1,4 +1,4 @@
-"""State objects that differ between ranks."""
+"""How state objects, and a model's buffers, are declared to be on several ranks."""
 
 from __future__ import annotations
 
@@ -20,3 +20,15 @@ class PerRank:
     def __init__(self, state: Stateful, merge: Merge | None = None) -> None:
         self.state = state
         self.merge = merge
+
+
+class Replicated:
+    """Declares that rank 0's content of a state object is right for all ranks: only that is saved,
+    and the ranks' contents are not compared.
+
+    Attributes:
+        state: the object.
+    """
+
+    def __init__(self, state: Stateful) -> None:
+        self.state = state

@@ -48,6 +48,8 @@ class CheckpointReport:
         lossy_restores: restores from lossy checkpoints in this lineage so far.
         chain_length: checkpoints that a restore of this one reads.
         error_mean, error_max: measured relative l2 error of stored rows, None if exact.
+        unchanged: nothing was written: what was to be saved is what this checkpoint, of the same
+            step, holds already. The times are then those of its own save, or 0 if it was restored.
     """
 
     id: str
@@ -72,6 +74,7 @@ class CheckpointReport:
     chain_length: int
     error_mean: float | None
     error_max: float | None
+    unchanged: bool = False
 
     @property
     def total_bytes(self) -> int:

@@ -32,8 +32,10 @@ from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.lease import latest_claim
 from torchrec_checknrun.load_planner import LoadPlanner, Merge
 from torchrec_checknrun.manifest import MANIFEST_NAME
+from torchrec_checknrun.per_rank_buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.ranks import Ranks, own_error
 from torchrec_checknrun.snapshot import MODEL
+from torchrec_checknrun.state_objects import StateObjects
 from torchrec_checknrun.storage import StorageReader
 from torchrec_checknrun.tracked import TrackedModel
 
@@ -65,6 +67,8 @@ class Target:
     Attributes:
         model: None: only the tables, not the dense parameters.
         per_rank: merge functions of the states that each rank has its own of.
+        replicated: names of states of which rank 0's content is stored.
+        buffers: the model's buffers that each rank has its own of.
         fit: what may differ between checkpoint and model.
     """
 
@@ -73,6 +77,8 @@ class Target:
     states: Mapping[str, Stateful]
     per_rank: Mapping[str, Merge | None]
     fit: Fit = field(default_factory=Fit)
+    replicated: frozenset[str] = frozenset()
+    buffers: PerRankBuffers = field(default_factory=PerRankBuffers)
 
 
 def restore(
@@ -91,6 +97,8 @@ def restore(
     unusable: set[str] = set()
     changed = False
     optimizers = DenseStates(target.model, target.states, target.tracked)
+    others = {n: state for n, state in target.states.items() if n not in optimizers}
+    objects = StateObjects(others)
     while True:
         chain, problems, is_newest = ranks.from_rank_0(lambda: _find(root, checkpoint, unusable))
         passed_over += [problem for problem in problems if problem not in passed_over]
@@ -115,6 +123,8 @@ def restore(
                     target.tracked,
                     per_rank=target.per_rank,
                     fit=target.fit,
+                    buffers=target.buffers,
+                    objects=objects,
                     optimizers=optimizers,
                     dry_run=dry_run,
                 )
@@ -170,7 +180,8 @@ def _load(
         live.update((name, stateful.state_dict()) for name, stateful in target.states.items())
 
     ranks.everywhere(read_live)
-    for name in chain.head.states.keys() - live.keys() if target.model is not None else ():
+    unasked = chain.head.states.keys() - live.keys() - {BUFFERS}
+    for name in unasked if target.model is not None else ():
         logger.warning(
             "%s holds state %r, which is not restored: it was not given to the Checkpointer",
             chain.head.id,

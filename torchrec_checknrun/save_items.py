@@ -15,14 +15,18 @@ import torch.distributed as dist
 from torchrec_checknrun.blocks import Block
 from torchrec_checknrun.chunks import EncodedChunk, state_chunk
 from torchrec_checknrun.importance_budget import Key, with_constant
+from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.quantization import Encoding, Quantization
 from torchrec_checknrun.rank_file import Job
 from torchrec_checknrun.row_chunks import encode_rows
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot
-from torchrec_checknrun.state import encode_state
+from torchrec_checknrun.state import Tree, encode_state
+from torchrec_checknrun.state_digest import Digest
 
 Constants = Mapping[Key, float]
 """What importance-weighted codecs add to every row's bits, from the global plan."""
+
+Fingerprint = tuple[Mapping[str, bytes], Mapping[str, OptimizerProgress]]
 
 
 class Item(Protocol):
@@ -85,10 +89,12 @@ class Items:
     Attributes:
         by_name: in the order in which they are written: the small ones first.
         replicated: bytes of each state that all ranks have alike.
+        trees: the same states, encoded, without their bytes.
     """
 
     by_name: dict[str, RowsItem | BlockItem | ChunkItem] = field(default_factory=dict)
     replicated: dict[str, int] = field(default_factory=dict)
+    trees: dict[str, Tree] = field(default_factory=dict)
 
     @classmethod
     def of(cls, snapshot: Snapshot, quantization: Quantization, chunk_bytes: int) -> Items:
@@ -107,6 +113,7 @@ class Items:
             tree, pieces = encode_state(value, name)
             if not own:
                 items.replicated[name] = sum(memoryview(piece).nbytes for piece in pieces)
+                items.trees[name] = tree
             chunk = state_chunk(name, rank if own else None, tree, pieces)
             items.by_name[f"state:{name}@{rank}" if own else state_key(name)] = ChunkItem(chunk)
         for i, block in enumerate(snapshot.blocks):
@@ -120,6 +127,21 @@ class Items:
                 name = f"{shard.shard}#{number}"
                 items.by_name[name] = RowsItem(shard, start, stop, count, encoding)
         return items
+
+    def digests(self) -> dict[str, Digest]:
+        """Digest all items that are no table rows, by name."""
+        return {
+            name: Digest.of(item.job({}))
+            for name, item in self.by_name.items()
+            if not isinstance(item, RowsItem)
+        }
+
+
+def fingerprint(
+    digests: Mapping[str, Digest], progress: Mapping[str, OptimizerProgress]
+) -> Fingerprint:
+    """Tell by little what a checkpoint holds beside table rows, to see whether that has changed."""
+    return {name: digest.whole for name, digest in digests.items()}, dict(progress)
 
 
 def state_key(name: str) -> str:

@@ -7,7 +7,7 @@ a table is missing, and says which rank writes what all ranks have alike.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +28,12 @@ from torchrec_checknrun.manifest import Header
 from torchrec_checknrun.picklable import picklable_errors
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.quantization import Quantization
+from torchrec_checknrun.rank_differences import RankDifferences
 from torchrec_checknrun.rank_file import Job
 from torchrec_checknrun.save_items import Constants, Item, Items, state_key
 from torchrec_checknrun.shards import Rectangle, TableShape
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot
+from torchrec_checknrun.state_digest import Digest
 
 
 @dataclass
@@ -53,6 +55,21 @@ class PlanSummary:
     per_rank: tuple[str, ...]
     blocks: list[BlockSummary] = field(default_factory=list)
     importance: dict[Key, Survey] = field(default_factory=dict)
+    lowest: tuple[str, ...] = ()
+    """States of which the lowest rank's is stored, whatever the others have."""
+    digests: dict[str, Digest] = field(default_factory=dict)
+    """Of the other states that all ranks have alike."""
+
+    def with_digests(self, of_items: Mapping[str, Digest]) -> PlanSummary:
+        """Add what tells whether all ranks have these states alike.
+
+        Args:
+            of_items: digests by the items' names.
+        """
+        compared = self.replicated.keys() - set(self.lowest)
+        return dataclasses.replace(
+            self, digests={name: of_items[state_key(name)] for name in compared}
+        )
 
 
 @dataclass(frozen=True)
@@ -76,11 +93,13 @@ class Prepared:
     Attributes:
         items: what it would write, by name, in this order.
         chosen: told the names of those that it shall write, once that is known.
+        differences: judges states whose content differs between ranks.
     """
 
     summary: PlanSummary
     items: Mapping[str, Item]
     chosen: Callable[[frozenset[str]], None] = lambda names: None
+    differences: RankDifferences = field(default_factory=RankDifferences)
 
 
 def summarize(
@@ -97,6 +116,7 @@ def summarize(
         per_rank=tuple(sorted(snapshot.per_rank)),
         blocks=[block.summary for block in snapshot.blocks],
         importance=survey(snapshot.shards, quantization),
+        lowest=tuple(sorted(snapshot.replicated)),
     )
 
 
@@ -111,6 +131,7 @@ class CheckpointPlanner(SavePlanner):
     def __init__(self, prepare: Callable[[str], Prepared]) -> None:
         self._prepare = prepare
         self._constants: Constants = {}
+        self._differences = RankDifferences()
 
     @picklable_errors()  # DCP sends them to rank 0
     def set_up_planner(
@@ -125,6 +146,7 @@ class CheckpointPlanner(SavePlanner):
                 "storage_writer=StorageWriter(path) to dcp.save as well"
             )
         self._prepared = self._prepare(str(storage_meta.checkpoint_id))
+        self._differences = self._prepared.differences
 
     def create_local_plan(self) -> SavePlan:
         items = [
@@ -138,7 +160,8 @@ class CheckpointPlanner(SavePlanner):
         summaries: list[PlanSummary] = [plan.planner_data for plan in all_plans]
         _check_agreement(summaries)
         _check_coverage(summaries)
-        writers = _assign_writers(summaries)
+        differing = self._differences.differing(_held(summaries))
+        writers = _assign_writers(summaries, differing | set(summaries[0].lowest))
         found = constants(summary.importance for summary in summaries)
         plans = []
         for rank, plan in enumerate(all_plans):
@@ -187,7 +210,7 @@ def _fp32_bytes(shards: list[ShardSnapshot]) -> dict[str, int]:
 
 def _check_agreement(summaries: list[PlanSummary]) -> None:
     for rank, summary in enumerate(summaries):
-        for what in ("header", "tables", "per_rank"):
+        for what in ("header", "tables", "per_rank", "lowest"):
             first, other = getattr(summaries[0], what), getattr(summary, what)
             if first != other:
                 raise InvalidPlan(
@@ -226,8 +249,21 @@ def _check_coverage(summaries: list[PlanSummary]) -> None:
         check_blocks(path, pieces)
 
 
-def _assign_writers(summaries: list[PlanSummary]) -> dict[str, int]:
-    """Which rank writes each state that all have alike: the biggest first, to the least loaded."""
+def _held(summaries: list[PlanSummary]) -> dict[str, list[tuple[int, Digest]]]:
+    """Each compared state's digest on the ranks that have it."""
+    held: dict[str, list[tuple[int, Digest]]] = {}
+    for rank, summary in enumerate(summaries):
+        for name, digest in summary.digests.items():
+            held.setdefault(name, []).append((rank, digest))
+    return held
+
+
+def _assign_writers(summaries: list[PlanSummary], lowest: Container[str] = ()) -> dict[str, int]:
+    """Which rank writes each state that all have alike: the biggest first, to the least loaded.
+
+    Args:
+        lowest: states that the lowest rank writes.
+    """
     holders: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
     for rank, summary in enumerate(summaries):
@@ -237,7 +273,9 @@ def _assign_writers(summaries: list[PlanSummary]) -> dict[str, int]:
     load = [0] * len(summaries)
     writers = {}
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        rank = min(holders[name], key=lambda r: (load[r], r))
+        rank = holders[name][0]
+        if name not in lowest:
+            rank = min(holders[name], key=lambda r: (load[r], r))
         load[rank] += sizes[name]
         writers[state_key(name)] = rank
     return writers

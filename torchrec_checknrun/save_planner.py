@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from torchrec_checknrun.chain import Chain, read_manifest
@@ -15,11 +17,18 @@ from torchrec_checknrun.errors import CheckpointExists, CheckpointNotFound, Corr
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Kind, Link
 from torchrec_checknrun.quantization import Quantization
+from torchrec_checknrun.rank_differences import RankDifferences
 from torchrec_checknrun.save_items import Items
 from torchrec_checknrun.save_plan import CheckpointPlanner, Prepared, summarize
-from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_blocks, find_shards
+from torchrec_checknrun.sharded_state import (
+    StoredTables,
+    drop_tables,
+    find_blocks,
+    find_shards,
+    is_sharded,
+)
 from torchrec_checknrun.shards import TableShape
-from torchrec_checknrun.snapshot import CHUNK_BYTES, ShardSnapshot, Snapshot, take_rows
+from torchrec_checknrun.snapshot import CHUNK_BYTES, MODEL, ShardSnapshot, Snapshot, take_rows
 from torchrec_checknrun.tracked import TrackedModel
 from torchrec_checknrun.tracking import Consumer, Cut
 
@@ -36,6 +45,9 @@ class SavePlanner(CheckpointPlanner):
             out not to have been committed, the rows are part of the next one.
         quantization: width of the stored rows.
         per_rank: top-level state-dict keys whose content differs between ranks.
+        replicated: top-level keys of which rank 0's content is right for all ranks: they are not
+            compared. Of others it is an error if they differ, unless they are a model's (see
+            ``models_of``): of those the lowest rank's is stored.
         full: a full checkpoint even where a differential one could be.
         chunk_bytes: memory for the rows on their way to storage (and later back, since rows are
             read as they were written); a chunk holds up to a fifth of that.
@@ -47,6 +59,7 @@ class SavePlanner(CheckpointPlanner):
         *,
         quantization: Quantization | None = None,
         per_rank: Iterable[str] = (),
+        replicated: Iterable[str] = (),
         full: bool = False,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
@@ -54,6 +67,8 @@ class SavePlanner(CheckpointPlanner):
         self._tracked = tracked
         self._quantization = (quantization or Quantization()).resolved(lossy_restores=0)
         self._per_rank = frozenset(per_rank)
+        self._replicated = frozenset(replicated)
+        self._told: set[str] = set()
         self._full = full
         self._chunk_bytes = chunk_bytes
         self._state_dict: dict[str, Any] = {}
@@ -92,13 +107,42 @@ class SavePlanner(CheckpointPlanner):
         stored = StoredTables(tables, (snapshot.shard for snapshot in shards))
         states = drop_tables(self._state_dict, stored)
         per_rank = self._per_rank & states.keys()
-        snapshot = Snapshot(shards, tables, states, per_rank)
+        snapshot = Snapshot(
+            shards,
+            tables,
+            states,
+            per_rank,
+            replicated=self._replicated & states.keys() - per_rank,
+            models=models_of(self._state_dict),
+        )
         snapshot.blocks = find_blocks(self._state_dict, stored)
         if self._tracked is not None:
             snapshot.progress = self._tracked.progress()
             snapshot.collisions = self._tracked.collisions.state()
         items = Items.of(snapshot, self._quantization, self._chunk_bytes)
-        return Prepared(summarize(header, snapshot, items, self._quantization), items.by_name)
+        summary = summarize(header, snapshot, items, self._quantization)
+        differences = RankDifferences(items.trees, snapshot.models, told=self._told)
+        if dist.is_initialized():
+            summary = summary.with_digests(items.digests())
+        return Prepared(summary, items.by_name, differences=differences)
+
+
+def models_of(state_dict: Mapping[str, Any]) -> frozenset[str]:
+    """Find the top-level keys whose content is a model's: ``model``, dicts that hold a sharded
+    table, and all tensors beside a table.
+    """
+    if _holds_table(state_dict):
+        return frozenset(n for n, value in state_dict.items() if isinstance(value, torch.Tensor))
+    found = {
+        name
+        for name, value in state_dict.items()
+        if isinstance(value, Mapping) and _holds_table(value)
+    }
+    return frozenset(found | {MODEL} & state_dict.keys())
+
+
+def _holds_table(content: Mapping[Any, Any]) -> bool:
+    return any(is_sharded(v) and str(key).endswith(".weight") for key, v in content.items())
 
 
 class DirectInterval:

@@ -10,7 +10,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import ClassVar
 
@@ -27,11 +28,12 @@ from torchrec_checknrun.lineage import Lineage, Proposal
 from torchrec_checknrun.policy import Decision, Policy
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.report import CheckpointReport, checkpoint_report
+from torchrec_checknrun.report import CheckpointReport, Progress, checkpoint_report
 from torchrec_checknrun.restore import Target
 from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.root_writer import RootWriter
-from torchrec_checknrun.snapshot import Snapshot, take_snapshot
+from torchrec_checknrun.save_items import Fingerprint, Items, fingerprint
+from torchrec_checknrun.snapshot import Declared, Snapshot, take_snapshot, take_states
 from torchrec_checknrun.tracking import Consumer, Cut
 
 logger = logging.getLogger("torchrec_checknrun.checkpointer")
@@ -62,6 +64,16 @@ class _Facts:
     """Rank 0's."""
     committed: bool
     """Rank 0 has found that this step is committed already and can be restored."""
+
+
+class Begun(Enum):
+    """What came of the wish to begin a checkpoint, the same on all ranks."""
+
+    YES = "it is on its way"
+    DEFERRED = "gradients wait for their optimizer"
+    BUSY = "one is still being written"
+    FAILED = "the one before failed, or the storage did: see ``Saver.raise_failure``"
+    UNCHANGED = "the last one, of the same step, holds all of it"
 
 
 class Saver:
@@ -107,6 +119,9 @@ class Saver:
         self._quantization = quantization
         self._max_failures = max_failures
         self._callbacks = tuple(callbacks)
+        self._declared = Declared(
+            target.states, frozenset(target.per_rank), target.replicated, target.buffers
+        )
         self._gradients = PendingGradients(target.states.values())
         self.writer = RootWriter(root, self.lineage, retention)
         self._claimed = self._claimed_early = self._seen = False
@@ -117,7 +132,12 @@ class Saver:
         """Seconds, for the checkpoint before the one that may be begun now."""
         self._failures = 0
         self._error: BaseException | None = None
+        self._must_tell = False
+        """Of the running checkpoint, if it fails: somebody waits for it."""
         self._report: CheckpointReport | None = None
+        self._last: CheckpointReport | None = None
+        self._fingerprint: Fingerprint | None = None
+        """Of what the last checkpoint holds beside table rows; None if that isn't known."""
 
     @property
     def running(self) -> Save | None:
@@ -178,12 +198,33 @@ class Saver:
         """The model is in a checkpoint's state; see ``Lineage.restored``."""
         self.lineage.restored(chain, converted, forks)
         self.writer.restored(chain)
+        self._last = checkpoint_report(chain.head, self.lineage.chain_length, Progress())
+        try:
+            self._fingerprint = self._look_at_states()
+        except Exception:  # it would be said by the next save
+            self._fingerprint = None
 
-    def begin(self, step: int) -> bool:
+    def unchanged(self) -> CheckpointReport:
+        """The report of the last checkpoint, after ``begin`` has found that it holds all of it."""
+        assert self._last is not None
+        return replace(self._last, unchanged=True)
+
+    def is_behind(self, step: int) -> bool:
+        """Whether there is anything that the last checkpoint doesn't hold; called on all ranks."""
+        previous = self.lineage.previous
+        if not self._ranks.from_rank_0(lambda: step > 0):
+            return False
+        self._target.tracked.refresh()
+        own = previous is None or previous.step != step
+        if any(self._ranks.gather(own or self._target.tracked.is_modified(Consumer.LAST))):
+            return True
+        return self._is_changed()
+
+    def begin(self, step: int, tell: bool = False) -> Begun:
         """Begins a checkpoint if all ranks can; when it returns, training may go on.
 
-        Returns:
-            Whether it was begun, the same on all ranks.
+        Args:
+            tell: should it fail, ``raise_failure`` says so even if failures are allowed.
 
         Raises:
             SaveFailed: the ranks are at different steps.
@@ -194,8 +235,8 @@ class Saver:
             self.claim()
             facts = self._ranks.everywhere(lambda: self._look(step))
         except OSError as error:
-            self._note(SaveFailed(f"nothing can be saved to {self._root}: {error}"))
-            return False
+            self._note(SaveFailed(f"nothing can be saved to {self._root}: {error}"), tell)
+            return Begun.FAILED
         steps = [fact.step for fact in facts]
         if len(set(steps)) > 1:
             raise SaveFailed(
@@ -209,20 +250,21 @@ class Saver:
                 "its step() applies them, or zero_grad() drops them"
             )
             self.log(message, step, level=logging.WARNING)
-            return False
+            return Begun.DEFERRED
         if any(fact.failed for fact in facts):
-            return False  # whoever it failed for hears that from ``outcome``
+            return Begun.FAILED  # whoever it failed for hears that from ``outcome``
         if any(fact.busy for fact in facts):
             if not self._skipped:  # said once: a clock may ask for it again and again
                 message = "step %d: no checkpoint while the one before is still being written"
                 self.log(message, step, level=logging.WARNING)
             self._skipped = True
-            return False
+            return Begun.BUSY
         self._skipped = False
-        if facts[0].committed and not any(fact.modified for fact in facts):
+        same_rows = facts[0].committed and not any(fact.modified for fact in facts)
+        if same_rows and not self._is_changed():
             message = "step %d is committed already, as %s: nothing is saved"
             self.log(message, step, self.lineage.history[-1].id)
-            return False
+            return Begun.UNCHANGED
         proposal = facts[0].proposal
         assert proposal is not None
         previous = self.lineage.previous
@@ -230,8 +272,9 @@ class Saver:
             # This rank has dropped its marks for a commit that rank 0 never heard of.
             self._target.tracked.mark_all()
         self._target.tracked.unite(self._ranks.group)
+        self._must_tell = tell
         self._take(proposal, started)
-        return True
+        return Begun.YES
 
     def settle(self, wait: bool) -> None:
         """Takes note of what became of the checkpoint in the background, once that is known.
@@ -249,7 +292,7 @@ class Saver:
         except BaseException as error:
             if save.cut is not None:
                 self._target.tracked.merge(save.cut)
-            self._note(error)
+            self._note(error, self._must_tell)
             self._forget_running()  # only now: whoever is interrupted above will merge again
             return
         self._failures = 0
@@ -257,7 +300,9 @@ class Saver:
         if save.cut is not None:
             self._target.tracked.forget(save.cut)
         self._forget_running()  # only now: whoever is interrupted above will note it again
-        self._report = checkpoint_report(manifest, self.lineage.chain_length, save.progress)
+        self._fingerprint = save.fingerprint
+        self._last = checkpoint_report(manifest, self.lineage.chain_length, save.progress)
+        self._report = self._last
         self.log("%s", self._report)
         if self._ranks.rank == 0:
             self.writer.prune(manifest.sequence)
@@ -267,10 +312,10 @@ class Saver:
             except Exception:
                 logger.exception("the callback %r failed", callback)
 
-    def _note(self, error: BaseException) -> None:
-        """Keeps a failure for the caller, unless so many are only logged."""
+    def _note(self, error: BaseException, tell: bool) -> None:
+        """Keeps a failure for the caller, unless so many are only logged and he needn't know."""
         self._failures += 1
-        if self._failures > self._max_failures or not isinstance(error, Exception):
+        if tell or self._failures > self._max_failures or not isinstance(error, Exception):
             self._error = error
         else:
             logger.warning("failure %d of %d: %s", self._failures, self._max_failures, error)
@@ -331,6 +376,20 @@ class Saver:
         committed = again and self._is_committed(step)
         return _Facts(step, waiting, busy, failed, modified, self._decide(step), committed)
 
+    def _is_changed(self) -> bool:
+        """Whether anything beside table rows differs from the last checkpoint, on any rank."""
+        try:
+            own = self._look_at_states() != self._fingerprint
+        except Exception:  # a save says what it is
+            own = True
+        return any(self._ranks.gather(own))
+
+    def _look_at_states(self) -> Fingerprint:
+        """The fingerprint of what a checkpoint would hold beside table rows."""
+        snapshot = take_states(self._model, self._target.tracked, self._declared)
+        items = Items.of(snapshot, self.quantization, self._background.chunk_bytes)
+        return fingerprint(items.digests(), snapshot.progress)
+
     def _is_committed(self, step: int) -> bool:
         """Whether what would be saved is there and can be restored."""
         rows = {name: shape.rows for name, shape in self._target.tracked.tables.items()}
@@ -364,8 +423,7 @@ class Saver:
                 snapshot, cut = take_snapshot(
                     self._model,
                     self._target.tracked,
-                    self._target.states,
-                    frozenset(self._target.per_rank),
+                    self._declared,
                     _MARKS[proposal.decision],
                 )
             except Exception as error:

@@ -19,6 +19,7 @@ from torchrec_checknrun.blocks import Block
 from torchrec_checknrun.collisions import CollisionState
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import SaveFailed, UnsupportedState
+from torchrec_checknrun.per_rank_buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.row_set import RowSet
 from torchrec_checknrun.sharded_state import StoredTables, drop_tables, find_blocks
@@ -91,6 +92,9 @@ class Snapshot:
         tables: all tables, the same on all ranks: what the ranks' parts must add up to.
         states: state dicts by name, without table rows.
         per_rank: names of states that each rank keeps its own of; the others are the same on all.
+        replicated: of these, names that are not compared: the lowest rank's is stored.
+        models: names of a model's states: if they differ, the lowest rank's is stored.
+        buffers: names of the model's buffers in its state dict.
         progress: of the tables' optimizers, by table with a shard here.
         blocks: local shards of sharded tensors that are no tables.
         collisions: what managed-collision modules know besides; None if there are none.
@@ -100,25 +104,54 @@ class Snapshot:
     tables: dict[str, TableShape]
     states: Mapping[str, object]
     per_rank: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
+    models: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
     progress: Mapping[str, OptimizerProgress] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     collisions: CollisionState | None = None
 
 
+@dataclass(frozen=True)
+class Declared:
+    """State objects, and how they are on several ranks.
+
+    Attributes:
+        states: all of them by name.
+        per_rank: names of those that each rank keeps its own of.
+        replicated: names of those that rank 0's is stored of, for all.
+        buffers: the model's that each rank keeps its own of.
+    """
+
+    states: Mapping[str, Stateful]
+    per_rank: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
+    buffers: PerRankBuffers = field(default_factory=PerRankBuffers)
+
+
 def take_snapshot(
-    model: nn.Module,
-    tracked: TrackedModel,
-    states: Mapping[str, Stateful],
-    per_rank: frozenset[str],
-    since: Consumer | None,
+    model: nn.Module, tracked: TrackedModel, declared: Declared, since: Consumer | None
 ) -> tuple[Snapshot, Cut]:
     """A snapshot of a model with all its states, and the marks it took; see ``take_rows``.
+
+    Raises:
+        UnsupportedState, SaveFailed: see ``take_states``.
+    """
+    snapshot = take_states(model, tracked, declared)
+    snapshot.shards, cut = take_rows(tracked, since)  # last: nothing may fail once marks are taken
+    return snapshot, cut
+
+
+def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> Snapshot:
+    """Take a snapshot of everything but the rows of tables: it has no shards.
 
     Raises:
         UnsupportedState: a state that can't be stored.
         SaveFailed: a state object has none.
     """
-    live: dict[str, Any] = {MODEL: model.state_dict()}
+    states, content = declared.states, model.state_dict()
+    buffers = buffer_names(model, content)
+    live: dict[str, Any] = {MODEL: content}
     optimizers = DenseStates(model, states, tracked)
     live |= optimizers.stored()
     for name, state in states.items():
@@ -141,9 +174,22 @@ def take_snapshot(
                 f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
                 "which can't be given back to it: put it into a state object of its own"
             )
-    progress, collisions = tracked.progress(), tracked.collisions.state()
-    shards, cut = take_rows(tracked, since)  # last: nothing may fail once marks are taken
-    return Snapshot(shards, tracked.tables, dense, per_rank, progress, blocks, collisions), cut
+    per_rank = declared.per_rank
+    if own := declared.buffers.take(dense[MODEL]):
+        dense[BUFFERS] = own
+        per_rank |= {BUFFERS}
+    return Snapshot(
+        shards=[],
+        tables=tracked.tables,
+        states=dense,
+        per_rank=per_rank,
+        replicated=declared.replicated,
+        models=frozenset({MODEL}),
+        buffers=buffers,
+        progress=tracked.progress(),
+        blocks=blocks,
+        collisions=tracked.collisions.state(),
+    )
 
 
 def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[ShardSnapshot], Cut]:

@@ -36,6 +36,7 @@ from torchrec_checknrun.staged import (
     with_encoding,
 )
 from torchrec_checknrun.staging_memory import Ring, StagingAborted, StagingMemory
+from torchrec_checknrun.state_digest import Digest
 
 StagingMode = Literal["auto", "copy", "encode"]
 _TRIAL_ROWS = 16384
@@ -65,6 +66,7 @@ class Staging:
         self._items = items.by_name
         self._encode = encode
         self._staged: dict[str, tuple[Staged, int, torch.cuda.Event | None]] = {}
+        self._digests: dict[str, Digest] = {}
         self._wanted: frozenset[str] | None = None
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -81,6 +83,32 @@ class Staging:
         """By name, what becomes a job as soon as it is staged."""
         return {name: _StagedItem(self, name) for name in self._items}
 
+    def digests(self) -> dict[str, Digest]:
+        """Digest all items that are no table rows, by name, as they were at the snapshot's instant.
+
+        To be called once the background has been started, and before ``choose``.
+
+        Raises:
+            BaseException: staging has failed.
+        """
+        found = dict(self._digests)
+        for name in self._dense() - found.keys():
+            with self._changed:
+                if name not in self._staged:
+                    assert self._failure is not None
+                    raise self._failure
+                staged, _, _ = self._staged[name]
+            found[name] = Digest.of(staged.encode(self._memory.bytes))
+        return found
+
+    def _dense(self) -> set[str]:
+        return {name for name, item in self._items.items() if not isinstance(item, RowsItem)}
+
+    def _digest_live(self) -> None:
+        """Digest what is not staged while training waits: there is no memory for it yet."""
+        for name in self._dense() - self._staged.keys():
+            self._digests[name] = Digest.of(self._items[name].job({}))
+
     def run(self, when_full: Callable[[], None]) -> None:
         """Stages everything. Ends early if the background has given up.
 
@@ -92,6 +120,11 @@ class Staging:
             Exception: an item could not be encoded; ``job`` raises it as well.
         """
         items, turn = iter(self._items.items()), threading.Lock()
+
+        def full() -> None:
+            self._digest_live()
+            when_full()
+
         with self._stream() as event:
 
             def work() -> None:
@@ -105,7 +138,7 @@ class Staging:
                                 return
                             if self._wanted is not None and name not in self._wanted:
                                 continue
-                            stage, offset = self._place(item, when_full)
+                            stage, offset = self._place(item, full)
                         self._publish(name, (stage(), offset, event()))
                 except StagingAborted:
                     return

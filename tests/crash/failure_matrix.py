@@ -131,7 +131,7 @@ def _fail(root: str, job: Job, reader: Job, phase: str, rank: int, kind: str) ->
             checkpointer.step()
             _wait_for_pruner(checkpointer)
         problems = []
-        if checkpointer.save() is None:
+        if checkpointer.save().unchanged:
             problems.append("the next save saved nothing")
         wanted = gather(job)
     with _checkpointer(root, reader) as restoring:
