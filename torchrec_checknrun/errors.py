@@ -59,6 +59,12 @@ class RootInUse(CheckNRunError):
     """Another trainer writes checkpoints to this root, or has taken it over from this one."""
 
 
+class ClaimDamaged(CheckNRunError):
+    """The claim that says which checkpoints count can't be read, or was deleted: ``checknrun
+    repair`` shows what there is, and writes it anew.
+    """
+
+
 class ModelPartlyRestored(CheckNRunError):
     """A restore failed after it had begun to change the model: training must not go on."""
 
