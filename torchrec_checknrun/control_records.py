@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from torchrec_checknrun.chain import committed, counting_ids, read_manifest
-from torchrec_checknrun.claims import FOLDER, claim_epoch, read_claims
+from torchrec_checknrun.chain import committed, read_manifest
+from torchrec_checknrun.claims import FOLDER, claim_epoch, read_claims, require_claim
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointNotFound,
@@ -44,19 +44,24 @@ class Damage:
         return bool(self.will_count) and not any(self.will_count.values())
 
 
-def find_damage(root: Folder) -> Damage:
+def find_damage(root: Folder, known: Mapping[str, Manifest] | None = None) -> Damage:
     """Look at all control records of a root.
+
+    Args:
+        known: manifests that were read before, by id.
 
     Raises:
         StorageFailed: the storage refused.
     """
     claims = read_claims(root, every=True)
-    manifests = dict(_manifests(root))
+    manifests = dict(_manifests(root, known or {}))
     undecided: str | None = None
     lost = max((claim_epoch(name) or 0 for name in claims.undecided), default=0)
     try:
-        claims.decided()
-        list(counting_ids(root, claims.latest))
+        latest = claims.decided()
+        for id, manifest in manifests.items():
+            if latest is not None and manifest is not None and manifest.epoch > latest.epoch:
+                require_claim(root, id, manifest.epoch)
     except ClaimDamaged as error:
         undecided = str(error)
         lost = max([lost, *(m.epoch for m in manifests.values() if m is not None)])
@@ -79,11 +84,13 @@ def find_damage(root: Folder) -> Damage:
     )
 
 
-def _manifests(root: Folder) -> Iterator[tuple[str, Manifest | None]]:
+def _manifests(
+    root: Folder, known: Mapping[str, Manifest]
+) -> Iterator[tuple[str, Manifest | None]]:
     """Read the manifests of committed checkpoints; None for one that can't be read."""
     for id in committed(root):
         try:
-            yield id, read_manifest(root, id)
+            yield id, known.get(id) or read_manifest(root, id)
         except CheckpointNotFound:
             continue
         except (CheckNRunError, StorageFailed) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -110,7 +110,7 @@ def verify(
     oldest_first = sorted(manifests.values(), key=lambda m: (m.sequence, m.id))
     verification = _Verification(folder, step)
     verified = {manifest.id: verification.verify(manifest) for manifest in oldest_first}
-    records = _control_records(folder)
+    records = _control_records(folder, manifests)
     found = []
     for id in dict.fromkeys([*reversed(verified), *problems]):
         problems.setdefault(id, []).extend(records.pop(id, ()))
@@ -122,10 +122,10 @@ def verify(
     return [*found, *(Verified(id, 0, 0, tuple(texts)) for id, texts in records.items())]
 
 
-def _control_records(root: Folder) -> dict[str, list[str]]:
+def _control_records(root: Folder, known: Mapping[str, Manifest]) -> dict[str, list[str]]:
     """Say what is wrong with claims and pins, by the claim's path or the checkpoint's id."""
     try:
-        damage = find_damage(root)
+        damage = find_damage(root, known)
     except StorageUnreachable:
         raise
     except (CheckNRunError, StorageFailed) as error:

@@ -92,32 +92,31 @@ def outcome(root: Folder) -> object:
     return None if chain is None else chain.head.id, counting, doomed
 
 
+@pytest.mark.parametrize("name", ["epoch-00000001.json", "epoch-00000002.json"])
 def test_every_flipped_bit_is_found_or_harmless(
-    taken_over: tuple[Folder, list[Manifest]],
+    taken_over: tuple[Folder, list[Manifest]], name: str
 ) -> None:
     root, made = taken_over
     expected = outcome(root)
-    assert expected == (made[2].id, (made[2].id, made[0].id), (made[0].id,))
-    flips = 0
-    for name in (root / FOLDER).names():
-        data = (root / FOLDER).read(name)
-        for bit in range(8 * len(data)):
-            flipped = bytearray(data)
-            flipped[bit // 8] ^= 1 << bit % 8
-            Path(root.url, FOLDER, name).write_bytes(flipped)
-            found = _read_claims(root, every=True)
-            assert name in found.damaged
-            # The first one's has no say any more.
-            assert found.undecided == ((name,) if "2" in name else ())
-            flips += 1
-        if name == "epoch-00000001.json":
-            assert outcome(root) == expected
-        else:
-            with pytest.raises(ClaimDamaged, match=r"epoch-00000002\.json.*checknrun repair"):
-                outcome(root)
-        (root / FOLDER).put(name, data)
-    assert flips > 4000
-    assert outcome(root) == expected
+    assert expected == (made[2].id, (made[2].id, made[0].id), (made[1].id, made[0].id))
+    quick = new_root()
+    for file in (root / FOLDER).names():
+        (quick / FOLDER).put(file, (root / FOLDER).read(file))
+    data = (root / FOLDER).read(name)
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (quick / FOLDER).put(name, bytes(flipped))
+        found = _read_claims(quick, every=True)
+        assert name in found.damaged
+        # The first one's has no say any more.
+        assert found.undecided == ((name,) if "2" in name else ())
+    put(root, Claim(int(name[6:14]), OTHER), bytes(flipped))
+    if "2" in name:
+        with pytest.raises(ClaimDamaged, match=r"epoch-00000002\.json.*checknrun repair"):
+            outcome(root)
+    else:
+        assert outcome(root) == expected
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"null", b'{"checksum":"","claim":{}}'])
