@@ -221,6 +221,7 @@ class Background:
         quantization: Quantization,
         begun: float,
         before_commit: Callable[[], object],
+        after_commit: Callable[[], object] = lambda: None,
     ) -> Save:
         """Stages a snapshot; when it returns, training may go on. Called on all ranks.
 
@@ -229,14 +230,15 @@ class Background:
             cut: kept in the result.
             begun: when training began to wait, by the monotonic clock.
             before_commit: called on rank 0; raises an error if it must not be committed.
+            after_commit: the same, if it was not committed after all.
         """
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()  # it has said what became of its checkpoint, and is about to end
         self._thread = None  # what it refers to may go
         save = Save(proposal, cut, begun)
-        differences = RankDifferences(told=self._told)
-        plan = _Plan(save, differences)
-        finish = partial(self._finish, save, CheckpointPlanner(plan.prepare), before_commit)
+        plan = _Plan(save, RankDifferences(told=self._told))
+        checks = before_commit, after_commit
+        finish = partial(self._finish, save, CheckpointPlanner(plan.prepare), checks)
 
         def start() -> None:
             if save.thread is not None:
@@ -305,14 +307,17 @@ class Background:
         self._ring.begin()
 
     def _finish(
-        self, save: Save, planner: CheckpointPlanner, before_commit: Callable[[], object]
+        self,
+        save: Save,
+        planner: CheckpointPlanner,
+        checks: tuple[Callable[[], object], Callable[[], object]],
     ) -> None:
         process = self._process
         try:
             writer = StorageWriter(
                 self._root / save.proposal.id,
                 write_rank_file if process is None else process.write,
-                before_commit,
+                *checks,
             )
             metadata = dcp.save(
                 {},

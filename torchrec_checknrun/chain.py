@@ -6,8 +6,10 @@ import errno
 import logging
 import re
 from collections.abc import Container, Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+from torchrec_checknrun.claims import FOLDER, Claim, read_claims, require_claim
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckNRunError,
@@ -18,7 +20,6 @@ from torchrec_checknrun.errors import (
     UnsupportedFormat,
 )
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import FOLDER, Claim, latest_claim
 from torchrec_checknrun.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -142,25 +143,81 @@ def counting(
     names: Iterable[str] | None = None,
     known: MutableMapping[str, Manifest] | None = None,
 ) -> Iterator[Manifest]:
-    """The committed checkpoints that can be read and count, highest sequence number first.
+    """List the committed checkpoints that can be read and count, highest sequence number first.
 
     Args:
         claim: the latest; of earlier writers only what it admits counts.
         names: what is in the root, if that is known.
         known: manifests that were read before, by id; gets those that are read now.
+
+    Raises:
+        ClaimDamaged: the claim was deleted under which one of them was committed.
+        StorageFailed: a manifest can't be read.
     """
-    known = {} if known is None else known
     for name in committed(root, names):
         try:
-            manifest = known.get(name) or read_manifest(root, name)
+            manifest = _known_manifest(root, name, known)
         except CheckpointNotFound:
             continue
         except CheckNRunError as error:
             logger.warning("%s", error)
             continue
-        known[name] = manifest
-        if claim is None or claim.admits(manifest.id, manifest.epoch):
+        if _counts(root, claim, manifest):
             yield manifest
+
+
+def counting_ids(
+    root: Folder, claim: Claim | None, known: MutableMapping[str, Manifest] | None = None
+) -> Iterator[str]:
+    """List the ids of all committed checkpoints that count, for the next claim to name.
+
+    Those that can't be read now are among them: of what could be read again later nothing is lost.
+    Arguments as of ``counting``.
+
+    Raises:
+        ClaimDamaged: the claim was deleted under which one of them was committed.
+        StorageUnreachable: the storage doesn't answer.
+    """
+    for name in committed(root):
+        try:
+            manifest = _known_manifest(root, name, known)
+        except CheckpointNotFound:
+            continue
+        except (CheckNRunError, StorageFailed) as error:
+            if isinstance(error, StorageUnreachable):
+                raise
+            logger.warning("%s can't be read, and counts: %s", name, error)
+            yield name
+        else:
+            if _counts(root, claim, manifest):
+                yield manifest.id
+
+
+def highest_epoch(root: Folder, known: MutableMapping[str, Manifest] | None = None) -> int:
+    """Return the highest epoch that a checkpoint was committed in, 0 without one."""
+    found = 0
+    for name in committed(root):
+        with suppress(CheckNRunError, StorageFailed):
+            found = max(found, _known_manifest(root, name, known).epoch)
+    return found
+
+
+def _known_manifest(
+    root: Folder, name: str, known: MutableMapping[str, Manifest] | None
+) -> Manifest:
+    if known is None:
+        return read_manifest(root, name)
+    if name not in known:
+        known[name] = read_manifest(root, name)
+    return known[name]
+
+
+def _counts(root: Folder, claim: Claim | None, manifest: Manifest) -> bool:
+    if claim is None:
+        return True
+    if manifest.epoch > claim.epoch:
+        require_claim(root, manifest.id, manifest.epoch)
+    return claim.admits(manifest.id, manifest.epoch)
 
 
 def highest_sequence(root: Folder) -> int:
@@ -196,6 +253,22 @@ def _sequences(
         if sequence is not None:
             found.append((sequence, name))
     return sorted(found, key=lambda one: age(*one), reverse=True), damaged
+
+
+def _forbidden(root: Folder) -> Iterator[str]:
+    """Say which directories nobody can look into, and which may well be checkpoints of a user's own
+    naming: what others keep there has a dot before its name, or is lost+found.
+    """
+    for name in root.names():
+        if name in (FOLDER, "lost+found") or name.startswith(".") or root.is_link(name):
+            continue
+        if sequence_of(name) is None:
+            try:
+                _parse(root, name)
+            except CheckNRunError:
+                continue
+            except StorageFailed as error:
+                yield f"{name}: {error}"
 
 
 def _is_checkpoint(root: Folder, name: str, error: CheckNRunError) -> bool:
@@ -269,29 +342,38 @@ def newest(
         answers: what the storage can't read is not passed over either.
 
     Raises:
+        ClaimDamaged: checkpoints were committed, and which of them count can't be told.
         StorageUnreachable: the storage doesn't answer: going on from an older one would leave the
             newer ones behind.
         StorageFailed: the root can't be listed; with ``answers``, or anything in it can't be read.
     """
-    claim = latest_claim(root)
+    claims = read_claims(root)
     numbered, damaged = _sequences(root)
     # Nothing tells how new these are.
     problems = [f"{name}: {error}" for name, error in damaged.items() if name not in unusable]
+    if damaged:
+        claims.decided()
     for _, name in numbered:
         if name in unusable:
             continue
         try:
             chain = resolve(root, name)
-            if claim is None or claim.admits(name, chain.head.epoch):
-                return chain, problems
-            logger.warning("%s was committed by a writer that had been replaced by then", name)
         except CheckpointNotFound:
             logger.info("%s in %s was never committed", name, root)
+            continue
         except (CheckNRunError, OSError) as error:
             if isinstance(error, StorageUnreachable) or (answers and isinstance(error, OSError)):
                 raise
+            claims.decided()  # only now: what was never committed begins anew in any case
             problems.append(f"{name}: {error}")
-    return None, problems
+            continue
+        if _counts(root, claims.decided(), chain.head):
+            return chain, problems
+        problems.append(
+            f"{name}: it was committed by a writer that had been replaced by then, and doesn't "
+            f"count: `checknrun adopt {root} {name}` makes it count"
+        )
+    return None, [*problems, *_forbidden(root)]
 
 
 def check_sizes(root: Folder, manifest: Manifest) -> None:

@@ -252,6 +252,7 @@ class Checkpointer:
             RootNotShared: the ranks see different storage under the root's name.
             CorruptCheckpoint, ChainBroken, UnsupportedFormat: it, or all there are, can't be read;
                 the model is unchanged.
+            ClaimDamaged: which of the checkpoints count can't be told; the model is unchanged.
             IncompatibleCheckpoint: it doesn't fit the model; the model is unchanged.
             StorageUnreachable: the storage didn't answer for a minute; the model is unchanged.
             ModelPartlyRestored: reading failed after the model was changed, and nothing else could

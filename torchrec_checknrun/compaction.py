@@ -21,6 +21,7 @@ import numpy as np
 from torchrec_checknrun import row_ids
 from torchrec_checknrun.chain import Chain, check_sizes, newest, resolve
 from torchrec_checknrun.chunks import EncodedChunk, Entry
+from torchrec_checknrun.claims import latest_claim
 from torchrec_checknrun.codecs import Exact
 from torchrec_checknrun.done_rows import DoneRows
 from torchrec_checknrun.errors import (
@@ -28,9 +29,10 @@ from torchrec_checknrun.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
+    RootInUse,
 )
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import Lease, latest_claim
+from torchrec_checknrun.lease import Lease
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, TableTotals, new_id
 from torchrec_checknrun.rank_file import FileSummary, Job, add_totals, write_rank_file
 from torchrec_checknrun.read_chunks import ChainContent, StoredChunk, read_chunk, read_content
@@ -82,6 +84,8 @@ def compact(
         IncompatibleCheckpoint: rows of it are stored in other columns, or with less optimizer
             state, than older ones that they replace only in part: take a full checkpoint. Or its
             writer had been replaced.
+        RootInUse: a writer claimed the root at that moment: compact again.
+        ClaimDamaged: which checkpoints count can't be told; nothing was committed.
         OSError: the storage failed; nothing was committed.
     """
     started = time.perf_counter()
@@ -103,6 +107,14 @@ def compact(
         lease.check()
         check_sizes(folder, manifest)  # a pruning that took this process for dead has deleted them
         into.put(MANIFEST_NAME, manifest.to_bytes(), new=True)
+        lease.check()
+        check_sizes(folder, manifest)
+        claim = latest_claim(folder)
+        if claim is not None and not claim.admits(into.name, epoch):
+            raise RootInUse(
+                f"a writer claimed {folder} while {into.name} was committed, so that it doesn't "
+                "count: compact again"
+            )
     finally:
         lease.release(forget=True)
     seconds = time.perf_counter() - started

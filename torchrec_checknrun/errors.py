@@ -69,6 +69,12 @@ class RootNotShared(CheckNRunError):
     """The ranks see different storage under the root's name: each machine its own disk, say."""
 
 
+class ClaimDamaged(CheckNRunError):
+    """The claim that says which checkpoints count can't be read, or was deleted: ``checknrun
+    repair`` shows what there is, and writes it anew.
+    """
+
+
 class ModelPartlyRestored(CheckNRunError):
     """A restore failed after it had begun to change the model: training must not go on."""
 

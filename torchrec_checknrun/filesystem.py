@@ -103,12 +103,16 @@ class Folder:
                 f"{self} is a symbolic link: checkpoints are plain files in directories of their "
                 "root; remove it, or copy there what it points to"
             )
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if name is not None and not stat.S_ISREG(os.lstat(f"{self._path}/{name}").st_mode):
+        with suppress(FileNotFoundError):
+            if name is not None and not stat.S_ISREG(self._mode(name)):
                 raise CorruptCheckpoint(
                     f"{self}/{name} is a symbolic link, or no file: checkpoints are plain files in "
                     "directories of their root; remove it, or copy there what it points to"
                 )
+
+    def _mode(self, name: str) -> int:
+        what = f"looking at {self}/{name}"
+        return _retrying_to_see(lambda: os.lstat(f"{self._path}/{name}").st_mode, what)
 
     def names(self) -> list[str]:
         """What is directly in the folder, sorted; nothing where there is no folder."""
@@ -161,6 +165,21 @@ class Folder:
         except FileNotFoundError:
             return None
         return int(info["size"]) if info["type"] == "file" else None
+
+    def modified(self, name: str) -> float | None:
+        """Return when a file was last written, by the store's clock, in seconds since 1970.
+
+        Returns:
+            None where the store keeps no such times, or there is no such file.
+        """
+
+        def look() -> float | None:
+            self._fs.invalidate_cache()
+            with suppress(NotImplementedError, FileNotFoundError):
+                return float(self._fs.modified(f"{self._path}/{name}").timestamp())
+            return None
+
+        return retrying(look, f"looking at {self}/{name}")
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """A file's bytes, or a part of them (shorter where the file ends).
@@ -222,9 +241,13 @@ class Folder:
         return _retrying_to_see(fill, f"reading {self}/{name}")
 
     def create(self) -> None:
-        """Makes the folder (object stores have none to make)."""
-        if not self._s3:  # there it would make a bucket, which is for its owner to do
-            retrying(lambda: self._fs.makedirs(self._path, exist_ok=True), f"making {self}")
+        """Make the folder and its parents, durably (object stores have none to make)."""
+        if self._s3:  # there it would make a bucket, which is for its owner to do
+            return
+        made = _missing(self._path) if self._local else []
+        retrying(lambda: self._fs.makedirs(self._path, exist_ok=True), f"making {self}")
+        for path in made:
+            self._sync_folder(os.path.dirname(path))
 
     @contextmanager
     def write(self, name: str) -> Iterator[IO[bytes]]:
@@ -358,6 +381,15 @@ class Folder:
             raise storage_failed(error, what) from error
         finally:
             os.close(descriptor)
+
+
+def _missing(path: str) -> list[str]:
+    """List a folder and those above it, as far as they aren't there, the highest first."""
+    missing: list[str] = []
+    while path and not os.path.lexists(path):
+        missing.insert(0, path)
+        path = os.path.dirname(path)
+    return missing
 
 
 def _parts(url: str) -> tuple[str, str, str]:

@@ -10,16 +10,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchrec_checknrun.chain import committed, misfit, read_manifest
-from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
+from torchrec_checknrun.claims import FOLDER, Claim, read_claims
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CheckpointNotFound,
+    StorageFailed,
+    StorageUnreachable,
+)
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import Claim, latest_claim
+from torchrec_checknrun.liveness import seems_alive
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.pruning import PINNED
+from torchrec_checknrun.pins import PINNED
 from torchrec_checknrun.retention import left_behind
 
-Status = Literal["restorable", "abandoned", "ignored", "broken", "uncommitted"]
+Status = Literal["restorable", "abandoned", "ignored", "undecided", "broken", "uncommitted"]
 """A restore can choose it; is on a fork that was left behind; comes from a writer that had been
-replaced; misses files, or what it builds on; has no manifest.
+replaced; only a damaged claim tells whether it counts; misses files, or what it builds on; has no
+manifest.
 """
 
 
@@ -51,10 +58,14 @@ class Inventory:
 
     Attributes:
         claim: of the writer that wrote there last.
+        alive: whether that writer is probably at work.
+        problems: what is wrong with the claims.
     """
 
     checkpoints: tuple[Listed, ...]
     claim: Claim | None
+    alive: bool = False
+    problems: tuple[str, ...] = ()
 
 
 def inventory(root: Folder) -> Inventory:
@@ -64,7 +75,7 @@ def inventory(root: Folder) -> Inventory:
         CheckpointNotFound: there is none, committed or not.
         StorageFailed: the storage doesn't answer.
     """
-    claim = latest_claim(root)
+    claims = read_claims(root, every=True)
     ids = committed(root)
     if not ids:
         raise CheckpointNotFound(
@@ -81,17 +92,16 @@ def inventory(root: Folder) -> Inventory:
             if MANIFEST_NAME not in files[id] and not (root / id).is_link(MANIFEST_NAME):
                 continue
             manifests[id] = read_manifest(root, id)
-        except CheckNRunError as error:
+        except (CheckNRunError, StorageFailed) as error:
+            if isinstance(error, StorageUnreachable):
+                raise
             problems[id] = str(error)
             continue
         problem = _files_problem(manifests[id], files[id])
         if problem is not None:
             problems[id] = problem
-    counting = {
-        id: manifest
-        for id, manifest in manifests.items()
-        if claim is None or claim.admits(id, manifest.epoch)
-    }
+    counts = {id: claims.counts(id, manifest.epoch) for id, manifest in manifests.items()}
+    counting = {id: manifest for id, manifest in manifests.items() if counts[id] is not False}
     abandoned = left_behind(counting.values(), problems)
     found = []
     for id in ids:
@@ -105,6 +115,8 @@ def inventory(root: Folder) -> Inventory:
             status = "restorable"
             if id not in counting:
                 status = "ignored"
+            elif counts[id] is None:
+                status = "undecided"
             elif id in abandoned:
                 status = "abandoned"
         if problem is not None:
@@ -117,11 +129,16 @@ def inventory(root: Folder) -> Inventory:
                 chain=tuple(m.id for m in chain),
                 chain_bytes=sum(sum(files[m.id].values()) for m in chain),
                 bytes=sum(own.values()),
-                pinned=PINNED in own,
+                pinned=PINNED in own or (root / id).is_link(PINNED),
                 problem=problem,
             )
         )
-    return Inventory(tuple(found), claim)
+    return Inventory(
+        tuple(found),
+        claims.latest,
+        claims.latest is not None and seems_alive(root, claims.latest),
+        tuple(f"{FOLDER}/{name}: {what}" for name, what in claims.damaged.items()),
+    )
 
 
 def _files_problem(manifest: Manifest, files: Mapping[str, int]) -> str | None:

@@ -1,159 +1,45 @@
 """One writer per run: who may commit checkpoints to a root.
 
 Each writer claims an epoch, a number that is higher than all before, and renews its claim while it
-lives. Another one is refused until the claim has expired, or its holder is known to be gone. Should
-the earlier writer wake up again, it finds the later claim and stops; had it committed something in
-between, readers ignore that: a claim names the checkpoints that were there when its epoch began,
-and of earlier epochs only those count.
+lives. Another one is refused until the claim has not been renewed for a lease, or its holder is
+known to be gone. Should the earlier writer wake up again, it finds the later claim and stops; had
+it committed something in between, readers ignore that: a claim names the checkpoints that were
+there when its epoch began, and of earlier epochs only those count.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import logging
-import os
-import re
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import replace
 from typing import ClassVar
 
-from torchrec_checknrun.errors import CorruptCheckpoint, RootInUse
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.untrusted import (
-    Check,
-    as_count,
-    as_measure,
-    as_text,
-    list_of,
-    optional,
-    parse_json,
-    record,
+from torchrec_checknrun.claims import (
+    FOLDER,
+    LEASE_SECONDS,
+    Claim,
+    Claims,
+    claim_name,
+    epochs,
+    latest_claim,
+    read_claim,
+    read_claims,
 )
+from torchrec_checknrun.errors import CorruptCheckpoint, RootInUse, StorageFailed
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.holder import Holder
+from torchrec_checknrun.liveness import clean_up, is_fresh, standing_of
+
+__all__ = ["FOLDER", "LEASE_SECONDS", "Claim", "Holder", "Lease", "latest_claim"]
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "writers"
-"""Where the claims are, beside the checkpoints."""
-LEASE_SECONDS = 60.0
-"""How long after its last sign of life a writer on another machine is waited for."""
 _RENEWALS = 4
-"""In that time."""
-_NAME = re.compile(r"epoch-([0-9]{8}|[1-9][0-9]{8,17})\.json")
-_LAST = 10**18 - 1
-_MOST_BYTES = 1 << 24
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A process that trains.
-
-    Attributes:
-        run: torchrun's run id, or one of the process's own; the same after a restart by torchrun.
-        attempt: which restart by torchrun it is.
-        machine: this boot of this machine, or of this container.
-        pid, started: the process beyond doubt: its number, and when it began, in clock ticks.
-    """
-
-    run: str
-    attempt: int
-    host: str
-    machine: str
-    pid: int
-    started: int
-
-    @classmethod
-    def this_process(cls) -> Holder:
-        """Who asks."""
-        run = os.environ.get("TORCHELASTIC_RUN_ID") or _own_run()
-        if run == "none":  # torchrun's default, of which there may be many: name its process
-            run = f"{_machine()}/{os.getppid()}"
-        return cls(
-            run=run,
-            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            host=socket.gethostname(),
-            machine=_machine(),
-            pid=os.getpid(),
-            started=_started(os.getpid()) or 0,
-        )
-
-    @property
-    def gone(self) -> bool:
-        """Whether it is known to have ended; on another machine that can't be known."""
-        if self.machine != _machine() or _started(os.getpid()) is None:
-            return False
-        return _started(self.pid) != self.started
-
-    def precedes(self, other: Holder) -> bool:
-        """Whether torchrun has started the other in its place."""
-        return self.run == other.run and self.attempt < other.attempt
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} (run {self.run}, attempt {self.attempt})"
-
-
-@dataclass(frozen=True)
-class Claim:
-    """An epoch of a root.
-
-    Attributes:
-        expires: by the holder's clock, seconds since 1970; 0 when it was given up.
-        earlier: ids of the checkpoints that were committed when it began, and of those that its
-            holder was restored from, whoever wrote them; None until they are listed.
-        uses: ids of the checkpoints that the holder was restored from: its next one needs them.
-        before: until ``earlier`` is listed, the last claim that has a list: that one decides what
-            counts, as it did. None if there is none. Not part of the file.
-    """
-
-    epoch: int
-    holder: Holder
-    expires: float
-    earlier: tuple[str, ...] | None = None
-    uses: tuple[str, ...] = ()
-    before: Claim | None = field(default=None, compare=False)
-
-    @property
-    def alive(self) -> bool:
-        """Whether its holder may still be at work."""
-        return self.expires > time.time() and not self.holder.gone
-
-    @property
-    def name(self) -> str:
-        """Its file's name."""
-        return _file_name(self.epoch)
-
-    def admits(self, id: str, epoch: int) -> bool:
-        """Whether a committed checkpoint counts while this is the latest claim."""
-        decides = self if self.earlier is not None else self.before
-        if decides is None or decides.earlier is None:
-            return True
-        return epoch >= decides.epoch or id in decides.earlier
-
-    def to_bytes(self) -> bytes:
-        """Its file."""
-        content = asdict(replace(self, before=None))
-        del content["before"]
-        return json.dumps(content).encode()
-
-
-def latest_claim(root: Folder) -> Claim | None:
-    """The claim with the highest epoch; None where there is none that can be read."""
-    latest: Claim | None = None
-    for epoch in reversed(_epochs(root)):
-        claim = _read(root, epoch)
-        if claim is None:
-            continue
-        if latest is None:
-            latest = claim
-        if claim.earlier is not None:
-            return latest if latest is claim else replace(latest, before=claim)
-    return latest
+"""In the time that a claim lasts."""
 
 
 class Lease:
@@ -174,6 +60,7 @@ class Lease:
         self._claim: Claim | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._moved = time.monotonic()
 
     @property
     def claim(self) -> Claim:
@@ -182,25 +69,36 @@ class Lease:
         return self._claim
 
     def acquire(
-        self, committed: Callable[[Claim | None], Iterable[str]], uses: Iterable[str] = ()
+        self,
+        committed: Callable[[Claim | None], Iterable[str]],
+        uses: Iterable[str] = (),
+        *,
+        above: int = 0,
+        force: bool = False,
     ) -> None:
-        """Claims the next epoch, and renews the claim from now on.
+        """Claim the next epoch, and renew the claim from now on.
 
         Args:
             committed: lists the ids of the checkpoints that count under the claim before.
             uses: ids of those that this process was restored from.
+            above: an epoch that is taken, whether or not its claim is still there.
+            force: take the root from a writer that may be alive, or whose claim is damaged.
 
         Raises:
             RootInUse: another writer lives, or was faster.
+            ClaimDamaged: checkpoints are there, and a claim can't be read that says which count.
         """
         holder = Holder.this_process()
-        # First, so that whoever claims from now on is either seen, or has taken that number.
-        number = max(_epochs(self._root), default=0) + 1
-        latest = latest_claim(self._root)
-        if latest is not None and latest.holder == holder and latest.expires > 0:
+        claims = read_claims(self._root)
+        latest = claims.latest
+        # From the same listing: whoever claims from now on is either seen, or takes this number.
+        number = max(claims.highest, above) + 1
+        if not force:
+            self._require_decided(claims, committed)
+        if not force and latest is not None and latest.holder == holder and not latest.released:
             claim = latest  # an earlier Checkpointer of this process, which was not closed
         else:
-            if latest is not None:
+            if not force and latest is not None:
                 self._refuse_unless_free(latest, holder)
             claim = self._take(number, holder, tuple(uses), latest)
         if claim.earlier is None:  # new, or the storage failed when it was
@@ -215,9 +113,13 @@ class Lease:
         if claim.uses != tuple(uses):
             self.use(uses)
         threading.Thread(target=self._renew, name="checknrun-lease", daemon=True).start()
+        try:
+            clean_up(self._root, below=claim.epoch)
+        except Exception as error:
+            logger.warning("what killed processes have left in %s stays: %s", self._folder, error)
 
     def use(self, ids: Iterable[str]) -> None:
-        """Names the checkpoints that this process was restored from meanwhile, at once."""
+        """Name the checkpoints that this process was restored from meanwhile, at once."""
         with self._lock:
             if self._claim is not None:
                 uses, earlier = tuple(ids), self._claim.earlier
@@ -226,23 +128,32 @@ class Lease:
                 self._claim = replace(self._claim, earlier=earlier, uses=uses)
                 self._put()
 
+    def progressed(self) -> None:
+        """Note that the training loop has called: renewals alone prove only that a thread lives."""
+        self._moved = time.monotonic()
+
     def check(self) -> None:
-        """To be called before a commit.
+        """Check that the root is still this process's: before a commit, and after it. A claim that
+        was damaged or deleted meanwhile is written anew.
 
         Raises:
             RootInUse: another writer has taken the root over.
+            StorageFailed: the storage refused.
         """
-        newer = [epoch for epoch in _epochs(self._root) if epoch > self.claim.epoch]
-        if newer:
-            by = _read(self._root, newer[-1])
+        with self._lock:
+            epoch = self.claim.epoch
+            if (ours := self._is_ours()) is None:
+                logger.warning("%s/%s is written anew", self._folder, self.claim.name)
+                ours = self._write()
+        if not ours:
+            by = self._who(max([epoch, *self._newer(epoch)]))
             raise RootInUse(
-                f"{self._root} was taken over by {by.holder if by else 'another writer'}: this "
-                "process commits nothing more to it. If both are meant to run, give each its own "
-                "root"
+                f"{self._root} was taken over by {by}: this process commits nothing more to it. If "
+                "both are meant to run, give each its own root"
             )
 
     def release(self, forget: bool = False) -> None:
-        """Gives the root up, so that the next writer needn't wait.
+        """Give the root up, so that the next writer needn't wait.
 
         Args:
             forget: delete the claim: the folder has one writer only, ever.
@@ -253,13 +164,23 @@ class Lease:
             if claim is None:
                 return
             Lease._held.remove(self)
-            if self._beside(claim) or _epochs(self._root)[-1:] != [claim.epoch]:
+            if self._beside(claim) or self._newer(claim.epoch):
                 return
             if forget:
                 self._folder.delete(claim.name)
                 self._folder.remove()
             else:
-                self._folder.put(claim.name, replace(claim, expires=0.0).to_bytes())
+                self._folder.put(claim.name, replace(claim, released=True).to_bytes())
+
+    def _newer(self, epoch: int) -> list[int]:
+        """List the epochs that were claimed after this one; a listing may lag behind."""
+        return [other for other in epochs(self._root) if other > epoch]
+
+    def _who(self, epoch: int) -> str:
+        try:
+            return str(read_claim(self._root, epoch).holder)
+        except (FileNotFoundError, ValueError, CorruptCheckpoint):
+            return "another writer"
 
     def _beside(self, claim: Claim) -> list[Lease]:
         """Others of this process that hold the claim."""
@@ -271,42 +192,80 @@ class Lease:
             and (other._claim is not None and other._claim.epoch == claim.epoch)
         ]
 
-    def _refuse_unless_free(self, latest: Claim, holder: Holder) -> None:
-        if not latest.alive or latest.holder.precedes(holder):
+    def _require_decided(
+        self, claims: Claims, committed: Callable[[Claim | None], Iterable[str]]
+    ) -> None:
+        """Refuse a root of which a damaged claim might say what counts, if there is anything."""
+        if not claims.undecided:
             return
-        left = latest.expires - time.time()
+        if next(iter(committed(None)), None) is not None:
+            claims.decided()
+        for name in claims.undecided:
+            if is_fresh(self._root, name):
+                raise RootInUse(
+                    f"{self._folder}/{name} is damaged and was written less than "
+                    f"{LEASE_SECONDS:.0f} s ago, by whoever it was: give this run a root of its "
+                    "own; or, if no other process writes there, start it again in a minute"
+                )
+
+    def _refuse_unless_free(self, latest: Claim, holder: Holder) -> None:
+        standing = standing_of(self._root, latest, holder, watch=True)
+        if standing.free:
+            return
+        by = f"{self._root} is written to by {latest.holder}, which {standing.why}"
+        if standing.state != "alive":
+            raise RootInUse(
+                f"{by}: end that process; or take the right to commit away from it with "
+                f"`checknrun unlock {self._root}`, which says whom that would hurt"
+            )
+        if latest.holder.alive_here:
+            raise RootInUse(f"{by}: give this run a root of its own, or end that process")
+        left = latest.seconds - max(standing.age or 0.0, 0.0)
         raise RootInUse(
-            f"{self._root} is written to by {latest.holder}, whose claim lasts for another "
-            f"{left:.0f} s: give this run a root of its own; or, if that process is gone, wait "
-            "until its claim has expired"
+            f"{by}, and whose claim lasts for another {left:.0f} s: give this run a root of its "
+            "own; or, if that process is gone, wait until its claim has expired"
         )
 
     def _take(
         self, epoch: int, holder: Holder, uses: tuple[str, ...], latest: Claim | None
     ) -> Claim:
+        name = claim_name(epoch)
         self._root.create()
         self._folder.create()
-        claim = Claim(epoch, holder, time.time() + self._seconds, uses=uses)
+        claim = Claim(epoch, holder, self._seconds, uses=uses)
         try:
-            self._folder.put(claim.name, claim.to_bytes(), new=True)
+            self._folder.put(name, claim.to_bytes(), new=True)
         except FileExistsError:
-            other = _read(self._root, epoch)
             raise RootInUse(
-                f"{self._root} was claimed at the same moment by "
-                f"{other.holder if other else 'another writer'}: give this run a root of its own"
+                f"{self._root} was claimed at the same moment by {self._who(epoch)}: give this run "
+                "a root of its own"
             ) from None
         # Where the store has no conditional put, the last of two that came at once has won.
-        if _read(self._root, epoch) != claim or _epochs(self._root)[-1] != epoch:
+        if self._newer(epoch) or self._written(epoch) != claim:
             raise RootInUse(
                 f"{self._root} was claimed at the same moment by another writer: give this run a "
                 "root of its own"
             )
         # Until the new one has a list, the last that has one decides.
         needed = latest.before or latest if latest is not None else claim
-        for earlier in _epochs(self._root)[:-2]:
+        for earlier in epochs(self._root)[:-2]:
             if earlier < needed.epoch:
-                self._folder.delete(_file_name(earlier))
+                self._folder.delete(claim_name(earlier))
         return claim
+
+    def _written(self, epoch: int) -> Claim | None:
+        """Read a claim that was just put; a store may show it a little later."""
+        for pause in (0.05, 0.2, 1.0, 0.0):
+            try:
+                return read_claim(self._root, epoch)
+            except FileNotFoundError:
+                time.sleep(pause)
+            except (ValueError, CorruptCheckpoint):
+                return None
+        raise StorageFailed(
+            errno.ENOENT,
+            f"{self._folder}/{claim_name(epoch)} was written, but can't be found: start again",
+        )
 
     def _renew(self) -> None:
         while not self._stop.wait(self._seconds / _RENEWALS):
@@ -315,84 +274,42 @@ class Lease:
                     return  # ``check`` says so before the next commit
 
     def _put(self) -> bool:
-        """Writes the claim, which lasts anew; whether the epoch is still ours, as far as known."""
+        """Renew the claim. Returns False once another writer has the root, as far as is known."""
+        try:
+            return self._is_ours() is not False and self._write()
+        except Exception as error:
+            logger.warning("the claim of %s was not renewed: %s", self._root, error)
+            return True
+
+    def _is_ours(self) -> bool | None:
+        """Whether the root is still this process's; None if its claim can't be read, or is gone."""
+        if self._newer(self.claim.epoch):
+            return False
+        try:
+            return read_claim(self._root, self.claim.epoch).holder == self.claim.holder
+        except (FileNotFoundError, ValueError, CorruptCheckpoint):
+            return None
+
+    def _write(self) -> bool:
+        """Write the claim, with what all its leases know. Returns False if another writer has just
+        taken its number.
+        """
         together = [self, *self._beside(self.claim)]
         uses = _united(*(lease.claim.uses for lease in together))
         earlier = _united(*(lease.claim.earlier or () for lease in together))
         for lease in together:  # it counts for good, also when the one that restored it is closed
             lease._claim = replace(lease.claim, earlier=earlier)
+        renewals = 1 + max(lease.claim.renewals for lease in together)
+        idle = max(0.0, time.monotonic() - max(lease._moved for lease in together))
+        self._claim = replace(self.claim, renewals=renewals, idle=round(idle, 3))
+        data = replace(self.claim, uses=uses).to_bytes()
         try:
-            if _epochs(self._root)[-1:] != [self.claim.epoch]:
-                return False
-            self._claim = replace(self.claim, expires=time.time() + self._seconds)
-            self._folder.put(self.claim.name, replace(self.claim, uses=uses).to_bytes())
-        except Exception as error:
-            logger.warning("the claim of %s was not renewed: %s", self._root, error)
+            gone = self._folder.size(self.claim.name) is None
+            self._folder.put(self.claim.name, data, new=gone)
+        except FileExistsError:
+            return False
         return True
 
 
 def _united(*ids: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(id for some in ids for id in some))
-
-
-def _epochs(root: Folder) -> list[int]:
-    matches = (_NAME.fullmatch(name) for name in (root / FOLDER).names())
-    return sorted(int(match[1]) for match in matches if match)
-
-
-def _file_name(epoch: int) -> str:
-    if epoch > _LAST:
-        raise CorruptCheckpoint(
-            f"{FOLDER}/epoch-{_LAST}.json takes up the last number, which no run gets to: if "
-            "nothing writes to this root, delete it"
-        )
-    return f"epoch-{epoch:08d}.json"
-
-
-def _read(root: Folder, epoch: int) -> Claim | None:
-    """A claim; None if it is gone, or not one."""
-    try:
-        data = (root / FOLDER).read(_file_name(epoch), 0, _MOST_BYTES + 1)
-        fields = record(parse_json(data, _MOST_BYTES), _CLAIM)
-    except (FileNotFoundError, ValueError, CorruptCheckpoint):
-        return None
-    return Claim(**fields) if fields["epoch"] == epoch else None
-
-
-_HOLDER: dict[str, Check] = {
-    **dict.fromkeys(("run", "host", "machine"), as_text),
-    **dict.fromkeys(("attempt", "pid", "started"), as_count),
-}
-_CLAIM: dict[str, Check] = {
-    "epoch": as_count,
-    "holder": lambda value: Holder(**record(value, _HOLDER)),
-    "expires": as_measure,
-    "earlier": optional(lambda value: tuple(list_of(as_text)(value))),
-    "uses": lambda value: tuple(list_of(as_text)(value)),
-}
-
-
-@cache
-def _own_run() -> str:
-    """Of a process without torchrun: the same at every call."""
-    return secrets.token_hex(8)
-
-
-@cache
-def _machine() -> str:
-    """Where a process number means the same process."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _started(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks since boot; None if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = stat[stat.rindex(")") + 2 :].split()
-    return None if state in "ZX" else int(fields[18])

@@ -7,7 +7,6 @@ so a chain can't be made of checkpoints that were replaced.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from dataclasses import asdict, dataclass, field
@@ -16,9 +15,9 @@ from functools import cached_property
 from reprlib import repr as shown
 from typing import Any, Literal
 
-import xxhash
-
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
+from torchrec_checknrun.sealed import checksum as _checksum
+from torchrec_checknrun.sealed import seal
 from torchrec_checknrun.untrusted import (
     MANIFEST_BYTES,
     Check,
@@ -260,7 +259,7 @@ class Manifest:
         """
         content = self._content()
         _checked(content)
-        data = _canonical({"checksum": _checksum(content), "manifest": content})
+        data = seal("manifest", content)
         require_limits(data, MANIFEST_BYTES)
         return data
 
@@ -386,11 +385,3 @@ _FIELDS: dict[str, Check] = {
     "files": lambda value: tuple(list_of(_as_rank_file)(value)),
     "earlier_fractions": lambda value: tuple(map(float, list_of(as_measure)(value))),
 }
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(_canonical(content))
-
-
-def _canonical(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

@@ -7,21 +7,30 @@ something that is no checkpoint, which the next pruning removes.
 from __future__ import annotations
 
 import logging
+import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from torchrec_checknrun.chain import committed, counting, read_manifest
-from torchrec_checknrun.errors import CheckNRunError, RootInUse, UnsupportedFormat
+from torchrec_checknrun.claims import FOLDER, Claim, latest_claim
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CorruptCheckpoint,
+    RootInUse,
+    StorageFailed,
+    StorageUnreachable,
+    UnsupportedFormat,
+)
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import FOLDER, Claim, latest_claim
+from torchrec_checknrun.liveness import clean_up, is_abandoned, standing_of
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, sequence_of
+from torchrec_checknrun.pins import PINNED
 from torchrec_checknrun.retention import Retention, Verdict, judge, original_of
 
 logger = logging.getLogger(__name__)
 
-PINNED = "pinned"
-"""The file in a checkpoint's directory that keeps it."""
+_TEMPORARY = re.compile(r"\.(manifest\.json|pinned)\.[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -32,26 +41,13 @@ class Pruned:
         verdict: on the committed checkpoints.
         leftovers: directories of saves that were never committed.
         bytes: that the deleted checkpoints had.
+        problems: what stays although it should go, since it is no file of this package's.
     """
 
     verdict: Verdict
     leftovers: tuple[str, ...]
     bytes: int
-
-
-def pin(root: Folder, id: str) -> None:
-    """Keeps a checkpoint, and what it needs, until it is unpinned.
-
-    Raises:
-        CheckpointNotFound, CorruptCheckpoint: there is no such checkpoint.
-    """
-    read_manifest(root, id)
-    (root / id).put(PINNED, b"")
-
-
-def unpin(root: Folder, id: str) -> None:
-    """Takes a pin away, if there is one."""
-    (root / id).delete(PINNED)
+    problems: tuple[str, ...] = ()
 
 
 def prune(
@@ -77,6 +73,9 @@ def prune(
 
     Raises:
         RootInUse: the writer that asks was replaced.
+        ClaimDamaged: which checkpoints count can't be told; nothing was deleted.
+        CorruptCheckpoint: a pinned checkpoint's manifest is damaged, so that nothing tells what it
+            needs; nothing was deleted.
         UnsupportedFormat: a newer release has written something here, and only that one knows what
             it needs; nothing was deleted.
         StorageFailed: the storage refused; pruning again goes on where it stopped.
@@ -85,19 +84,20 @@ def prune(
     if own is not None and (claim is None or claim.epoch != own.epoch):
         raise RootInUse(f"{root} has another writer now: it decides what is deleted")
     names = root.names()
-    alive = own is None and claim is not None and claim.alive
+    others_live = own is None and claim is not None and _may_live(root, claim, dry_run)
     known = {} if known is None else known
+    temporary: list[tuple[str, str]] = []
     for id in known.keys() - set(names):
         del known[id]  # a long run's would grow
     found = list(counting(root, claim, names, known))
     used = {*in_use}
-    if claim is not None and claim.alive:
+    if claim is not None and (own is not None or others_live):
         used |= {*claim.uses, *_committed_last(claim, found)}
     apart = set(names) - {manifest.id for manifest in found}
     others = [manifest for id, manifest in known.items() if id in apart]
     verdict = judge(found, retention, in_use=used)
     if verdict.delete or (others and own is None):  # else pins and damage make no difference
-        pinned, damaged, gone = _look(root, [*found, *others])
+        pinned, damaged, gone, temporary = _look(root, [*found, *others])
         for id in gone:  # deleted by somebody else since it was read, perhaps not to the end
             del known[id]
         found, others = [[m for m in ms if m.id not in gone] for ms in (found, others)]
@@ -108,15 +108,28 @@ def prune(
             verdict = Verdict(verdict.keep, {**ignored, **verdict.delete})
     sizes = {manifest.id: manifest.stored_bytes for manifest in [*found, *others]}
     unknown = sorted(set(names) - sizes.keys())
-    leftovers = () if alive else tuple(_leftovers(root, unknown, below))
+    problems: list[str] = []
+    leftovers = () if others_live else tuple(_leftovers(root, unknown, below, problems))
     if verdict.delete:
         _check_readable(root, set(names) - known.keys())
     if not dry_run:
-        for id in verdict.delete:
-            _delete(root / id)
-        for id in _leftovers(root, leftovers, below):  # a compaction may have begun meanwhile
-            _delete(root / id)
-    return Pruned(verdict, leftovers, sum(sizes[id] for id in verdict.delete))
+        # A compaction may have begun meanwhile.
+        again = list(_leftovers(root, leftovers, below, problems))
+        odd = _delete_all(root, [*verdict.delete, *again])
+        problems += odd.values()
+        leftovers = tuple(id for id in leftovers if id not in odd)
+        clean_up(root, others=temporary)
+    bytes = sum(sizes[id] for id in verdict.delete)
+    return Pruned(verdict, leftovers, bytes, tuple(dict.fromkeys(problems)))
+
+
+def _may_live(root: Folder, claim: Claim, dry_run: bool) -> bool:
+    try:
+        return not standing_of(root, claim).free
+    except StorageFailed:
+        if dry_run:  # of a root that can't be written to
+            return True
+        raise
 
 
 def _committed_last(claim: Claim, found: Iterable[Manifest]) -> Iterable[str]:
@@ -133,8 +146,14 @@ def _check_readable(root: Folder, names: Iterable[str]) -> None:
             read_manifest(root, name)
         except UnsupportedFormat as error:
             raise UnsupportedFormat(f"nothing is deleted from {root}: {error}") from error
-        except CheckNRunError:
-            continue  # whatever it was, nothing can be restored from it
+        except CheckNRunError as error:
+            # Whatever it was, nothing can be restored from it; but somebody wants to keep it.
+            if PINNED in (root / name).names():
+                raise CorruptCheckpoint(
+                    f"nothing is deleted from {root}: {name} is pinned, and nothing tells what it "
+                    f"needs, since its manifest can't be read: {error}. Put that right, or "
+                    f"`checknrun unpin {root} {name}`"
+                ) from error
 
 
 def _with_parents(known: Mapping[str, Manifest], ids: Collection[str]) -> set[str]:
@@ -148,21 +167,25 @@ def _with_parents(known: Mapping[str, Manifest], ids: Collection[str]) -> set[st
     return found
 
 
-def _look(root: Folder, found: Iterable[Manifest]) -> tuple[set[str], set[str], set[str]]:
-    """Ids of those that are pinned, of those that lack files or parts of them, and of those that
-    are no checkpoints any more.
+def _look(
+    root: Folder, found: Iterable[Manifest]
+) -> tuple[set[str], set[str], set[str], list[tuple[str, str]]]:
+    """Find the ids of those that are pinned, of those that lack files or parts of them, and of
+    those that are no checkpoints any more; and temporary files, by id and name.
     """
     pinned, damaged, gone = set[str](), set[str](), set[str]()
+    temporary: list[tuple[str, str]] = []
     for manifest in found:
         files = (root / manifest.id).sizes()
         if MANIFEST_NAME not in files:
             gone.add(manifest.id)
             continue
-        if PINNED in files:
+        if PINNED in files or (root / manifest.id).is_link(PINNED):
             pinned.add(manifest.id)
+        temporary += [(manifest.id, name) for name in files if _TEMPORARY.fullmatch(name)]
         if any(files.get(file.name) != file.size for file in manifest.files):
             damaged.add(manifest.id)
-    return pinned, damaged, gone
+    return pinned, damaged, gone, temporary
 
 
 class Pruner:
@@ -174,6 +197,7 @@ class Pruner:
     def __init__(self, prune: Callable[[int], Pruned]) -> None:
         self._prune = prune
         self._thread: threading.Thread | None = None
+        self._told: set[str] = set()
 
     def start(self, sequence: int) -> None:
         """After the checkpoint of this sequence number was committed."""
@@ -195,6 +219,10 @@ class Pruner:
         except Exception as error:
             logger.warning("old checkpoints were not all deleted, the next try follows: %s", error)
             return
+        for problem in done.problems:
+            if problem not in self._told:
+                self._told.add(problem)
+                logger.warning("%s", problem)
         if done.verdict.delete or done.leftovers:
             logger.info(
                 "deleted %d checkpoints (%.2f MB) and %d leftovers of failed saves",
@@ -204,29 +232,76 @@ class Pruner:
             )
 
 
-def _leftovers(root: Folder, names: Iterable[str], below: int | None) -> Iterable[str]:
+def _leftovers(
+    root: Folder, names: Iterable[str], below: int | None, problems: list[str]
+) -> Iterator[str]:
     for name in names:
         sequence = sequence_of(name)
         if sequence is None or (below is not None and sequence >= below):
             continue
-        if root.is_link(name) or root.size(name) is not None:
-            continue  # a file of that name is none of ours
-        folder = root / name
-        if folder.is_link(MANIFEST_NAME) or folder.size(MANIFEST_NAME) is not None:
+        try:
+            if _is_leftover(root, name):
+                yield name
+        except (CheckNRunError, OSError) as error:
+            if isinstance(error, StorageUnreachable):
+                raise
+            problems.append(f"{root}/{name} stays: {error}")
+
+
+def _is_leftover(root: Folder, name: str) -> bool:
+    if root.is_link(name) or root.size(name) is not None:
+        return False  # a file of that name is none of ours
+    folder = root / name
+    if folder.is_link(MANIFEST_NAME) or folder.size(MANIFEST_NAME) is not None:
+        return False
+    if PINNED in folder.names():
+        return False  # somebody wants to keep it, though its manifest is gone
+    return is_abandoned(folder)  # a compaction has no epoch of the root's
+
+
+def _delete_all(root: Folder, ids: Iterable[str]) -> dict[str, str]:
+    """Delete checkpoints and leftovers. One that can't be deleted stops no other.
+
+    Returns:
+        What stays since it holds something that is no file, by id.
+
+    Raises:
+        StorageUnreachable: at once: the storage doesn't answer.
+        StorageFailed: at the end: some could not be deleted.
+    """
+    odd: dict[str, str] = {}
+    failed: list[StorageFailed] = []
+    for id in ids:
+        try:
+            kept = _delete(root / id)
+        except (CheckNRunError, StorageFailed) as error:
+            if isinstance(error, StorageUnreachable):
+                raise
+            if isinstance(error, StorageFailed):
+                failed.append(error)
+            else:
+                odd[id] = f"{root}/{id} stays: {error}"
             continue
-        claim = latest_claim(folder)  # of a compaction, which has no epoch of the root's
-        if claim is None or not claim.alive:
-            yield name
+        if kept:
+            odd[id] = f"{root}/{id} stays: it holds {kept}, which no checkpoint has: remove them"
+    if failed:
+        raise failed[0]
+    return odd
 
 
-def _delete(folder: Folder) -> None:
+def _delete(folder: Folder) -> list[str]:
+    """Delete a checkpoint's files and the folder; returns the names of what is none of them."""
     folder.delete(MANIFEST_NAME)
+    files, kept = folder.sizes(), []
     for name in folder.names():
-        if name == FOLDER:
+        if name in files or folder.is_link(name):
+            folder.delete(name)
+        elif name == FOLDER:
             claims = folder / FOLDER
-            for claim in claims.names():
+            for claim in claims.sizes():
                 claims.delete(claim)
             claims.remove()
         else:
-            folder.delete(name)
+            kept.append(name)
     folder.remove()
+    return kept

@@ -19,17 +19,18 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.agreement import require_shared
 from torchrec_checknrun.chain import Chain, counting, newest, resolve
+from torchrec_checknrun.claims import latest_claim
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckNRunError,
+    ClaimDamaged,
     CorruptCheckpoint,
     ModelPartlyRestored,
     StorageUnreachable,
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fit import Fit
-from torchrec_checknrun.lease import latest_claim
 from torchrec_checknrun.load_planner import LoadPlanner, Merge
 from torchrec_checknrun.manifest import MANIFEST_NAME
 from torchrec_checknrun.per_rank_buffers import BUFFERS, PerRankBuffers
@@ -164,7 +165,10 @@ def _find(
     if checkpoint is None:
         return *newest(root, unusable), True
     chain = resolve(root, checkpoint)
-    first = next(counting(root, latest_claim(root)), None)
+    try:
+        first = next(counting(root, latest_claim(root)), None)
+    except ClaimDamaged:  # nothing can be written here now, but what was asked for can be read
+        first = next(counting(root, None), None)
     return chain, [], first is None or first.sequence <= chain.head.sequence
 
 

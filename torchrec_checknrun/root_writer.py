@@ -9,13 +9,15 @@ import logging
 from torchrec_checknrun.chain import (
     Chain,
     committed,
-    counting,
+    counting_ids,
+    highest_epoch,
     highest_sequence,
     read_manifest,
 )
+from torchrec_checknrun.claims import Claim
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import Claim, Lease
+from torchrec_checknrun.lease import Lease
 from torchrec_checknrun.lineage import Lineage
 from torchrec_checknrun.manifest import (
     MANIFEST_NAME,
@@ -69,19 +71,26 @@ class RootWriter:
 
         Raises:
             RootInUse: another one does.
+            ClaimDamaged: checkpoints are there, and which of them count can't be told.
         """
 
         def earlier(before: Claim | None) -> list[str]:
-            return [manifest.id for manifest in counting(self._root, before)]
+            return list(counting_ids(self._root, before, self._manifests))
 
         lease = Lease(self._root)
-        lease.acquire(earlier, self._resumed_from)
+        above = highest_epoch(self._root, self._manifests)
+        lease.acquire(earlier, self._resumed_from, above=above)
         self._lease = lease
         # Nothing has kept it from being deleted until now.
         previous = self._lineage.previous
         if previous is not None and not self._is_whole(previous):
             logger.warning("%s was deleted meanwhile: the next checkpoint is full", previous.id)
             self._lineage.must_begin_anew()
+
+    def progressed(self) -> None:
+        """Note that training goes on, for those who would have the root."""
+        if self._lease is not None:
+            self._lease.progressed()
 
     def restored(self, chain: Chain) -> None:
         """The next checkpoint may build on these: nobody may delete them."""
@@ -127,6 +136,14 @@ class RootWriter:
                 f"{newer} was committed to {self._root} meanwhile, with a sequence number that "
                 "would hide this checkpoint: the next one gets a higher number"
             )
+
+    def after_commit(self) -> None:
+        """Take one more look when the manifest is there.
+
+        Raises:
+            RootInUse: the root was taken over between the last look and the commit.
+        """
+        self.lease.check()
 
     def prune(self, sequence: int) -> None:
         """Deletes in the background what is old, after the checkpoint of this sequence number was

@@ -172,6 +172,7 @@ class Saver:
         Raises:
             RootInUse: another run writes to the root.
         """
+        self.writer.progressed()
         if self._claimed_early:
             return
         self._claimed_early = True
@@ -231,6 +232,7 @@ class Saver:
             RootInUse: another run writes to the root.
         """
         started = time.monotonic() - self._waited  # training waits since then
+        self.writer.progressed()
         try:
             self.claim()
             facts = self._ranks.everywhere(lambda: self._look(step))
@@ -430,7 +432,13 @@ class Saver:
                 snapshot = error
             check = partial(self.writer.before_commit, proposal.header)
             save = self._background.begin(
-                proposal, snapshot, cut, self.quantization, started, before_commit=check
+                proposal,
+                snapshot,
+                cut,
+                self.quantization,
+                started,
+                before_commit=check,
+                after_commit=self.writer.after_commit,
             )
             self._running, self._last_words = save, partial(_last_words, save)
             atexit.register(self._last_words)

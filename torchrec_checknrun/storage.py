@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchrec_checknrun.chain import Chain, check_sizes, highest_sequence, resolve
+from torchrec_checknrun.claims import latest_claim
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointExists,
@@ -37,7 +38,6 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.garbage import paused
 from torchrec_checknrun.in_order import Turn, work_in_order
-from torchrec_checknrun.lease import latest_claim
 from torchrec_checknrun.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -67,6 +67,7 @@ class StorageWriter(DcpStorageWriter):
             again, which some stores refuse at times.
         write: how a rank's file is written.
         before_commit: raises an error if the checkpoint must not come to be.
+        after_commit: raises an error if it did not come to be after all, although it was written.
 
     Attributes:
         written: this rank's file, once it is.
@@ -77,10 +78,12 @@ class StorageWriter(DcpStorageWriter):
         path: str | os.PathLike[str] | Folder,
         write: WriteRankFile = write_rank_file,
         before_commit: Callable[[], object] = lambda: None,
+        after_commit: Callable[[], object] = lambda: None,
     ) -> None:
         self._folder = path if isinstance(path, Folder) else Folder(path)
         self._write = write
         self._before_commit = before_commit
+        self._after_commit = after_commit
         self.written: FileSummary | None = None
         self._rank = 0
         self._is_coordinator = True
@@ -169,17 +172,31 @@ class StorageWriter(DcpStorageWriter):
             epoch=epoch,
         ).sealed()
         self._before_commit()
-        try:
-            check_sizes(root, manifest)  # somebody may have taken them for leftovers meanwhile
-        except CorruptCheckpoint as error:
-            raise SaveFailed(
-                f"files of {manifest.id} went away while it was written: {error}. Leave deleting "
-                "to `retention` or `checknrun prune`, and look at the clocks of the machines"
-            ) from error
-        self._folder.put(MANIFEST_NAME, manifest.to_bytes(), new=True)
+        self._check_files(manifest, "while it was written")
+        data = manifest.to_bytes()
+        self._folder.put(MANIFEST_NAME, data, new=True)
         _numbers[root.url.rstrip("/")] = max(sequence, last_number(root))
+        # Between the last look and the put this process may have been stopped for hours.
+        self._check_files(manifest, "while it was committed")
+        if self._folder.read(MANIFEST_NAME) != data:
+            raise SaveFailed(f"{self._folder}/{MANIFEST_NAME} is another one than was written")
+        self._after_commit()
         # dcp.save gives every rank this metadata once all is done.
         metadata.planner_data = manifest
+
+    def _check_files(self, manifest: Manifest, when: str) -> None:
+        """Check that the files are as they were written.
+
+        Raises:
+            SaveFailed: somebody has taken them for leftovers.
+        """
+        try:
+            check_sizes(self._folder.parent, manifest)
+        except CorruptCheckpoint as error:
+            raise SaveFailed(
+                f"files of {manifest.id} went away {when}: {error}. Leave deleting to `retention` "
+                "or `checknrun prune`"
+            ) from error
 
 
 _numbers: dict[str, int] = {}

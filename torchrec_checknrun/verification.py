@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,9 +15,17 @@ from torchrec_checknrun.blocks import KIND as BLOCK
 from torchrec_checknrun.blocks import block_header
 from torchrec_checknrun.chain import check_sizes, committed, read_manifest, resolve
 from torchrec_checknrun.chunks import decode_state_chunk
+from torchrec_checknrun.claims import FOLDER
+from torchrec_checknrun.control_records import find_damage
 from torchrec_checknrun.dense_values import decode_block, piece_problems
 from torchrec_checknrun.done_rows import DoneRows
-from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound, CorruptCheckpoint
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    StorageFailed,
+    StorageUnreachable,
+)
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import Manifest
 from torchrec_checknrun.rank_file import read_footer
@@ -27,9 +36,10 @@ from torchrec_checknrun.stored_rows import StoredRows
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found of one checkpoint.
+    """What was found of one checkpoint, or of a damaged control record.
 
     Attributes:
+        id: the checkpoint's; a path in ``writers/`` of a claim that can't be read.
         bytes: of its rank files, as its manifest has them.
         chunks: how many were read, decoded, and found to be what was written.
         problems: what is wrong, each with the file it is in; none if a restore would succeed.
@@ -47,7 +57,8 @@ def verify(
     *,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[Verified]:
-    """Reads every byte of checkpoints and of what they need, and decodes every chunk.
+    """Read every byte of checkpoints and of what they need, decode every chunk, and look at what
+    decides on them: claims and pins. What can't be read is a problem, and stops nothing else.
 
     Memory: one chunk at a time, and of one table at a time a bit for each row and range of columns.
 
@@ -57,11 +68,12 @@ def verify(
         progress: called after every chunk with the bytes read so far and those of all.
 
     Returns:
-        Newest first, each checkpoint once.
+        Newest first, each checkpoint once; then, only where something is wrong, the claims.
 
     Raises:
         CheckpointNotFound: there is no committed checkpoint of an id that was given.
-        StorageFailed: the storage doesn't answer.
+        StorageFailed: the root can't be listed.
+        StorageUnreachable: the storage doesn't answer.
     """
     folder = Folder(root)
     wanted = committed(folder) if checkpoints is None else list(checkpoints)
@@ -77,12 +89,12 @@ def verify(
             if checkpoints is not None:
                 raise
             continue
-        except CheckNRunError as error:
+        except StorageUnreachable:
+            raise
+        except (CheckNRunError, StorageFailed) as error:
             problems[id] = [str(error)]
-            try:
+            with suppress(CheckNRunError, StorageFailed):
                 manifests[id] = read_manifest(folder, id)  # its own chunks may still be sound
-            except CheckNRunError:
-                continue
         else:
             resolved.update(manifest.id for manifest in chain.manifests)
             manifests |= {manifest.id: manifest for manifest in chain.manifests}
@@ -98,12 +110,38 @@ def verify(
     oldest_first = sorted(manifests.values(), key=lambda m: (m.sequence, m.id))
     verification = _Verification(folder, step)
     verified = {manifest.id: verification.verify(manifest) for manifest in oldest_first}
+    records = _control_records(folder, manifests)
     found = []
     for id in dict.fromkeys([*reversed(verified), *problems]):
+        problems.setdefault(id, []).extend(records.pop(id, ()))
         own = verified.get(id, Verified(id, 0, 0, ()))
         texts = tuple(dict.fromkeys([*problems.get(id, ()), *own.problems]))
         found.append(Verified(id, own.bytes, own.chunks, texts))
-    return found
+    if checkpoints is not None:  # of others nobody has asked
+        records = {id: texts for id, texts in records.items() if id.startswith(FOLDER)}
+    return [*found, *(Verified(id, 0, 0, tuple(texts)) for id, texts in records.items())]
+
+
+def _control_records(root: Folder, known: Mapping[str, Manifest]) -> dict[str, list[str]]:
+    """Say what is wrong with claims and pins, by the claim's path or the checkpoint's id."""
+    try:
+        damage = find_damage(root, known)
+    except StorageUnreachable:
+        raise
+    except (CheckNRunError, StorageFailed) as error:
+        return {FOLDER: [str(error)]}
+    repair = (
+        f"`checknrun repair {root}` settles what counts, or removes it where it decides nothing"
+    )
+    found = {path: [f"{what}; {repair}"] for path, what in damage.claims.items()}
+    if damage.undecided is not None and not found:
+        found[FOLDER] = [damage.undecided]
+    if damage.hidden:
+        found[FOLDER] = [
+            f"none of the {len(damage.will_count)} committed checkpoints counts: their writers had "
+            f"been replaced when they were committed. `checknrun adopt {root} ID` makes one count"
+        ]
+    return {**found, **{id: [problem] for id, problem in damage.pins.items()}}
 
 
 class _Verification:
@@ -128,7 +166,9 @@ class _Verification:
             for file in manifest.files:
                 read_footer(self._root / manifest.id, file)
             chunks = read_indexes(self._root, manifest)
-        except CheckNRunError as error:
+        except StorageUnreachable:
+            raise
+        except (CheckNRunError, StorageFailed) as error:
             return Verified(manifest.id, manifest.stored_bytes, 0, (str(error),))
         gaps = list(table_problems(manifest, chunks))
         full = manifest.kind == "full" and not gaps  # then a bit for each row is worth its memory
@@ -145,7 +185,9 @@ class _Verification:
                     if ids is not None:
                         held.add(chunk, ids)
                     sound += 1
-                except CheckNRunError as error:
+                except StorageUnreachable:
+                    raise
+                except (CheckNRunError, StorageFailed) as error:
                     problems.append(f"{manifest.id}/{chunk.file}, chunk {chunk.number}: {error}")
                 self._step(chunk.entry["length"])
         self._step(manifest.stored_bytes - sum(chunk.entry["length"] for chunk in chunks))

@@ -11,10 +11,11 @@ from unittest import mock
 from tests.crash.faulty_store import Faults, Mode, Operation, patience
 from tests.crash.save_sweep import Tally
 from tests.unit.chains import DIM, Part, make_shards, restore, same_bits, write, write_chain
+from torchrec_checknrun import pruning
 from torchrec_checknrun.chain import committed, newest
 from torchrec_checknrun.compaction import compact
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import FOLDER, Claim
+from torchrec_checknrun.lease import FOLDER
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest
 from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.retention import Retention
@@ -88,7 +89,7 @@ class ChainSweep:
         if chain is None or len(chain.manifests) > 1:
             compact(root.url)
         # What is left of the compaction that failed goes with a pruning, a minute later.
-        with mock.patch.object(Claim, "alive", property(lambda claim: False)):
+        with mock.patch.object(pruning, "is_abandoned", return_value=True):
             prune(root, Retention(1))
         left = [name for name in root.names() if name != FOLDER]
         if len(left) != 1 or not _equal(wanted, _restored(root, left[0])):

@@ -141,4 +141,4 @@ def test_a_parent_that_is_gone_is_built_upon_by_none(workers: Workers, tmp_path:
         assert problems == []
     claim = latest_claim(Folder(place["root"]))
     assert claim is not None
-    assert not claim.alive
+    assert claim.released

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,9 +51,7 @@ def two_trainers(root: str, plan: Plan) -> list[str]:
         dist.barrier()
         if dist.get_rank() == 0:
             with elsewhere():
-                later = Claim(
-                    claim.epoch + 1, Holder.this_process(), time.time() + 60, tuple(saved)
-                )
+                later = Claim(claim.epoch + 1, Holder.this_process(), earlier=tuple(saved))
             (Folder(root) / FOLDER).put(later.name, later.to_bytes())
         dist.barrier()
         job.train()

@@ -32,7 +32,7 @@ from tests.unit.chains import (
     write,
     write_chain,
 )
-from torchrec_checknrun import CheckpointReport, compact, compaction
+from torchrec_checknrun import CheckpointReport, compact, compaction, pruning
 from torchrec_checknrun.chain import committed, newest, read_manifest, resolve
 from torchrec_checknrun.chunks import decode_state_chunk
 from torchrec_checknrun.codecs import KMeans, Rowwise
@@ -43,7 +43,7 @@ from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
 )
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import Claim, Lease
+from torchrec_checknrun.lease import Lease
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest
 from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.quantization import Encoding
@@ -290,7 +290,7 @@ def test_files_that_a_pruning_took_for_leftovers(
 
     def prune_first(*arguments: Any) -> Manifest:
         with monkeypatch.context() as patched:
-            patched.setattr(Claim, "alive", property(lambda claim: False))
+            patched.setattr(pruning, "is_abandoned", lambda folder: True)
             assert len(prune(root, Retention(1)).leftovers) == 1
         return make_manifest(*arguments)
 

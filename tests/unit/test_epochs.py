@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,18 @@ def claim(root: Folder) -> int:
     return epoch
 
 
+def junk(root: Folder, name: str) -> None:
+    """Puts a damaged claim there, a day ago."""
+    (root / FOLDER).create()
+    (root / FOLDER).put(name, b"junk")
+    yesterday = time.time() - 86400
+    os.utime(Path(root.url, FOLDER, name), (yesterday, yesterday))
+
+
 @pytest.mark.parametrize("epoch", [99_999_999, 100_000_000, 10**17])
 def test_the_next_number_has_more_digits(tmp_path: Path, epoch: int) -> None:
     root = Folder(tmp_path)
-    (root / FOLDER).create()
-    (root / FOLDER).put(f"epoch-{epoch}.json", b"junk")
+    junk(root, f"epoch-{epoch}.json")
     assert claim(root) == epoch + 1
     assert claim(root) == epoch + 2
     latest = latest_claim(root)
@@ -33,8 +42,7 @@ def test_the_next_number_has_more_digits(tmp_path: Path, epoch: int) -> None:
 
 def test_after_the_last_number_it_says_so(tmp_path: Path) -> None:
     root = Folder(tmp_path)
-    (root / FOLDER).create()
-    (root / FOLDER).put(f"epoch-{'9' * 18}.json", b"junk")
+    junk(root, f"epoch-{'9' * 18}.json")
     for _ in range(2):
         with pytest.raises(CheckNRunError, match=r"epoch-9{18}\.json.*delete it"):
             claim(root)
@@ -43,6 +51,5 @@ def test_after_the_last_number_it_says_so(tmp_path: Path) -> None:
 
 def test_numbers_that_no_claim_would_have_are_passed_over(tmp_path: Path) -> None:
     root = Folder(tmp_path)
-    (root / FOLDER).create()
-    (root / FOLDER).put("epoch-0000000009.json", b"junk")
+    junk(root, "epoch-0000000009.json")
     assert claim(root) == 1

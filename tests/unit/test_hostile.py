@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -17,10 +16,11 @@ import zstandard
 from tests.unit.chains import new_root
 from tests.unit.forgery import Forged, ForgedFile, attack, example, seal
 from tests.unit.fuzz import bounded_memory
-from torchrec_checknrun import row_ids
+from torchrec_checknrun import row_ids, sealed
 from torchrec_checknrun.chain import newest, resolve
 from torchrec_checknrun.errors import (
     CheckpointNotFound,
+    ClaimDamaged,
     CorruptCheckpoint,
     InvalidPlan,
     UnsupportedState,
@@ -399,18 +399,25 @@ class TestLinks:
 CLAIM: dict[str, Any] = {
     "epoch": 1,
     "holder": {"run": "r", "attempt": 0, "host": "h", "machine": "m", "pid": 1, "started": 1},
-    "expires": 1.5,
+    "seconds": 60.0,
     "earlier": None,
     "uses": [],
+    "released": True,
+    "renewals": 0,
+    "idle": 0.0,
 }
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"expires": "never"},
-        {"expires": float("inf")},
-        {"expires": float("nan")},
+        {"seconds": "never"},
+        {"seconds": float("inf")},
+        {"seconds": float("nan")},
+        {"seconds": 0.0},
+        {"seconds": 1e18},
+        {"released": 1},
+        {"idle": -1.0},
         {"epoch": True},
         {"epoch": 2},
         {"earlier": 5},
@@ -423,14 +430,15 @@ CLAIM: dict[str, Any] = {
     ids=repr,
 )
 def test_claims(change: dict[str, Any]) -> None:
-    """What is no claim is none: whoever can write to the root could as well delete it."""
+    """What is no claim is a damaged one, also under a checksum of its own."""
     root = new_root()
-    (root / FOLDER).put("epoch-00000001.json", json.dumps(CLAIM).encode())
+    (root / FOLDER).put("epoch-00000001.json", sealed.seal("claim", CLAIM))
     claim = latest_claim(root)
     assert claim is not None
-    assert not claim.alive
-    (root / FOLDER).put("epoch-00000001.json", json.dumps({**CLAIM, **change}).encode())
-    assert latest_claim(root) is None
+    assert claim.released
+    (root / FOLDER).put("epoch-00000001.json", sealed.seal("claim", {**CLAIM, **change}))
+    with pytest.raises(ClaimDamaged, match=r"writers/epoch-00000001\.json"):
+        latest_claim(root)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc", "", ".."])

@@ -17,7 +17,7 @@ import pytest
 
 from tests.unit.chains import Part, write
 from torchrec_checknrun.chain import counting, newest
-from torchrec_checknrun.errors import RootInUse, StorageFailed
+from torchrec_checknrun.errors import ClaimDamaged, RootInUse, StorageFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER, Claim, Holder, Lease, latest_claim
 from torchrec_checknrun.manifest import Manifest
@@ -51,6 +51,17 @@ def become(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Holder:
     return other
 
 
+def long_ago(monkeypatch: pytest.MonkeyPatch, root: Folder, claim: Claim) -> None:
+    """Lets a claim's last renewal be long ago, by the store's times."""
+    real = Folder.modified
+
+    def modified(folder: Folder, name: str) -> float | None:
+        found = real(folder, name)
+        return found if found is None or name != claim.name else found - claim.seconds - 1
+
+    monkeypatch.setattr(Folder, "modified", modified)
+
+
 ELSEWHERE = {"machine": "another", "host": "far", "pid": 7, "started": 7, "run": "another run"}
 
 
@@ -78,10 +89,10 @@ def test_an_expired_claim_is_taken_over(
 ) -> None:
     first, second = Lease(root, seconds=60), Lease(root)
     leases += [first, second]
-    first.acquire(nothing)
-    monkeypatch.setattr(first, "_renew", lambda: None)
-    expired = replace(first.claim, expires=time.time() - 1)
-    (root / FOLDER).put(expired.name, expired.to_bytes())
+    with monkeypatch.context() as patch:
+        become(patch, **{**ELSEWHERE, "machine": "a third"})
+        first.acquire(nothing)
+    long_ago(monkeypatch, root, first.claim)
     with monkeypatch.context() as patch:
         become(patch, **ELSEWHERE)
         second.acquire(nothing)
@@ -91,16 +102,15 @@ def test_an_expired_claim_is_taken_over(
     first.release()  # and doesn't give up what isn't its own any more
     claim = latest_claim(root)
     assert claim is not None
-    assert (claim.epoch, claim.expires > time.time()) == (2, True)
+    assert (claim.epoch, claim.released) == (2, False)
 
 
 def test_a_claim_is_renewed(root: Folder, leases: list[Lease]) -> None:
     lease = Lease(root, seconds=0.4)
     leases.append(lease)
     lease.acquire(nothing)
-    begun = lease.claim.expires
     deadline = time.monotonic() + 20
-    while (claim := latest_claim(root)) is None or claim.expires < begun + 0.5:
+    while (claim := latest_claim(root)) is None or claim.renewals < 5:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     lease.use(["seq-1"])
@@ -197,17 +207,17 @@ def test_none_of_them_forgets_what_another_needs(root: Folder, leases: list[Leas
     before = written()
     assert (set(before.uses), set(before.earlier or ())) == ({"a", "x"}, {"a", "b", "c", "x"})
     deadline = time.monotonic() + 20
-    while written().expires >= before.expires:  # until the first one, whose writes last less long
+    while written().renewals <= before.renewals:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     first.use(["z"])
     assert set(written().uses) == {"z", "x"}
     first.release()
-    assert written().expires > 0
+    assert not written().released
     second.use(["x", "y"])
     assert written().uses == ("x", "y")
     second.release()
-    assert written().expires == 0
+    assert written().released
     assert set(written().earlier or ()) == {"a", "b", "c", "x", "y", "z"}
 
 
@@ -263,7 +273,11 @@ def test_what_a_replaced_writer_commits_does_not_count(
     late = write(root, 20, part(), parent=first, epoch=1)
     chain, problems = newest(root)
     assert chain is not None
-    assert (chain.head.id, problems) == (first.id, [])
+    assert chain.head.id == first.id
+    assert problems == [
+        f"{late.id}: it was committed by a writer that had been replaced by then, and doesn't "
+        f"count: `checknrun adopt {root} {late.id}` makes it count"
+    ]
     after = write(root, 20, part(), parent=late, epoch=2)  # a sequence number above
     chain, _ = newest(root)
     assert chain is not None
@@ -365,7 +379,7 @@ class TestWithoutAList:
 
 
 def lease_earlier(root: Folder, epoch: int) -> tuple[str, ...]:
-    fields = json.loads((root / FOLDER).read(f"epoch-{epoch:08d}.json"))
+    fields = json.loads((root / FOLDER).read(f"epoch-{epoch:08d}.json"))["claim"]
     assert "before" not in fields
     return tuple(fields["earlier"])
 
@@ -382,15 +396,27 @@ def test_old_claims_are_cleaned_up(root: Folder, leases: list[Lease]) -> None:
     "content",
     [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"epoch": 1}', b'{"epoch": 1, "holder": 5}'],
 )
-def test_a_claim_that_is_none(root: Folder, leases: list[Lease], content: bytes) -> None:
+def test_a_claim_that_is_none(
+    root: Folder, leases: list[Lease], monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    """Where nothing was committed it hides nothing, and is waited for as an unknown writer's."""
     root.create()
     (root / FOLDER).create()
     (root / FOLDER).put("epoch-00000003.json", content)
     (root / FOLDER).put("notes.txt", b"")
-    assert latest_claim(root) is None
+    with pytest.raises(ClaimDamaged, match="epoch-00000003"):
+        latest_claim(root)
     lease = Lease(root)
     leases.append(lease)
+    with pytest.raises(
+        RootInUse, match=r"epoch-00000003\.json is damaged and was written less than"
+    ):
+        lease.acquire(nothing)
+    long_ago(monkeypatch, root, Claim(3, Holder.this_process()))
+    with pytest.raises(ClaimDamaged, match="checknrun repair"):
+        lease.acquire(lambda _: ["seq-1"])
     lease.acquire(nothing)
     assert lease.claim.epoch == 4
-    fields = json.loads((root / FOLDER).read("epoch-00000004.json"))
+    fields = json.loads((root / FOLDER).read("epoch-00000004.json"))["claim"]
     assert fields["holder"]["pid"] == Holder.this_process().pid
+    assert latest_claim(root) == lease.claim

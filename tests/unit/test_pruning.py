@@ -13,7 +13,8 @@ from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, Unsupported
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER, Holder, Lease
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, checkpoint_id
-from torchrec_checknrun.pruning import pin, prune, unpin
+from torchrec_checknrun.pins import pin, unpin
+from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.retention import Retention
 
 ROWS = 20

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from torchrec_checknrun import pruning
+from torchrec_checknrun import pins, pruning
 from torchrec_checknrun.cli.output import (
     AsJson,
     Id,
@@ -49,6 +49,7 @@ def prune(
                 "delete": dict(done.verdict.delete),
                 "leftovers": list(done.leftovers),
                 "bytes": done.bytes,
+                "problems": list(done.problems),
             }
         )
         return
@@ -60,11 +61,13 @@ def prune(
     print_table(None, {"id": "left", "": "left", "why": "left"}, rows)
     count = len(done.verdict.delete) + len(done.leftovers)
     say(f"{goes}: {count}, {size(done.bytes)}")
+    for problem in done.problems:
+        say(problem, style="red")
 
 
 def pin(root: Root, id: Id) -> None:
     """Keeps a checkpoint, and what it needs, until it is unpinned."""
-    pruning.pin(open_root(root), id)
+    pins.pin(open_root(root), id)
     say(f"{id} stays until it is unpinned")
 
 
@@ -73,5 +76,5 @@ def unpin(root: Root, id: Id) -> None:
     folder = open_root(root)
     if id not in folder.names():
         raise CheckpointNotFound(f"no checkpoint {id!r} in {folder}: see `checknrun ls`")
-    pruning.unpin(folder, id)
+    pins.unpin(folder, id)
     say(f"{id} is not pinned")

@@ -36,7 +36,9 @@ def ls(root: Root, as_json: AsJson = False) -> None:
     for listed in found.checkpoints:
         if listed.problem is not None:
             say(f"{listed.id}: {listed.problem}", style="red")
-    if found.claim is not None and found.claim.alive:
+    for problem in found.problems:
+        say(problem, style="red")
+    if found.claim is not None and found.alive:
         say(f"in use by {found.claim.holder}")
 
 
@@ -64,10 +66,14 @@ def _listing(found: Inventory) -> dict[str, Any]:
     if found.claim is not None:
         writer = {
             "epoch": found.claim.epoch,
-            "alive": found.claim.alive,
+            "alive": found.alive,
             "holder": str(found.claim.holder),
         }
-    return {"writer": writer, "checkpoints": [_of_listed(c) for c in found.checkpoints]}
+    return {
+        "writer": writer,
+        "problems": list(found.problems),
+        "checkpoints": [_of_listed(c) for c in found.checkpoints],
+    }
 
 
 def _of_listed(listed: Listed) -> dict[str, Any]:

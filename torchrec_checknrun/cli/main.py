@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from torchrec_checknrun.cli import (
+    claiming,
     keeping,
     listing,
     planning,
@@ -39,6 +40,9 @@ app.command()(writing.export)
 app.command()(keeping.prune)
 app.command()(keeping.pin)
 app.command()(keeping.unpin)
+app.command()(claiming.unlock)
+app.command()(claiming.repair)
+app.command()(claiming.adopt)
 app.command()(planning.plan)
 app.command()(reporting.report)
 

@@ -59,6 +59,10 @@ Ids = Annotated[
     list[str] | None,
     typer.Argument(help="Ids; without, all.", autocompletion=_complete, show_default=False),
 ]
+SomeIds = Annotated[
+    list[str],
+    typer.Argument(help="Checkpoints' ids.", autocompletion=_complete, show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 

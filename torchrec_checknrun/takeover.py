@@ -1,0 +1,141 @@
+"""What a person decides on a root: who loses the right to write to it, and which checkpoints count.
+
+Each decision is a new epoch whose claim nobody holds: it names what counts, and whoever held an
+earlier one commits nothing more. Until that claim has its list, the one before goes on deciding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+
+from torchrec_checknrun.chain import counting_ids, highest_epoch, newest, resolve
+from torchrec_checknrun.claims import (
+    FOLDER,
+    LEASE_SECONDS,
+    Claim,
+    Claims,
+    latest_claim,
+    read_claims,
+)
+from torchrec_checknrun.control_records import Damage, find_damage
+from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, StorageFailed
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import Lease
+from torchrec_checknrun.liveness import Standing, clean_up, is_fresh, standing_of
+from torchrec_checknrun.pins import write_pin
+
+
+def repair(root: Folder, ignore: Collection[str] = ()) -> Damage:
+    """Settle which checkpoints count where a damaged claim can't tell, and write damaged pins anew.
+
+    Without the damaged claim the one before it decides, if that is still there, and else all count:
+    so nothing that counted is lost, but what a replaced writer committed late may count as well.
+
+    Args:
+        ignore: ids of checkpoints that are not to count.
+
+    Returns:
+        What was wrong.
+
+    Raises:
+        RootInUse: the damaged claim was just written, perhaps by a writer that lives.
+        CheckpointNotFound: there is no checkpoint of an id to ignore.
+        StorageFailed: the storage refused.
+    """
+    damage = find_damage(root)
+    for id in set(ignore) - damage.will_count.keys():
+        raise CheckpointNotFound(f"no committed checkpoint {id!r} in {root}: see `checknrun ls`")
+    if damage.undecided is not None or ignore:
+        claims = read_claims(root)
+        for name in claims.undecided:
+            if is_fresh(root, name):
+                raise RootInUse(
+                    f"{root}/{FOLDER}/{name} was written less than {LEASE_SECONDS:.0f} s ago: a "
+                    "writer that lives writes it anew by itself; try again in a minute"
+                )
+        if not claims.undecided:
+            _require_free(root, claims.latest)
+        _advance(root, claims, lambda: [i for i in _will_count(root) if i not in set(ignore)])
+    for name in read_claims(root, every=True).damaged:
+        with suppress(StorageFailed):  # a directory, perhaps: it decides nothing any more
+            (root / FOLDER).delete(name)
+    for id in damage.pins:
+        write_pin(root, id)
+    clean_up(root)
+    return damage
+
+
+def adopt(root: Folder, ids: Collection[str]) -> list[str]:
+    """Make checkpoints count that don't, since their writer had been replaced.
+
+    Returns:
+        The ids that count now and didn't.
+
+    Raises:
+        CheckpointNotFound, ChainBroken, CorruptCheckpoint: one can't be restored.
+        ClaimDamaged: which ones count can't be told: ``repair`` comes first.
+        RootInUse: a writer is at work.
+    """
+    for id in ids:
+        resolve(root, id)
+    claims = read_claims(root)
+    claims.decided()
+    there = set(counting_ids(root, claims.latest))
+    new = [id for id in dict.fromkeys(ids) if id not in there]
+    if new:
+        _require_free(root, claims.latest)
+        _advance(root, claims, lambda: [*counting_ids(root, claims.latest), *new])
+    return new
+
+
+def holder_of(root: Folder) -> tuple[Claim, Standing] | None:
+    """Return the latest claim and how it stands; None where there is none.
+
+    Raises:
+        ClaimDamaged: it can't be read.
+    """
+    claim = latest_claim(root)
+    return None if claim is None else (claim, standing_of(root, claim))
+
+
+def unlock(root: Folder) -> None:
+    """Take the right to commit away from whoever holds it, alive or not.
+
+    Raises:
+        ClaimDamaged: the claim can't be read: ``repair`` comes first.
+    """
+    claims = read_claims(root)
+    claims.decided()
+    _advance(root, claims, lambda: list(counting_ids(root, claims.latest)))
+
+
+def restores(root: Folder) -> str:
+    """Say what a restore would choose now."""
+    chain, problems = newest(root)
+    if chain is not None:
+        return f"a restore takes {chain.head.id} (step {chain.head.step})"
+    return f"a restore fails: {'; '.join(problems)}" if problems else "a restore is a fresh start"
+
+
+def _require_free(root: Folder, claim: Claim | None) -> None:
+    if claim is None:
+        return
+    standing = standing_of(root, claim)
+    if not standing.free:
+        raise RootInUse(
+            f"{root} is written to by {claim.holder}, which {standing.why}: end that process "
+            f"first, or take its right away with `checknrun unlock {root}`"
+        )
+
+
+def _advance(root: Folder, claims: Claims, counting: Callable[[], Iterable[str]]) -> None:
+    """Begin an epoch that nobody holds."""
+    lease = Lease(root)
+    above = max(claims.highest, highest_epoch(root))
+    lease.acquire(lambda _: counting(), above=above, force=True)
+    lease.release()
+
+
+def _will_count(root: Folder) -> list[str]:
+    return [id for id, counts in find_damage(root).will_count.items() if counts]
