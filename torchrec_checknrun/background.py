@@ -236,7 +236,8 @@ class Background:
             self._thread.join()  # it has said what became of its checkpoint, and is about to end
         self._thread = None  # what it refers to may go
         save = Save(proposal, cut, begun)
-        plan = _Plan(save, RankDifferences(told=self._told))
+        differences = RankDifferences(told=self._told)
+        plan = _Plan(save, differences)
         checks = before_commit, after_commit
         finish = partial(self._finish, save, CheckpointPlanner(plan.prepare), checks)
 
