@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -17,33 +16,31 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Never
 
-from torchrec_checknrun.agreement import agreed, require_nowhere
-from torchrec_checknrun.arguments import Arguments, Resume, is_timeout
-from torchrec_checknrun.background import Background, BackgroundKind
+from torchrec_checknrun.arguments import Arguments, Resume
+from torchrec_checknrun.assembly import Assembly
+from torchrec_checknrun.background import BackgroundKind
 from torchrec_checknrun.errors import (
     CheckNRunError,
-    CheckpointNotFound,
     ModelPartlyRestored,
     SaveDeferred,
     SaveFailed,
 )
 from torchrec_checknrun.fit import Fit
-from torchrec_checknrun.missing_root import describe_empty, protect_existing
+from torchrec_checknrun.missing_root import protect_existing, start_anew
 from torchrec_checknrun.per_rank import PerRank, Replicated
 from torchrec_checknrun.per_rank_buffers import Patterns
 from torchrec_checknrun.policy import Policy
 from torchrec_checknrun.quantization import Quantization
-from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport
-from torchrec_checknrun.restore import Target, restore
+from torchrec_checknrun.restore import restore
+from torchrec_checknrun.restore_report import report_restored
 from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.saver import Begun, Callback, Saver
 from torchrec_checknrun.schedule import Schedule
 from torchrec_checknrun.snapshot import CHUNK_BYTES
 from torchrec_checknrun.staging import StagingMode
-from torchrec_checknrun.tracked import RowIds, TrackedModel, track
+from torchrec_checknrun.tracked import RowIds
 from torchrec_checknrun.triggers import EverySteps, Trigger
-from torchrec_checknrun.unsharded import refuse_unsharded
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +126,6 @@ class Checkpointer:
         chunk_bytes: int = CHUNK_BYTES,
         **unknown: Never,
     ) -> None:
-        # Before the arguments are checked: a mistake that one rank makes is every rank's error.
-        timeout = timedelta(seconds=timeout_seconds if is_timeout(timeout_seconds) else 60)
-        self._ranks = Ranks(timeout)
-        # A group of its own: it is used at the same time.
-        self._background_ranks = background_ranks = Ranks(timeout)
         check = partial(
             Arguments.checked,
             root,
@@ -155,56 +147,22 @@ class Checkpointer:
             chunk_bytes=chunk_bytes,
             unknown=unknown,
         )
-        try:
-            arguments = agreed(self._ranks, check, Arguments.described)
-            states = arguments.states
-            # A table may be unsupported where it is: on one rank.
-            tracked = agreed(self._ranks, lambda: _track(model, states), _tables)
-        except BaseException:
-            self._ranks.close()
-            background_ranks.close()
-            raise
-        declared = arguments.state
+        parts = Assembly.of(
+            model, check, timeout_seconds=timeout_seconds, memory_budget=memory_budget
+        )
+        arguments = parts.arguments
         self.root = arguments.root
         self.steps = 0
         """Optimizer steps done, counted by ``step`` and restored with a checkpoint."""
-        self._resume = resume
-        self._target = Target(
-            model=model,
-            tracked=tracked,
-            states=states,
-            per_rank={n: s.merge for n, s in declared.items() if isinstance(s, PerRank)},
-            replicated=frozenset(n for n, s in declared.items() if isinstance(s, Replicated)),
-            buffers=arguments.per_rank_buffers,
-        )
-        made: list[Background] = []
-
-        def make_background() -> None:
-            made.append(
-                Background(
-                    self.root,
-                    background_ranks,
-                    kind=background,
-                    mode=staging,
-                    memory_budget=memory_budget,
-                    chunk_bytes=chunk_bytes,
-                    quantization=arguments.quantization.resolved(lossy_restores=0),
-                    expected=[shard.local for shard in tracked.shards],
-                    dense_bytes=_dense_bytes(model, tracked),
-                )
-            )
-
-        try:
-            self._ranks.everywhere(make_background)
-        except BaseException:
-            tracked.close()
-            raise
+        self._ranks, self._background_ranks = parts.ranks, parts.background_ranks
+        self._target = parts.target
+        self._resume = arguments.resume
         self._saver = Saver(
             self.root,
             model,
             self._target,
             self._ranks,
-            made[0],
+            parts.background,
             policy=arguments.policy,
             quantization=arguments.quantization,
             retention=retention,
@@ -285,40 +243,10 @@ class Checkpointer:
         self._partly_restored = None
         self._saver.deferred = False
         if found is None:
-            require_nowhere(self.root, self._ranks)
-            where = self._ranks.from_rank_0(lambda: describe_empty(self.root))
-            if required or (required is None and self._resume == "must"):
-                raise CheckpointNotFound(
-                    f"nothing to restore: {where}. Name the root that the checkpoints are in, or "
-                    'start anew with required=False or resume="auto"'
-                )
-            self._saver.log("nothing restored, a FRESH START: %s", where, level=logging.WARNING)
+            must = self._resume == "must" if required is None else required
+            start_anew(self.root, self._ranks, required=must)
             return None
-        head = found.chain.head
-        if self._saver.quantization != before:
-            self._saver.log(
-                "restored %d times from quantized rows, oftener than expected_restores=%g: rows "
-                "are stored with 8 bit from now on, beginning with a full checkpoint",
-                self._saver.lineage.lossy_restores,
-                self._saver.quantization.expected_restores,
-                level=logging.WARNING,
-            )
-        report = RestoreReport(
-            id=head.id,
-            step=head.step,
-            sequence=head.sequence,
-            chain=tuple(manifest.id for manifest in found.chain.manifests),
-            passed_over=tuple(found.passed_over),
-            lossy=found.chain.lossy,
-            seconds=time.perf_counter() - started,
-            skipped=tuple(found.skipped),
-        )
-        for what in found.skipped:
-            self._saver.log("skipped: %s", what, level=logging.WARNING)
-        for problem in found.passed_over:
-            self._saver.log("passed over: %s", problem, level=logging.WARNING)
-        self._saver.log("restored %s (step %d) in %.2f s", head.id, head.step, report.seconds)
-        return report
+        return report_restored(self._saver, found, before, time.perf_counter() - started)
 
     def step(self) -> CheckpointReport | None:
         """To be called after every training step; begins a checkpoint when one is due.
@@ -522,25 +450,3 @@ class Checkpointer:
                 "a restore failed half-way, and the model is no longer one state: restore again, "
                 f"or start from a new model. {self._partly_restored}"
             )
-
-
-def _track(model: nn.Module, states: Mapping[str, Stateful]) -> TrackedModel:
-    tracked = track(model, states.values())
-    try:
-        refuse_unsharded(model, tracked.tables)
-    except BaseException:
-        tracked.close()
-        raise
-    return tracked
-
-
-def _tables(tracked: TrackedModel) -> dict[str, str]:
-    sizes = {name: f"{table.rows} × {table.dim}" for name, table in tracked.tables.items()}
-    return {f"the model's table {name!r}": size for name, size in sizes.items()}
-
-
-def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:
-    """About what is no table takes: parameters with an optimizer's two states each, and buffers."""
-    tables = {shard.local.weight.data_ptr() for shard in tracked.shards}
-    parameters = sum(3 * p.nbytes for p in model.parameters() if p.data_ptr() not in tables)
-    return parameters + sum(buffer.nbytes for buffer in model.buffers())

@@ -7,8 +7,9 @@ from __future__ import annotations
 import difflib
 import logging
 
+from torchrec_checknrun.agreement import require_nowhere
 from torchrec_checknrun.chain import newest
-from torchrec_checknrun.errors import CheckNRunError
+from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER
 from torchrec_checknrun.manifest import sequence_of
@@ -18,6 +19,24 @@ from torchrec_checknrun.root_writer import RootWriter
 logger = logging.getLogger("torchrec_checknrun.checkpointer")
 
 _MOST_NAMED = 5
+
+
+def start_anew(root: Folder, ranks: Ranks, *, required: bool) -> None:
+    """Tell loudly that no checkpoint was found, and where; a collective.
+
+    Raises:
+        CheckpointNotFound: one is required.
+        RootNotShared: other ranks see one.
+    """
+    require_nowhere(root, ranks)
+    where = ranks.from_rank_0(lambda: describe_empty(root))
+    if required:
+        raise CheckpointNotFound(
+            f"nothing to restore: {where}. Name the root that the checkpoints are in, or start "
+            'anew with required=False or resume="auto"'
+        )
+    if ranks.rank == 0:
+        logger.warning("nothing restored, a FRESH START: %s", where)
 
 
 def describe_empty(root: Folder) -> str:

@@ -1,0 +1,144 @@
+"""Assemble what a Checkpointer works with: on all ranks, or on none.
+
+An error on one rank (a wrong argument, a table that can't be tracked, no memory) becomes every
+rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchrec_checknrun.agreement import agreed
+from torchrec_checknrun.arguments import Arguments, is_timeout
+from torchrec_checknrun.background import Background
+from torchrec_checknrun.per_rank import PerRank, Replicated
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.restore import Target
+from torchrec_checknrun.tracked import TrackedModel, track
+from torchrec_checknrun.unsharded import refuse_unsharded
+
+
+@dataclass
+class Assembly:
+    """A Checkpointer's parts.
+
+    Attributes:
+        ranks: for the training thread.
+        background_ranks: for what runs at the same time behind it.
+        target: the model and its states, tracked.
+    """
+
+    arguments: Arguments
+    ranks: Ranks
+    background_ranks: Ranks
+    target: Target
+    background: Background
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        check: Callable[[], Arguments],
+        *,
+        timeout_seconds: Any,
+        memory_budget: int | None,
+    ) -> Assembly:
+        """Check the arguments, track the model and take staging memory; a collective.
+
+        Args:
+            check: makes the arguments, which must be the same on all ranks.
+            timeout_seconds: of the collectives; not checked yet.
+            memory_budget: as of ``Checkpointer``; may differ between ranks.
+
+        Raises:
+            ValueError, TypeError, UnsupportedTable: as of ``Checkpointer``.
+        """
+        # Before the arguments are checked: a mistake that one rank makes is every rank's error.
+        timeout = timedelta(seconds=timeout_seconds if is_timeout(timeout_seconds) else 60)
+        ranks, background_ranks = Ranks(timeout), Ranks(timeout)
+        tracked: TrackedModel | None = None
+        try:
+            arguments = agreed(ranks, check, Arguments.described)
+            states = arguments.states
+            # A table may be unsupported where it is: on one rank.
+            tracked = agreed(ranks, lambda: _track(model, states), _tables)
+            target = _target(arguments, model, tracked)
+            background = _background(arguments, target, ranks, background_ranks, memory_budget)
+        except BaseException:
+            if tracked is not None:
+                tracked.close()
+            ranks.close()
+            background_ranks.close()
+            raise
+        return cls(arguments, ranks, background_ranks, target, background)
+
+
+def _track(model: nn.Module, states: Mapping[str, Stateful]) -> TrackedModel:
+    tracked = track(model, states.values())
+    try:
+        refuse_unsharded(model, tracked.tables)
+    except BaseException:
+        tracked.close()
+        raise
+    return tracked
+
+
+def _tables(tracked: TrackedModel) -> dict[str, str]:
+    sizes = {name: f"{table.rows} × {table.dim}" for name, table in tracked.tables.items()}
+    return {f"the model's table {name!r}": size for name, size in sizes.items()}
+
+
+def _target(arguments: Arguments, model: nn.Module, tracked: TrackedModel) -> Target:
+    declared = arguments.state
+    return Target(
+        model=model,
+        tracked=tracked,
+        states=arguments.states,
+        per_rank={n: s.merge for n, s in declared.items() if isinstance(s, PerRank)},
+        replicated=frozenset(n for n, s in declared.items() if isinstance(s, Replicated)),
+        buffers=arguments.per_rank_buffers,
+    )
+
+
+def _background(
+    arguments: Arguments,
+    target: Target,
+    ranks: Ranks,
+    background_ranks: Ranks,
+    memory_budget: int | None,
+) -> Background:
+    made: list[Background] = []
+
+    def make() -> None:
+        assert target.model is not None
+        made.append(
+            Background(
+                arguments.root,
+                background_ranks,
+                kind=arguments.background,
+                mode=arguments.staging,
+                memory_budget=memory_budget,
+                chunk_bytes=arguments.chunk_bytes,
+                quantization=arguments.quantization.resolved(lossy_restores=0),
+                expected=[shard.local for shard in target.tracked.shards],
+                dense_bytes=_dense_bytes(target.model, target.tracked),
+            )
+        )
+
+    ranks.everywhere(make)
+    return made[0]
+
+
+def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:
+    """Estimate the bytes of everything outside the tables: parameters, two optimizer states each,
+    and buffers.
+    """
+    tables = {shard.local.weight.data_ptr() for shard in tracked.shards}
+    parameters = sum(3 * p.nbytes for p in model.parameters() if p.data_ptr() not in tables)
+    return parameters + sum(buffer.nbytes for buffer in model.buffers())
