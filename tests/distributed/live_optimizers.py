@@ -99,4 +99,6 @@ def _digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().reshape(-1)
     shown = f" {data.tolist()}" if len(data) < 4 else ""
     kind = f"{tensor.dtype}{list(tensor.shape)}"
-    return f"{kind} {hashlib.sha256(data.view(torch.uint8).numpy()).hexdigest()[:12]}{shown}"
+    return (
+        f"{kind} {hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]}{shown}"
+    )

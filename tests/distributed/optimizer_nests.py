@@ -20,7 +20,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from tests.distributed.layouts import Layout, LayoutJob, build
-from tests.distributed.live_optimizers import Live, live
+from tests.distributed.live_optimizers import Live, differences, live
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from torchrec_checknrun import Checkpointer, Consecutive
 
@@ -188,3 +188,40 @@ class Run:
             scheduler=self.scheduler,
             steps=self.job.steps,
         )
+
+
+def goes_on(root: str, cases: list[dict[str, Any]]) -> list[str]:
+    """Save in the middle, restore into new objects (and into the old ones), train on."""
+    problems = []
+    for number, case in enumerate(cases):
+        path = f"{root}/{number}"
+        first = case.pop("scheduler_first", False)
+        run = Run(**case)
+        with run.checkpointer(path, first) as saver:
+            start = saver.save()
+            at_start = run.live()
+            run.train(5)  # through two stages of a warm-up
+            middle = saver.save()
+            assert start is not None
+            assert middle is not None
+            at_middle = run.live()
+            run.train(4)
+            at_end = run.live()
+            again = Run(**{**case, "seed": 7})
+            with again.checkpointer(path, first) as other:
+                assert other.restore() is not None
+                found = [("restored", again.live(), at_middle)]
+            again.train(4)
+            found.append(("trained on", again.live(), at_end))
+            assert saver.restore(middle.id) is not None
+            found.append(("gone back", run.live(), at_middle))
+            run.train(4)
+            found.append(("trained again", run.live(), at_end))
+            assert saver.restore(start.id) is not None
+            found.append(("gone back to the start", run.live(), at_start))
+        problems += [
+            f"{case} {when}: {line}"
+            for when, one, wanted in found
+            for line in differences(one, wanted)
+        ]
+    return problems

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.live_optimizers import differences
-from tests.distributed.optimizer_nests import ALONE, NESTS, SCHEDULES, Run, layout
+from tests.distributed.live_optimizers import differences, kernels
+from tests.distributed.optimizer_nests import Run, goes_on, layout
 from tests.distributed.worker_pool import WorkerPool
 
 Workers = Callable[[int], WorkerPool]
@@ -17,76 +18,95 @@ Workers = Callable[[int], WorkerPool]
 APART = layout("table_wise:0", "table_wise:1")
 MIXED = layout("data_parallel", "row_wise")
 COLUMNS = layout("column_wise:0,1", "row_wise")
+ROWS = layout("row_wise", "row_wise")
 
 
-def goes_on(root: str, cases: list[dict[str, Any]]) -> list[str]:
-    """Save in the middle, restore into new objects (and into the old ones), train on."""
-    problems = []
-    for number, case in enumerate(cases):
-        path = f"{root}/{number}"
-        first = case.pop("scheduler_first", False)
-        run = Run(**case)
-        with run.checkpointer(path, first) as saver:
-            start = saver.save()
-            at_start = run.live()
-            run.train(5)  # through two stages of a warm-up
-            middle = saver.save()
-            assert start is not None
-            assert middle is not None
-            at_middle = run.live()
-            run.train(4)
-            at_end = run.live()
-            again = Run(**{**case, "seed": 7})
-            with again.checkpointer(path, first) as other:
-                assert other.restore() is not None
-                found = [("restored", again.live(), at_middle)]
-            again.train(4)
-            found.append(("trained on", again.live(), at_end))
-            assert saver.restore(middle.id) is not None
-            found.append(("gone back", run.live(), at_middle))
-            run.train(4)
-            found.append(("trained again", run.live(), at_end))
-            assert saver.restore(start.id) is not None
-            found.append(("gone back to the start", run.live(), at_start))
-        problems += [
-            f"{case} {when}: {line}"
-            for when, one, wanted in found
-            for line in differences(one, wanted)
-        ]
-    return problems
-
-
-def check(workers: Workers, root: Path, cases: list[dict[str, Any]]) -> None:
-    for problems in workers(2).run(goes_on, root=str(root), cases=cases):
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"layout": APART, "nest": "warm combined", "over_all": True},
+        {"layout": MIXED, "nest": "averaging", "schedule": "lambda", "over_all": True},
+        {"layout": COLUMNS, "nest": "warm each", "factory": "momentum"},
+        {"layout": APART, "nest": "combined", "factory": "adamw", "schedule": "step"},
+        {"layout": APART, "nest": "combined warm"},
+    ],
+    ids=lambda case: case["nest"],
+)
+def test_goes_on(workers: Workers, tmp_path: Path, case: dict[str, Any]) -> None:
+    for problems in workers(2).run(goes_on, root=str(tmp_path), cases=[case]):
         assert problems == []
 
 
-@pytest.mark.parametrize("where", [APART, MIXED, COLUMNS], ids=["apart", "mixed", "columns"])
-def test_nests(workers: Workers, tmp_path: Path, where: dict[str, Any]) -> None:
-    names = [*NESTS, *ALONE]
-    check(workers, tmp_path, [{"layout": where, "nest": name} for name in names])
+def kernel_rates(root: str, source: dict[str, Any], target: dict[str, Any]) -> list[str]:
+    """Rates and hyperparameters set by hand, and a rate that the kernel hasn't been told yet."""
+    run = Run(source, "combined")
+    run.train(2)
+    for kernel in kernels(run.job.model):
+        if hasattr(kernel, "set_learning_rate"):
+            kernel.set_learning_rate(0.0123)
+            kernel.update_hyper_parameters({"eps": 3e-4, "weight_decay": 0.01})
+    for group in run.job.model.fused_optimizer.param_groups:
+        group["lr"] = 0.007
+        group["initial_lr"] = 0.5
+    with run.checkpointer(root) as saver:
+        assert saver.save() is not None
+    again = Run(target, "combined", seed=4)
+    with again.checkpointer(root) as saver:
+        assert saver.restore() is not None
+    if source == target:
+        problems = differences(again.live(), run.live())
+        for either in (run, again):
+            # Without step() and zero_grad() of the fused optimizer, as with one that is not used.
+            either.job.loss(*either.job.batch(either.job.steps)).backward()
+        return problems + differences(again.live(), run.live())
+    found = {
+        (round(k.get_learning_rate(), 6), k.optimizer_args.eps, k.optimizer_args.weight_decay)
+        for k in kernels(again.job.model)
+    }
+    groups = {(g["lr"], g["initial_lr"]) for g in again.job.model.fused_optimizer.param_groups}
+    wanted = {(0.0123, 3e-4, 0.01)}, {(0.007, 0.5)}
+    return [] if (found, groups) == wanted else [f"{found}, {groups} instead of {wanted}"]
 
 
-def test_schedulers(workers: Workers, tmp_path: Path) -> None:
-    cases = [
-        {"layout": MIXED, "nest": nest, "schedule": schedule, "scheduled": scheduled}
-        for nest in ("combined",)
-        for schedule in SCHEDULES
-        for scheduled in ("outer", "wrapper", "inner")
-        if schedule != "none"
-    ]
-    for number, case in enumerate(cases):
-        case |= {
-            "factory": ("adam", "adamw", "momentum")[number % 3],
-            "scheduler_first": number % 2 == 1,
-        }
-    check(workers, tmp_path, cases)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(APART, APART), (MIXED, MIXED), (COLUMNS, COLUMNS), (ROWS, COLUMNS), (APART, ROWS)],
+    ids=["apart", "mixed", "columns", "rows to columns", "apart to rows"],
+)
+def test_kernel_rates(
+    workers: Workers, tmp_path: Path, source: dict[str, Any], target: dict[str, Any]
+) -> None:
+    for problems in workers(2).run(kernel_rates, root=str(tmp_path), source=source, target=target):
+        assert problems == []
 
 
-def test_optimizer_over_all_parameters(workers: Workers, tmp_path: Path) -> None:
-    cases = [
-        {"layout": where, "nest": nest, "factory": factory, "over_all": True}
-        for where in (APART, MIXED)
-        for nest, factory in (("combined", "adam"), ("averaging", "momentum"))
-    ]
-    check(workers, tmp_path, cases)
+def rates_disagree(root: str) -> list[str]:
+    """Tables with rates of their own come into one kernel: it keeps its own, and that is told."""
+    run = Run(APART, "combined")
+    for kernel in kernels(run.job.model):
+        kernel.set_learning_rate(
+            0.01 * (1 + int(kernel.split_embedding_weights()[0].shape[0] == 24))
+        )
+    with run.checkpointer(root) as saver:
+        assert saver.save() is not None
+    again = Run(ROWS, "combined", seed=4)
+    before = [kernel.get_learning_rate() for kernel in kernels(again.job.model)]
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchrec_checknrun")
+    logger.addHandler(handler)
+    try:
+        with again.checkpointer(root) as saver:
+            assert saver.restore() is not None
+    finally:
+        logger.removeHandler(handler)
+    assert [kernel.get_learning_rate() for kernel in kernels(again.job.model)] == before
+    return [line for line in lines if "learning_rate" in line]
+
+
+def test_kernel_rates_that_disagree(workers: Workers, tmp_path: Path) -> None:
+    for lines in workers(2).run(rates_disagree, root=str(tmp_path)):
+        assert len(lines) == 1
+        assert "0.01" in lines[0]
+        assert "0.02" in lines[0]
