@@ -30,14 +30,13 @@ from torchrec_checknrun.param_groups import (
 )
 from torchrec_checknrun.same_objects import same_objects
 from torchrec_checknrun.state import Tree, decode_state, empty_state, tree_items
-from torchrec_checknrun.wrapper_state import give_back, held, memory
+from torchrec_checknrun.wrapper_state import WRAPPERS, give_back, held, memory
 
 logger = logging.getLogger(__name__)
 
 _LATE = "late"
 """Beside ``state`` in what is stored: whose state was still to be made, and by which optimizer."""
-_WRAPPERS = "wrappers"
-_BESIDE = (GROUPS, OWNERS, _LATE, _WRAPPERS)
+_BESIDE = (GROUPS, OWNERS, _LATE, WRAPPERS)
 """What stands beside ``state`` and is no tensor to restore in place."""
 
 
@@ -107,7 +106,7 @@ class DenseOptimizer:
         elsewhere = set(memory(self._tensors()))
         found = {node.identity: held(node, elsewhere) for node in nodes(self._state)}
         wrappers = {identity: of_node for identity, of_node in found.items() if of_node}
-        beside = {_WRAPPERS: wrappers, _LATE: late}
+        beside = {WRAPPERS: wrappers, _LATE: late}
         return {**content, **{name: value for name, value in beside.items() if value}}
 
     def fit(
@@ -134,7 +133,7 @@ class DenseOptimizer:
                 self._fit_parameter(parameter, of_key, bool(wanted), was_late, strict)
         self._check_groups(path, strict)
         if strict:
-            self._check_wrappers(tree_items(stored.get(_WRAPPERS)), path)
+            self._check_wrappers(tree_items(stored.get(WRAPPERS)), path)
         content = self._content()
         live = {k: v for k, v in content["state"].items() if k not in self._kept}
         # The others come back as they were stored.
@@ -157,7 +156,7 @@ class DenseOptimizer:
 
     def finish(self, name: str) -> None:
         """Give wrappers and parameter groups what they had, after all that may set it back."""
-        wrappers = self._beside.get(_WRAPPERS) or {}
+        wrappers = self._beside.get(WRAPPERS) or {}
         for node in nodes(self._state) if wrappers else ():
             changed = give_back(node, wrappers.get(node.identity, {}))
             if changed:
@@ -248,7 +247,7 @@ class DenseOptimizer:
             names = tree_items(tree_items(of_node).get("state")).keys()
             if lost := names - live.get(str(identity), set()):
                 raise IncompatibleCheckpoint(
-                    f"{path}.{_WRAPPERS}: the checkpoint has {sorted(map(str, lost))} of "
+                    f"{path}.{WRAPPERS}: the checkpoint has {sorted(map(str, lost))} of "
                     f"{identity}, which this optimizer has not (it is made of {sorted(live)}): "
                     "wrap it as it was when the checkpoint was saved, or leave that out with "
                     "strict=False"

@@ -85,8 +85,10 @@ def set_kernel_options(tbe: Any, group: dict[str, Any], of_tables: Mapping[str, 
                     "tables %s are in one kernel now and were trained with %s %s: it stays as it "
                     "is; set it if that is not what you want",
                     list(of_tables),
-                    name,
-                    values,
+                    name.removeprefix(_KERNEL),
+                    ", ".join(
+                        f"{value:g}" if type(value) is float else str(value) for value in values
+                    ),
                 )
         elif name.startswith(_GROUP):
             live = group.get(name.removeprefix(_GROUP))

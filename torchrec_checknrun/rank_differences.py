@@ -44,7 +44,7 @@ class RankDifferences:
         Raises:
             UnsupportedState: one is no model's; names it, the ranks, and values that differ.
         """
-        found = {n for n, held in states.items() if len({d.whole for _, d in held}) > 1}
+        found = {n for n, held in states.items() if len({d.alike for _, d in held}) > 1}
         for name in sorted(found - self.models):
             first, others, values = self._compare(name, states[name])
             at = f" (in {_listed(values)})" if values else ""
@@ -79,7 +79,7 @@ class RankDifferences:
     def _compare(self, name: str, held: Held) -> tuple[int, list[int], list[str]]:
         """The lowest rank, those that differ from it, and the values in which they do."""
         (first, own), *others = held
-        differing = [(rank, digest) for rank, digest in others if digest.whole != own.whole]
+        differing = [(rank, digest) for rank, digest in others if digest.alike != own.alike]
         tree = self.trees.get(name)
         values: dict[str, None] = {}
         # Of thousands of ranks a few name the values.

@@ -14,7 +14,9 @@ from itertools import islice
 import xxhash
 
 from torchrec_checknrun.chunks import EncodedChunk, Entry
-from torchrec_checknrun.state import Tree
+from torchrec_checknrun.param_groups import OWNERS
+from torchrec_checknrun.state import Tree, tree_items
+from torchrec_checknrun.wrapper_state import WRAPPERS
 
 _WITH_BYTES = ("b", "x", "n")
 """Letters of nodes that point into the payload."""
@@ -35,20 +37,28 @@ class Digest:
     Attributes:
         whole: of all of it, 16 bytes.
         parts: four bytes for each of its first 512 values, which tell where two differ.
+        alike: of what all ranks must have alike, 16 bytes: all but what optimizers' wrappers hold.
+            These may know a rank's own things, such as the norm of its gradients.
     """
 
     whole: bytes
     parts: bytes
+    alike: bytes
 
     @classmethod
     def of(cls, chunk: EncodedChunk) -> Digest:
         """Digest a chunk: a state object's tree and payload, any other one's entry and bytes."""
         if chunk.entry["kind"] != "state":
-            return cls(_plain_digest(chunk.entry, chunk.pieces), b"")
+            digest = _plain_digest(chunk.entry, chunk.pieces)
+            return cls(digest, b"", digest)
         read = _reader([memoryview(piece) for piece in chunk.pieces])
-        digests = [digest for _, digest in _parts(chunk.entry["tree"], read)]
+        parts = list(_parts(chunk.entry["tree"], read))
+        digests = [digest for _, digest in parts]
         named = b"".join(digest[:_PART_BYTES] for digest in digests[:_NAMED_PARTS])
-        return cls(xxhash.xxh3_128_digest(b"".join(digests)), named)
+        alike = digests
+        if OWNERS in tree_items(chunk.entry["tree"]):  # an optimizer's
+            alike = [d for path, d in parts if path.partition(".")[0] != WRAPPERS]
+        return cls(_digest_of(digests), named, _digest_of(alike))
 
     def differing(self, other: Digest, tree: Tree) -> list[str]:
         """Name this object's values that another rank's has not; empty if none of the first 512
@@ -61,6 +71,10 @@ class Digest:
         paths = islice(_paths(tree), _NAMED_PARTS)
         pairs = zip(paths, _split(self.parts), strict=True)
         return list(dict.fromkeys(path for path, part in pairs if part not in theirs))
+
+
+def _digest_of(digests: list[bytes]) -> bytes:
+    return xxhash.xxh3_128_digest(b"".join(digests))
 
 
 def _plain_digest(entry: Entry, pieces: Sequence[Bytes]) -> bytes:

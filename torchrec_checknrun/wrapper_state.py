@@ -25,6 +25,8 @@ from torchrec_checknrun.state import encode_state
 
 logger = logging.getLogger(__name__)
 
+WRAPPERS = "wrappers"
+"""What is stored of all wrappers of an optimizer, beside its state."""
 _ATTRIBUTES, _STATE, _DEFAULTS = "attributes", "state", "defaults"
 _ELSEWHERE = frozenset({"params", "state", "param_groups", "defaults", "step"})
 """Attributes that are stored otherwise, or are no state."""

@@ -113,7 +113,7 @@ def test_optimizer_over_all_parameters_gets_no_state_of_tables(tmp_path: Path) -
     again = Run(TABLES, "combined", over_all=True, seed=3)
     with again.checkpointer(str(tmp_path)) as saver:
         assert saver.restore() is not None
-        dense = again.optimizer.optimizers[1][1]._optimizer  # type: ignore[attr-defined]
+        dense = again.optimizer.optimizers[1][1]._optimizer
         shapes = {tuple(p.shape) for p in dense.state}
         assert not shapes & {(29, 8), (24, 8)}
         again.train(1)
@@ -144,7 +144,7 @@ def test_plain_optimizer_with_a_scheduler_on_its_wrapper(tmp_path: Path, added: 
 
     def make(seed: int) -> tuple[Run, Any, Any]:
         run = Run(TABLES, "combined", schedule="lambda", scheduled="wrapper", seed=seed)
-        wrapper: Any = run.optimizer.optimizers[1][1]  # type: ignore[attr-defined]
+        wrapper: Any = run.optimizer.optimizers[1][1]
         if added:
             weight = torch.nn.Parameter(torch.ones(3))
             wrapper._optimizer.add_param_group({"params": [weight], "lr": 0.4, "note": "x"})
@@ -194,8 +194,8 @@ def test_the_constructors_arguments_come_back_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, again = (Run(TABLES, "warm each", seed=seed) for seed in (0, 3))
-    clipping: Any = run.optimizer.optimizers[1][1]  # type: ignore[attr-defined]
-    other: Any = again.optimizer.optimizers[1][1]  # type: ignore[attr-defined]
+    clipping: Any = run.optimizer.optimizers[1][1]
+    other: Any = again.optimizer.optimizers[1][1]
     other._max_gradient = 7.0
     with run.checkpointer(str(tmp_path)) as saver:
         saver.save()
