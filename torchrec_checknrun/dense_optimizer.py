@@ -135,7 +135,9 @@ class DenseOptimizer:
         if strict:
             self._check_wrappers(tree_items(stored.get(WRAPPERS)), path)
         content = self._content()
-        live = {k: v for k, v in content["state"].items() if k not in self._kept}
+        left_out = self._kept | self._own().keys()
+        live = {k: v for k, v in content["state"].items() if k not in left_out}
+        live |= dict.fromkeys(self._own().keys() & saved.keys())
         # The others come back as they were stored.
         return {**content, "state": live, **{name: None for name in _BESIDE if name in stored}}
 
@@ -143,6 +145,10 @@ class DenseOptimizer:
         """Give the optimizer its restored state; ``finish`` gives it the rest."""
         restored = dict(content)
         self._beside = {name: restored.pop(name, None) for name in _BESIDE}
+        if not self._beside[WRAPPERS]:  # saved by ``dcp.save``: what TorchRec's state dict shows
+            for key, (node, of_node) in self._own().items():
+                if key in restored["state"]:
+                    node.optimizer.state[of_node] = dict(restored["state"][key])
         own = self._by_key(self._state.state_dict())
         state = {k: restored["state"].get(k, value) for k, value in own["state"].items()}
         own |= {**restored, "state": state}
@@ -265,11 +271,17 @@ class DenseOptimizer:
         made = {p.key: dict(p.state) for p in parameters if p.state is not None}
         content["state"] = {**made, **content["state"]}
         left_out = {p.key for p in parameters if p.sharded}
-        for node in nodes(self._state):
-            if not (node.fused or node.steps):
-                left_out |= {node.key(name) for name in own_parameters(node)}
         content["state"] = {k: v for k, v in content["state"].items() if k not in left_out}
         return content
+
+    def _own(self) -> dict[Key, tuple[Node, torch.Tensor]]:
+        """What wrappers keep as the state of parameters of their own, by its key."""
+        return {
+            node.key(name): (node, parameter)
+            for node in nodes(self._state)
+            if not (node.fused or node.steps)
+            for name, parameter in own_parameters(node).items()
+        }
 
     def _groups(self) -> list[Group]:
         keys = {id(p.parameter): p.key for p in self._parameters() if not p.sharded}

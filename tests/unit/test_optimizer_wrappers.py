@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
@@ -29,7 +30,14 @@ from tests.distributed.optimizer_nests import (
     warm,
 )
 from tests.unit.chains import one_thread
-from torchrec_checknrun import Checkpointer
+from torchrec_checknrun import (
+    Checkpointer,
+    LoadPlanner,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    track,
+)
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 
 TABLES = layout("table_wise:0", "table_wise:0", ranks=1)
@@ -236,3 +244,40 @@ def test_infinite_hyperparameters(tmp_path: Path) -> None:
     with again.checkpointer(str(tmp_path)) as saver:
         assert saver.restore() is not None
     assert {kernel.optimizer_args.max_norm for kernel in kernels(again.job.model)} == {float("inf")}
+
+
+@pytest.mark.parametrize("nest", ["warm each", "combined warm"])
+def test_checkpoints_of_dcp_save_and_for_dcp_load(tmp_path: Path, nest: str) -> None:
+    """What TorchRec's state dicts do show of a warm-up goes both ways, as it always did."""
+    run = Run(TABLES, nest)
+    run.train(3)
+    dcp.save(
+        {"model": run.job.model, "optimizer": run.optimizer},
+        planner=SavePlanner(track(run.job.model)),
+        storage_writer=StorageWriter(str(tmp_path / "run" / "one")),
+    )
+    again = Run(TABLES, nest, seed=3)
+    with Checkpointer(
+        str(tmp_path / "run"), model=again.job.model, state={"optimizer": again.optimizer}
+    ) as saver:
+        assert saver.restore() is not None
+        assert warm_up(again) == warm_up(run) != []
+        report = saver.save()
+    assert report is not None
+    other = Run(TABLES, nest, seed=4)
+    other.train(1)  # dcp.load needs state to be there
+    dcp.load(
+        {"model": other.job.model, "optimizer": other.optimizer},
+        planner=LoadPlanner(track(other.job.model)),
+        storage_reader=StorageReader(str(tmp_path / "run" / report.id)),
+    )
+    assert warm_up(other) == warm_up(run)
+
+
+def warm_up(run: Run) -> list[tuple[Any, float]]:
+    return [
+        (run.optimizer.state_dict()["state"][name]["warmup"].tolist(), group["lr"])
+        for name in run.optimizer.params
+        if "__warmup" in name
+        for group in run.optimizer.param_groups
+    ]
