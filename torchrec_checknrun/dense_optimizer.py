@@ -163,8 +163,9 @@ class DenseOptimizer:
     def finish(self, name: str) -> None:
         """Give wrappers and parameter groups what they had, after all that may set it back."""
         wrappers = self._beside.get(WRAPPERS) or {}
+        elsewhere = set(memory(self._tensors()))
         for node in nodes(self._state) if wrappers else ():
-            changed = give_back(node, wrappers.get(node.identity, {}))
+            changed = give_back(node, wrappers.get(node.identity, {}), elsewhere)
             if changed:
                 logger.warning(
                     "%s (%s) goes on with %s, as saved: set it after the restore if you want "

@@ -53,6 +53,8 @@ class _Kept:
 
     def put_back(self) -> None:
         optimizer = self._optimizer
+        if len(optimizer.param_groups) != len(self._contents):
+            return  # a user's load_state_dict that makes groups of its own
         for content, loaded in zip(self._contents, optimizer.param_groups, strict=True):
             if content is not loaded:
                 content.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -34,8 +35,10 @@ _OF_STEPS = frozenset({"_opt_called"})
 """The only attribute stored of an optimizer that keeps parameters' state: all else is in that."""
 _OF_PROCESS = re.compile(r"(^|_)(rank|world)(_|$)")
 """Attributes that describe the process rather than the run."""
+_HOOKS = re.compile(r"^_optimizer_.*_hooks$")
 _SETTING = "_save_param_groups"
 """Says what state dicts show; no state of the run."""
+_told: set[tuple[type, str]] = set()
 
 
 def held(node: Node, elsewhere: set[int]) -> dict[str, Any]:
@@ -49,11 +52,14 @@ def held(node: Node, elsewhere: set[int]) -> dict[str, Any]:
         the wrapper made for itself; with the live tensors.
     """
     optimizer = node.optimizer
-    attributes = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if _is_state(node, name) and _can_store(value, elsewhere)
-    }
+    attributes = {}
+    for name, value in vars(optimizer).items():
+        if not _is_state(node, name):
+            continue
+        if _can_store(value, elsewhere):
+            attributes[name] = _plain(value)
+        elif not _refers(value, elsewhere):
+            _warn_of(optimizer, name, value)
     defaults = {} if node.steps or node.fused else getattr(optimizer, _DEFAULTS, None) or {}
     kept = {k: v for k, v in defaults.items() if k != _SETTING and _can_store(v, elsewhere)}
     state = {
@@ -65,10 +71,14 @@ def held(node: Node, elsewhere: set[int]) -> dict[str, Any]:
     return {part: content for part, content in found.items() if content}
 
 
-def give_back(node: Node, saved: Mapping[str, Any]) -> list[str]:
+def give_back(node: Node, saved: Mapping[str, Any], elsewhere: set[int]) -> list[str]:
     """Write what ``held`` returned into a live wrapper.
 
     Call it after ``load_state_dict``, which may set some of it back.
+
+    Args:
+        elsewhere: as of ``held``. A live value that refers to it stays: an empty list may have been
+            saved where parameters are now.
 
     Returns:
         Those of the constructor's arguments that have come back with another value.
@@ -82,7 +92,9 @@ def give_back(node: Node, saved: Mapping[str, Any]) -> list[str]:
         delattr(optimizer, name)  # it hadn't stepped under a scheduler
     for name, value in attributes.items():
         live = vars(optimizer).get(name)
-        if name.lstrip("_") in arguments and _differ(live, value):
+        if not _can_store(live, elsewhere):
+            continue
+        if name.lstrip("_") in arguments and _differ(_plain(live), value):
             changed.append(f"{name} = {value!r} (not {live!r})")
         put = _put(live, value, device)
         if put is not live:
@@ -117,29 +129,53 @@ def _own(node: Node) -> dict[str, torch.Tensor]:
 def _is_state(node: Node, name: str) -> bool:
     if node.steps:
         return name in _OF_STEPS
-    plain = name not in _ELSEWHERE and not name.startswith("_optimizer_")
-    return plain and not _OF_PROCESS.search(name)
+    return not (name in _ELSEWHERE or _HOOKS.search(name) or _OF_PROCESS.search(name))
 
 
 def _can_store(value: object, elsewhere: set[int]) -> bool:
     """Tell whether a value is plain, and no reference to what is stored otherwise."""
-    if not _is_plain(value, elsewhere):
+    if _refers(value, elsewhere):
         return False
     try:
-        encode_state(value, "")
+        encode_state(_plain(value), "")
     except UnsupportedState:
         return False
     return True
 
 
-def _is_plain(value: object, elsewhere: set[int]) -> bool:
+def _refers(value: object, elsewhere: set[int]) -> bool:
+    """Tell whether a value is, or holds, what is stored otherwise, or code."""
     if isinstance(value, torch.Tensor):
-        return type(value) is torch.Tensor and not elsewhere.intersection(memory([value]))
+        return type(value) is not torch.Tensor or bool(elsewhere.intersection(memory([value])))
+    if isinstance(value, Mapping):
+        return any(_refers(v, elsewhere) for v in value.values())
+    if isinstance(value, (list, tuple, deque)):
+        return any(_refers(v, elsewhere) for v in value)
+    return isinstance(value, (Optimizer, nn.Module)) or callable(value)
+
+
+def _plain(value: Any) -> Any:
+    """Make dicts and lists of the like of them; what is live keeps its own type in ``_put``."""
     if isinstance(value, dict):
-        return type(value) is dict and all(_is_plain(v, elsewhere) for v in value.values())
-    if isinstance(value, (list, tuple)):
-        return type(value) in (list, tuple) and all(_is_plain(v, elsewhere) for v in value)
-    return not isinstance(value, (Optimizer, nn.Module))
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, deque)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _warn_of(optimizer: Optimizer, name: str, value: object) -> None:
+    """Tell once of a user's wrapper that an attribute can't be stored."""
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] in ("torch", "torchrec") or (kind, name) in _told:
+        return
+    _told.add((kind, name))
+    logger.warning(
+        "%s.%s, a %s, is not saved with the optimizer: make it numbers, texts, tensors, or lists "
+        "and dicts of them, or give what holds it to the Checkpointer as a state object",
+        kind.__name__,
+        name,
+        type(value).__name__,
+    )
 
 
 def _put(live: Any, saved: Any, device: torch.device | None) -> Any:
@@ -155,16 +191,17 @@ def _put(live: Any, saved: Any, device: torch.device | None) -> Any:
         return saved.to(where) if where is not None else saved
     if isinstance(saved, dict):
         content = {k: _put(_item(live, k), v, device) for k, v in saved.items()}
-        if type(live) is not dict:
+        if not isinstance(live, dict):
             return content
         live.clear()
         live.update(content)
         return live
     if isinstance(saved, (list, tuple)):
         items = [_put(_item(live, i), v, device) for i, v in enumerate(saved)]
-        if type(live) is not list or type(saved) is not list:
+        if not isinstance(live, (list, deque)) or not isinstance(saved, list):
             return type(saved)(items)
-        live[:] = items
+        live.clear()
+        live.extend(items)
         return live
     return saved
 
@@ -172,7 +209,7 @@ def _put(live: Any, saved: Any, device: torch.device | None) -> Any:
 def _item(live: Any, key: Any) -> Any:
     if isinstance(live, dict):
         return live.get(key)
-    return live[key] if isinstance(live, (list, tuple)) and key < len(live) else None
+    return live[key] if isinstance(live, (list, tuple, deque)) and key < len(live) else None
 
 
 def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:

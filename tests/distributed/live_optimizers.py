@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -76,7 +77,7 @@ def _visit(path: str, value: Any, names: dict[int, str], seen: dict[int, str], f
         found[path] = f"{len(value)} items"
         for key, item in value.items():
             _visit(f"{path}.{_key(key, names)}", item, names, seen, found)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         seen[id(value)] = path
         found[path] = f"{len(value)} items"
         for i, item in enumerate(value):

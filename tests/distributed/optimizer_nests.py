@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -29,20 +30,23 @@ SPEC = ModelSpec((CollectionSpec("a", TABLES),))
 
 
 class Averaging(OptimizerWrapper):
-    """A user's wrapper: a moving average of weights, a counter, a list; and this process's rank."""
+    """A user's wrapper: an average of weights, counters, references; and this process's rank."""
 
     def __init__(self, optimizer: KeyedOptimizer, decay: float = 0.5) -> None:
         super().__init__(optimizer)
         self.decay = decay
         self.count = 0
-        self.history: list[float] = []
+        self.history: deque[float] = deque(maxlen=3)
+        self.counts: Counter[str] = Counter()
+        self.first = [p for p in self.params.values() if type(p) is torch.nn.Parameter]
         self.average: dict[str, torch.Tensor] = {}
         self._rank = torch.distributed.get_rank()
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         self.count += 1
-        self.history = [*self.history[-2:], self.count / 3]
+        self.history.append(self.count / 3)
+        self.counts["odd" if self.count % 2 else "even"] += 1
         for name, p in self.params.items():
             if type(p) is torch.nn.Parameter and p.numel():
                 old = self.average.get(name, torch.zeros_like(p.data))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def nested(optimizer: KeyedOptimizer, names: list[str], where: str) -> KeyedOpti
 
 
 @settings(
-    max_examples=6,
+    max_examples=3,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -281,3 +282,30 @@ def warm_up(run: Run) -> list[tuple[Any, float]]:
         if "__warmup" in name
         for group in run.optimizer.param_groups
     ]
+
+
+def test_references_stay(tmp_path: Path) -> None:
+    """Lists of parameters are no state, even if one was empty when it was saved."""
+    run, again = (Run(TABLES, "averaging", seed=seed) for seed in (0, 3))
+    saved, live = cast("Averaging", run.optimizer), cast("Averaging", again.optimizer)
+    saved.first.clear()
+    parameters = list(live.first)
+    with run.checkpointer(str(tmp_path)) as saver:
+        saver.save()
+    with again.checkpointer(str(tmp_path)) as saver:
+        assert saver.restore() is not None
+    assert list(map(id, live.first)) == list(map(id, parameters)) != []
+
+
+def test_what_a_wrapper_holds_that_is_not_saved_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(TABLES, "averaging")
+    vars(run.optimizer)["dice"] = random.Random(0)
+    with run.checkpointer(str(tmp_path)) as saver, caplog.at_level(logging.WARNING):
+        saver.save()
+        run.train(1)
+        saver.save()
+    lines = [record.getMessage() for record in caplog.records if "dice" in record.getMessage()]
+    assert len(lines) == 1
+    assert "Averaging.dice, a Random" in lines[0]
