@@ -389,3 +389,27 @@ def outcomes(root: str) -> list[str]:
 
 def test_a_save_returns_a_report_or_raises(workers: Workers, tmp_path: Path) -> None:
     assert workers(2).run(outcomes, root=str(tmp_path / "root")) == [["UnsupportedState"]] * 2
+
+
+def after_a_part(root: str, spec: dict[str, Any], plan: Any) -> list[str]:
+    """What was restored in part is saved again: the checkpoint doesn't hold the rest."""
+    job = build(spec, plan)
+    with checkpointer(root, job) as saver:
+        job.train()
+        saver.step()
+        saver.save()
+    with checkpointer(root, job, state={"note": Note(5)}) as saver:
+        report = saver.restore(strict=False)
+        assert report is not None
+        assert not saver.save().unchanged
+    note = Note(0)
+    with checkpointer(root, job, state={"note": note}) as saver:
+        saver.restore()
+        assert saver.save().unchanged
+    assert note.value == 5
+    return list(report.skipped)
+
+
+def test_a_save_after_a_restore_in_part(workers: Workers, tmp_path: Path) -> None:
+    (skipped,) = workers(1).run(after_a_part, **where(tmp_path, ranks=1))
+    assert skipped == ["state 'note': not in the checkpoint"]
