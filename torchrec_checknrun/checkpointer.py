@@ -231,7 +231,9 @@ class Checkpointer:
             found = restore(self.root, target, self._ranks, checkpoint, verify == "all")
             if found is not None:
                 self.steps = found.chain.head.step
-                self._saver.restored(found.chain, found.converted, found.forks)
+                self._saver.restored(
+                    found.chain, found.converted, found.forks, partly=bool(found.skipped)
+                )
                 # What ``found`` says is of the shards as they are.
                 self._target.tracked.converted = False
         except BaseException as error:

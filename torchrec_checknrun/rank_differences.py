@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.state import Tree
 from torchrec_checknrun.state_digest import Digest
 
 logger = logging.getLogger("torchrec_checknrun.checkpointer")
 
 _MOST_NAMES = 8
+_RATES = "learning rates of tables"
 
 Held = Sequence[tuple[int, Digest]]
 """A state's digest on each rank that has it, in rank order."""
@@ -58,6 +60,27 @@ class RankDifferences:
         for name in sorted(found & self.models):
             self._warn(name, states[name])
         return found
+
+    def progress(
+        self, of_ranks: Sequence[Mapping[str, OptimizerProgress]]
+    ) -> dict[str, OptimizerProgress]:
+        """Choose each table's optimizer progress: the lowest rank's. Warn once of learning rates
+        that differ between the ranks that hold a table.
+        """
+        chosen: dict[str, OptimizerProgress] = {}
+        differing: dict[str, None] = {}
+        for of_rank in of_ranks:
+            for table, own in of_rank.items():
+                if chosen.setdefault(table, own).learning_rate != own.learning_rate:
+                    differing[table] = None
+        if differing and _RATES not in self.told:
+            self.told.add(_RATES)
+            logger.warning(
+                "tables %s have other learning rates on other ranks; the lowest rank's are stored "
+                "and restored on all: set the rate, or step its scheduler, on all ranks",
+                _listed(list(differing)),
+            )
+        return chosen
 
     def _warn(self, name: str, held: Held) -> None:
         """Warn once of a model's parameters; its buffers may differ."""

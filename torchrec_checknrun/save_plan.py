@@ -167,7 +167,7 @@ class CheckpointPlanner(SavePlanner):
         for rank, plan in enumerate(all_plans):
             items = [i for i in plan.items if writers.get(i.index.fqn, rank) == rank]
             plans.append(dataclasses.replace(plan, items=items, planner_data=found or None))
-        progress = {table: p for s in summaries for table, p in s.progress.items()}
+        progress = self._differences.progress([summary.progress for summary in summaries])
         fp32_bytes = dict.fromkeys(summaries[0].tables, 0)
         for summary in summaries:
             for table, size in summary.fp32_bytes.items():

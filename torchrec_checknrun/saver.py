@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -195,15 +196,19 @@ class Saver:
         """Lets a pruning end: it doesn't know what is going to be restored."""
         self.writer.wait_for_pruning()
 
-    def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
-        """The model is in a checkpoint's state; see ``Lineage.restored``."""
+    def restored(self, chain: Chain, converted: bool, forks: bool, partly: bool) -> None:
+        """The model is in a checkpoint's state; see ``Lineage.restored``.
+
+        Args:
+            partly: something was skipped: the checkpoint doesn't hold all that there is.
+        """
         self.lineage.restored(chain, converted, forks)
         self.writer.restored(chain)
         self._last = checkpoint_report(chain.head, self.lineage.chain_length, Progress())
-        try:
-            self._fingerprint = self._look_at_states()
-        except Exception:  # it would be said by the next save
-            self._fingerprint = None
+        self._fingerprint = None
+        if not partly:
+            with suppress(Exception):  # the next save will say it
+                self._fingerprint = self._look_at_states()
 
     def unchanged(self) -> CheckpointReport:
         """The report of the last checkpoint, after ``begin`` has found that it holds all of it."""

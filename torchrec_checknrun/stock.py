@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Self
 
 from torchrec_checknrun.errors import CheckpointNotFound
+from torchrec_checknrun.per_rank import PerRank, Replicated
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport
 
@@ -63,7 +64,7 @@ class NoCheckpointer(_Closing):
         return None
 
     def save(self, *, wait: bool = True) -> CheckpointReport | None:
-        """Saves nothing."""
+        """Save nothing: there is never a report."""
         return None
 
     def wait(self) -> None:
@@ -98,7 +99,7 @@ class DcpCheckpointer(_Closing):
         root: str | os.PathLike[str],
         *,
         model: nn.Module,
-        state: Mapping[str, Stateful],
+        state: Mapping[str, Stateful | PerRank | Replicated],
         every_steps: int,
         asynchronous: bool = False,
         resume: str = "auto",
@@ -106,7 +107,11 @@ class DcpCheckpointer(_Closing):
     ) -> None:
         self._root = Path(root)
         self._steps = _Steps()
-        self._state: dict[str, Any] = {"model": model, **state, "_steps": self._steps}
+        # DCP keeps one rank's content of each, however it was declared.
+        objects = {
+            n: s.state if isinstance(s, (PerRank, Replicated)) else s for n, s in state.items()
+        }
+        self._state: dict[str, Any] = {"model": model, **objects, "_steps": self._steps}
         self._every_steps = every_steps
         self._asynchronous = asynchronous
         self._resume = resume
@@ -144,16 +149,23 @@ class DcpCheckpointer(_Closing):
         )
 
     def step(self) -> CheckpointReport | None:
-        """Saves at every ``every_steps`` steps."""
+        """Save at every ``every_steps`` steps; report what is in storage when the call returns."""
         self._steps.value += 1
-        return None if self.steps % self._every_steps else self.save(wait=False)
+        return None if self.steps % self._every_steps else self._save(wait=False)
 
     def save(self, *, wait: bool = True) -> CheckpointReport | None:
-        """Saves everything; reports what is in storage when the call returns.
+        """Save everything.
 
         Args:
             wait: until it is durable, which it is in any case unless ``asynchronous``.
+
+        Returns:
+            The report if ``wait``; None otherwise.
         """
+        report = self._save(wait)
+        return report if wait else None
+
+    def _save(self, wait: bool) -> CheckpointReport:
         started = time.perf_counter()
         self.wait()
         path = self._root / f"step-{self.steps:08d}"

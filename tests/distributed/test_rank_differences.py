@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.normalized import NormalizedJob
 from tests.distributed.small_job import Note, Workers, build, checkpointer, where
 from tests.distributed.test_tracking_zoo import warnings_said
-from torchrec_checknrun import PerRank, Replicated
+from torchrec_checknrun import (
+    LoadPlanner,
+    PerRank,
+    Replicated,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
 
 STATISTICS = "norm.running_*"
@@ -213,3 +222,61 @@ def test_rows_of_a_refused_save(workers: Workers, tmp_path: Path) -> None:
     assert zero == one
     assert zero[0] > 0
     assert zero[1]
+
+
+def snapshot_instant(root: str, spec: dict[str, Any], plan: Any, budget: int | None) -> list[Any]:
+    """What is compared is the snapshot's content, though training goes on before that happens."""
+    job, note = build(spec, plan), Note(torch.arange(20_000))
+    options: dict[str, Any] = {"memory_budget": budget, "state": {"note": note}}
+    with checkpointer(root, job, **options) as saver:
+        job.train()
+        saver.step()
+        saver.save(wait=False)
+        note.value.add_(dist.get_rank())
+        report = saver.wait()
+        assert report is not None
+        with pytest.raises(UnsupportedState, match=r"in value"):
+            saver.save()
+        note.value.fill_(3)
+        second = saver.save()
+    return [report.in_parts, second.in_parts, second.unchanged]
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 15])
+def test_the_instant_of_a_comparison(workers: Workers, tmp_path: Path, budget: int | None) -> None:
+    found = workers(2).run(snapshot_instant, **where(tmp_path), budget=budget)
+    in_parts = budget is not None
+    assert found == [[in_parts, in_parts, False]] * 2
+
+
+def direct(root: str, spec: dict[str, Any], plan: Any) -> list[str]:
+    """``dcp.save`` compares as well."""
+    job, told = build(spec, plan), ""
+    own = {"rank": dist.get_rank()}
+    content = {"model": job.model.state_dict(), "own": own}
+
+    def save(name: str, **options: Any) -> None:
+        writer = StorageWriter(f"{root}/{name}")
+        dcp.save(content, storage_writer=writer, planner=SavePlanner(**options))
+
+    try:
+        save("refused")
+    except CheckpointException as error:
+        told = str(error)
+    save("replicated", replicated=["own"])
+    save("per rank", per_rank=["own"])
+    found = []
+    for name in ("replicated", "per rank"):
+        live = {"own": {"rank": -1}}
+        reader = StorageReader(f"{root}/{name}")
+        tables = {"model": job.model.state_dict()}
+        dcp.load({**tables, **live}, storage_reader=reader, planner=LoadPlanner())
+        found.append(live["own"]["rank"])
+    return [told, *map(str, found)]
+
+
+def test_direct_saves(workers: Workers, tmp_path: Path) -> None:
+    for rank, (told, lowest, own) in enumerate(workers(2).run(direct, **where(tmp_path))):
+        assert "state 'own' was not declared" in told
+        assert "SavePlanner(per_rank=" in told
+        assert (lowest, own) == ("0", str(rank))
