@@ -6,7 +6,6 @@ import errno
 import logging
 import re
 from collections.abc import Container, Iterable, Iterator, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from torchrec_checknrun.claims import FOLDER, Claim, read_claims, require_claim
@@ -131,7 +130,7 @@ def committed(root: Folder, names: Iterable[str] | None = None) -> list[str]:
         names: what is in the root, if that is known.
 
     Raises:
-        StorageFailed: a manifest can't be read.
+        StorageFailed: the root can't be listed, or doesn't answer.
     """
     numbered, damaged = _sequences(root, names)
     return [name for _, name in numbered] + list(damaged)
@@ -154,15 +153,10 @@ def counting(
         ClaimDamaged: the claim was deleted under which one of them was committed.
         StorageFailed: a manifest can't be read.
     """
-    for name in committed(root, names):
-        try:
-            manifest = _known_manifest(root, name, known)
-        except CheckpointNotFound:
-            continue
-        except CheckNRunError as error:
-            logger.warning("%s", error)
-            continue
-        if _counts(root, claim, manifest):
+    for _, manifest in _each_that_counts(root, claim, names, known):
+        if isinstance(manifest, StorageFailed):
+            raise manifest
+        if isinstance(manifest, Manifest):
             yield manifest
 
 
@@ -178,28 +172,58 @@ def counting_ids(
         ClaimDamaged: the claim was deleted under which one of them was committed.
         StorageUnreachable: the storage doesn't answer.
     """
-    for name in committed(root):
-        try:
-            manifest = _known_manifest(root, name, known)
-        except CheckpointNotFound:
-            continue
-        except (CheckNRunError, StorageFailed) as error:
-            if isinstance(error, StorageUnreachable):
-                raise
-            logger.warning("%s can't be read, and counts: %s", name, error)
-            yield name
-        else:
-            if _counts(root, claim, manifest):
-                yield manifest.id
+    for name, _ in _each_that_counts(root, claim, None, known):
+        yield name
+
+
+def is_newest(root: Folder, claim: Claim | None, head: Manifest) -> bool:
+    """Whether no checkpoint with a higher sequence number counts, or may count.
+
+    Raises:
+        ClaimDamaged, StorageUnreachable: as ``counting_ids``.
+    """
+    for name, manifest in _each_that_counts(root, claim, None, None):
+        if isinstance(manifest, Manifest):
+            return manifest.sequence <= head.sequence
+        if (sequence_of(name) or 0) > head.sequence:
+            return False
+    return True
 
 
 def highest_epoch(root: Folder, known: MutableMapping[str, Manifest] | None = None) -> int:
-    """Return the highest epoch that a checkpoint was committed in, 0 without one."""
-    found = 0
-    for name in committed(root):
-        with suppress(CheckNRunError, StorageFailed):
-            found = max(found, _known_manifest(root, name, known).epoch)
-    return found
+    """Return the highest epoch that a checkpoint was committed in, 0 without one.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
+    each = _each_that_counts(root, None, None, known)
+    return max((m.epoch for _, m in each if isinstance(m, Manifest)), default=0)
+
+
+def _each_that_counts(
+    root: Folder,
+    claim: Claim | None,
+    names: Iterable[str] | None,
+    known: MutableMapping[str, Manifest] | None,
+) -> Iterator[tuple[str, Manifest | Exception]]:
+    """List committed checkpoints with their manifests, or why these can't be read. Whether those
+    count nothing tells: they do.
+    """
+    for name in committed(root, names):
+        try:
+            manifest = _known_manifest(root, name, known)
+        except (CheckpointNotFound, StorageUnreachable) as error:
+            if isinstance(error, StorageUnreachable):
+                raise
+            continue
+        except (CheckNRunError, StorageFailed) as error:
+            logger.warning("%s", error)
+            yield name, error
+            continue
+        if claim is not None and manifest.epoch > claim.epoch:
+            require_claim(root, manifest.id, manifest.epoch)
+        if claim is None or claim.admits(manifest.id, manifest.epoch):
+            yield name, manifest
 
 
 def _known_manifest(
@@ -212,14 +236,6 @@ def _known_manifest(
     return known[name]
 
 
-def _counts(root: Folder, claim: Claim | None, manifest: Manifest) -> bool:
-    if claim is None:
-        return True
-    if manifest.epoch > claim.epoch:
-        require_claim(root, manifest.id, manifest.epoch)
-    return claim.admits(manifest.id, manifest.epoch)
-
-
 def highest_sequence(root: Folder) -> int:
     """The highest sequence number in use, committed or not; 0 where there is none."""
     return max((sequence for sequence, _ in _sequences(root)[0]), default=0)
@@ -227,10 +243,10 @@ def highest_sequence(root: Folder) -> int:
 
 def _sequences(
     root: Folder, names: Iterable[str] | None = None
-) -> tuple[list[tuple[int, str]], dict[str, CheckNRunError]]:
+) -> tuple[list[tuple[int, str]], dict[str, Exception]]:
     """Checkpoints with their sequence numbers, highest first, and what is wrong with the others."""
     found: list[tuple[int, str]] = []
-    damaged: dict[str, CheckNRunError] = {}
+    damaged: dict[str, Exception] = {}
     for name in root.names() if names is None else names:
         if name == FOLDER:
             continue
@@ -245,9 +261,12 @@ def _sequences(
             except CheckNRunError as error:
                 if _is_checkpoint(root, name, error):
                     damaged[name] = error
+            except StorageUnreachable:
+                raise
             except StorageFailed as error:
                 if error.errno != errno.EACCES:
-                    raise
+                    damaged[name] = error
+                    continue
                 # Others' directories lie beside checkpoints, as lost+found does.
                 logger.warning("%s/%s is passed over: %s", root, name, error)
         if sequence is not None:
@@ -367,7 +386,10 @@ def newest(
             claims.decided()  # only now: what was never committed begins anew in any case
             problems.append(f"{name}: {error}")
             continue
-        if _counts(root, claims.decided(), chain.head):
+        claim = claims.decided()
+        if claim is not None and chain.head.epoch > claim.epoch:
+            require_claim(root, name, chain.head.epoch)
+        if claim is None or claim.admits(name, chain.head.epoch):
             return chain, problems
         problems.append(
             f"{name}: it was committed by a writer that had been replaced by then, and doesn't "
