@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
-from torchrec_checknrun.chain import committed, counting, read_manifest
+from torchrec_checknrun.chain import committed, read_manifest
 from torchrec_checknrun.claims import FOLDER, Claim, latest_claim
+from torchrec_checknrun.counting import counting
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,

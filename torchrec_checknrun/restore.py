@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.agreement import require_shared
-from torchrec_checknrun.chain import Chain, is_newest, newest, resolve
+from torchrec_checknrun.chain import Chain, newest, resolve
 from torchrec_checknrun.claims import latest_claim
+from torchrec_checknrun.counting import is_newest
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import (
     ChainBroken,
