@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Container, Iterable, Iterator, MutableMapping
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
-from torchrec_checknrun.claims import FOLDER, Claim, read_claims, require_claim
+from torchrec_checknrun.claims import FOLDER, read_claims, require_claim
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckNRunError,
@@ -131,93 +130,10 @@ def committed(root: Folder, names: Iterable[str] | None = None) -> list[str]:
         names: what is in the root, if that is known.
 
     Raises:
-        StorageFailed: a manifest can't be read.
+        StorageFailed: the root can't be listed, or doesn't answer.
     """
     numbered, damaged = _sequences(root, names)
     return [name for _, name in numbered] + list(damaged)
-
-
-def counting(
-    root: Folder,
-    claim: Claim | None,
-    names: Iterable[str] | None = None,
-    known: MutableMapping[str, Manifest] | None = None,
-) -> Iterator[Manifest]:
-    """List the committed checkpoints that can be read and count, highest sequence number first.
-
-    Args:
-        claim: the latest; of earlier writers only what it admits counts.
-        names: what is in the root, if that is known.
-        known: manifests that were read before, by id; gets those that are read now.
-
-    Raises:
-        ClaimDamaged: the claim was deleted under which one of them was committed.
-        StorageFailed: a manifest can't be read.
-    """
-    for name in committed(root, names):
-        try:
-            manifest = _known_manifest(root, name, known)
-        except CheckpointNotFound:
-            continue
-        except CheckNRunError as error:
-            logger.warning("%s", error)
-            continue
-        if _counts(root, claim, manifest):
-            yield manifest
-
-
-def counting_ids(
-    root: Folder, claim: Claim | None, known: MutableMapping[str, Manifest] | None = None
-) -> Iterator[str]:
-    """List the ids of all committed checkpoints that count, for the next claim to name.
-
-    Those that can't be read now are among them: of what could be read again later nothing is lost.
-    Arguments as of ``counting``.
-
-    Raises:
-        ClaimDamaged: the claim was deleted under which one of them was committed.
-        StorageUnreachable: the storage doesn't answer.
-    """
-    for name in committed(root):
-        try:
-            manifest = _known_manifest(root, name, known)
-        except CheckpointNotFound:
-            continue
-        except (CheckNRunError, StorageFailed) as error:
-            if isinstance(error, StorageUnreachable):
-                raise
-            logger.warning("%s can't be read, and counts: %s", name, error)
-            yield name
-        else:
-            if _counts(root, claim, manifest):
-                yield manifest.id
-
-
-def highest_epoch(root: Folder, known: MutableMapping[str, Manifest] | None = None) -> int:
-    """Return the highest epoch that a checkpoint was committed in, 0 without one."""
-    found = 0
-    for name in committed(root):
-        with suppress(CheckNRunError, StorageFailed):
-            found = max(found, _known_manifest(root, name, known).epoch)
-    return found
-
-
-def _known_manifest(
-    root: Folder, name: str, known: MutableMapping[str, Manifest] | None
-) -> Manifest:
-    if known is None:
-        return read_manifest(root, name)
-    if name not in known:
-        known[name] = read_manifest(root, name)
-    return known[name]
-
-
-def _counts(root: Folder, claim: Claim | None, manifest: Manifest) -> bool:
-    if claim is None:
-        return True
-    if manifest.epoch > claim.epoch:
-        require_claim(root, manifest.id, manifest.epoch)
-    return claim.admits(manifest.id, manifest.epoch)
 
 
 def highest_sequence(root: Folder) -> int:
@@ -227,10 +143,10 @@ def highest_sequence(root: Folder) -> int:
 
 def _sequences(
     root: Folder, names: Iterable[str] | None = None
-) -> tuple[list[tuple[int, str]], dict[str, CheckNRunError]]:
+) -> tuple[list[tuple[int, str]], dict[str, Exception]]:
     """Checkpoints with their sequence numbers, highest first, and what is wrong with the others."""
     found: list[tuple[int, str]] = []
-    damaged: dict[str, CheckNRunError] = {}
+    damaged: dict[str, Exception] = {}
     for name in root.names() if names is None else names:
         if name == FOLDER:
             continue
@@ -245,9 +161,12 @@ def _sequences(
             except CheckNRunError as error:
                 if _is_checkpoint(root, name, error):
                     damaged[name] = error
+            except StorageUnreachable:
+                raise
             except StorageFailed as error:
                 if error.errno != errno.EACCES:
-                    raise
+                    damaged[name] = error
+                    continue
                 # Others' directories lie beside checkpoints, as lost+found does.
                 logger.warning("%s/%s is passed over: %s", root, name, error)
         if sequence is not None:
@@ -351,8 +270,10 @@ def newest(
     numbered, damaged = _sequences(root)
     # Nothing tells how new these are.
     problems = [f"{name}: {error}" for name, error in damaged.items() if name not in unusable]
-    if damaged:
+    for error in damaged.values():
         claims.decided()
+        if isinstance(error, StorageFailed):
+            raise error
     for _, name in numbered:
         if name in unusable:
             continue
@@ -367,7 +288,10 @@ def newest(
             claims.decided()  # only now: what was never committed begins anew in any case
             problems.append(f"{name}: {error}")
             continue
-        if _counts(root, claims.decided(), chain.head):
+        claim = claims.decided()
+        if claim is not None and chain.head.epoch > claim.epoch:
+            require_claim(root, name, chain.head.epoch)
+        if claim is None or claim.admits(name, chain.head.epoch):
             return chain, problems
         problems.append(
             f"{name}: it was committed by a writer that had been replaced by then, and doesn't "

@@ -144,6 +144,7 @@ def read_claims(root: Folder, every: bool = False) -> Claims:
 
     Raises:
         StorageFailed: the storage refused to list them, or doesn't answer.
+        CorruptCheckpoint: there is no directory under their name, but something else.
     """
     found = _read_claims(root, every)
     if found.damaged:  # perhaps one that was just being written, or cleaned up
@@ -157,6 +158,11 @@ def _read_claims(root: Folder, every: bool) -> Claims:
     damaged: dict[str, str] = {}
     undecided: tuple[str, ...] | None = None
     numbers = epochs(root)
+    if not numbers and root.size(FOLDER) is not None:
+        raise CorruptCheckpoint(
+            f"{root}/{FOLDER} is a file, where the directory of claims should be, which say what "
+            "counts: put that back, or remove the file and run `checknrun repair`"
+        )
     for epoch in reversed(numbers):
         try:
             claim = read_claim(root, epoch)

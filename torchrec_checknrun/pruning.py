@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
-from torchrec_checknrun.chain import committed, counting, read_manifest
+from torchrec_checknrun.chain import committed, read_manifest
 from torchrec_checknrun.claims import FOLDER, Claim, latest_claim
+from torchrec_checknrun.counting import counting
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,
@@ -81,7 +82,9 @@ def prune(
         StorageFailed: the storage refused; pruning again goes on where it stopped.
     """
     claim = latest_claim(root)
-    if own is not None and (claim is None or claim.epoch != own.epoch):
+    if own is not None and (claim is None or claim.epoch < own.epoch):
+        claim = own  # a listing lags behind
+    if own is not None and claim is not None and claim.epoch > own.epoch:
         raise RootInUse(f"{root} has another writer now: it decides what is deleted")
     names = root.names()
     others_live = own is None and claim is not None and _may_live(root, claim, dry_run)

@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.agreement import require_shared
-from torchrec_checknrun.chain import Chain, counting, newest, resolve
+from torchrec_checknrun.chain import Chain, newest, resolve
 from torchrec_checknrun.claims import latest_claim
+from torchrec_checknrun.counting import is_newest
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import (
     ChainBroken,
@@ -101,7 +102,7 @@ def restore(
     others = {n: state for n, state in target.states.items() if n not in optimizers}
     objects = StateObjects(others)
     while True:
-        chain, problems, is_newest = ranks.from_rank_0(lambda: _find(root, checkpoint, unusable))
+        chain, problems, at_the_top = ranks.from_rank_0(lambda: _find(root, checkpoint, unusable))
         passed_over += [problem for problem in problems if problem not in passed_over]
         if chain is None and changed:
             raise ModelPartlyRestored(
@@ -154,7 +155,7 @@ def restore(
         _hand_back(target, live, optimizers, ranks)
         target.tracked.set_progress(planner.progress)
         target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
-        forks = bool(passed_over) or not is_newest
+        forks = bool(passed_over) or not at_the_top
         return Restored(chain, converted, passed_over, sorted(set(planner.skipped)), forks)
 
 
@@ -166,10 +167,9 @@ def _find(
         return *newest(root, unusable), True
     chain = resolve(root, checkpoint)
     try:
-        first = next(counting(root, latest_claim(root)), None)
+        return chain, [], is_newest(root, latest_claim(root), chain.head)
     except ClaimDamaged:  # nothing can be written here now, but what was asked for can be read
-        first = next(counting(root, None), None)
-    return chain, [], first is None or first.sequence <= chain.head.sequence
+        return chain, [], is_newest(root, None, chain.head)
 
 
 def _load(

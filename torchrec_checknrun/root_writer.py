@@ -6,15 +6,9 @@ from __future__ import annotations
 
 import logging
 
-from torchrec_checknrun.chain import (
-    Chain,
-    committed,
-    counting_ids,
-    highest_epoch,
-    highest_sequence,
-    read_manifest,
-)
+from torchrec_checknrun.chain import Chain, committed, highest_sequence, read_manifest
 from torchrec_checknrun.claims import Claim
+from torchrec_checknrun.counting import counting_ids, highest_epoch
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import Lease

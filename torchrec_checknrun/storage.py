@@ -180,6 +180,12 @@ class StorageWriter(DcpStorageWriter):
         self._check_files(manifest, "while it was committed")
         if self._folder.read(MANIFEST_NAME) != data:
             raise SaveFailed(f"{self._folder}/{MANIFEST_NAME} is another one than was written")
+        claim = latest_claim(root) if header.epoch is None else None
+        if claim is not None and not claim.admits(manifest.id, epoch):
+            raise SaveFailed(
+                f"a writer claimed {root} while {manifest.id} was committed, so that it doesn't "
+                "count: save again, into another directory"
+            )
         self._after_commit()
         # dcp.save gives every rank this metadata once all is done.
         metadata.planner_data = manifest

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
-from torchrec_checknrun.chain import counting_ids, highest_epoch, newest, resolve
+from torchrec_checknrun.chain import newest, resolve
 from torchrec_checknrun.claims import (
     FOLDER,
     LEASE_SECONDS,
@@ -19,6 +19,7 @@ from torchrec_checknrun.claims import (
     read_claims,
 )
 from torchrec_checknrun.control_records import Damage, find_damage
+from torchrec_checknrun.counting import counting_ids, highest_epoch
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, StorageFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import Lease

@@ -18,6 +18,7 @@ from tests.unit.chains import Part, apply_in_order, make_shards, restore, same_b
 from torchrec_checknrun import retries, s3_upload
 from torchrec_checknrun.chain import committed, newest, resolve
 from torchrec_checknrun.compaction import compact
+from torchrec_checknrun.counting import counting_ids
 from torchrec_checknrun.errors import RootInUse, StorageFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import Claim, Holder, Lease
@@ -234,8 +235,8 @@ def test_faults_that_pass(
     proxy.choose = choose
     root = Folder(f"{bucket}/run")
     lease = Lease(root)
-    lease.acquire(lambda _: ())
     head = fill(root)
+    lease.acquire(lambda before: counting_ids(root, before))
     content = random.Random(1).randbytes(12 << 20)
     with (root / head.id).write("more.bin") as file:
         file.write(content)

@@ -11,12 +11,12 @@ from tests.unit.small_roots import FILE, TABLES, begin, ids, put, remove
 from torchrec_checknrun.chain import (
     Chain,
     committed,
-    counting,
     highest_sequence,
     newest,
     read_manifest,
     resolve,
 )
+from torchrec_checknrun.counting import counting
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckpointNotFound,

@@ -12,9 +12,10 @@ import pytest
 from tests.unit.chains import Part, new_root, write
 from tests.unit.console import Console
 from torchrec_checknrun import claims, sealed, takeover
-from torchrec_checknrun.chain import committed, counting_ids, newest, read_manifest
+from torchrec_checknrun.chain import committed, newest, read_manifest
 from torchrec_checknrun.claims import FOLDER, Claim, _read_claims, latest_claim, read_claims
 from torchrec_checknrun.control_records import find_damage
+from torchrec_checknrun.counting import counting_ids
 from torchrec_checknrun.errors import (
     CheckNRunError,
     ClaimDamaged,

@@ -161,7 +161,7 @@ class TestInAShell:
 
     def test_completion(self, tmp_path: Path) -> None:
         ids = [manifest.id for manifest in chain_of_three(Folder(tmp_path))]
-        assert self.complete("re") == ["report"]
+        assert self.complete("repo") == ["report"]
         assert self.complete("prune", tmp_path, "--ke") == ["--keep"]
         assert self.complete("show", tmp_path, "seq-") == ids[::-1]
         assert self.complete("diff", tmp_path, ids[0], "seq-000003") == [ids[2]]

@@ -16,7 +16,8 @@ import fsspec
 import pytest
 
 from tests.unit.chains import Part, write
-from torchrec_checknrun.chain import counting, newest
+from torchrec_checknrun.chain import newest
+from torchrec_checknrun.counting import counting
 from torchrec_checknrun.errors import ClaimDamaged, RootInUse, StorageFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER, Claim, Holder, Lease, latest_claim

@@ -14,9 +14,15 @@ from tests.unit.chains import Part, write
 from tests.unit.console import Console
 from tests.unit.test_pruning import leftover, write_full
 from torchrec_checknrun import filesystem
-from torchrec_checknrun.chain import counting_ids, newest
+from torchrec_checknrun.chain import newest
 from torchrec_checknrun.claims import FOLDER, latest_claim
-from torchrec_checknrun.errors import CheckNRunError, StorageFailed, StorageUnreachable
+from torchrec_checknrun.counting import counting_ids, is_newest
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CorruptCheckpoint,
+    StorageFailed,
+    StorageUnreachable,
+)
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.inventory import inventory
 from torchrec_checknrun.lease import Lease
@@ -249,3 +255,45 @@ def test_new_parents_of_the_root_are_durable(
     assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
     Folder(tmp_path / "a" / "b" / "run").create()
     assert len(synced) == 3
+
+
+def test_one_of_a_users_own_naming_that_cannot_be_read(
+    root: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = three(root)
+    (root / "final").create()
+    (root / "final").put("rank-00000.bin", b"x")
+    (root / "final").put("manifest.json", b"x")
+    real = Folder.read
+
+    def read(folder: Folder, name: str, *args: Any) -> bytes:
+        if folder.name == "final":
+            raise StorageFailed(errno.EIO, f"reading {folder}/{name}: input/output error")
+        return real(folder, name, *args)
+
+    monkeypatch.setattr(Folder, "read", read)
+    found = {one.id: one.problems for one in verify(root.url)}
+    assert "input/output error" in found["final"][0]
+    assert not any(found[one.id] for one in made)
+    with pytest.raises(StorageFailed, match=r"final/manifest\.json: input/output error"):
+        newest(root)  # nothing tells how new it is
+    assert is_newest(root, None, made[2])
+    assert not is_newest(root, None, made[1])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_older_one_is_not_the_newest_while_others_cannot_be_read(
+    root: Folder, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    made = three(root)
+    deny(monkeypatch, f"{made[2].id if own else made[0].id}/")
+    assert is_newest(root, None, made[1] if own else made[2]) is not own
+
+
+def test_a_file_in_the_place_of_the_claims(root: Folder) -> None:
+    three(root)
+    root.put(FOLDER, b"")
+    with pytest.raises(CorruptCheckpoint, match="writers is a file, where the directory of claims"):
+        newest(root)
+    (problem,) = (one for one in verify(root.url) if one.problems)
+    assert problem.id == FOLDER

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.unit.chains import Part, write
-from torchrec_checknrun.chain import committed, counting, newest, resolve
+from torchrec_checknrun.chain import committed, newest, resolve
+from torchrec_checknrun.counting import counting
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import FOLDER, Holder, Lease

@@ -8,7 +8,8 @@ import json
 import pytest
 
 from tests.unit.small_roots import FILE, ids, put
-from torchrec_checknrun.chain import committed, counting, newest, resolve
+from torchrec_checknrun.chain import committed, newest, resolve
+from torchrec_checknrun.counting import counting
 from torchrec_checknrun.errors import CorruptCheckpoint, StorageFailed, StorageUnreachable
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.inventory import inventory
