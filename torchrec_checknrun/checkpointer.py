@@ -31,6 +31,7 @@ from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.missing_root import describe_empty, protect_existing
 from torchrec_checknrun.per_rank import PerRank, Replicated
 from torchrec_checknrun.per_rank_buffers import Patterns
+from torchrec_checknrun.placements import local_bytes
 from torchrec_checknrun.policy import Policy
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.ranks import Ranks
@@ -542,5 +543,5 @@ def _tables(tracked: TrackedModel) -> dict[str, str]:
 def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:
     """About what is no table takes: parameters with an optimizer's two states each, and buffers."""
     tables = {shard.local.weight.data_ptr() for shard in tracked.shards}
-    parameters = sum(3 * p.nbytes for p in model.parameters() if p.data_ptr() not in tables)
-    return parameters + sum(buffer.nbytes for buffer in model.buffers())
+    parameters = sum(3 * local_bytes(p) for p in model.parameters() if p.data_ptr() not in tables)
+    return parameters + sum(local_bytes(buffer) for buffer in model.buffers())
