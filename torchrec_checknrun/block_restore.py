@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchrec_checknrun.blocks import Block, BlockHeader, Path, block_header, name_of
@@ -51,13 +51,20 @@ class BlockRestore:
         self._saved = saved
         self.skipped: list[str] = []
 
-    def plan(self, where: str, asked: Iterable[Any], known: Iterable[Path] = ()) -> list[str]:
+    def plan(
+        self,
+        where: str,
+        asked: Iterable[Any],
+        known: Iterable[Path] = (),
+        wholly: Container[Any] = (),
+    ) -> list[str]:
         """Check the checkpoint's pieces against the local parts.
 
         Args:
             where: what errors call the checkpoint.
             asked: the state dict's keys.
             known: what is sharded in the state dict on any rank.
+            wholly: keys under which nothing of the checkpoint may be left out.
 
         Returns:
             The names of the chunks that are needed.
@@ -70,6 +77,8 @@ class BlockRestore:
         keys = set(asked)
         for path in sorted(others, key=str):
             if path[0] not in keys:
+                continue
+            if self._strict and path[0] not in wholly:
                 continue
             if self._strict:
                 raise IncompatibleCheckpoint(

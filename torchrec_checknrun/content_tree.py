@@ -14,6 +14,7 @@ import torch
 from torchrec_checknrun.block_restore import SavedBlocks
 from torchrec_checknrun.blocks import BlockHeader, Path
 from torchrec_checknrun.chunks import dtype_name
+from torchrec_checknrun.placements import dtype_of
 from torchrec_checknrun.state import Tree, tree_items, tree_values
 
 
@@ -52,9 +53,9 @@ def conversions(current: Any, tree: Tree | None, path: str) -> Iterator[str]:
         for key, value in current.items():
             yield from conversions(value, nodes.get(key), f"{path}.{key}")
     elif isinstance(current, torch.Tensor) and tree is not None and "x" in tree:
-        wanted = dtype_name(current.dtype)
-        if tree["dtype"] != wanted:
-            yield f"{path} ({tree['dtype']}, now {wanted})"
+        wanted = dtype_of(current)
+        if wanted is not None and tree["dtype"] != dtype_name(wanted):
+            yield f"{path} ({tree['dtype']}, now {dtype_name(wanted)})"
 
 
 _Added = dict[str | int, Any]

@@ -358,7 +358,7 @@ class LoadPlanner(DcpLoadPlanner):
         )
         renamed = {old: new for old, new in self._targets.items() if old != new}
         collisions.check_names(wanted, renamed)
-        yield from self._blocks.plan(where, self._state_dict, sharded)
+        yield from self._blocks.plan(where, self._state_dict, sharded, self._objects)
         self.skipped += self._blocks.skipped
         modules = self._entries(collisions.KIND)
         yield from self._collisions.plan(modules, self._blocks.blocks(), where)

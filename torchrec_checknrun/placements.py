@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -158,6 +159,15 @@ def _lowest_holder(
 
 def _empty(value: DTensor, local: torch.Tensor) -> torch.Tensor:
     return torch.empty(value.size(), dtype=value.dtype, device=local.device)
+
+
+def dtype_of(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype of a tensor's values; None for a sharded one that doesn't tell on every rank."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.metadata().tensor_properties.dtype  # its own says float32 of anything
+    if isinstance(tensor, DTensor) and type(tensor._local_tensor) is not torch.Tensor:
+        return None
+    return tensor.dtype
 
 
 def local_bytes(tensor: torch.Tensor) -> int:

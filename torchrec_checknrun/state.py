@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, UnsupportedState
+from torchrec_checknrun.placements import dtype_of
 from torchrec_checknrun.plain_values import decode_value, encode_value
 from torchrec_checknrun.sets import SETS, set_of, sorted_members
 
@@ -300,7 +301,7 @@ def check_state(
     elif isinstance(current, torch.Tensor) and (
         not covered(current) or ("x" in tree and isinstance(current, SHARDED))
     ):
-        wanted = f"{str(current.dtype).removeprefix('torch.')} {list(current.shape)}"
+        wanted = f"{str(dtype_of(current)).removeprefix('torch.')} {list(current.shape)}"
         found = f"{tree['dtype']} {tree['shape']}" if "x" in tree else f"no tensor ({sorted(tree)})"
         if "x" not in tree or not _fits(current, TORCH_DTYPES.get(tree["dtype"]), tree["shape"]):
             raise IncompatibleCheckpoint(
@@ -342,7 +343,8 @@ def common_state(current: Any, saved: Any, path: str, skipped: list[str]) -> Any
 
 
 def _fits(current: torch.Tensor, dtype: torch.dtype | None, shape: list[int]) -> bool:
-    same_type = dtype is not None and are_convertible(dtype, current.dtype)
+    own = dtype_of(current)
+    same_type = dtype is not None and (own is None or are_convertible(dtype, own))
     return same_type and list(current.shape) == shape
 
 
