@@ -18,6 +18,7 @@ from torchrec_checknrun.agreement import agreed
 from torchrec_checknrun.arguments import Arguments, is_timeout
 from torchrec_checknrun.background import Background
 from torchrec_checknrun.per_rank import PerRank, Replicated
+from torchrec_checknrun.placements import local_bytes
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore import Target
 from torchrec_checknrun.tracked import TrackedModel, track
@@ -141,5 +142,5 @@ def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:
     and buffers.
     """
     tables = {shard.local.weight.data_ptr() for shard in tracked.shards}
-    parameters = sum(3 * p.nbytes for p in model.parameters() if p.data_ptr() not in tables)
-    return parameters + sum(buffer.nbytes for buffer in model.buffers())
+    parameters = sum(3 * local_bytes(p) for p in model.parameters() if p.data_ptr() not in tables)
+    return parameters + sum(local_bytes(buffer) for buffer in model.buffers())

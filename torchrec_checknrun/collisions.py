@@ -19,7 +19,8 @@ from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
-from torchrec_checknrun.blocks import Block, Span
+from torchrec_checknrun.blocks import Block
+from torchrec_checknrun.boxes import Span
 from torchrec_checknrun.chunks import EncodedChunk, Entry, decode_state_chunk
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.kernels import find_modules
@@ -188,7 +189,7 @@ class CollisionRestore:
             path, _, buffer = str(block.path[-1]).rpartition(".")
             if buffer not in _RAW_IDS:
                 continue
-            own = block.rectangle.row_start, block.rectangle.row_stop
+            own = block.rows
             module = self._modules.get(path)
             if buffer == "_mch_sorted_raw_ids" and block.layout != saved:
                 _check_layout(path, module, own, block.layout, saved)

@@ -1,8 +1,7 @@
-"""Whether parts make up one whole: nothing twice, nothing left out. When written, and when read."""
+"""Check that the ranks' parts of a table make up the whole: nothing twice, nothing left out."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
 
 from torchrec_checknrun.errors import InvalidPlan
@@ -36,19 +35,3 @@ def check_coverage(name: str, whole: TableShape, held: Iterable[tuple[Rectangle,
             f"{[str(part) for part, _ in parts]}; every rank must take part in the save, with the "
             "process group the model is sharded over"
         )
-
-
-def tiles(whole: Rectangle, parts: Iterable[Rectangle]) -> bool:
-    """Whether parts, none of which reaches beyond the whole, make it up."""
-    parts = [part for part in parts if part.area]
-    if sum(part.area for part in parts) != whole.area:
-        return False  # from here on it takes no more time than there are values
-    cuts = sorted({cut for part in parts for cut in (part.col_start, part.col_stop)})
-    ends = dict.fromkeys(cuts, whole.row_start)
-    for part in sorted(parts):
-        within = slice(bisect_left(cuts, part.col_start), bisect_left(cuts, part.col_stop))
-        for column in cuts[within]:
-            if ends[column] != part.row_start:
-                return False
-            ends[column] = part.row_stop
-    return True

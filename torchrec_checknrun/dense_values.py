@@ -14,18 +14,16 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.blocks import KIND as BLOCK
-from torchrec_checknrun.blocks import BlockHeader, block_header, whole_of
+from torchrec_checknrun.blocks import BlockHeader, block_header, decode_block, name_of
+from torchrec_checknrun.boxes import Box, tiles
 from torchrec_checknrun.chunks import decode_state_chunk
-from torchrec_checknrun.coverage import tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.read_chunks import StoredChunk, read_chunk
-from torchrec_checknrun.shards import Rectangle
 
 MODEL = "model"
 """The state whose names stand alone."""
 _TWICE = "{} has two values that would be called {!r}: rename one of its state objects"
-_NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
@@ -62,6 +60,7 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
             if key not in pieces:
                 pieces[key] = torch.zeros(header.size, dtype=header.dtype, device="cpu")
             _put(pieces[key], header, read_chunk(root, chunk))
+    found = {k: v for k, v in found.items() if v is not None or k not in pieces}  # in lists
     if clash := sorted(found.keys() & pieces.keys()):
         raise IncompatibleCheckpoint(_TWICE.format(chunks[0].checkpoint, clash[0]))
     return {**found, **pieces}
@@ -76,28 +75,17 @@ def piece_problems(chunks: Iterable[StoredChunk]) -> Iterator[str]:
         if chunk.entry["kind"] == BLOCK:
             header = block_header(chunk.entry)
             pieces.setdefault(_key(header), []).append((chunk, header))
-    for name, of_tensor in pieces.items():
+    for of_tensor in pieces.values():
+        name = name_of((_key(of_tensor[0][1]),))
         chunk, first = of_tensor[0]
         if len({(header.path, header.size, header.dtype) for _, header in of_tensor}) > 1:
             yield f"{chunk.checkpoint}: pieces of {name} are of several sizes or types"
-        elif not tiles(_whole(first), [header.rectangle for _, header in of_tensor]):
-            values = sum(header.rectangle.area for _, header in of_tensor)
+        elif not tiles(Box.whole(first.size), [header.box for _, header in of_tensor]):
+            values = sum(header.box.volume for _, header in of_tensor)
             yield (
                 f"{chunk.checkpoint} holds {values} of the {math.prod(first.size)} values of "
                 f"{name}, or some twice: pieces are missing"
             )
-
-
-def decode_block(header: BlockHeader, payload: memoryview) -> torch.Tensor:
-    """A piece of a sharded tensor, ``(rows, cols)``."""
-    place = header.rectangle
-    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else _NONE
-    return data.view(header.dtype).view(place.rows, place.cols)
-
-
-def _whole(header: BlockHeader) -> Rectangle:
-    size = whole_of(header.size)
-    return Rectangle(0, size.rows, 0, size.dim)
 
 
 def _key(header: BlockHeader) -> str:
@@ -109,7 +97,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Values that hold no others, and empty containers, with the keys that lead there."""
     if isinstance(value, dict) and value:
         items: Any = value.items()
-    elif isinstance(value, (list, tuple)) and value:
+    elif type(value) in (list, tuple) and value:
         items = enumerate(value)
     else:
         yield path, _as_tensor(value) if isinstance(value, (np.ndarray, np.generic)) else value
@@ -127,7 +115,4 @@ def _as_tensor(value: np.ndarray | np.generic) -> torch.Tensor | np.ndarray:
 
 
 def _put(whole: torch.Tensor, header: BlockHeader, payload: memoryview) -> None:
-    place = header.rectangle
-    target = whole if whole.dim() == 2 else whole.unsqueeze(1)
-    part = target[place.row_start : place.row_stop, place.col_start : place.col_stop]
-    part.copy_(decode_block(header, payload))
+    whole[header.box.slices(Box.whole(header.size))].copy_(decode_block(header, payload))

@@ -22,6 +22,7 @@ from torchrec_checknrun.dense_values import read_dense
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.read_chunks import read_content
 from torchrec_checknrun.shards import Rows
+from torchrec_checknrun.state import encode_state
 from torchrec_checknrun.table_reader import CACHE_BYTES, ChunkCache, TableReader
 
 WINDOW_BYTES = 64 << 20
@@ -158,7 +159,10 @@ def same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=True)
     if isinstance(one, float) and isinstance(other, float):
         return one == other or (one != one and other != other)
-    return type(one) is type(other) and bool(one == other)
+    if type(one) is not type(other):
+        return False
+    # As they are stored, too: a NaN within is not equal to itself.
+    return bool(one == other) or encode_state(one, "")[0] == encode_state(other, "")[0]
 
 
 def _kind(reader: TableReader) -> str:

@@ -25,7 +25,10 @@ from torchrec_checknrun.errors import CheckpointExists, IncompatibleCheckpoint
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.fused_rows import fused_rows
 from torchrec_checknrun.manifest import is_plain_name
+from torchrec_checknrun.plain_values import readable
 from torchrec_checknrun.read_chunks import ChainContent, read_content
+from torchrec_checknrun.sets import sorted_members
+from torchrec_checknrun.state import encode_state
 from torchrec_checknrun.table_reader import ChunkCache, TableReader
 
 Rows = Literal["full", "fused"]
@@ -321,9 +324,15 @@ def _json(chain: Chain, values: Mapping[str, Any], tables: Mapping[str, str]) ->
         "checkpoint": chain.head.id,
         "step": chain.head.step,
         "tables": tables,
-        "values": {
-            name: {"hex": value.hex()} if isinstance(value, bytes) else value
-            for name, value in values.items()
-        },
+        "values": values,
     }
-    return json.dumps(document, indent=2).encode()
+    return json.dumps(document, indent=2, default=_readable).encode()
+
+
+def _readable(value: object) -> object:
+    """A value that JSON has no type for, as one that it has, under its type's name."""
+    if isinstance(value, (set, frozenset)):
+        return {type(value).__name__: sorted_members(value, "", encode_state)}
+    if isinstance(value, np.generic):
+        return value.item()
+    return {"hex": value.hex()} if isinstance(value, bytes) else readable(value)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchrec_checknrun.placements import zeros_placed_as
+
 _DEVICE_STEP = ("capturable", "fused")
 """Options with which an optimizer keeps its step counter beside the parameter, not on the CPU."""
 
@@ -26,7 +28,7 @@ def first_state(
         None if the optimizer can't be asked so; empty if it keeps no state.
     """
     for device in (torch.device("meta"), parameter.device):
-        stand_in = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
+        stand_in = nn.Parameter(zeros_placed_as(parameter, device))
         stand_in.grad = torch.zeros_like(stand_in)
         twin: Any = object.__new__(type(optimizer))
         twin.__dict__.update(vars(optimizer))

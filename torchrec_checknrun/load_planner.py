@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from torchrec_checknrun import blocks, collisions
+from torchrec_checknrun.block_restore import BlockRestore, SavedBlocks, saved_blocks
 from torchrec_checknrun.chunks import Entry, decode_state_chunk, state_tree
+from torchrec_checknrun.content_tree import conversions, tensor_paths, with_blocks
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.fit import Fit, match_tables
@@ -29,10 +31,25 @@ from torchrec_checknrun.read_chunks import ChainContent, ReadableChunk, StoredCh
 from torchrec_checknrun.row_chunks import KIND as ROWS
 from torchrec_checknrun.row_restore import RowRestore
 from torchrec_checknrun.save_planner import DirectInterval
-from torchrec_checknrun.sharded_state import StoredTables, find_blocks, find_shards, is_sharded
+from torchrec_checknrun.sharded_state import (
+    StoredTables,
+    find_blocks,
+    find_shards,
+    is_sharded,
+    leaves,
+    plain_targets,
+    write_whole,
+)
 from torchrec_checknrun.shards import LocalShard, TableShape
 from torchrec_checknrun.snapshot import MODEL
-from torchrec_checknrun.state import check_state, common_state, merge_state, tree_items
+from torchrec_checknrun.state import (
+    SHARDED,
+    Tree,
+    check_state,
+    common_state,
+    merge_state,
+    tree_items,
+)
 from torchrec_checknrun.state_objects import StateObjects
 from torchrec_checknrun.tracked import TrackedModel
 from torchrec_checknrun.tracking import Consumer
@@ -113,6 +130,9 @@ class LoadPlanner(DcpLoadPlanner):
             )
         self._content = content
         self._state_dict = state_dict
+        self._saved_blocks: SavedBlocks = saved_blocks(self._entries(blocks.KIND))
+        self._by_blocks: set[int] = set()
+        self._from_trees: set[int] = set()
         if self._tracked is None:
             self._shards, self._tables = find_shards(state_dict)
         else:
@@ -232,7 +252,7 @@ class LoadPlanner(DcpLoadPlanner):
         trees = {}
         for name, by_rank in self._state_chunks().items():
             chunk = by_rank.get(None) or by_rank.get(rank) or next(iter(by_rank.values()))
-            trees[name] = state_tree(chunk.entry)
+            trees[name] = with_blocks(state_tree(chunk.entry), name, self._saved_blocks)
         restored = self._rows.states if self._fit.optimizer else {}
         tables = {table: restored.get(table) for table in self._tables}
         return optimizers.fit(trees, tables, self._fit.strict)
@@ -266,7 +286,8 @@ class LoadPlanner(DcpLoadPlanner):
         head, chunks = self._content.chain.head, self._state_chunks()
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for name, current in self._state_dict.items():
-            if self._stored.covers(current):
+            plain = name in head.states or not is_sharded(current)
+            if (name,) in self._saved_blocks or (self._stored.covers(current) and not plain):
                 continue
             if name not in head.states and not self._fit.strict:
                 self.skipped.append(f"state {name!r}: not in the checkpoint")
@@ -289,12 +310,13 @@ class LoadPlanner(DcpLoadPlanner):
             for of_rank in wanted:
                 if of_rank not in stored:
                     raise CorruptCheckpoint(f"{head.id} lacks state {name!r} of rank {of_rank}")
-                tree = state_tree(stored[of_rank].entry)
+                tree = with_blocks(state_tree(stored[of_rank].entry), name, self._saved_blocks)
                 if not self._fit.strict or (len(wanted) > 1 and name != BUFFERS):
                     pass
                 elif name in self._objects:
                     self._objects.check(name, current, tree, self._stored.covers)
                 else:
+                    self._warn_of_conversions(current, tree, name)
                     covers, of_table = self._stored.covers, self._stored.name
                     exact = self._optimizers is not None and name in self._optimizers
                     check_state(current, tree, name, covers, of_table, exact)
@@ -308,22 +330,60 @@ class LoadPlanner(DcpLoadPlanner):
                 found.setdefault(chunk.entry["name"], {})[chunk.entry["rank"]] = chunk
         return found
 
+    def _entries(self, kind: str) -> dict[str, Entry]:
+        """The index entries of the head's chunks of one kind, by the chunks' names."""
+        chunks = self._content.chunks[-1]
+        return {chunk.key: chunk.entry for chunk in chunks if chunk.entry["kind"] == kind}
+
     def _plan_blocks(self) -> Iterable[str]:
-        """The chunks of the head's sharded buffers that overlap the local ones."""
-        entries: dict[str, dict[str, Entry]] = {blocks.KIND: {}, collisions.KIND: {}}
-        for chunk in self._content.chunks[-1]:
-            entries.setdefault(chunk.entry["kind"], {})[chunk.key] = chunk.entry
-        where = self._content.chain.head.id
-        wanted = find_blocks(self._state_dict, self._stored, self._optimizers or ())
-        self._blocks = blocks.BlockRestore(wanted, self._fit.strict)
+        """The chunks of the head's sharded tensors that overlap the local ones."""
+        where, saved = self._content.chain.head.id, self._saved_blocks
+        found = find_blocks(self._state_dict, self._stored, self._optimizers or ())
+        # What was whole on every rank lies in the states' trees.
+        whole = {block.path for block in found} & {
+            path
+            for name, chunks in self._state_chunks().items()
+            for chunk in chunks.values()
+            for path in tensor_paths(state_tree(chunk.entry), (name,))
+        }
+        wanted = [block for block in found if block.path not in whole]
+        wanted += plain_targets(self._state_dict, saved)
+        targets = leaves(self._state_dict, (torch.Tensor,))
+        self._by_blocks = {id(leaf) for path, leaf in targets if path in saved}
+        sharded = dict(leaves(self._state_dict, SHARDED))
+        self._from_trees = {id(sharded[path]) for path in whole}
+        self._blocks = BlockRestore(wanted, saved, self._fit.strict)
         self._collisions = collisions.CollisionRestore(
             self._tracked.collisions if self._tracked is not None else None
         )
         renamed = {old: new for old, new in self._targets.items() if old != new}
         collisions.check_names(wanted, renamed)
-        yield from self._blocks.plan(entries[blocks.KIND], where, self._state_dict)
+        yield from self._blocks.plan(where, self._state_dict, sharded, self._objects)
         self.skipped += self._blocks.skipped
-        yield from self._collisions.plan(entries[collisions.KIND], self._blocks.blocks(), where)
+        modules = self._entries(collisions.KIND)
+        yield from self._collisions.plan(modules, self._blocks.blocks(), where)
+
+    def _warn_of_conversions(self, current: Any, tree: Tree, name: str) -> None:
+        if names := list(conversions(current, tree, name)):
+            logger.warning(
+                "%s: %d tensors were saved as another type of float, and are converted: %s%s",
+                self._content.chain.head.id,
+                len(names),
+                ", ".join(names[:4]),
+                ", …" if len(names) > 4 else "",
+            )
+
+    def _kept(self, current: Any, saved: Any) -> bool:
+        """Whether a live value stays where a saved state is merged into it: blocks restore it, or
+        rows, or it is sharded and gets its parts of a plain tensor here.
+        """
+        if id(current) in self._from_trees and isinstance(saved, torch.Tensor):
+            write_whole(current, saved)
+        return id(current) in self._by_blocks or is_sharded(current)
+
+    def _in_place(self, current: object) -> bool:
+        """Whether a live value is restored in place: as rows, or from blocks."""
+        return id(current) in self._by_blocks or self._stored.covers(current)
 
     def _load_state(self, chunk: ReadableChunk) -> None:
         name = chunk.entry["name"]
@@ -341,14 +401,20 @@ class LoadPlanner(DcpLoadPlanner):
             value = merge(read)
         current = self._state_dict[name]
         if name in self._objects:
-            covers, of_table = self._stored.covers, self._stored.name
             self._state_dict[name] = self._objects.content(
-                name, current, value, covers, of_table, self._fit.strict, self.skipped
+                name,
+                current,
+                value,
+                self._kept,
+                self._in_place,
+                self._stored.name,
+                self._fit.strict,
+                self.skipped,
             )
             return
         if not self._fit.strict:
             value = common_state(current, value, name, self.skipped)
-        self._state_dict[name] = merge_state(current, value, self._stored.name)
+        self._state_dict[name] = merge_state(current, value, self._stored.name, self._kept)
 
 
 def _dense_tensors(value: object) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import optim
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -107,7 +108,7 @@ def is_same_memory(parameter: object, weight: torch.Tensor) -> bool:
     """Whether a parameter is this table, of any number of views of the same memory."""
     return (
         isinstance(parameter, torch.Tensor)
-        and not isinstance(parameter, ShardedTensor)
+        and not isinstance(parameter, (ShardedTensor, DTensor))
         and parameter.shape == weight.shape
         and parameter.data_ptr() == weight.data_ptr()
     )

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_checknrun.blocks import Block
+from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.chunks import EncodedChunk, state_chunk
 from torchrec_checknrun.importance_budget import Key, with_constant
 from torchrec_checknrun.progress import OptimizerProgress
@@ -62,14 +63,13 @@ class RowsItem:
 
 @dataclass
 class BlockItem:
-    """Rows of a sharded buffer."""
+    """A part of what this rank holds of a sharded tensor."""
 
     block: Block
-    start: int
-    stop: int
+    piece: Box
 
     def job(self, constants: Constants) -> EncodedChunk:
-        return self.block.encode(self.start, self.stop)
+        return self.block.encode(self.piece)
 
 
 @dataclass
@@ -117,8 +117,8 @@ class Items:
             chunk = state_chunk(name, rank if own else None, tree, pieces)
             items.by_name[f"state:{name}@{rank}" if own else state_key(name)] = ChunkItem(chunk)
         for i, block in enumerate(snapshot.blocks):
-            for number, (start, stop) in enumerate(block.spans(chunk_bytes)):
-                items.by_name[f"block:{i}@{rank}#{number}"] = BlockItem(block, start, stop)
+            for number, piece in enumerate(block.pieces(chunk_bytes)):
+                items.by_name[f"{block_key(i, rank)}{number}"] = BlockItem(block, piece)
         if snapshot.blocks and snapshot.collisions is not None:
             items.by_name[f"collisions@{rank}"] = ChunkItem(snapshot.collisions.encode(rank))
         for shard in snapshot.shards:
@@ -142,6 +142,11 @@ def fingerprint(
 ) -> Fingerprint:
     """Tell by little what a checkpoint holds beside table rows, to see whether that has changed."""
     return {name: digest.whole for name, digest in digests.items()}, dict(progress)
+
+
+def block_key(number: int, rank: int) -> str:
+    """Begin the names of the items of a rank's block, by its place among the rank's blocks."""
+    return f"block:{number}@{rank}#"
 
 
 def state_key(name: str) -> str:

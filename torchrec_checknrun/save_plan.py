@@ -30,7 +30,7 @@ from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.quantization import Quantization
 from torchrec_checknrun.rank_differences import RankDifferences
 from torchrec_checknrun.rank_file import Job
-from torchrec_checknrun.save_items import Constants, Item, Items, state_key
+from torchrec_checknrun.save_items import Constants, Item, Items, block_key, state_key
 from torchrec_checknrun.shards import Rectangle, TableShape
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.state_digest import Digest
@@ -159,13 +159,18 @@ class CheckpointPlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         summaries: list[PlanSummary] = [plan.planner_data for plan in all_plans]
         _check_agreement(summaries)
-        _check_coverage(summaries)
+        again = _check_coverage(summaries)
         differing = self._differences.differing(_held(summaries))
         writers = _assign_writers(summaries, differing | set(summaries[0].lowest))
         found = constants(summary.importance for summary in summaries)
         plans = []
         for rank, plan in enumerate(all_plans):
-            items = [i for i in plan.items if writers.get(i.index.fqn, rank) == rank]
+            items = [
+                item
+                for item in plan.items
+                if writers.get(item.index.fqn, rank) == rank
+                and not item.index.fqn.startswith(again[rank])
+            ]
             plans.append(dataclasses.replace(plan, items=items, planner_data=found or None))
         progress = self._differences.progress([summary.progress for summary in summaries])
         fp32_bytes = dict.fromkeys(summaries[0].tables, 0)
@@ -220,10 +225,15 @@ def _check_agreement(summaries: list[PlanSummary]) -> None:
                 )
 
 
-def _check_coverage(summaries: list[PlanSummary]) -> None:
-    """No two ranks write the same, and no part of a table or a sharded buffer is left out."""
+def _check_coverage(summaries: list[PlanSummary]) -> list[tuple[str, ...]]:
+    """No two ranks write the same, and no part of a table or a sharded tensor is left out.
+
+    Returns:
+        For each rank how the names of the items begin that another rank writes as well.
+    """
     tables = summaries[0].tables
     blocks: dict[Path, list[tuple[BlockSummary, int]]] = {}
+    keys: dict[Path, list[str]] = {}
     # Most tables lie in rows, in the order of ranks. Those are seen to be whole in passing: a list
     # of each table's parts would be of a million objects that lie far from each other in memory.
     rows_done = dict.fromkeys(tables, 0)
@@ -236,8 +246,9 @@ def _check_coverage(summaries: list[PlanSummary]) -> None:
                 rows_done[table] = place.row_stop
             else:
                 others[table] = []
-        for block in summary.blocks:
+        for number, block in enumerate(summary.blocks):
             blocks.setdefault(block.path, []).append((block, rank))
+            keys.setdefault(block.path, []).append(block_key(number, rank))
     others |= {name: [] for name, rows in rows_done.items() if rows != tables[name].rows}
     for rank, summary in enumerate(summaries) if others else ():
         for table, place in summary.shards:
@@ -245,8 +256,11 @@ def _check_coverage(summaries: list[PlanSummary]) -> None:
                 others[table].append((place, rank))
     for table, parts in others.items():
         check_coverage(table, tables[table], parts)
+    again: list[tuple[str, ...]] = [()] * len(summaries)
     for path, pieces in blocks.items():
-        check_blocks(path, pieces)
+        for i in check_blocks(path, pieces):
+            again[pieces[i][1]] += (keys[path][i],)
+    return again
 
 
 def _held(summaries: list[PlanSummary]) -> dict[str, list[tuple[int, Digest]]]:

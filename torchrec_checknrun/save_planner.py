@@ -115,7 +115,7 @@ class SavePlanner(CheckpointPlanner):
             replicated=self._replicated & states.keys() - per_rank,
             models=models_of(self._state_dict),
         )
-        snapshot.blocks = find_blocks(self._state_dict, stored)
+        snapshot.blocks = [b for b in find_blocks(self._state_dict, stored) if not b.replica]
         if self._tracked is not None:
             snapshot.progress = self._tracked.progress()
             snapshot.collisions = self._tracked.collisions.state()

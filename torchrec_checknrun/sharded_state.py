@@ -8,7 +8,8 @@ again; other sharded tensors are blocks, and what remains is the dense part.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import math
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,27 +17,63 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
-from torchrec_checknrun.blocks import Block, Span
+from torchrec_checknrun.blocks import Block, Path, name_of
+from torchrec_checknrun.boxes import Box, Span
 from torchrec_checknrun.chunks import dtype_name
 from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
-from torchrec_checknrun.state import SHARDED, TORCH_DTYPES
+from torchrec_checknrun.state import MOST_DEPTH, SHARDED, TORCH_DTYPES
 
 _WEIGHT = ".weight"
 
 
 @dataclass
 class _Sharded:
-    """One ShardedTensor or DTensor of a state dict, both seen alike."""
+    """One ShardedTensor or DTensor of a state dict, both seen alike.
 
-    path: tuple[str | int, ...]
+    Attributes:
+        shards: this rank's, each with its offset; of a DTensor with placements see ``placed``.
+        placed: this rank's parts of a DTensor that no table can be; None for others.
+    """
+
+    path: Path
     size: tuple[int, ...]
-    shards: list[tuple[tuple[int, ...], torch.Tensor]]
     value: Any
+    shards: list[tuple[tuple[int, ...], torch.Tensor]]
+    placed: list[LocalPart] | None
 
     @property
     def name(self) -> str:
-        return ".".join(str(key) for key in self.path)
+        return name_of(self.path)
+
+    def parts(self) -> list[LocalPart]:
+        """This rank's parts, where it is no table.
+
+        Raises:
+            UnsupportedState: they can't be stored.
+        """
+        parts = self.placed
+        if parts is None:
+            # A row-wise state's offsets may have a column that it hasn't.
+            parts = [
+                LocalPart(Box.at(offset[: tensor.dim()], tensor.shape), tensor)
+                for offset, tensor in self.shards
+            ]
+        for part in parts:
+            tensor = part.tensor
+            plain = tensor.layout == torch.strided and not tensor.is_meta
+            if not plain or dtype_name(tensor.dtype) not in TORCH_DTYPES:
+                raise UnsupportedState(
+                    f"{self.name} is a sharded {tensor.layout} {tensor.dtype} tensor on "
+                    f"{tensor.device}: only dense tensors with data can be stored"
+                )
+            if tensor.dim() != len(self.size):
+                raise UnsupportedState(
+                    f"{self.name} has {len(self.size)} dimensions, and a local shard of it "
+                    f"{tensor.dim()}: let its shards have as many"
+                )
+        return parts
 
 
 class StoredTables:
@@ -81,17 +118,19 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, SHARDED)
 
 
-def drop_tables(value: Any, stored: StoredTables) -> Any:
+def drop_tables(value: Any, stored: StoredTables, depth: int = 0) -> Any:
     """A copy of a state dict without its sharded leaves (see ``find_blocks``) and data-parallel
-    tables, and without their optimizer's entries.
+    tables, and without their optimizer's entries. In lists and tuples None takes their place.
     """
     if is_sharded(value):
         return None
-    if not isinstance(value, dict):
+    if type(value) in (list, tuple) and depth <= MOST_DEPTH:
+        return type(value)(drop_tables(item, stored, depth + 1) for item in value)
+    if not isinstance(value, dict) or depth > MOST_DEPTH:
         return value
     kept = {}
     for key, item in value.items():
-        dropped = drop_tables(item, stored)
+        dropped = drop_tables(item, stored, depth + 1)
         of_table = isinstance(item, dict) and not dropped and stored.name(key)
         if not of_table and not stored.covers(item):
             kept[key] = dropped
@@ -115,7 +154,7 @@ def find_blocks(
     _collect(state_dict, (), found)
     blocks = []
     for sharded in found:
-        if all(stored.hold(tensor) for _, tensor in sharded.shards):
+        if sharded.placed is None and all(stored.hold(tensor) for _, tensor in sharded.shards):
             continue
         if any(stored.name(key) for key in sharded.path[-2:]):
             if sharded.path[0] in optimizers:
@@ -126,16 +165,12 @@ def find_blocks(
                 "sharded anew, by update_shards, make the optimizer anew as well)"
             )
         layout = _layout(sharded.value)
-        for offset, tensor in sharded.shards:
-            if tensor.dim() not in (1, 2) or dtype_name(tensor.dtype) not in TORCH_DTYPES:
-                raise UnsupportedState(
-                    f"{sharded.name} is sharded {tensor.dtype} of {tensor.dim()} dimensions: only "
-                    "one or two dimensions of plain data types can be stored"
+        for part in sharded.parts():
+            if part.box.volume or not math.prod(sharded.size):
+                same = part.replica, part.elsewhere
+                blocks.append(
+                    Block(sharded.path, sharded.size, part.box, part.tensor, layout, *same)
                 )
-            (row, col), (rows, cols) = (*offset, 0)[:2], (*tensor.shape, 1)[:2]
-            rectangle = Rectangle(row, row + rows, col, col + cols)
-            if rectangle.area:
-                blocks.append(Block(sharded.path, sharded.size, rectangle, tensor, layout))
     return blocks
 
 
@@ -151,6 +186,7 @@ def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str,
     """
     found: list[_Sharded] = []
     _collect(state_dict, (), found)
+    found = [sharded for sharded in found if sharded.placed is None]
     weights = {str(s.path[-1]): s for s in found if _is_weight(s)}
     if len(weights) != sum(_is_weight(s) for s in found):
         raise UnsupportedState(
@@ -205,14 +241,56 @@ def _join(
     return shards
 
 
-def _collect(value: Any, path: tuple[str | int, ...], found: list[_Sharded]) -> None:
-    if isinstance(value, dict):
+def plain_targets(value: Any, paths: Container[Path]) -> list[Block]:
+    """Those plain tensors of a state dict that are to be restored from blocks.
+
+    Args:
+        paths: of the tensors that a checkpoint has as blocks.
+    """
+    return [
+        Block(path, tuple(leaf.shape), Box.whole(leaf.shape), leaf.detach())
+        for path, leaf in leaves(value, (torch.Tensor,))
+        if path in paths and not is_sharded(leaf)
+    ]
+
+
+def write_whole(value: Any, whole: torch.Tensor) -> None:
+    """Write a plain tensor into the local parts of a sharded one of its shape."""
+    found: list[_Sharded] = []
+    _collect(value, (), found)
+    for part in found[0].parts():
+        part.tensor.copy_(whole[part.box.slices(Box.whole(whole.shape))])
+
+
+def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Find the values of some types in a state dict, with the keys that lead there."""
+    if isinstance(value, kinds):
+        yield path, value
+    elif isinstance(value, dict) and len(path) <= MOST_DEPTH:
         for key, item in value.items():
-            _collect(item, (*path, key), found)
-    elif is_sharded(value):
+            yield from leaves(item, kinds, (*path, key))
+    elif type(value) in (list, tuple) and len(path) <= MOST_DEPTH:
+        for i, item in enumerate(value):
+            yield from leaves(item, kinds, (*path, i))
+
+
+def _collect(value: Any, path: Path, found: list[_Sharded]) -> None:
+    for place, leaf in leaves(value, SHARDED, path):
         # A ShardedTensor's own size() goes through torch's dispatcher: ten times as slow.
-        whole = value.metadata().size if isinstance(value, ShardedTensor) else value.size()
-        found.append(_Sharded(path, tuple(whole), _local_shards(value), value))
+        size = tuple(leaf.metadata().size if isinstance(leaf, ShardedTensor) else leaf.size())
+        if isinstance(leaf, ShardedTensor):
+            shards = [
+                (tuple(s.metadata.shard_offsets), s.tensor.detach()) for s in leaf.local_shards()
+            ]
+            found.append(_Sharded(place, size, leaf, shards, None))
+        elif isinstance(local := leaf._local_tensor, LocalShardsWrapper):
+            offsets = [tuple(offset) for offset in local.local_offsets()]
+            # On a rank without a shard there is still an offset.
+            tensors = [shard.detach() for shard in local.local_shards()]
+            shards = list(zip(offsets, tensors, strict=False))
+            found.append(_Sharded(place, size, leaf, shards, None))
+        else:
+            found.append(_Sharded(place, size, leaf, [], local_parts(leaf, name_of(place))))
 
 
 def _layout(value: Any) -> tuple[Span, ...] | None:
@@ -222,17 +300,3 @@ def _layout(value: Any) -> tuple[Span, ...] | None:
     shards = value.metadata().shards_metadata
     rows = {(s.shard_offsets[0], s.shard_offsets[0] + s.shard_sizes[0]) for s in shards}
     return tuple(sorted(rows))
-
-
-def _local_shards(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    if isinstance(value, ShardedTensor):
-        return [(tuple(s.metadata.shard_offsets), s.tensor.detach()) for s in value.local_shards()]
-    local = value.to_local()
-    if not isinstance(local, LocalShardsWrapper):
-        raise UnsupportedState(
-            f"a DTensor of shape {tuple(value.size())} doesn't come from TorchRec: only sharded "
-            "tables can be stored so far; keep dense parameters replicated"
-        )
-    offsets = [tuple(offset) for offset in local.local_offsets()]
-    # On a rank without a shard there is still an offset.
-    return list(zip(offsets, [s.detach() for s in local.local_shards()], strict=False))

@@ -96,7 +96,7 @@ class Snapshot:
         models: names of a model's states: if they differ, the lowest rank's is stored.
         buffers: names of the model's buffers in its state dict.
         progress: of the tables' optimizers, by table with a shard here.
-        blocks: local shards of sharded tensors that are no tables.
+        blocks: local parts of sharded tensors that are no tables, which this rank is to write.
         collisions: what managed-collision modules know besides; None if there are none.
     """
 
@@ -167,7 +167,7 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
                 ) from error
     stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
     dense = {name: drop_tables(value, stored) for name, value in live.items()}
-    blocks = find_blocks(live, stored, optimizers)
+    blocks = [block for block in find_blocks(live, stored, optimizers) if not block.replica]
     for name, value in dense[MODEL].items():
         if not isinstance(value, torch.Tensor):
             raise UnsupportedState(

@@ -275,7 +275,7 @@ def copied_size(item: RowsItem | BlockItem | ChunkItem) -> int:
     if isinstance(item, RowsItem):
         return rows_size(item.shard.shard, item.count)
     if isinstance(item, BlockItem):
-        size = item.block.tensor[item.start : item.stop].nbytes
+        size = item.piece.volume * item.block.tensor.element_size()
     else:
         size = sum(memoryview(piece).nbytes for piece in item.chunk.pieces)
     return aligned(size)

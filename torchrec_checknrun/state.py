@@ -16,6 +16,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, UnsupportedState
+from torchrec_checknrun.placements import dtype_of
+from torchrec_checknrun.plain_values import decode_value, encode_value
+from torchrec_checknrun.sets import SETS, set_of, sorted_members
 
 Tree = dict[str, Any]
 """One node: its type's letter, and what that needs; see ``_Encoder``."""
@@ -38,8 +41,9 @@ def encode_state(value: object, name: str) -> tuple[Tree, list[bytes | memoryvie
     """The tree of a state dict, and the pieces of payload that its leaves point into, in order.
 
     Args:
-        value: tensors, numpy arrays and scalars, bytes, str, int, float, bool, None, and list,
-            tuple or dict (keys str or int) of them.
+        value: tensors, numpy arrays and scalars, bytes, str, int, float, complex, bool, None,
+            ``torch.dtype``, ``torch.Size``, paths, ranges, slices, and list, tuple, set, frozenset
+            or dict (keys str or int) of them. Sets are stored in sorted order.
         name: what errors call the object.
 
     Raises:
@@ -76,6 +80,10 @@ class _Encoder:
         if isinstance(value, (list, tuple)) and kind in (list, tuple):
             letter = "l" if kind is list else "t"
             return {letter: [self.node(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]}
+        if isinstance(value, (set, frozenset)) and kind in (set, frozenset):
+            members = sorted_members(value, path, encode_state)
+            nodes = [self.node(v, f"{path}{{}}", depth + 1) for v in members]
+            return {kind.__name__: nodes}
         dimensions = getattr(value, "ndim", 0)
         if isinstance(dimensions, int) and dimensions > MOST_DIMENSIONS:
             raise UnsupportedState(
@@ -98,10 +106,13 @@ class _Encoder:
                 "shape": list(np.shape(value)),
                 "scalar": isinstance(value, np.generic),
             }
+        if (node := encode_value(value)) is not None:
+            return node
         raise UnsupportedState(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which can't be stored without "
-            "pickle: let state_dict() return tensors, numpy arrays, bytes, str, int, float, bool, "
-            "None, or list, tuple, dict of them"
+            "pickle: let state_dict() return tensors, numpy arrays, bytes, str, int, float, "
+            "complex, bool, None, torch.dtype, torch.Size, paths, ranges, slices (of numbers), or "
+            "list, tuple, dict, set of them"
         )
 
     def _key(self, key: object, path: str) -> str | int:
@@ -127,6 +138,11 @@ class _Encoder:
         length = len(data) if isinstance(data, bytes) else data.nbytes
         self._size = offset + length
         return [offset, length]
+
+
+def are_convertible(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Tell whether values of one dtype are restored into another: the same, or both are floats."""
+    return saved == wanted or (saved.is_floating_point and wanted.is_floating_point)
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -179,6 +195,9 @@ def _visit(node: Tree, leaf: Callable[[Tree], Any]) -> Any:
         return [_visit(v, leaf) for v in node["l"]]
     if "t" in node:
         return tuple(_visit(v, leaf) for v in node["t"])
+    for name, kind in SETS.items():
+        if name in node:
+            return set_of([_visit(v, leaf) for v in node[name]], kind)
     return leaf(node)
 
 
@@ -212,7 +231,10 @@ def _leaf(node: Tree, payload: memoryview) -> Any:
             raise CorruptCheckpoint(f"state tree: {len(data)} bytes don't make {node}")
         array = np.frombuffer(bytes(data), np_dtype).reshape(node["shape"]).copy()
         return array[()] if node["scalar"] else array
-    raise CorruptCheckpoint(f"state tree: unknown node {sorted(node)}")
+    try:
+        return decode_value(node)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"state tree: {error}") from error
 
 
 def _slice(payload: memoryview, span: list[int]) -> memoryview:
@@ -238,7 +260,8 @@ def check_state(
 ) -> None:
     """Refuses a saved tree that doesn't fit the live object, before anything is changed.
 
-    A dict that has lost keys, or a tensor of another shape or dtype, doesn't fit. Keys that only
+    A dict that has lost keys, or a tensor of another shape or dtype, doesn't fit, but that one type
+    of float is converted into another. Keys that only
     the checkpoint has are fine, unless ``exact``: some objects create their state late. So are
     lists of another length: what an object keeps in a list may be more at one time than at another.
 
@@ -275,10 +298,12 @@ def check_state(
         items = tree_values(tree)
         for i, value in enumerate(current if len(items) == len(current) else ()):
             check_state(value, items[i], f"{path}[{i}]", covered, of_table, exact)
-    elif isinstance(current, torch.Tensor) and not covered(current):
-        wanted = f"{str(current.dtype).removeprefix('torch.')} {list(current.shape)}"
+    elif isinstance(current, torch.Tensor) and (
+        not covered(current) or ("x" in tree and isinstance(current, SHARDED))
+    ):
+        wanted = f"{str(dtype_of(current)).removeprefix('torch.')} {list(current.shape)}"
         found = f"{tree['dtype']} {tree['shape']}" if "x" in tree else f"no tensor ({sorted(tree)})"
-        if wanted != found:
+        if "x" not in tree or not _fits(current, TORCH_DTYPES.get(tree["dtype"]), tree["shape"]):
             raise IncompatibleCheckpoint(
                 f"{path}: the checkpoint has {found}, the model wants {wanted}: build the model as "
                 "it was when the checkpoint was saved"
@@ -310,31 +335,65 @@ def common_state(current: Any, saved: Any, path: str, skipped: list[str]) -> Any
             if key in current
         }
     if isinstance(current, torch.Tensor) and not (
-        isinstance(saved, torch.Tensor)
-        and (saved.shape, saved.dtype) == (current.shape, current.dtype)
+        isinstance(saved, torch.Tensor) and _fits(current, saved.dtype, list(saved.shape))
     ):
         skipped.append(f"state {path}: of another shape or type than the model's")
         return current
     return saved
 
 
-def merge_state(current: Any, saved: Any, of_table: Callable[[object], bool] = _no_table) -> Any:
+def _fits(current: torch.Tensor, dtype: torch.dtype | None, shape: list[int]) -> bool:
+    own = dtype_of(current)
+    same_type = dtype is not None and (own is None or are_convertible(dtype, own))
+    return same_type and list(current.shape) == shape
+
+
+def _is_sharded(current: Any, saved: Any) -> bool:
+    return isinstance(current, SHARDED)
+
+
+def merge_state(
+    current: Any,
+    saved: Any,
+    of_table: Callable[[object], bool] = _no_table,
+    kept: Callable[[Any, Any], bool] = _is_sharded,
+) -> Any:
     """Puts saved values into a live state dict, in place where it can be, and returns it.
 
     Live tensors keep their identity (they may be a model's parameters) and get the saved content;
-    what the checkpoint doesn't have stays, and what is sharded is restored elsewhere.
+    what the checkpoint doesn't have stays.
+
+    Args:
+        kept: tells live values that stay as they are, with what was saved in their place: those
+            that are restored elsewhere.
     """
+    if kept(current, saved):
+        return current
     if isinstance(current, dict) and isinstance(saved, dict):
         for key, value in saved.items():
             if not of_table(key):
-                current[key] = merge_state(current.get(key), value, of_table)
+                current[key] = merge_state(current.get(key), value, of_table, kept)
             elif isinstance(known := current.get(key), dict) and isinstance(value, dict):
-                merge_state(known, {k: v for k, v in value.items() if k in known})
-        return current
-    if isinstance(current, SHARDED):
+                merge_state(known, {k: v for k, v in value.items() if k in known}, kept=kept)
         return current
     if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
         with torch.no_grad():
             current.copy_(saved)
         return current
+    return _graft(current, saved, kept)
+
+
+def _graft(current: Any, saved: Any, kept: Callable[[Any, Any], bool]) -> Any:
+    """The saved value, with the live ones in it that are restored elsewhere."""
+    if kept(current, saved):
+        return current
+    if isinstance(current, dict) and isinstance(saved, dict):
+        found = {key: _graft(current.get(key), value, kept) for key, value in saved.items()}
+        others = {k: v for k, v in current.items() if k not in found and kept(v, None)}
+        return {**found, **others}
+    same_kind = isinstance(saved, (list, tuple)) and type(saved) is type(current)
+    if same_kind and len(saved) == len(current):
+        return type(saved)(_graft(c, s, kept) for c, s in zip(current, saved, strict=True))
+    if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return saved.to(current.dtype) if are_convertible(saved.dtype, current.dtype) else saved
     return saved

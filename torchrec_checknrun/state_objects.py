@@ -21,6 +21,7 @@ from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.state import Tree, tree_items
 
 Covered = Callable[[object], bool]
+Kept = Callable[[Any, Any], bool]
 _MISSING = object()
 
 
@@ -71,6 +72,7 @@ class StateObjects:
         name: str,
         current: Any,
         saved: Any,
+        kept: Kept,
         covered: Covered,
         of_table: Covered,
         strict: bool,
@@ -80,6 +82,7 @@ class StateObjects:
 
         Args:
             current: its present state dict.
+            kept: tells live values that take what was saved in their place, and stay.
             covered: tells leaves that are restored in place.
             of_table: tells keys of a table, under which an optimizer keeps state that depends on
                 the table's sharding: keys that only one side has stay as they are live.
@@ -90,13 +93,15 @@ class StateObjects:
         if not strict and isinstance(current, dict) and _is_plain_module(state):
             saved = _fitting(name, current, saved, covered, skipped)
         by_table = of_table if isinstance(state, Optimizer) else _never
-        return _with_live(current, saved, covered, by_table)
+        return _with_live(current, saved, kept, covered, by_table)
 
 
-def _with_live(current: Any, saved: Any, covered: Covered, of_table: Covered) -> Any:
+def _with_live(current: Any, saved: Any, kept: Kept, covered: Covered, of_table: Covered) -> Any:
     """Put live leaves that were restored in place where they belong; keep the live dicts' types
     and tensors' devices.
     """
+    if kept(current, saved):
+        return current
     if isinstance(saved, torch.Tensor):
         if isinstance(current, torch.Tensor) and not covered(current):
             return saved.to(current.device)
@@ -104,12 +109,12 @@ def _with_live(current: Any, saved: Any, covered: Covered, of_table: Covered) ->
     if not isinstance(saved, dict):
         if isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)):
             beside = zip_longest(saved, current[: len(saved)])
-            return type(saved)(_with_live(live, s, covered, of_table) for s, live in beside)
+            return type(saved)(_with_live(live, s, kept, covered, of_table) for s, live in beside)
         return saved
     if not isinstance(current, dict):
         return saved
     content = {
-        key: _with_live(current.get(key), value, covered, of_table)
+        key: _with_live(current.get(key), value, kept, covered, of_table)
         for key, value in saved.items()
         if key in current or not of_table(key)
     }
@@ -152,7 +157,7 @@ def _fitting(
     skipped += [f"state {name}.{key}: only in the checkpoint" for key in saved.keys() - current]
     fitting = {}
     for key, value in current.items():
-        if covered(value):
+        if covered(value) and key not in saved:
             continue
         found = saved.get(key, _MISSING)
         if found is _MISSING:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from torchrec_checknrun.plain_values import check_value
+from torchrec_checknrun.sets import SETS
 from torchrec_checknrun.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
 from torchrec_checknrun.untrusted import LARGEST, as_count, as_flag, list_of, record
 
@@ -57,9 +59,11 @@ def _check(node: object, end: int, depth: int) -> int:
     if letter == "f" and type(value) is str and _HEX_FLOAT.fullmatch(value):
         _as_float(value)
         return end
-    if letter in ("l", "t") and type(value) is list:
+    if letter in ("l", "t", *SETS) and type(value) is list:
         for item in value:
             end = _check(item, end, depth + 1)
+            if letter in SETS:
+                _check_member(item)
         return end
     if letter == "d" and type(value) is list:
         keys = set()
@@ -71,7 +75,17 @@ def _check(node: object, end: int, depth: int) -> int:
             keys.add(item[0])
             end = _check(item[1], end, depth + 1)
         return end
-    raise ValueError(f"{shown(node)} is no node")
+    check_value(node)
+    return end
+
+
+def _check_member(node: dict[str, Any]) -> None:
+    """Refuses what no set can hold: it must have a hash, and be equal to itself when read again."""
+    letter = next(iter(node))
+    if letter in ("l", "d", "x", "set", "slice") or (letter == "n" and node["scalar"] is False):
+        raise ValueError(f"a set has {shown(node)} as a member, which has no hash")
+    for item in node["t"] if letter == "t" else ():
+        _check_member(item)
 
 
 def _check_array(node: dict[str, Any], letter: str, end: int) -> int:

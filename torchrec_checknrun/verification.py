@@ -12,12 +12,12 @@ from itertools import groupby
 import numpy as np
 
 from torchrec_checknrun.blocks import KIND as BLOCK
-from torchrec_checknrun.blocks import block_header
+from torchrec_checknrun.blocks import block_header, decode_block
 from torchrec_checknrun.chain import check_sizes, committed, read_manifest, resolve
 from torchrec_checknrun.chunks import decode_state_chunk
 from torchrec_checknrun.claims import FOLDER
 from torchrec_checknrun.control_records import find_damage
-from torchrec_checknrun.dense_values import decode_block, piece_problems
+from torchrec_checknrun.dense_values import piece_problems
 from torchrec_checknrun.done_rows import DoneRows
 from torchrec_checknrun.errors import (
     CheckNRunError,

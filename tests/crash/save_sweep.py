@@ -174,10 +174,8 @@ class Sweep:
             asked_for, failed = self._faults.asked_for, self._faults.failed
             problems = self._look(root, told, old, new, tally)
             self._job.train()
-            report = saver.save()
+            saver.save()
             _wait_for_pruner(saver)
-            if report is None:
-                problems.append("the next save saved nothing")
             problems += [f"then {p}" for p in self._restored(root, gather(self._job))[1]]
             if full and len(committed(Folder(root))) != 1:
                 problems.append(f"{committed(Folder(root))} were left")

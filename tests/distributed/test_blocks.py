@@ -217,11 +217,6 @@ def test_beside_a_model(workers: Workers, tmp_path: Path) -> None:
 
 
 def unsupported(root: str) -> None:
-    cube = torch.zeros(4, 2, 2)
-    place = ShardMetadata([4 * dist.get_rank(), 0, 0], [4, 2, 2], f"rank:{dist.get_rank()}/cpu")
-    state = {"cube": ShardedTensor._init_from_local_shards([Shard(cube, place)], (8, 2, 2))}
-    with pytest.raises(CheckpointException, match=r"cube is sharded .* of 3 dimensions"):
-        dcp.save(state, planner=SavePlanner(), storage_writer=StorageWriter(Path(root) / "cube"))
     lone = {"state": {"c.t.weight": {"t.momentum1": sharded("rows", "half", False, True)}}}
     with pytest.raises(CheckpointException, match="put the model's state dict beside it"):
         dcp.save(lone, planner=SavePlanner(), storage_writer=StorageWriter(Path(root) / "lone"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,10 +118,16 @@ def write(
     parts: Sequence[Part],
     parent: Manifest | None = None,
     ranks: int = 1,
+    dense: Mapping[str, object] | None = None,
+    sharded: Sequence[EncodedChunk] = (),
     **other: Any,
 ) -> Manifest:
     """Commits a checkpoint of one table, and a state that all ranks have alike, and one each of
     their own.
+
+    Args:
+        dense: more of the state that all ranks have alike.
+        sharded: pieces of sharded tensors.
     """
     sequence = parent.sequence + 1 if parent else 1
     name = checkpoint_id(sequence, sequence * 10, f"{sequence:08x}")
@@ -131,7 +137,9 @@ def write(
     for rank in range(ranks):
         of_rank = chunks[rank::ranks]
         if rank == 0:
-            of_rank.append(state_chunk("model", None, *encode_state({"w": sequence}, "model")))
+            model = {"w": sequence, **(dense or {})}
+            of_rank.append(state_chunk("model", None, *encode_state(model, "model")))
+            of_rank += sharded
         own = {"drawn": torch.arange(rank + 3.0)}
         of_rank.append(state_chunk("rng", rank, *encode_state(own, "rng")))
         summaries.append(write_rank_file(root / name, rank, iter(map(Job, of_rank))))

@@ -7,14 +7,21 @@ import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 import xxhash
 
 from tests.unit.chains import DIM, TABLE, Part, make_shards, new_root, restore, write
+from torchrec_checknrun.block_restore import BlockRestore, saved_blocks
+from torchrec_checknrun.blocks import Block
+from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.chain import committed, newest, resolve
+from torchrec_checknrun.chunks import EncodedChunk, state_tree
 from torchrec_checknrun.codecs import Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
 from torchrec_checknrun.compaction import compact
+from torchrec_checknrun.content_tree import with_blocks
 from torchrec_checknrun.differences import compare
 from torchrec_checknrun.errors import (
     ChainBroken,
@@ -31,7 +38,7 @@ from torchrec_checknrun.manifest import MANIFEST_NAME
 from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.rank_file import FOOTER, MAGIC
-from torchrec_checknrun.read_chunks import read_content
+from torchrec_checknrun.read_chunks import read_chunk, read_content
 from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.table_reader import ChunkCache, TableReader
@@ -93,6 +100,24 @@ class Forged:
         self.last = change
 
 
+VALUES = {
+    "values": [{1, 2}, {"a", None, (1, b"x")}, frozenset({2.5}), 1j, torch.float16],
+    "sizes": (torch.Size([2, 3]), range(0, 9, 2), slice(None, 3), PurePosixPath("a/b"), Path("c")),
+}
+"""Of every type that a state may hold beside numbers and tensors."""
+SHARDED = torch.arange(24).reshape(4, 3, 2)
+"""In pieces of two shards."""
+
+
+def pieces_of(tensor: torch.Tensor) -> list[EncodedChunk]:
+    whole, chunks = Box.whole(tensor.shape), []
+    for rows in ((0, 3), (3, 4)):
+        box = Box((rows, *whole.spans[1:]))
+        block = Block(("model", "over.weight"), tuple(tensor.shape), box, tensor[slice(*rows)])
+        chunks += [block.encode(piece) for piece in block.pieces(300)]
+    return chunks
+
+
 def example() -> list[Forged]:
     """A full checkpoint and two upon it: several codecs, ids encodings, states."""
     root = new_root()
@@ -117,7 +142,8 @@ def example() -> list[Forged]:
         first,
     )
     encoding = Encoding(KMeans(2))
-    write(root, ROWS, [Part((0, 4), list(range(20, 30)), 10, encoding=encoding)], second)
+    part = Part((0, 4), list(range(20, 30)), 10, encoding=encoding)
+    write(root, ROWS, [part], second, dense=VALUES, sharded=pieces_of(SHARDED))
     return load(root)
 
 
@@ -226,12 +252,30 @@ def attack(root: Folder, head: str) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
             save(root, resolve(root, head), folder, **options)
 
+    def blocks() -> None:
+        content = read_content(root, resolve(root, head))
+        chunks = {c.key: c for c in content.chunks[-1] if c.entry["kind"] == "block"}
+        saved = saved_blocks({key: chunk.entry for key, chunk in chunks.items()})
+        for chunk in content.chunks[-1]:
+            if chunk.entry["kind"] == "state":
+                with_blocks(state_tree(chunk.entry), chunk.entry["name"], saved)
+        live, whole = torch.zeros_like(SHARDED), Box.whole(SHARDED.shape)
+        halves = [Box((*whole.spans[:2], (start, start + 1))) for start in (0, 1)]
+        wanted = [
+            Block(("model", "over.weight"), tuple(live.shape), half, live[half.slices(whole)])
+            for half in halves
+        ]
+        restoring = BlockRestore(wanted, saved, strict=True)
+        for key in restoring.plan(head, ["model"]):
+            restoring.load(chunks[key].entry, read_chunk(root, chunks[key]))
+
     baseline = committed(root)[-1]
     attempt("resolve", lambda: resolve(root, head))
     attempt("latest_claim", lambda: latest_claim(root))
     attempt("newest", look)
     attempt("verify", check)
     attempt("restore", read)
+    attempt("blocks", blocks)
     attempt("ls", lambda: inventory(root))
     attempt("prune", lambda: prune(root, Retention(1, 1.0), dry_run=True))
     attempt("cat", cat)

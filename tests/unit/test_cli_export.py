@@ -35,6 +35,7 @@ from tests.unit.chains import (
 from tests.unit.console import Console
 from tests.unit.forgery import load, seal
 from torchrec_checknrun.blocks import Block
+from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.chain import resolve
 from torchrec_checknrun.chunks import state_chunk
 from torchrec_checknrun.codecs import Codec, Exact, Fp16, Rowwise
@@ -220,11 +221,11 @@ def dense_chunks(root: Folder, states: dict[str, object]) -> tuple[StoredChunk, 
     manifest = write(root, 4, [Part(WHOLE, list(range(4)), 4)])
     remapped = torch.arange(14).view(7, 2)
     blocks = [
-        Block(("model", "ec.remapped"), (7, 2), Rectangle(*rows, 0, 2), remapped[slice(*rows)])
+        Block(("model", "ec.remapped"), (7, 2), Box((rows, (0, 2))), remapped[slice(*rows)])
         for rows in ((0, 4), (4, 7))
     ]
     jobs = [Job(state_chunk(n, None, *encode_state(v, n))) for n, v in states.items()]
-    jobs += [Job(block.encode(0, block.rectangle.rows)) for block in blocks]
+    jobs += [Job(block.encode(block.box)) for block in blocks]
     file = write_rank_file(root / manifest.id, 9, iter(jobs)).file
     return read_indexes(root, replace(manifest, files=(file,)))
 
@@ -268,7 +269,7 @@ def test_two_values_of_one_name_are_refused() -> None:
     ("number", "change"),
     [
         (1, {"size": [2**60, 2]}),  # before memory is taken for it
-        (0, {"rows": [1, 5], "shard_rows": [1, 5]}),  # row 4 twice, row 0 not
+        (0, {"part": [[1, 5], [0, 2]], "shard": [[1, 5], [0, 2]]}),  # row 4 twice, row 0 not
         (1, {"dtype": "float64"}),
         (1, {"path": ["other"]}),
     ],

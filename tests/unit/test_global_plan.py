@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from tests.unit.plain_states import State, cause, example
 from torchrec_checknrun import SavePlanner, StorageWriter
 from torchrec_checknrun.blocks import BlockSummary
+from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.errors import CheckNRunError, InvalidPlan
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Link
@@ -96,14 +97,13 @@ class TestGlobalPlan:
 
     def test_a_sharded_buffer_in_parts(self) -> None:
         def part(start: int, stop: int) -> PlanSummary:
-            rectangle = Rectangle(start, stop, 0, 1)
-            block = BlockSummary(("model", "ids"), "int64", (9,), rectangle)
+            block = BlockSummary(("model", "ids"), "int64", (9,), Box(((start, stop),)))
             return self.summary(tables={}, blocks=[block])
 
         self.plan(part(5, 9), self.summary(tables={}), part(0, 5))
         with pytest.raises(InvalidPlan, match=r"^model\.ids: ranks 2 and 0 would both write "):
             self.plan(part(4, 9), self.summary(tables={}), part(0, 5))
-        with pytest.raises(InvalidPlan, match=r"^model\.ids: the ranks hold 8 of 9 × 1 values"):
+        with pytest.raises(InvalidPlan, match=r"^model\.ids: the ranks hold 8 of 9 values"):
             self.plan(part(5, 9), part(0, 4))
 
     def test_an_unknown_table(self) -> None:

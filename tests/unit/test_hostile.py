@@ -173,6 +173,64 @@ in_state(
     "dtype_code", "is no dtype", {"n": [0, 8], "dtype": "i4,(9,9)f8", "shape": [1], "scalar": False}
 )
 in_state("the_same_bytes", "where another one ends", {"l": [{"b": [0, 4]}, {"b": [0, 4]}]})
+in_state("set_of_lists", "has no hash", {"set": [{"l": []}]})
+in_state("set_of_tuples_of_lists", "has no hash", {"set": [{"t": [{"t": [{"d": []}]}]}]})
+in_state("set_of_sets", "has no hash", {"frozenset": [{"set": []}]})
+in_state("set_of_slices", "has no hash", {"set": [{"slice": [{"v": 1}, {"v": 2}, {"v": 3}]}]})
+in_state("set_of_bytes", "is no node", {"set": "abc"})
+in_state("member_twice", "2 members make a set of 1", {"set": [{"v": 1}, {"f": "0x1.0p+0"}]})
+in_state("complex_of_one", "are not 2 parts", {"complex": ["0x1.0p+0"]})
+in_state("complex_of_text", "invalid hexadecimal|is no number", {"complex": ["os", "system"]})
+in_state("complex_beyond", "too large a number", {"complex": ["0x1.0p+9999", "0x1.0p+0"]})
+in_state("dtype_of_a_module", "is no dtype", {"torch.dtype": "load"})
+in_state("dtype_of_a_list", "is no dtype", {"torch.dtype": ["float32"]})
+in_state("size_of_text", "is no integer", {"torch.Size": ["x"]})
+in_state("size_beyond", "is no integer", {"torch.Size": [2**63]})
+in_state("range_beyond", "is no integer", {"range": [0, 2**70, 1]})
+in_state("range_of_four", "are not 3 parts", {"range": [0, 1, 1, 1]})
+in_state("range_of_no_steps", "steps of 0", {"range": [0, 5, 0]})
+in_state("range_of_flags", "is no integer", {"range": [False, True, True]})
+in_state("slice_of_code", "is no part of a slice", {"slice": [{"v": 1}, {"eval": "1"}, {"v": 1}]})
+in_state("slice_of_slices", "is no part of a slice", {"slice": [{"slice": []}, {"v": 1}, {"v": 1}]})
+in_state("path_of_numbers", "is no node", {"Path": 5})
+in_state("path_of_another_kind", "is no node", {"WindowsPath": "c:"})
+in_state("two_kinds", "is no node", {"complex": ["0x0p+0", "0x0p+0"], "range": [0, 1, 1]})
+
+
+def in_block(name: str, words: str, **fields: Any) -> None:
+    def change(chain: list[Forged]) -> None:
+        block_of(chain[-1]).update(fields)
+
+    ATTACKS.append((f"block_{name}", words, change))
+
+
+def block_of(forged: Forged) -> dict[str, Any]:
+    return next(e for e in forged.entries if e["kind"] == "block")
+
+
+in_block("of_a_terabyte", "is too large", size=[2**30, 2**30, 2**30])
+in_block("of_no_size_but_giant", "is too large", size=[0, 2**62, 2**62])
+in_block("of_many_dimensions", "is too large", size=[1] * 5000)
+in_block("beyond", "is not within", part=[[0, 5], [0, 3], [0, 2]])
+in_block("turned", "is not within", part=[[2, 1], [0, 3], [0, 2]])
+in_block("negative", "-1 is not a count", part=[[-1, 1], [0, 3], [0, 2]])
+in_block("flat", "spans for 3 dimensions", part=[[0, 4]])
+in_block("of_triples", "too many values", part=[[0, 1, 2], [0, 3, 1], [0, 2, 1]])
+in_block("outside_its_shard", "is not within", shard=[[1, 3], [0, 3], [0, 2]])
+in_block("other_dtype", "bytes for", dtype="int8")
+in_block("dtype_of_objects", "dtype 'object'", dtype="object")
+in_block("without_a_path", "a path of 0 keys", path=[])
+in_block("deep_path", "a path of 5000 keys", path=["x"] * 5000)
+in_block("key_of_a_list", "path: .* is no text", path=["model", ["x"]])
+in_block("long_names", "of several sizes or types|are missing", path=["model", "x" * 4000])
+in_block("other_size", "several sizes or types", size=[4, 3, 9])
+
+
+@named("or some twice: pieces are missing")
+def a_block_twice(chain: list[Forged]) -> None:
+    block = block_of(chain[-1])
+    other = next(e for e in chain[-1].entries if e["kind"] == "block" and e["part"][0] == [3, 4])
+    other |= {"part": [[2, 3], *block["part"][1:]], "shard": block["shard"]}
 
 
 @named("needs seq-000003.* it was replaced")

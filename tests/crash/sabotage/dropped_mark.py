@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from tests.crash.sabotage import rank, replace, report, train
-from torchrec_checknrun.saver import Saver
+from torchrec_checknrun.saver import Begun, Saver
 from torchrec_checknrun.tracking import Marks
 
 
 def sabotage() -> None:
     begin, mark = Saver.begin, Marks.mark
-    baseline: list[bool] = []
+    baseline: list[Begun] = []
     victim: list[tuple[Marks, int]] = []
 
-    def begin_and_see(saver: Saver, step: int) -> bool:
-        baseline.append(begin(saver, step))
+    def begin_and_see(saver: Saver, step: int, tell: bool = False) -> Begun:
+        baseline.append(begin(saver, step, tell))
         return baseline[-1]
 
     def mark_others(marks: Marks, ids: torch.Tensor) -> None:
