@@ -1,0 +1,1 @@
+"""What teams do to the quick start."""
