@@ -16,15 +16,17 @@ SHOWN = 60
 SAME_BYTES = ("weights", "ids", "optimizer", "dense")
 
 
-def killed_and_resumed(ranks: WorkerPool, folder: Path, program: str) -> tuple[Ranks, Ranks]:
+def killed_and_resumed(
+    ranks: WorkerPool, folder: Path, program: str, **options: str
+) -> tuple[Ranks, Ranks]:
     """Return the ends of a run that was killed and resumed, and of one that never was."""
-    wanted = _ended(ranks, folder / "whole", program)
+    wanted = _ended(ranks, folder / "whole", program, **options)
     assert {rank["resumed_from"] for rank in wanted} == {0}
     answers = ranks.run(
-        run_here, root=str(folder / "killed"), program=program, kill_at=KILLED_AT
+        run_here, root=str(folder / "killed"), program=program, kill_at=KILLED_AT, **options
     )
     assert answers[1] == {"signal": signal.SIGKILL}, answers
-    resumed = _ended(ranks, folder / "killed", program)
+    resumed = _ended(ranks, folder / "killed", program, **options)
     last = KILLED_AT // INTERVAL * INTERVAL
     assert {rank["resumed_from"] for rank in resumed} <= {last, last - INTERVAL}
     return resumed, wanted
@@ -57,8 +59,8 @@ def _size(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ended(ranks: WorkerPool, root: Path, program: str) -> Ranks:
-    answers = ranks.run(run_here, root=str(root), program=program)
+def _ended(ranks: WorkerPool, root: Path, program: str, **options: str) -> Ranks:
+    answers = ranks.run(run_here, root=str(root), program=program, **options)
     errors = [answer for answer in answers if "value" not in answer]
     assert not errors, "\n".join(str(a.get("error", a)) for a in errors)
     return [answer["value"] for answer in answers]

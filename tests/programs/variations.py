@@ -1,1 +1,383 @@
-"""What teams do to the quick start."""
+"""The quick start with what teams change in it: wrappers, schedules, metrics, buffers, loops.
+
+A variation is a ``Training`` with a method or two of its own. All are short, and each is one that
+resumed otherwise than it had been killed, or could have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+from torch.optim.swa_utils import AveragedModel
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+from tests.programs.batches import Clicks
+from tests.programs.live import kernels
+from tests.programs.quickstart import RATE, ROWS, Net, Reader
+from tests.programs.session import INTERVAL, STEPS, AfterStep, Ended
+from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, PerRank
+
+STAGES = [WarmupStage(WarmupPolicy.LINEAR, 6, 0.1), WarmupStage(WarmupPolicy.POLY, 40, 1.0)]
+Parameters = list[torch.Tensor]
+
+
+class Training:
+    """The quick start's loop, in parts that a variation may replace.
+
+    Attributes:
+        schedules: stepped at the end of each turn.
+        state: what is given to the Checkpointer besides the optimizer and the reader.
+    """
+
+    net: Callable[[], nn.Module] = Net
+
+    def __init__(self) -> None:
+        net = self.net()
+        apply_optimizer_in_backward(RowWiseAdagrad, net.ebc.parameters(), {"lr": RATE})
+        self.model = DistributedModelParallel(net, device=torch.device("cpu"))
+        self.fused: KeyedOptimizer = self.model.fused_optimizer
+        self.dense = KeyedOptimizerWrapper(
+            dict(in_backward_optimizer_filter(self.model.named_parameters())), self.factory
+        )
+        self.inner: Optimizer = self.dense._optimizer
+        self.optimizer = self.wrapped()
+        self.schedules: list[Any] = []
+        self.state: dict[str, Any] = {}
+        self.prepare()
+
+    def factory(self, parameters: Parameters) -> Optimizer:
+        """Make torch's optimizer of the dense parameters."""
+        return torch.optim.Adam(parameters, lr=RATE)
+
+    def wrapped(self) -> KeyedOptimizer:
+        """Put the optimizers together."""
+        return CombinedOptimizer([("tables", self.fused), ("dense", self.dense)])
+
+    def prepare(self) -> None:
+        """Make what else the loop needs."""
+
+    def turn(self, number: int, batch: Batch) -> None:
+        """Train a batch, the first of which has number 1."""
+        self.optimizer.zero_grad()
+        self.model(batch).backward()
+        self.optimizer.step()
+        self.after(number, batch)
+        for schedule in self.schedules:
+            schedule.step()
+
+    def after(self, number: int, batch: Batch) -> None:
+        """Do something once the optimizer has stepped."""
+
+    def schedule(self, *schedules: LRScheduler) -> None:
+        self.schedules = list(schedules)
+        self.state |= {f"schedule{index}": s for index, s in enumerate(schedules)}
+
+
+class WarmUpAroundAll(Training):
+    def wrapped(self) -> KeyedOptimizer:
+        return WarmupOptimizer(super().wrapped(), list(STAGES), lr=RATE)
+
+
+class WarmUpAndClippingInside(Training):
+    """As TorchRec's users nest them: each part warms up on its own, the dense one is clipped."""
+
+    def wrapped(self) -> KeyedOptimizer:
+        clipped = GradientClippingOptimizer(self.dense, GradientClipping.NORM, 0.05)
+        return CombinedOptimizer(
+            [
+                ("tables", WarmupOptimizer(self.fused, list(STAGES), lr=RATE)),
+                ("dense", WarmupOptimizer(clipped, list(STAGES), lr=RATE / 2)),
+            ]
+        )
+
+
+class ClippingAroundWarmUp(Training):
+    def wrapped(self) -> KeyedOptimizer:
+        warm = WarmupOptimizer(self.dense, list(STAGES), lr=RATE)
+        clipped = GradientClippingOptimizer(
+            warm, GradientClipping.VALUE, 0.01, track_grad_norm=True
+        )
+        return CombinedOptimizer([("tables", self.fused), ("dense", clipped)])
+
+
+class ScheduleOfEach(Training):
+    """Schedules on the optimizers inside, which the wrappers around them don't know."""
+
+    def prepare(self) -> None:
+        self.schedule(StepLR(self.inner, 3, 0.5), LambdaLR(self.fused, lambda n: 1 / (1 + n)))
+
+
+class ScheduleOfAll(Training):
+    def prepare(self) -> None:
+        self.schedule(LambdaLR(self.optimizer, lambda n: 0.8**n))
+
+
+class OneCycle(Training):
+    """Sets momentum as well as rates."""
+
+    def prepare(self) -> None:
+        self.schedule(OneCycleLR(self.inner, 0.05, total_steps=STEPS + 5))
+
+
+class OneAfterTheOther(Training):
+    def prepare(self) -> None:
+        both = [LinearLR(self.inner, 0.1, total_iters=4), CosineAnnealingLR(self.inner, 20)]
+        self.schedule(SequentialLR(self.inner, both, milestones=[4]))
+
+
+class Plateau(Training):
+    """Halves the rate when the loss has not fallen for a while."""
+
+    def prepare(self) -> None:
+        self.plateau = ReduceLROnPlateau(self.inner, factor=0.5, patience=1)
+        self.state["plateau"] = self.plateau
+
+    def turn(self, number: int, batch: Batch) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(batch)
+        loss.backward()
+        self.optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        self.plateau.step(float(total))
+
+
+class GroupsByHand(Training):
+    """Two groups; rates, decay and momentum are set in the loop, once."""
+
+    def factory(self, parameters: Parameters) -> Optimizer:
+        biases = [p for p in parameters if p.dim() == 1]
+        others = [p for p in parameters if p.dim() > 1]
+        return torch.optim.AdamW([{"params": others}, {"params": biases, "weight_decay": 0.0}])
+
+    def after(self, number: int, batch: Batch) -> None:
+        if number == 4:
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.003
+        if number == 5:
+            self.inner.param_groups[0]["weight_decay"] = 0.3
+            self.inner.param_groups[1]["betas"] = (0.8, 0.9)
+
+
+class GroupsInTheStateDict(GroupsByHand):
+    """TorchRec's option that puts groups into state dicts."""
+
+    def prepare(self) -> None:
+        self.optimizer.save_param_groups(True)
+
+
+class RateIsATensor(Training):
+    def factory(self, parameters: Parameters) -> Optimizer:
+        return torch.optim.Adam(parameters, lr=torch.tensor(RATE), foreach=False)
+
+    def prepare(self) -> None:
+        self.schedule(StepLR(self.inner, 2, 0.7))
+
+
+class Nadam(Training):
+    """Keeps more than moments."""
+
+    def factory(self, parameters: Parameters) -> Optimizer:
+        return torch.optim.NAdam(parameters, lr=RATE, momentum_decay=0.01)
+
+
+class KernelsOwnRate(Training):
+    """No fused optimizer in sight: the tables' rate is set on their kernel."""
+
+    def wrapped(self) -> KeyedOptimizer:
+        return self.dense
+
+    def after(self, number: int, batch: Batch) -> None:
+        if number == 4:
+            for _, kernel in kernels(self.model):
+                if hasattr(kernel, "set_learning_rate"):
+                    kernel.set_learning_rate(0.003)
+
+
+class KernelsLag(Training):
+    """Gradients are zeroed, which gives kernels their rate, before the schedule sets the next."""
+
+    def prepare(self) -> None:
+        self.schedule(LambdaLR(self.optimizer, lambda n: 0.7**n))
+
+    def turn(self, number: int, batch: Batch) -> None:
+        self.model(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for schedule in self.schedules:
+            schedule.step()
+
+
+class Accumulated(Training):
+    """The dense optimizer steps every other batch."""
+
+    def turn(self, number: int, batch: Batch) -> None:
+        (self.model(batch) / 2).backward()
+        if number % 2 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class Skipped(Training):
+    """Gradients of some batches are dropped, as after a NaN."""
+
+    def turn(self, number: int, batch: Batch) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch).backward()
+        if number % 4 == 0:
+            self.optimizer.zero_grad()
+            return
+        self.optimizer.step()
+
+
+class Scaled(Training):
+    """Losses are scaled; the scaler skips the dense optimizer's step where a gradient overflows."""
+
+    def prepare(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+        self.state["scaler"] = self.scaler
+
+    def turn(self, number: int, batch: Batch) -> None:
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(batch)).backward()
+        if number == 7:
+            self.model.module.over[0].bias.grad.fill_(torch.inf)
+        self.scaler.step(self.inner)
+        self.scaler.update()
+
+
+class Evaluated(Training):
+    """Looks rows up without training them in between: kernels count that."""
+
+    def after(self, number: int, batch: Batch) -> None:
+        if number % 2 == 0:
+            self.model.eval()
+            with torch.no_grad():
+                self.model(batch)
+            self.model.train()
+
+
+class Scores:
+    """A metric that keeps all that it has seen, each rank its own."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(0)
+
+    def update(self, scores: torch.Tensor) -> None:
+        self.seen = torch.cat([self.seen, scores])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class GrowingMetric(Training):
+    def prepare(self) -> None:
+        self.scores = Scores()
+        self.state["scores"] = PerRank(self.scores)
+
+    def after(self, number: int, batch: Batch) -> None:
+        self.scores.update(batch.labels.float() * number)
+
+
+class Replay:
+    """The last few batches' dense features by their number, and which to train once more."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.kept: dict[str, torch.Tensor] = {}
+        self.draw = torch.Generator().manual_seed(1)
+
+    def add(self, number: int, value: torch.Tensor) -> None:
+        self.kept[str(number)] = value
+        if len(self.kept) > self.size:
+            del self.kept[next(iter(self.kept))]
+
+    def sample(self) -> torch.Tensor:
+        index = int(torch.randint(len(self.kept), (), generator=self.draw))
+        return list(self.kept.values())[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": dict(self.kept), "draw": self.draw.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = dict(state["kept"])
+        self.draw.set_state(state["draw"])
+
+
+class ReplayBuffer(Training):
+    """Keys come and go, and their order counts."""
+
+    def prepare(self) -> None:
+        self.replay = Replay(4)
+        self.state["replay"] = PerRank(self.replay)
+
+    def turn(self, number: int, batch: Batch) -> None:
+        if number > 1:
+            batch.dense_features = batch.dense_features + self.replay.sample()
+        super().turn(number, batch)
+        self.replay.add(number, batch.dense_features / 2)
+
+
+class Averaged(Training):
+    """A running average of the dense layers."""
+
+    def prepare(self) -> None:
+        self.average = AveragedModel(self.model.module.over)
+        self.state["average"] = self.average
+
+    def after(self, number: int, batch: Batch) -> None:
+        self.average.update_parameters(self.model.module.over)
+
+
+VARIATIONS: dict[str, type[Training]] = {
+    kind.__name__: kind for kind in Training.__subclasses__() + [GroupsInTheStateDict]
+}
+
+
+def main(root: str, after_step: AfterStep, variation: str) -> Ended:
+    torch.manual_seed(5)
+    training = VARIATIONS[variation]()
+    reader = Reader(Clicks(ROWS, dist.get_rank(), STEPS))
+    reports: list[CheckpointReport] = []
+    checkpointer = Checkpointer(
+        root,
+        model=training.model,
+        state={"optimizer": training.optimizer, "reader": reader, **training.state},
+        policy=Consecutive(),
+        every_steps=INTERVAL,
+        when_busy="wait",
+        callbacks=[reports.append],
+    )
+    checkpointer.restore()
+    resumed_from = checkpointer.steps
+    for batch in reader:
+        training.turn(reader.position, batch)
+        checkpointer.step()
+        after_step(checkpointer.steps)
+    checkpointer.close()
+    return Ended({"model": training.model, "training": training}, reports, resumed_from)
