@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
 
 Live = dict[str, str]
 """By path an object's value, or the hash of a tensor's."""
@@ -59,6 +60,12 @@ SKIPPED_OF_KERNELS: dict[str, str] = {
     "timestep": "a kernel's: the age of rows in a GPU's cache, which a new process has empty",
 }
 """Attributes of FBGEMM's kernels that say nothing of the run, and why."""
+
+SKIPPED_ATTRIBUTES: dict[tuple[type, str], str] = {
+    (torch.amp.GradScaler, "_init_scale"): "where its load_state_dict puts the scale as well",
+    (torch.amp.GradScaler, "_init_growth_tracker"): "where that puts the tracker as well",
+}
+"""Attributes of others that say nothing of the run, and why."""
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes, Enum, Path, type)
 SCALARS += (torch.dtype, torch.device, torch.Size, np.generic, range, slice)
@@ -146,7 +153,7 @@ class _Walk:
             self._visit_object(path, value)
 
     def _visit_tensor(self, path: str, value: Any) -> None:
-        if id(value) in self._names and not path.startswith("parameter "):
+        if id(value) in self._names:
             self.found[path] = f"parameter {self._names[id(value)]}"
         elif isinstance(value, ShardedTensor):
             for shard in value.local_shards():
@@ -158,7 +165,9 @@ class _Walk:
         if isinstance(value, nn.Module):
             self._visit_module(path, value)
         elif isinstance(value, Mapping):
-            self._visit_items(path, {self._key(key): item for key, item in value.items()})
+            items = {self._key(key): item for key, item in value.items()}
+            assert len(items) == len(value), f"{path} has several keys of the same name"
+            self._visit_items(path, items)
         elif isinstance(value, (list, tuple, deque)):
             self._visit_items(path, {f"{index:03}": item for index, item in enumerate(value)})
         elif isinstance(value, (set, frozenset)):
@@ -170,7 +179,10 @@ class _Walk:
             self.found[path] = _hash(repr(bits.__getstate__()).encode())
         elif hasattr(value, "__dict__"):
             self.found[path] = type(value).__qualname__
-            self._visit_items(path, vars(value))
+            if isinstance(value, KeyedOptimizer):  # knows tables and what wrappers add by names
+                for name, parameter in value.params.items():
+                    self._names.setdefault(id(parameter), name)
+            self._visit_items(path, _attributes(value))
         else:
             raise TypeError(f"{path} is of {type(value)}: compare it, or say why that can't be")
 
@@ -222,8 +234,22 @@ class _Walk:
 
     def _key(self, key: Any) -> str:
         if isinstance(key, torch.Tensor):
-            return f"[{self._names.get(id(key), f'tensor of {tuple(key.shape)}')}]"
+            return f"[{self._names.get(id(key), 'tensor')}]"
         return key if isinstance(key, str) else repr(key)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, but for those that say nothing of the run.
+
+    A wrapper around a CombinedOptimizer has a *copy* of the state in it, taken when the wrapper was
+    made or loaded; only what the wrapper itself puts there is used.
+    """
+    skipped = [name for kind, name in SKIPPED_ATTRIBUTES if isinstance(value, kind)]
+    found = {name: item for name, item in vars(value).items() if name not in skipped}
+    if isinstance(value, OptimizerWrapper) and isinstance(value._optimizer, CombinedOptimizer):
+        inner = value._optimizer.state
+        found["state"] = {p: item for p, item in value.state.items() if p not in inner}
+    return found
 
 
 def _digest(value: Any) -> str:

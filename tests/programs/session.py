@@ -80,9 +80,7 @@ def run(main: Program) -> None:
     dist.destroy_process_group()
 
 
-def run_here(
-    root: str, program: str, kill_at: int | None = None, **options: Any
-) -> dict[str, Any]:
+def run_here(root: str, program: str, kill_at: int | None = None, **options: Any) -> dict[str, Any]:
     """Run a program's ``main`` in this process, which has a process group; see ``Ended``."""
     main: Program = importlib.import_module(f"tests.programs.{program}").main
     return main(root, killer(kill_at), **options).to_json()

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.distributed.worker_pool import WorkerPool
-from tests.programs.resuming import compare, compare_bytes, killed_and_resumed
+from tests.programs.conftest import Both
+from tests.programs.resuming import compare, compare_bytes
 from tests.programs.variations import VARIATIONS
 
+OFTEN = {
+    *("WarmUpAroundAll", "WarmUpAndClippingInside", "ClippingAroundWarmUp", "GroupsByHand"),
+    *("ScheduleOfEach", "KernelsOwnRate", "KernelsLag", "Dropped", "GrowingMetric", "ReplayBuffer"),
+    *("Normalised", "Evaluated"),
+}
+"""Those that each `make test` runs."""
 
-@pytest.mark.parametrize("variation", sorted(VARIATIONS))
-def test_killed_and_resumed(ranks: WorkerPool, tmp_path: Path, variation: str) -> None:
-    resumed, wanted = killed_and_resumed(ranks, tmp_path, "variations", variation=variation)
+
+@pytest.mark.parametrize(
+    "variation",
+    [
+        pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
+        for name in sorted(VARIATIONS)
+    ],
+)
+def test_every_live_object_comes_back(both: Both, variation: str) -> None:
+    resumed, wanted = both("variations", variation=variation)
     compare(resumed, wanted)
     compare_bytes(resumed, wanted)

@@ -6,8 +6,7 @@ resumed otherwise than it had been killed, or could have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from tests.programs.batches import Clicks
 from tests.programs.live import kernels
-from tests.programs.quickstart import RATE, ROWS, Net, Reader
+from tests.programs.quickstart import DIM, RATE, ROWS, Net, Reader
 from tests.programs.session import INTERVAL, STEPS, AfterStep, Ended
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, PerRank
 
@@ -49,9 +48,11 @@ class Training:
     Attributes:
         schedules: stepped at the end of each turn.
         state: what is given to the Checkpointer besides the optimizer and the reader.
+        options: how else the Checkpointer is made.
     """
 
-    net: Callable[[], nn.Module] = Net
+    net: type[nn.Module] = Net
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         net = self.net()
@@ -240,16 +241,14 @@ class Accumulated(Training):
             self.optimizer.zero_grad()
 
 
-class Skipped(Training):
-    """Gradients of some batches are dropped, as after a NaN."""
+class Dropped(Training):
+    """Gradients of many batches in a row are dropped, as after a NaN, and checkpoints go on."""
 
     def turn(self, number: int, batch: Batch) -> None:
-        self.optimizer.zero_grad()
         self.model(batch).backward()
-        if number % 4 == 0:
-            self.optimizer.zero_grad()
-            return
-        self.optimizer.step()
+        if not 5 <= number <= 14:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class Scaled(Training):
@@ -277,6 +276,21 @@ class Evaluated(Training):
             with torch.no_grad():
                 self.model(batch)
             self.model.train()
+
+
+class NormalisedNet(Net):
+    """The same, with the dense features normalised over each rank's own batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over.insert(0, nn.BatchNorm1d(3 + DIM * len(ROWS)))
+
+
+class Normalised(Training):
+    """Running statistics are each rank's own, and declared so."""
+
+    net = NormalisedNet
+    options: ClassVar[dict[str, Any]] = {"per_rank_buffers": ["*.running_*"]}
 
 
 class Scores:
@@ -355,7 +369,7 @@ class Averaged(Training):
 
 
 VARIATIONS: dict[str, type[Training]] = {
-    kind.__name__: kind for kind in Training.__subclasses__() + [GroupsInTheStateDict]
+    kind.__name__: kind for kind in [*Training.__subclasses__(), GroupsInTheStateDict]
 }
 
 
@@ -372,6 +386,7 @@ def main(root: str, after_step: AfterStep, variation: str) -> Ended:
         every_steps=INTERVAL,
         when_busy="wait",
         callbacks=[reports.append],
+        **training.options,
     )
     checkpointer.restore()
     resumed_from = checkpointer.steps
