@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
+    CyclicLR,
     LambdaLR,
     LinearLR,
     LRScheduler,
@@ -27,7 +28,12 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import (
+    CombinedOptimizer,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+    OptimizerWrapper,
+)
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -56,7 +62,7 @@ class Training:
 
     def __init__(self) -> None:
         net = self.net()
-        apply_optimizer_in_backward(RowWiseAdagrad, net.ebc.parameters(), {"lr": RATE})
+        self.apply(net)
         self.model = DistributedModelParallel(net, device=torch.device("cpu"))
         self.fused: KeyedOptimizer = self.model.fused_optimizer
         self.dense = KeyedOptimizerWrapper(
@@ -67,6 +73,10 @@ class Training:
         self.schedules: list[Any] = []
         self.state: dict[str, Any] = {}
         self.prepare()
+
+    def apply(self, net: Any) -> None:
+        """Give the tables their optimizer."""
+        apply_optimizer_in_backward(RowWiseAdagrad, net.ebc.parameters(), {"lr": RATE})
 
     def factory(self, parameters: Parameters) -> Optimizer:
         """Make torch's optimizer of the dense parameters."""
@@ -123,6 +133,38 @@ class ClippingAroundWarmUp(Training):
         return CombinedOptimizer([("tables", self.fused), ("dense", clipped)])
 
 
+class ClippingAroundAll(Training):
+    """The norm is kept, of gradients that include none of the sharded tables'."""
+
+    def wrapped(self) -> KeyedOptimizer:
+        return GradientClippingOptimizer(super().wrapped(), GradientClipping.NORM, 0.02)
+
+
+class Easing(OptimizerWrapper):
+    """A team's own wrapper: the fewer steps it has counted, the smaller it makes gradients."""
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        super().__init__(optimizer)
+        self.eased = 0
+        self.history: list[float] = []
+        self.mean = torch.zeros(2)
+
+    def step(self, closure: Any = None) -> None:
+        self.eased += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 - 0.9**self.eased - 0.1 * float(self.mean[0]))
+                    self.history.append(float(parameter.grad.sum()))
+        self.mean += torch.tensor([0.01, 1.0])
+        super().step(closure)
+
+
+class OwnWrapper(Training):
+    def wrapped(self) -> KeyedOptimizer:
+        return CombinedOptimizer([("tables", self.fused), ("dense", Easing(self.dense))])
+
+
 class ScheduleOfEach(Training):
     """Schedules on the optimizers inside, which the wrappers around them don't know."""
 
@@ -146,6 +188,16 @@ class OneAfterTheOther(Training):
     def prepare(self) -> None:
         both = [LinearLR(self.inner, 0.1, total_iters=4), CosineAnnealingLR(self.inner, 20)]
         self.schedule(SequentialLR(self.inner, both, milestones=[4]))
+
+
+class Cyclic(Training):
+    """Keeps a function of its own in the state, and moves rate and momentum up and down."""
+
+    def factory(self, parameters: Parameters) -> Optimizer:
+        return torch.optim.SGD(parameters, lr=RATE, momentum=0.9, nesterov=True)
+
+    def prepare(self) -> None:
+        self.schedule(CyclicLR(self.inner, 0.01, 0.05, step_size_up=3, mode="exp_range", gamma=0.9))
 
 
 class Plateau(Training):
@@ -197,6 +249,21 @@ class RateIsATensor(Training):
         self.schedule(StepLR(self.inner, 2, 0.7))
 
 
+class FusedAdam(Training):
+    """Torch's fused kernel keeps its step counters as it likes."""
+
+    def factory(self, parameters: Parameters) -> Optimizer:
+        return torch.optim.AdamW(parameters, lr=RATE, fused=True, amsgrad=True)
+
+
+class Apart(Training):
+    """Optimizers are given to the Checkpointer one by one, the dense one without its wrapper."""
+
+    def prepare(self) -> None:
+        self.schedule(StepLR(self.dense, 3, 0.5), LambdaLR(self.fused, lambda n: 1 / (1 + n)))
+        self.state |= {"optimizer": self.fused, "dense": self.inner}
+
+
 class Nadam(Training):
     """Keeps more than moments."""
 
@@ -215,6 +282,33 @@ class KernelsOwnRate(Training):
             for _, kernel in kernels(self.model):
                 if hasattr(kernel, "set_learning_rate"):
                     kernel.set_learning_rate(0.003)
+
+
+class KernelsHyperparameters(Training):
+    """Set through the fused optimizer while it trains."""
+
+    def after(self, number: int, batch: Batch) -> None:
+        if number == 4:
+            self.optimizer.update_hyper_parameters({"eps": 0.01, "weight_decay": 0.02})
+
+
+class TwoKernels(Training):
+    """Each table has an optimizer of its own kind, and a schedule of its own."""
+
+    def apply(self, net: Any) -> None:
+        bags = net.ebc.embedding_bags
+        for name, kind in (("product", RowWiseAdagrad), ("user", torch.optim.Adagrad)):
+            table = bags[f"{name}_table"]
+            apply_optimizer_in_backward(kind, table.parameters(), {"lr": RATE})
+        apply_optimizer_in_backward(
+            torch.optim.SGD, bags["store_table"].parameters(), {"lr": RATE / 2}
+        )
+
+    def prepare(self) -> None:
+        self.schedule(LambdaLR(self.fused, [lambda n, k=k: 0.9 ** (n + k) for k in self.which()]))
+
+    def which(self) -> range:
+        return range(len(self.fused.param_groups))
 
 
 class KernelsLag(Training):
