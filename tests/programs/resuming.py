@@ -1,4 +1,4 @@
-"""A program run as a whole, and again killed and resumed; what differs between the two at the end."""
+"""Run a program as a whole, and again killed and resumed, and compare what they held at the end."""
 
 from __future__ import annotations
 
