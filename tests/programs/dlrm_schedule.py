@@ -6,6 +6,8 @@ Adagrad, both in a CombinedOptimizer, whose rates a scheduler of the program's o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -33,10 +35,10 @@ class RiseHoldFall(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, rise: int, fall_from: int, fall: int) -> None:
         self.rise, self.fall_from, self.fall = rise, fall_from, fall
-        self.held: list[float] = []
+        self.held: list[Any] = []
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         now = self._step_count
         if now < self.rise:
             self.held = [base * now / self.rise for base in self.base_lrs]

@@ -67,7 +67,7 @@ SKIPPED_ATTRIBUTES: dict[tuple[type, str], str] = {
 }
 """Attributes of others that say nothing of the run, and why."""
 
-SCALARS = (type(None), bool, int, float, complex, str, bytes, Enum, Path, type)
+SCALARS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, Enum, Path, type)
 SCALARS += (torch.dtype, torch.device, torch.Size, np.generic, range, slice)
 
 
@@ -175,8 +175,10 @@ class _Walk:
         elif isinstance(value, random.Random):
             self.found[path] = _hash(repr(value.getstate()).encode())
         elif isinstance(value, (np.random.Generator, np.random.RandomState)):
-            bits = value.bit_generator if isinstance(value, np.random.Generator) else value
-            self.found[path] = _hash(repr(bits.__getstate__()).encode())
+            bits = (
+                value.bit_generator.state if hasattr(value, "bit_generator") else value.get_state()
+            )
+            self.found[path] = _hash(repr(bits).encode())
         elif hasattr(value, "__dict__"):
             self.found[path] = type(value).__qualname__
             if isinstance(value, KeyedOptimizer):  # knows tables and what wrappers add by names
@@ -208,7 +210,7 @@ class _Walk:
             if isinstance(value, SCALARS) and name not in skipped:
                 self.visit(f"{path}.{name}", value)
 
-    def _visit_kernel(self, path: str, kernel: nn.Module) -> None:
+    def _visit_kernel(self, path: str, kernel: Any) -> None:
         self._is_new(path, kernel)
         self._visit_plain(path, kernel, SKIPPED_OF_KERNELS)
         for index, weight in enumerate(kernel.split_embedding_weights()):

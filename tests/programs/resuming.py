@@ -17,7 +17,7 @@ SAME_BYTES = ("weights", "ids", "optimizer", "dense")
 
 
 def killed_and_resumed(
-    ranks: WorkerPool, folder: Path, program: str, **options: str
+    ranks: WorkerPool, folder: Path, program: str, **options: Any
 ) -> tuple[Ranks, Ranks]:
     """Return the ends of a run that was killed and resumed, and of one that never was."""
     wanted = _ended(ranks, folder / "whole", program, **options)
@@ -59,7 +59,7 @@ def _size(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ended(ranks: WorkerPool, root: Path, program: str, **options: str) -> Ranks:
+def _ended(ranks: WorkerPool, root: Path, program: str, **options: Any) -> Ranks:
     answers = ranks.run(run_here, root=str(root), program=program, **options)
     errors = [answer for answer in answers if "value" not in answer]
     assert not errors, "\n".join(str(a.get("error", a)) for a in errors)

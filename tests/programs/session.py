@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.programs.live import Live, live
+from tests.programs.live import live
 from torchrec_checknrun import CheckpointReport
 
 AfterStep = Callable[[int], None]
+"""Told how many steps are done."""
 KILLED_AT = 11
 """In the middle of an interval; two checkpoints are durable by then, the third may be."""
 STEPS, INTERVAL = 16, 3
@@ -37,20 +38,17 @@ class Ended:
         objects: all that it had made for training, by name.
         reports: one for every checkpoint of this process.
         resumed_from: the step that it was restored to, 0 for a fresh start.
-        restored: hashes of what there was right after the restore.
     """
 
     objects: dict[str, object]
     reports: list[CheckpointReport] = field(default_factory=list)
     resumed_from: int = 0
-    restored: Live = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "live": live(self.objects),
             "reports": [report.to_json() for report in self.reports],
             "resumed_from": self.resumed_from,
-            "restored": self.restored,
         }
 
 
@@ -73,9 +71,9 @@ def run(main: Program) -> None:
     root, results = sys.argv[1:3]
     torch.set_num_threads(1)
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    ended = main(root, killer(KILLED_AT if first else None))
+    ended = main(root, killer(KILLED_AT if first else None)).to_json()
     result = Path(results, f"{os.environ['RANK']}.json")
-    result.write_text(json.dumps(ended.to_json()))
+    result.write_text(json.dumps({**ended, "first": first}))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -34,7 +34,7 @@ class Own:
 class Run:
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.1))
+        self.model: Any = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.1))
         self.model.register_buffer("scratch", torch.ones(2), persistent=False)
         dense = KeyedOptimizerWrapper(
             dict(self.model.named_parameters()), lambda p: torch.optim.Adam(p, lr=0.1)

@@ -6,6 +6,7 @@ resumed otherwise than it had been killed, or could have.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -223,7 +224,11 @@ class GroupsByHand(Training):
     def factory(self, parameters: Parameters) -> Optimizer:
         biases = [p for p in parameters if p.dim() == 1]
         others = [p for p in parameters if p.dim() > 1]
-        return torch.optim.AdamW([{"params": others}, {"params": biases, "weight_decay": 0.0}])
+        groups: list[dict[str, Any]] = [
+            {"params": others},
+            {"params": biases, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups)
 
     def after(self, number: int, batch: Batch) -> None:
         if number == 4:
@@ -305,10 +310,8 @@ class TwoKernels(Training):
         )
 
     def prepare(self) -> None:
-        self.schedule(LambdaLR(self.fused, [lambda n, k=k: 0.9 ** (n + k) for k in self.which()]))
-
-    def which(self) -> range:
-        return range(len(self.fused.param_groups))
+        powers = [0.9, 0.8, 0.7, 0.6][: len(self.fused.param_groups)]
+        self.schedule(LambdaLR(self.fused, [partial(pow, power) for power in powers]))
 
 
 class KernelsLag(Training):
