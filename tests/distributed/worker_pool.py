@@ -32,10 +32,15 @@ class CaseFailed(Exception):
 
 
 class WorkerPool:
-    """``world_size`` processes that run the same function together."""
+    """``world_size`` processes that run the same function together.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        worker: the module that every process is.
+    """
+
+    def __init__(self, world_size: int, worker: str = WORKER) -> None:
         self.world_size = world_size
+        self._worker = worker
         self._torchrun: subprocess.Popen[bytes] | None = None
         self._connections: list[socket.socket] = []
         self._pids: list[int] = []
@@ -100,7 +105,7 @@ class WorkerPool:
             self._torchrun = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                    *(f"--nproc-per-node={self.world_size}", "-m", WORKER, address),
+                    *(f"--nproc-per-node={self.world_size}", "-m", self._worker, address),
                 ],
                 cwd=REPOSITORY,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
