@@ -7,14 +7,9 @@ python -m tests.campaign --markdown recipes/results/campaign.json
 
 from __future__ import annotations
 
-import os
-
-# One thread each, decided before anything loads a library that has threads.
-for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_variable] = "1"
-
 import argparse
 import logging
+import os
 import sys
 import time
 import warnings
@@ -23,17 +18,24 @@ from pathlib import Path
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", action="append", help="kills, faults, damage, hostile, or one name")
+    parser.add_argument(
+        "--part", action="append", help="kills, faults, damage, hostile, or one name"
+    )
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--trials", type=int, help="so many of each part, instead of all")
     parser.add_argument("--trial", type=int, help="only this one, with all it prints")
     parser.add_argument("--slice", action="store_true", help="what `make test` runs")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--json", type=Path, help="where the results go, beside those of other parts")
+    parser.add_argument(
+        "--json", type=Path, help="where the results go, beside those of other parts"
+    )
     parser.add_argument("--markdown", type=Path, help="print the table of a file of results")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
+    # One thread each, decided before anything loads a library that has threads.
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = "1"
     from tests.campaign import results
 
     if given.markdown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from pathlib import Path
@@ -53,7 +54,7 @@ class Campaign:
             if not work:
                 continue
             count = sum(piece.count for piece in work)
-            started = time.monotonic()
+            started, cpu = time.monotonic(), _cpu_seconds()
             outcome = self._run(part, work, count)
             rows[part] = results.row_of(
                 part,
@@ -61,6 +62,7 @@ class Campaign:
                 seed=self._seed,
                 trials=count,
                 seconds=time.monotonic() - started,
+                cpu_seconds=_cpu_seconds() - cpu,
                 processes=self._processes,
             )
             if file is not None:
@@ -72,7 +74,7 @@ class Campaign:
         (part, *_) = self._parts
         outcome = self._run(part, [Piece(part, trial, 1)], 1)
         row = results.row_of(
-            part, outcome, seed=self._seed, trials=1, seconds=0.0, processes=1
+            part, outcome, seed=self._seed, trials=1, seconds=0.0, cpu_seconds=0.0, processes=1
         )
         return {part: row}
 
@@ -111,3 +113,9 @@ class Campaign:
                 bar.update(piece.count)
                 bar.set_postfix(failures=len(total.failures))
         return total
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of all processes that were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -13,6 +13,7 @@ import random
 import shutil
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -48,23 +49,16 @@ def _trial(seed: int) -> Trial:
 
 def prepare(seed: int, folder: Path) -> None:
     """Make the root and another one, each by three jobs of two ranks."""
-    for name, offset in (("root", 0), ("other", 1)):
+    for name, own_seed in (("root", seed), ("other", seed + 1)):
         (folder / f"record-{name}").mkdir()
-        for life, (policy, saves) in enumerate((("consecutive", 3), ("full", 1), ("consecutive", 1))):
+        for policy, saves in (("consecutive", 3), ("full", 1), ("consecutive", 1)):
             with socket.socket() as listener:
                 listener.bind(("127.0.0.1", 0))
                 listener.listen(64)
-                logs = [folder / f"log-{name}-{life}-{rank}" for rank in range(RANKS)]
-                pids = [
-                    forks.child(
-                        lambda rank=rank: _write(  # type: ignore[misc]
-                            seed + offset, folder, name, policy, saves, rank, listener
-                        ),
-                        logs[rank],
-                    )
-                    for rank in range(RANKS)
-                ]
-            if any(os.waitpid(pid, 0)[1] for pid in pids):
+                logs = [folder / f"log-{name}-{rank}" for rank in range(RANKS)]
+                write = partial(_write, own_seed, folder, name, policy, saves, listener)
+                pids = [forks.child(partial(write, rank), logs[rank]) for rank in range(RANKS)]
+            if any([os.waitpid(pid, 0)[1] for pid in pids]):
                 raise RuntimeError("\n".join(map(forks.tail, logs)))
     pruning.pin(Folder(folder / "root"), committed(Folder(folder / "root"))[1])
 
@@ -75,8 +69,8 @@ def _write(
     name: str,
     policy: str,
     saves: int,
-    rank: int,
     listener: socket.socket,
+    rank: int,
 ) -> None:
     torch.set_num_threads(1)
     join(rank, RANKS, listener)
@@ -211,13 +205,14 @@ class _Bench:
         outcome: Outcome,
     ) -> None:
         owner = damage.path.partition("/")[0]
-        if at is not None and self._steps.get(at, self._steps[self._head]) == self._steps[self._head]:
+        if (
+            at is not None
+            and self._steps.get(at, self._steps[self._head]) == self._steps[self._head]
+        ):
             outcome.counts["the newest restored exactly"] += 1
-            harmless = ("copied beside",)
-            sound = damage.uncommits and owner == self._head
-            if damage.of_checkpoint and damage.how not in harmless and not told and not sound:
-                if not damage.uncommits or self._is_needed(owner):
-                    fail("silent", "verify says nothing")
+            silent = damage.of_checkpoint and damage.how != "copied beside" and not told
+            if silent and (not damage.uncommits or self._is_needed(owner)):
+                fail("silent", "verify says nothing")
             return
         if at is None:
             outcome.counts["restores refused"] += 1

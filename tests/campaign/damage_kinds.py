@@ -1,4 +1,4 @@
-"""Every kind of damage to every file and directory of a root, as a list that can be counted through."""
+"""Every kind of damage to every file and directory of a root, in a list that can be counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ _DIRECTORY_KINDS = (
     *("deleted", "duplicated", "renamed", "a file in its place", "a link in its place"),
     *("a directory in it", "a link in it", "emptied"),
 )
-_ROOT_KINDS = ("an empty directory", "a file like a checkpoint", "a temporary", "a checkpoint's name")
+_ROOT_KINDS = (
+    "an empty directory",
+    "a file like a checkpoint",
+    "a temporary",
+    "a checkpoint's name",
+)
 
 
 @dataclass(frozen=True)

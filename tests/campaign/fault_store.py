@@ -1,7 +1,7 @@
-"""Storage with faults of many kinds: errors, delays, short and lost writes, stale listings and reads.
+"""Storage with faults of many kinds: errors, delays, short and lost writes, stale reads.
 
-Builds on the storage of the sweeps, which counts what the package asks for: in memory, like an object
-store, or the local disk.
+Builds on the storage of the sweeps, which counts what the package asks for: in memory, like an
+object store, or the local disk.
 """
 
 from __future__ import annotations

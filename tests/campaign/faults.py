@@ -7,6 +7,7 @@ storage.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -14,6 +15,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -64,9 +66,9 @@ def run(seed: int, first: int, count: int, folder: Path, ranks: int = 1) -> Outc
         def act(rank: int) -> None:
             join(rank, ranks, listener)
             outcome = _run_here(seed, first, count, folder)
-            (folder / f"outcome-{rank}").write_text(forks.json.dumps(outcome.to_json()))
+            (folder / f"outcome-{rank}").write_text(json.dumps(outcome.to_json()))
 
-        pids = [forks.child(lambda rank=rank: act(rank), logs[rank]) for rank in range(ranks)]  # type: ignore[misc]
+        pids = [forks.child(partial(act, rank), logs[rank]) for rank in range(ranks)]
     for pid in pids:
         os.waitpid(pid, 0)
     found = folder / "outcome-0"
@@ -74,7 +76,7 @@ def run(seed: int, first: int, count: int, folder: Path, ranks: int = 1) -> Outc
         outcome = Outcome()
         outcome.fail(first, "error", "\n".join(map(forks.tail, logs)))
         return outcome
-    return Outcome.from_json(forks.json.loads(found.read_text()))
+    return Outcome.from_json(json.loads(found.read_text()))
 
 
 def _run_here(seed: int, first: int, count: int, folder: Path) -> Outcome:

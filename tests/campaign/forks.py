@@ -129,9 +129,7 @@ def run_all(
             _kill_session(one_left.pid)
 
 
-def _start(
-    piece: T, act: Callable[[T, Path], Any], seconds: Callable[[T], float]
-) -> _Running[T]:
+def _start(piece: T, act: Callable[[T, Path], Any], seconds: Callable[[T], float]) -> _Running[T]:
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
     reading, writing = os.pipe()
 

@@ -1,4 +1,4 @@
-"""An audit of what readers do with hostile input: nothing unpickled, run, sent or written elsewhere."""
+"""An audit of readers of hostile input: nothing unpickled, run, sent or written elsewhere."""
 
 from __future__ import annotations
 

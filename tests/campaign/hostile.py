@@ -50,7 +50,15 @@ from torchrec_checknrun.verification import verify
 
 CPU_SECONDS = 5.0
 """That no input may take."""
-_KINDS = {"chain": 20, "bytes": 10, "control": 10, "state": 20, "rows": 20, "index": 8, "manifest": 12}
+_KINDS = {
+    "chain": 20,
+    "bytes": 10,
+    "control": 10,
+    "state": 20,
+    "rows": 20,
+    "index": 8,
+    "manifest": 12,
+}
 """Of inputs, and how often each is drawn."""
 _numbers = itertools.count()
 

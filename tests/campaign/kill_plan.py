@@ -12,11 +12,7 @@ from torchrec_checknrun import Checkpointer, Consecutive, Full, Intermittent, On
 
 RANKS = 2
 SPEC = ModelSpec(
-    (
-        CollectionSpec(
-            "c", (TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 23, 4, ("f1", "f0")))
-        ),
-    )
+    (CollectionSpec("c", (TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 23, 4, ("f1", "f0")))),)
 )
 LIFE_STEPS = 4
 """Of training, that a life has to go unless it is killed."""
@@ -79,7 +75,7 @@ class Trial:
         kills: one for each life but the last.
         torchrun: lives know, by torchrun's variables, that they follow each other.
         elastic: the agent is one of torchrun's.
-        wait_for_orphans: after the agent was killed, the next life begins when its ranks have ended.
+        wait_for_orphans: the life after that of a killed agent begins when its ranks have ended.
     """
 
     seed: str

@@ -222,7 +222,7 @@ class Life:
         torch.set_num_threads(1)
         logging.disable(logging.ERROR)
         self.board.set(rank, "pid", os.getpid())
-        if self.trial.torchrun:
+        if self.trial.torchrun and not self.trial.elastic:
             os.environ["TORCHELASTIC_RUN_ID"] = f"trial-{self.trial.seed}"
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(self.number)
         if self.kill is not None and self.kill.kind == "operation" and self.kill.rank == rank:

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ from torchrec_checknrun.verification import verify
 
 KILLS = 4
 """In a trial."""
-LIFE_SECONDS = 90.0
-TRIAL_SECONDS = 400.0
+LIFE_SECONDS = 150.0
+TRIAL_SECONDS = 600.0
 
 
 def run(seed: int, number: int, folder: Path, variant: str = "thread") -> Outcome:
@@ -97,7 +98,8 @@ class _Trial:
             listener.listen(64)
             life = Life(self._trial, self._folder, board, number, kill, listener)
             logs = [self._folder / f"log-{number}-{rank}" for rank in range(RANKS)]
-            agent = forks.child(lambda: _agent(life, logs), self._folder / "log-agent")
+            act = _torchrun_agent if self._trial.elastic else _agent
+            agent = forks.child(lambda: act(life, logs), self._folder / "log-agent")
             board.agent = agent
         killed = self._until_end(agent, board, kill)
         if kill is not None and AGENT in kill.victims and killed:
@@ -120,10 +122,7 @@ class _Trial:
         while os.waitpid(agent, os.WNOHANG) == (0, 0):
             if time.monotonic() > deadline:
                 stuck = [board.get(rank, "pid") for rank in range(RANKS)]
-                for pid in stuck:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGUSR1)
-                time.sleep(0.3)
+                self._show_stacks(stuck)
                 for pid in [agent, *stuck]:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -138,6 +137,13 @@ class _Trial:
                     killed |= _kill(pid)
             time.sleep(0.001)
         return killed or board.fired
+
+    def _show_stacks(self, pids: list[int]) -> None:
+        """Have processes write their threads' stacks into their logs."""
+        for pid in pids:
+            if _is_alive(pid):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)
 
     def _judge(
         self,
@@ -183,7 +189,11 @@ class _Trial:
         while self._alive_orphans() and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._alive_orphans():
-            self._fail("hung", "ranks outlive their agent")
+            self._show_stacks(self._orphans)
+            logs = sorted(self._folder.glob("log-*"))
+            self._fail("hung", "ranks outlive their agent: " + "\n".join(map(forks.tail, logs)))
+            for pid in self._orphans:
+                _kill(pid)
         self._orphans = []
 
     def _look_at_all(self) -> None:
@@ -217,11 +227,7 @@ class _Trial:
 
 def _agent(life: Life, logs: list[Path]) -> None:
     """Start the ranks; when one ends, end the other, as torchrun does."""
-    ranks = [
-        forks.child(lambda rank=rank: life.run_rank(rank), logs[rank])  # type: ignore[misc]
-        for rank in range(RANKS)
-    ]
-    left = set(ranks)
+    left = {forks.child(partial(life.run_rank, rank), logs[rank]) for rank in range(RANKS)}
     while left:
         pid, status = os.wait()
         left.discard(pid)
@@ -230,6 +236,28 @@ def _agent(life: Life, logs: list[Path]) -> None:
             for other in left:
                 with suppress(ProcessLookupError):
                     os.kill(other, signal.SIGKILL)
+
+
+def _torchrun_agent(life: Life, logs: list[Path]) -> None:
+    """Start the ranks by torchrun's own agent, which forks them."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=RANKS,
+        run_id=f"trial-{life.number}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="fork",
+    )
+
+    def run_rank() -> None:
+        life.run_rank(int(os.environ["RANK"]))
+
+    elastic_launch(config, run_rank)()
 
 
 def _look(trial: Trial, folder: Path) -> None:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 KINDS = ("lost", "silent", "error", "hung")
-"""Of failures: something durable is gone; wrong state without a word, or an older one; an error that
-isn't documented, or comes where none should; it did not end."""
+"""Of failures: something durable is gone; wrong state without a word, or an older one; an error
+that isn't documented, or comes where none should; it did not end."""
 
 
 @dataclass

@@ -65,9 +65,7 @@ def _kills(
     return outcome
 
 
-def _faults(
-    seed: int, first: int, count: int, folder: Path, prepared: Path, ranks: int
-) -> Outcome:
+def _faults(seed: int, first: int, count: int, folder: Path, prepared: Path, ranks: int) -> Outcome:
     return faults.run(seed, first, count, folder, ranks)
 
 
@@ -76,11 +74,11 @@ PARTS: dict[str, Part] = {
         partial(_kills, variant="thread"),
         *(300, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 1000),
         "SIGKILL to ranks and their agent, at any moment and at any operation of the storage",
-        slice=8,
+        slice=5,
     ),
     "kills-process": Part(
         partial(_kills, variant="process"),
-        *(30, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 100),
+        *(14, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 40),
         'The same with `background="process"`: write processes are among the victims',
         slice=0,
     ),
@@ -94,19 +92,19 @@ PARTS: dict[str, Part] = {
         partial(_faults, ranks=1),
         *(3200, 50, 5.0, ("faults", "faults"), 5000),
         "Storage that fails, hangs, lags and lies while a job saves, restores, prunes or compacts",
-        slice=60,
+        slice=50,
     ),
     "faults-2-ranks": Part(
         partial(_faults, ranks=2),
         *(300, 25, 10.0, ("faults", "faults"), 300),
         "The same on one of two ranks",
-        slice=10,
+        slice=6,
     ),
     "damage": Part(
         damage.run,
         *(None, 60, 5.0, ("damages", "damages"), 1500),
         "Every file of a root, control records included, damaged in every way",
-        slice=60,
+        slice=50,
     ),
     "hostile": Part(
         hostile.run,

@@ -32,7 +32,14 @@ def write(file: Path, rows: dict[str, Row]) -> None:
 
 
 def row_of(
-    part: str, outcome: Outcome, *, seed: int, trials: int, seconds: float, processes: int
+    part: str,
+    outcome: Outcome,
+    *,
+    seed: int,
+    trials: int,
+    seconds: float,
+    cpu_seconds: float,
+    processes: int,
 ) -> Row:
     """Return a part's row."""
     kinds = {kind: sum(f.kind == kind for f in outcome.failures) for kind in KINDS}
@@ -47,6 +54,7 @@ def row_of(
         "seed": seed,
         "trials": trials,
         "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu_seconds, 1),
         "processes": processes,
         "counts": dict(sorted(outcome.counts.items())),
         **about(),

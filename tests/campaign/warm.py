@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-
-
 from tests.campaign.kill_plan import SPEC
 from tests.distributed.models import Job, uniform_plan
 
