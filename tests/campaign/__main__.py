@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--trials", type=int, help="so many of each part, instead of all")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first trial")
     parser.add_argument("--trial", type=int, help="only this one, with all it prints")
     parser.add_argument("--slice", action="store_true", help="what `make test` runs")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
@@ -54,13 +55,13 @@ def main(arguments: list[str] | None = None) -> int:
         if given.trial is not None:
             rows = campaign.repeat(given.trial)
         else:
-            rows = campaign.run(given.json, given.trials, given.slice)
+            rows = campaign.run(given.json, given.first, given.trials, given.slice)
     finally:
         campaign.close()
     print(results.table(rows))
     print(*results.problems(rows), sep="\n")
     print(f"{time.monotonic() - started:.0f} s")
-    whole = given.trial is None and given.trials is None and not given.slice
+    whole = given.trial is given.trials is None and not (given.slice or given.first)
     print(*(results.too_few(rows) if whole else []), sep="\n")
     return any(row["failures"] for row in rows.values())
 

@@ -35,20 +35,21 @@ class Campaign:
         self._prepared = Prepared(seed, parts)
 
     def run(
-        self, file: Path | None, trials: int | None, slice: bool = False
+        self, file: Path | None, first: int, trials: int | None, slice: bool = False
     ) -> dict[str, results.Row]:
         """Run all parts, one after the other; after each its row is written.
 
         Args:
             file: of results, which keeps the rows of other parts.
-            trials: of each part at most; None: all.
+            first: number of the first trial of each part.
+            trials: of each part at most; None: all from that one on.
             slice: the small choice of `make test`.
         """
         rows: dict[str, results.Row] = {}
         for part in self._parts:
             whole = self._prepared.trials(part)
-            wanted = min(whole, whole if trials is None else trials)
-            work = list(pieces(part, wanted))
+            end = whole if trials is None else min(whole, first + trials)
+            work = list(pieces(part, first, end))
             if slice:
                 work = self._slice(part, whole)
             if not work:

@@ -28,11 +28,12 @@ from tests.campaign.outcome import Outcome
 from tests.campaign.record import Record
 from tests.distributed import references
 from tests.distributed.models import State, gather, scramble
-from torchrec_checknrun import Checkpointer, pruning, read_chunks
+from torchrec_checknrun import Checkpointer, read_chunks
 from torchrec_checknrun.chain import committed, read_manifest
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME
+from torchrec_checknrun.pins import pin
 from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.verification import verify
@@ -58,9 +59,9 @@ def prepare(seed: int, folder: Path) -> None:
                 logs = [folder / f"log-{name}-{rank}" for rank in range(RANKS)]
                 write = partial(_write, own_seed, folder, name, policy, saves, listener)
                 pids = [forks.child(partial(write, rank), logs[rank]) for rank in range(RANKS)]
-            if any([os.waitpid(pid, 0)[1] for pid in pids]):
+            if sum(os.waitpid(pid, 0)[1] for pid in pids):
                 raise RuntimeError("\n".join(map(forks.tail, logs)))
-    pruning.pin(Folder(folder / "root"), committed(Folder(folder / "root"))[1])
+    pin(Folder(folder / "root"), committed(Folder(folder / "root"))[1])
 
 
 def _write(
@@ -75,9 +76,7 @@ def _write(
     torch.set_num_threads(1)
     join(rank, RANKS, listener)
     run = Run(_with(_trial(seed), policy), str(folder / name), RANKS)
-    if name == "other":
-        scramble(run.job)
-        run.job.steps = 0
+    run.job.data_seed = int(name == "other")
     run.saver.restore()
     record = Record(folder / f"record-{name}", rank)
     for _ in range(saves):

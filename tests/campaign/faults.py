@@ -331,9 +331,9 @@ class _Trial:
             except (CheckNRunError, OSError) as error:
                 told = [(None, error)]
         dist.broadcast_object_list(told, src=0)
-        result, error = told[0]
-        if error is not None:
-            raise error
+        result, failure = told[0]
+        if failure is not None:
+            raise failure
         return result
 
     def _wait_for_pruner(self, saver: Checkpointer) -> None:

@@ -54,7 +54,7 @@ def _run_and_exit(act: Callable[[], object], log: Path) -> NoReturn:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+        faulthandler.register(signal.SIGUSR1, file=2)
         act()
         code = 0
     except BaseException:

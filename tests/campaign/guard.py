@@ -13,11 +13,13 @@ _FORBIDDEN = frozenset(
         *("socket.connect", "socket.bind", "ctypes.dlopen", "shutil.rmtree"),
     }
 )
-_CHANGING = frozenset({"os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink"})
+_CHANGING = frozenset(
+    {"os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink"},
+)
 
 
 class Guard:
-    """Listens while ``on``; can't be taken away again, so that it belongs into a process of its own.
+    """Listens while ``on``; can't be taken away again: for a process of its own.
 
     Args:
         allowed: the folder that may be written to.

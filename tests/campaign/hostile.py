@@ -28,7 +28,7 @@ from tests.campaign.outcome import Outcome
 from tests.unit.chains import TABLE, make_shards, restore
 from tests.unit.forgery import ROWS, Forged, example, load, seal
 from tests.unit.fuzz import bounded_memory
-from torchrec_checknrun import pruning, read_chunks
+from torchrec_checknrun import read_chunks
 from torchrec_checknrun.chain import committed, newest, resolve
 from torchrec_checknrun.chunks import decode_state_chunk
 from torchrec_checknrun.compaction import compact
@@ -39,6 +39,7 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.index import parse_index
 from torchrec_checknrun.inventory import inventory
 from torchrec_checknrun.manifest import MANIFEST_NAME, RankFile, parse_manifest
+from torchrec_checknrun.pins import pin
 from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.read_chunks import read_content
 from torchrec_checknrun.retention import Retention
@@ -184,7 +185,8 @@ class _Bench:
         """A state's tree or content, changed."""
         tree, pieces = rng.choice(self._trees)
         payload, mutator = b"".join(bytes(piece) for piece in pieces), Mutator(rng)
-        entry = {"kind": "state", "name": "s", "rank": None, "tree": copy.deepcopy(tree)}
+        entry: dict[str, Any] = {"kind": "state", "name": "s", "rank": None}
+        entry["tree"] = copy.deepcopy(tree)
         if rng.random() < 0.9:
             mutator.tree(entry)
         else:
@@ -301,7 +303,7 @@ _READERS: dict[str, tuple[_Reader, int]] = {
     "verify": (lambda root, head, folder: verify(root.url), 6),
     "ls": (lambda root, head, folder: inventory(root), 6),
     "prune": (lambda root, head, folder: prune(root, Retention(1, 1.0), dry_run=True), 4),
-    "pin": (lambda root, head, folder: pruning.pin(root, head), 2),
+    "pin": (lambda root, head, folder: pin(root, head), 2),
     "restore": (_restore, 5),
     "content": (lambda root, head, folder: read_content(root, resolve(root, head)), 5),
     "cat": (_cat, 3),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec, uniform_plan
 from torchrec_checknrun import Checkpointer, Consecutive, Full, Intermittent, OneShot, Retention
+from torchrec_checknrun.policy import Policy
 
 RANKS = 2
 SPEC = ModelSpec(
@@ -16,7 +18,7 @@ SPEC = ModelSpec(
 )
 LIFE_STEPS = 4
 """Of training, that a life has to go unless it is killed."""
-POLICIES = {
+POLICIES: dict[str, Callable[[], Policy]] = {
     "full": Full,
     "one-shot": OneShot,
     "consecutive": Consecutive,

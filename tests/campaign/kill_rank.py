@@ -108,7 +108,7 @@ def join(rank: int, ranks: int, listener: socket.socket) -> None:
         is_master=rank == 0,
         wait_for_workers=False,
         timeout=datetime.timedelta(seconds=30),
-        **({"master_listen_fd": os.dup(listener.fileno())} if rank == 0 else {}),
+        master_listen_fd=os.dup(listener.fileno()) if rank == 0 else None,
     )
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=30)

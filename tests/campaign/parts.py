@@ -135,12 +135,8 @@ class Prepared:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def pieces(part: str, trials: int, stride: int = 1) -> Iterator[Piece]:
-    """Cut a part into pieces.
-
-    Args:
-        stride: of so many pieces of one trial each, one is taken; 1: all trials in larger pieces.
-    """
-    size = PARTS[part].piece if stride == 1 else 1
-    for first in range(0, trials, size * stride):
-        yield Piece(part, first, min(size, trials - first))
+def pieces(part: str, first: int, end: int) -> Iterator[Piece]:
+    """Cut the trials from ``first`` to before ``end`` into pieces."""
+    size = PARTS[part].piece
+    for start in range(first, end, size):
+        yield Piece(part, start, min(size, end - start))

@@ -76,6 +76,6 @@ def compare(found: Values, wanted: Values) -> list[str]:
         if size != other_size or one.dtype != other.dtype or one.shape != other.shape:
             problems.append(f"{key[0]}: {one.dtype}{size}, not {other.dtype}{other_size}")
         elif one.tobytes() != other.tobytes():
-            rows = np.flatnonzero((one != other).reshape(len(one), -1).any(axis=1)) if size else []
-            problems.append(f"{key[0]}: rows {list(rows)[:20]} differ")
+            rows = (one != other).reshape(len(one) if size else 1, -1).any(axis=1)
+            problems.append(f"{key[0]}: rows {list(np.flatnonzero(rows))[:20]} differ")
     return problems
