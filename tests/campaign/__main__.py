@@ -2,7 +2,7 @@
 
 python -m tests.campaign --json recipes/results/campaign.json
 python -m tests.campaign --part kills --seed 1 --trial 17
-python -m tests.campaign --markdown recipes/results/campaign.json
+python -m tests.campaign --markdown recipes/results/campaign.json --docs docs/reliability.md
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--json", type=Path, help="where the results go, beside those of other parts"
     )
     parser.add_argument("--markdown", type=Path, help="print the table of a file of results")
+    parser.add_argument("--docs", type=Path, help="with --markdown: put the table into this page")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
@@ -40,7 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
     from tests.campaign import results
 
     if given.markdown:
-        print(results.table(results.read(given.markdown)))
+        rows = results.read(given.markdown)
+        print(results.table(rows))
+        if given.docs:
+            results.put_into(given.docs, rows)
         return 0
     from tests.campaign.campaign import Campaign
     from tests.campaign.parts import PARTS

@@ -72,7 +72,7 @@ def _faults(seed: int, first: int, count: int, folder: Path, prepared: Path, ran
 PARTS: dict[str, Part] = {
     "kills": Part(
         partial(_kills, variant="thread"),
-        *(300, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 1000),
+        *(265, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 1000),
         "SIGKILL to ranks and their agent, at any moment and at any operation of the storage",
         slice=5,
     ),
@@ -90,13 +90,13 @@ PARTS: dict[str, Part] = {
     ),
     "faults": Part(
         partial(_faults, ranks=1),
-        *(3200, 50, 5.0, ("faults", "faults"), 5000),
+        *(1900, 50, 5.0, ("faults", "faults"), 5000),
         "Storage that fails, hangs, lags and lies while a job saves, restores, prunes or compacts",
         slice=50,
     ),
     "faults-2-ranks": Part(
         partial(_faults, ranks=2),
-        *(300, 25, 10.0, ("faults", "faults"), 300),
+        *(200, 25, 10.0, ("faults", "faults"), 300),
         "The same on one of two ranks",
         slice=6,
     ),

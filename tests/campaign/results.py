@@ -14,6 +14,7 @@ from tests.campaign.outcome import KINDS, Outcome
 from tests.campaign.parts import PARTS
 
 Row = dict[str, Any]
+_BEGIN, _END = "<!-- campaign -->", "<!-- end of campaign -->"
 _MOST_FAILURES = 50
 """Of a part, that are kept in words."""
 
@@ -99,6 +100,15 @@ def table(rows: dict[str, Row]) -> str:
             f"{row['silent']} | {other} | {row['seconds'] / 60:.1f} |"
         )
     return "\n".join(lines)
+
+
+def put_into(page: Path, rows: dict[str, Row]) -> None:
+    """Replace the table of a page, between its two marks."""
+    before, begin, rest = page.read_text().partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not end:
+        raise ValueError(f"{page} lacks {_BEGIN} or {_END}: put them where the table goes")
+    page.write_text(f"{before}{begin}\n\n{table(rows)}\n\n{end}{after}")
 
 
 def problems(rows: dict[str, Row]) -> list[str]:
