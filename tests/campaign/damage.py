@@ -1,0 +1,252 @@
+"""Every file of a root, control records included, damaged in every way; what readers make of it.
+
+Allowed: an error, or an older checkpoint that is restored with a word, and ``verify`` tells; or
+nothing has happened to what is restored. Never a fresh start, never other rows, and a pruning never
+takes the only good checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.campaign import forks
+from tests.campaign.damage_kinds import Damage, all_damages, apply
+from tests.campaign.kill_plan import RANKS, Trial, draw
+from tests.campaign.kill_rank import Run, join
+from tests.campaign.outcome import Outcome
+from tests.campaign.record import Record
+from tests.distributed import references
+from tests.distributed.models import State, gather, scramble
+from torchrec_checknrun import Checkpointer, read_chunks
+from torchrec_checknrun.chain import committed, read_manifest
+from torchrec_checknrun.errors import CheckNRunError
+from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.manifest import MANIFEST_NAME
+from torchrec_checknrun.pins import pin
+from torchrec_checknrun.pruning import prune
+from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.verification import verify
+
+
+def _with(trial: Trial, policy: str) -> Trial:
+    return Trial(**{**vars(trial), "policy": policy, "keep": None, "every_steps": 100})
+
+
+def _trial(seed: int) -> Trial:
+    trial = draw(f"{seed}/damage", 0)
+    return Trial(**{**vars(trial), "sharding": "row_wise", "options": {}, "torchrun": False})
+
+
+def prepare(seed: int, folder: Path) -> None:
+    """Make the root and another one, each by three jobs of two ranks."""
+    for name, own_seed in (("root", seed), ("other", seed + 1)):
+        (folder / f"record-{name}").mkdir()
+        for policy, saves in (("consecutive", 3), ("full", 1), ("consecutive", 1)):
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", 0))
+                listener.listen(64)
+                logs = [folder / f"log-{name}-{rank}" for rank in range(RANKS)]
+                write = partial(_write, own_seed, folder, name, policy, saves, listener)
+                pids = [forks.child(partial(write, rank), logs[rank]) for rank in range(RANKS)]
+            if sum(os.waitpid(pid, 0)[1] for pid in pids):
+                raise RuntimeError("\n".join(map(forks.tail, logs)))
+    pin(Folder(folder / "root"), committed(Folder(folder / "root"))[1])
+
+
+def _write(
+    seed: int,
+    folder: Path,
+    name: str,
+    policy: str,
+    saves: int,
+    listener: socket.socket,
+    rank: int,
+) -> None:
+    torch.set_num_threads(1)
+    join(rank, RANKS, listener)
+    run = Run(_with(_trial(seed), policy), str(folder / name), RANKS)
+    run.job.data_seed = int(name == "other")
+    run.saver.restore()
+    record = Record(folder / f"record-{name}", rank)
+    for _ in range(saves):
+        run.train()
+        run.saver.step()
+        record.note(run.job.steps, run.values())
+        run.saver.save()
+    if rank == 0:  # claims as they are while their holder lives
+        (folder / "other" / "older").mkdir(parents=True, exist_ok=True)
+        for claim in (folder / name / "writers").iterdir():
+            shutil.copy(claim, folder / "other" / "older" / claim.name)
+    dist.barrier()
+    run.saver.close()
+
+
+def count(prepared: Path) -> int:
+    """Return how many damages there are."""
+    return sum(1 for _ in all_damages(prepared / "root"))
+
+
+def run(seed: int, first: int, number: int, folder: Path, prepared: Path) -> Outcome:
+    """Try some of the damages."""
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    bench = _Bench(seed, folder, prepared)
+    outcome = Outcome()
+    damages = list(all_damages(prepared / "root"))
+    with (
+        mock.patch.object(read_chunks, "VISIBLE_SECONDS", 0.0),
+        mock.patch.dict(os.environ, {"CHECKNRUN_RETRY_SECONDS": "0.2"}),
+    ):
+        for at in range(first, min(first + number, len(damages))):
+            bench.try_one(at, damages[at], outcome)
+    return outcome
+
+
+class _Bench:
+    """A reader, and the record of what it must come to."""
+
+    def __init__(self, seed: int, folder: Path, prepared: Path) -> None:
+        self._seed = seed
+        self._prepared = prepared
+        self._root, self._other = folder / "damaged", folder / "other"
+        sound = Folder(prepared / "root")
+        ids = [name for name in committed(sound) if (sound / name).size(MANIFEST_NAME)]
+        self._steps = {id: read_manifest(sound, id).step for id in ids}
+        self._head = ids[0]
+        record = Record(prepared / "record-root", 0)
+        self._wanted = {step: _without(record.whole(step, RANKS)) for step in self._steps.values()}
+        self._reader = Run(_with(_trial(seed), "consecutive"), str(self._root), 1)
+
+    def try_one(self, number: int, damage: Damage, outcome: Outcome) -> None:
+        """Do one damage to a copy, and look at it in every way."""
+        for name, path in (("root", self._root), ("other", self._other)):
+            shutil.rmtree(path, ignore_errors=True)
+            shutil.copytree(self._prepared / name, path, symlinks=True)
+        apply(damage, self._root, self._other, random.Random(f"{self._seed}/{number}"))
+        outcome.counts["damages"] += 1
+        outcome.counts[f"damage: {damage.how}"] += 1
+
+        def fail(kind: str, what: str) -> None:
+            outcome.fail(number, kind, f"{what} [{damage}]")
+
+        told = self._verify(fail)
+        at, words = self._restore(fail, outcome)
+        self._judge(damage, told, at, words, fail, outcome)
+        # A pruning reads no rank files: with one that looks whole, another one must be kept.
+        keep = 2 if damage.of_checkpoint and not damage.path.endswith(MANIFEST_NAME) else 1
+        try:
+            prune(Folder(self._root), Retention(keep))
+        except (CheckNRunError, OSError):
+            outcome.counts["prunings refused"] += 1
+        except Exception as error:
+            fail("error", f"prune: {error!r}")
+        after, _ = self._restore(lambda kind, what: fail(kind, f"after prune: {what}"), outcome)
+        if at is not None and after != at:
+            fail("lost", f"a pruning: before it {at} was restored, after it {after}")
+        if at is None and not self._some_left(damage.path.partition("/")[0]):
+            fail("lost", "a pruning has deleted all checkpoints that could be restored")
+
+    def _verify(self, fail: Callable[[str, str], None]) -> str:
+        try:
+            return " ".join(p for found in verify(self._root) for p in found.problems)
+        except (CheckNRunError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        except Exception as error:
+            fail("error", f"verify: {error!r}")
+            return repr(error)
+
+    def _restore(
+        self, fail: Callable[[str, str], None], outcome: Outcome
+    ) -> tuple[str | None, str]:
+        """Restore the newest; return its id, if any, and what was said."""
+        reader = self._reader
+        scramble(reader.job)
+        reader.history.steps = []
+        try:
+            with _checkpointer(reader, self._root) as saver:
+                report = saver.restore()
+        except (CheckNRunError, OSError) as error:
+            outcome.counts[f"restores refused: {type(error).__name__}"] += 1
+            return None, f"{type(error).__name__}: {error}"
+        except Exception as error:
+            fail("error", f"restore: {error!r}")
+            return None, repr(error)
+        if report is None:
+            fail("lost", "a fresh start")
+            return None, ""
+        outcome.counts["restores compared"] += 1
+        for difference in references.differences(self._found(), self._wanted[report.step], None):
+            fail("silent", f"restored {report.id}: {difference}")
+        return report.id, " ".join(report.passed_over)
+
+    def _found(self) -> State:
+        found = gather(self._reader.job)
+        values = self._reader.values()
+        return found | {n: v for (n, _), (_, v) in values.items() if n.startswith("state/")}
+
+    def _judge(
+        self,
+        damage: Damage,
+        told: str,
+        at: str | None,
+        words: str,
+        fail: Callable[[str, str], None],
+        outcome: Outcome,
+    ) -> None:
+        owner = damage.path.partition("/")[0]
+        if (
+            at is not None
+            and self._steps.get(at, self._steps[self._head]) == self._steps[self._head]
+        ):
+            outcome.counts["the newest restored exactly"] += 1
+            silent = damage.of_checkpoint and damage.how != "copied beside" and not told
+            if silent and (not damage.uncommits or self._is_needed(owner)):
+                fail("silent", "verify says nothing")
+            return
+        if at is None:
+            outcome.counts["restores refused"] += 1
+        elif damage.uncommits and owner == self._head:
+            outcome.counts["the one before an uncommitted one restored"] += 1
+            return
+        else:
+            outcome.counts["an older one restored with a word"] += 1
+            if owner not in words:
+                fail("silent", f"restored {at}, and only said: {words}")
+        if not told:
+            fail("silent", "verify says nothing")
+
+    def _is_needed(self, id: str) -> bool:
+        """Return whether another checkpoint builds on this one."""
+        sound = Folder(self._prepared / "root")
+        parents = [read_manifest(sound, name).parent for name in self._steps]
+        return any(parent is not None and parent.id == id for parent in parents)
+
+    def _some_left(self, owner: str) -> bool:
+        """Return whether a checkpoint can be restored once the damage is made good."""
+        sound, damaged = self._prepared / "root" / owner, self._root / owner
+        if owner and (owner == "writers" or damaged.exists()):
+            if damaged.is_symlink() or damaged.is_file():
+                damaged.unlink()
+            shutil.rmtree(damaged, ignore_errors=True)
+            shutil.copytree(sound, damaged)
+        return self._restore(lambda kind, what: None, Outcome())[0] is not None
+
+
+def _without(state: State) -> State:
+    return {name: value for name, value in state.items() if not name.startswith("own/")}
+
+
+def _checkpointer(run: Run, root: Path) -> Checkpointer:
+    return run.trial.checkpointer(str(root), model=run.job.model, state=run.declared)

@@ -1,0 +1,65 @@
+"""An audit of readers of hostile input: nothing unpickled, run, sent or written elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+_FORBIDDEN = frozenset(
+    {
+        *("pickle.find_class", "marshal.load", "marshal.loads", "code.__new__"),
+        *("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen"),
+        *("socket.connect", "socket.bind", "ctypes.dlopen", "shutil.rmtree"),
+    }
+)
+_CHANGING = frozenset(
+    {"os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink"},
+)
+
+
+class Guard:
+    """Listens while ``on``; can't be taken away again: for a process of its own.
+
+    Args:
+        allowed: the folder that may be written to.
+
+    Attributes:
+        found: what was done that must not be.
+    """
+
+    def __init__(self, allowed: str) -> None:
+        self._allowed = os.path.realpath(allowed)
+        self.on = False
+        self.found: list[str] = []
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, given: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        if event in _FORBIDDEN:
+            if event == "shutil.rmtree" and self._inside(given[0]):
+                return
+            self.found.append(f"{event} {given!r:.300}")
+        elif event == "open" and _writes(given) and not self._inside(given[0]):
+            self.found.append(f"open {given!r:.300}")
+        elif event in _CHANGING and not (self._inside(given[0]) or _by_descriptor(given)):
+            self.found.append(f"{event} {given!r:.300}")
+
+    def _inside(self, path: Any) -> bool:
+        if isinstance(path, bytes):
+            path = os.fsdecode(path)
+        if not isinstance(path, str):
+            return isinstance(path, int)
+        return os.path.realpath(path).startswith(self._allowed) or path == os.devnull
+
+
+def _writes(given: tuple[Any, ...]) -> bool:
+    _, mode, flags = given
+    if isinstance(mode, str):
+        return any(letter in mode for letter in "wax+")
+    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def _by_descriptor(given: tuple[Any, ...]) -> bool:
+    return any(isinstance(one, int) and one >= 0 for one in given[1:])

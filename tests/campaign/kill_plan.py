@@ -1,0 +1,167 @@
+"""What is killed when, drawn from a seed: a trial is one run of several lives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec, uniform_plan
+from torchrec_checknrun import Checkpointer, Consecutive, Full, Intermittent, OneShot, Retention
+from torchrec_checknrun.policy import Policy
+
+RANKS = 2
+SPEC = ModelSpec(
+    (CollectionSpec("c", (TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 23, 4, ("f1", "f0")))),)
+)
+LIFE_STEPS = 4
+"""Of training, that a life has to go unless it is killed."""
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "full": Full,
+    "one-shot": OneShot,
+    "consecutive": Consecutive,
+    "intermittent": Intermittent,
+}
+AGENT = -1
+"""Among victims: the parent of the ranks."""
+WRITERS = (10, 11)
+"""Among victims: the ranks' write processes."""
+_OPERATIONS = 180
+"""Of the storage, that a rank asks for in a life: a little more than there are."""
+
+
+class Phase(IntEnum):
+    """What a rank is at."""
+
+    BUILD = 0
+    RESTORE = 1
+    TRAIN = 2
+    CLOSE = 3
+    DONE = 4
+
+
+@dataclass(frozen=True)
+class Kill:
+    """How a life ends.
+
+    Attributes:
+        victims: ranks, ``AGENT`` or one of ``WRITERS``.
+        kind: ``moment``: some time after a rank has come so far; ``operation``: when a rank asks
+            the storage for the ``number``-th time for something named like ``target``.
+        rank: whose progress or operations count.
+        phase, step: how far: in training, after so many steps of this life.
+        delay: seconds after that.
+        how: ``before``, ``half`` or ``after``: of the operation.
+        grace: seconds until the agent kills the ranks that are left.
+    """
+
+    victims: tuple[int, ...]
+    kind: str
+    rank: int = 0
+    phase: Phase = Phase.TRAIN
+    step: int = 0
+    delay: float = 0.0
+    number: int = 0
+    target: str = ""
+    how: str = "before"
+    grace: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run.
+
+    Attributes:
+        kills: one for each life but the last.
+        torchrun: lives know, by torchrun's variables, that they follow each other.
+        elastic: the agent is one of torchrun's.
+        wait_for_orphans: the life after that of a killed agent begins when its ranks have ended.
+    """
+
+    seed: str
+    sharding: str
+    options: dict[str, Any]
+    policy: str
+    keep: int | None
+    every_steps: int
+    explicit: bool
+    kills: tuple[Kill, ...]
+    torchrun: bool
+    wait_for_orphans: bool
+    elastic: bool
+
+    def checkpointer(self, root: str, **given: Any) -> Checkpointer:
+        """Make the Checkpointer of a rank."""
+        return Checkpointer(
+            root,
+            policy=POLICIES[self.policy](),
+            retention=None if self.keep is None else Retention(keep=self.keep),
+            every_steps=self.every_steps,
+            timeout_seconds=30.0,
+            chunk_bytes=1000,
+            **self.options,
+            **given,
+        )
+
+    def plan(self, ranks: int) -> dict[str, str]:
+        """Return how the tables are split."""
+        return uniform_plan(SPEC, self.sharding, ranks)
+
+
+def draw(seed: str, kills: int, variant: str = "thread") -> Trial:
+    """Draw a run that is killed so many times.
+
+    Args:
+        variant: ``process``: with ``background="process"``, whose start takes seconds; then write
+            processes are among the victims. ``agent``: under an agent of torchrun, which is the
+            victim more often than not.
+    """
+    rng = random.Random(seed)
+    process = variant == "process"
+    options: dict[str, Any] = {
+        "background": "process" if process else "thread",
+        "staging": rng.choice(["auto", "copy", "encode"]),
+        "when_busy": rng.choice(["skip", "wait"]),
+    }
+    if not process and rng.random() < 0.2:
+        options["memory_budget"] = 40_000
+    return Trial(
+        seed=seed,
+        sharding=rng.choice(["row_wise", "table_wise"]),
+        options=options,
+        policy=rng.choice(list(POLICIES)),
+        keep=rng.choice([None, 1, 2]),
+        every_steps=rng.choice([1, 1, 2]),
+        explicit=rng.random() < 0.3,
+        kills=tuple(_kill(rng, variant) for _ in range(kills)),
+        elastic=variant == "agent",
+        torchrun=rng.random() < 0.5,
+        wait_for_orphans=rng.random() < 0.5,
+    )
+
+
+def _kill(rng: random.Random, variant: str) -> Kill:
+    victims = rng.choice([(0,), (1,), (0, 1), (0,), (1,), (AGENT,)])
+    if variant == "agent" and rng.random() < 0.7:
+        victims = (AGENT,)
+    if variant == "process" and rng.random() < 0.6:
+        victims = (rng.choice(WRITERS),)
+    grace = rng.choice([0.0, 0.0, 0.05, 0.3])
+    rank = rng.randrange(RANKS)
+    if victims[0] not in WRITERS and rng.random() < 0.5:
+        number = rng.randint(1, _OPERATIONS if rank == 0 else _OPERATIONS // 4)
+        target = rng.choice(["", "", "put manifest", "put claim", "delete", "fsync", "read"])
+        if target:
+            rank, number = (rank if target in ("fsync", "read") else 0), rng.randint(1, 8)
+        how = rng.choice(["before", "half", "after"])
+        return Kill(
+            victims, "operation", rank=rank, number=number, target=target, how=how, grace=grace
+        )
+    phase = rng.choices(list(Phase)[:4], weights=[1, 3, 16, 2])[0]
+    if victims[0] in WRITERS:
+        phase = Phase.TRAIN
+    delay = rng.uniform(0, 0.06) if phase is Phase.TRAIN else rng.uniform(0, 0.03)
+    step = rng.randrange(LIFE_STEPS)
+    return Kill(victims, "moment", rank=rank, phase=phase, step=step, delay=delay, grace=grace)

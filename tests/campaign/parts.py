@@ -1,0 +1,142 @@
+"""The parts of the campaign: what each tries, how much of it, and how it is cut into pieces."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tests.campaign import damage, faults, hostile, kills
+from tests.campaign.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Trials that one process does.
+
+    Attributes:
+        first: number of the first one.
+    """
+
+    part: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of attack.
+
+    Attributes:
+        act: called with seed, first number, count, an empty folder and what ``prepare`` has made.
+        trials: of the whole campaign; None: all there are.
+        piece: how many trials a process does.
+        seconds: that a trial may take at most, on a busy machine.
+        unit: the count that the table shows, and its name there.
+        goal: of that count, what the campaign promises.
+        says: what is tried, for the table.
+        slice: trials in `make test`.
+    """
+
+    act: Callable[[int, int, int, Path, Path], Outcome]
+    trials: int | None
+    piece: int
+    seconds: float
+    unit: tuple[str, str]
+    goal: int
+    says: str
+    slice: int
+
+
+PREPARED = ("damage", "hostile")
+"""Parts that need the root that ``damage.prepare`` makes."""
+
+
+def _kills(
+    seed: int, first: int, count: int, folder: Path, prepared: Path, variant: str
+) -> Outcome:
+    outcome = Outcome()
+    for number in range(first, first + count):
+        (own := folder / str(number)).mkdir()
+        outcome.add(kills.run(seed, number, own, variant))
+    return outcome
+
+
+def _faults(seed: int, first: int, count: int, folder: Path, prepared: Path, ranks: int) -> Outcome:
+    return faults.run(seed, first, count, folder, ranks)
+
+
+PARTS: dict[str, Part] = {
+    "kills": Part(
+        partial(_kills, variant="thread"),
+        *(265, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 1000),
+        "SIGKILL to ranks and their agent, at any moment and at any operation of the storage",
+        slice=5,
+    ),
+    "kills-process": Part(
+        partial(_kills, variant="process"),
+        *(14, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 40),
+        'The same with `background="process"`: write processes are among the victims',
+        slice=0,
+    ),
+    "kills-agent": Part(
+        partial(_kills, variant="agent"),
+        *(15, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 30),
+        "SIGKILL to torchrun's agent, and to ranks under it",
+        slice=0,
+    ),
+    "faults": Part(
+        partial(_faults, ranks=1),
+        *(1900, 50, 5.0, ("faults", "faults"), 5000),
+        "Storage that fails, hangs, lags and lies while a job saves, restores, prunes or compacts",
+        slice=50,
+    ),
+    "faults-2-ranks": Part(
+        partial(_faults, ranks=2),
+        *(200, 25, 10.0, ("faults", "faults"), 300),
+        "The same on one of two ranks",
+        slice=6,
+    ),
+    "damage": Part(
+        damage.run,
+        *(None, 60, 5.0, ("damages", "damages"), 1500),
+        "Every file of a root, control records included, damaged in every way",
+        slice=50,
+    ),
+    "hostile": Part(
+        hostile.run,
+        *(105_000, 2500, 0.1, ("inputs", "inputs"), 100_000),
+        "Hostile manifests, indexes, payloads, claims, pins and state trees",
+        slice=2000,
+    ),
+}
+
+
+class Prepared:
+    """A folder with what some parts need, made once and removed in the end."""
+
+    def __init__(self, seed: int, parts: list[str]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="campaign-prepared-"))
+        self.damages = 0
+        if any(part in PREPARED for part in parts):
+            damage.prepare(seed, self.folder)
+            self.damages = damage.count(self.folder)
+
+    def trials(self, part: str) -> int:
+        """Return how many trials a part has."""
+        trials = PARTS[part].trials
+        return self.damages if trials is None else trials
+
+    def remove(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def pieces(part: str, first: int, end: int) -> Iterator[Piece]:
+    """Cut the trials from ``first`` to before ``end`` into pieces."""
+    size = PARTS[part].piece
+    for start in range(first, end, size):
+        yield Piece(part, start, min(size, end - start))

@@ -1,0 +1,81 @@
+"""What a job's whole state was after each step, in files beside the package: the oracle of kills.
+
+It is read from TorchRec's own state dicts and from the state objects themselves, before the package
+is asked to save anything. A second run over the same step must come to the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from tests.distributed.models import Part, State
+
+Values = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.ndarray]]
+"""By name and offset: the whole tensor's size, and this rank's piece of it."""
+
+
+def values_of(parts: Iterable[Part]) -> Values:
+    """Copy the pieces of a rank."""
+    return {(p.name, p.offset): (p.size, p.tensor.cpu().numpy().copy()) for p in parts}
+
+
+class Record:
+    """The states of one rank, a file for each step.
+
+    Args:
+        folder: all ranks' and lives'.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+
+    def note(self, step: int, found: Values) -> list[str]:
+        """Keep a step's state; return how it differs from what an earlier life came to there."""
+        file = self._file(step, self._rank)
+        if file.exists():
+            return self.differences(step, found)
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(pickle.dumps(found))
+        temporary.rename(file)  # a process may be killed while it writes
+        return []
+
+    def differences(self, step: int, found: Values) -> list[str]:
+        """Compare this rank's pieces with those of a step, bit for bit."""
+        return compare(found, _load(self._file(step, self._rank)))
+
+    def whole(self, step: int, ranks: int) -> State:
+        """Put the pieces of all ranks together; what each rank has of its own is left out."""
+        state: State = {}
+        for rank in range(ranks):
+            for (name, offset), (size, piece) in _load(self._file(step, rank)).items():
+                whole = state.setdefault(name, np.zeros(size, piece.dtype))
+                ends = zip(offset, piece.shape, strict=True)
+                whole[tuple(slice(start, start + length) for start, length in ends)] = piece
+        return state
+
+    def _file(self, step: int, rank: int) -> Path:
+        return self._folder / f"step-{step}-rank-{rank}"
+
+
+def _load(file: Path) -> Values:
+    values: Values = pickle.loads(file.read_bytes())
+    return values
+
+
+def compare(found: Values, wanted: Values) -> list[str]:
+    """List the pieces that differ in a bit."""
+    problems = [f"only in one of them: {name}" for name, _ in found.keys() ^ wanted.keys()]
+    for key in found.keys() & wanted.keys():
+        (size, one), (other_size, other) = found[key], wanted[key]
+        if size != other_size or one.dtype != other.dtype or one.shape != other.shape:
+            problems.append(f"{key[0]}: {one.dtype}{size}, not {other.dtype}{other_size}")
+        elif one.tobytes() != other.tobytes():
+            rows = (one != other).reshape(len(one) if size else 1, -1).any(axis=1)
+            problems.append(f"{key[0]}: rows {list(np.flatnonzero(rows))[:20]} differ")
+    return problems

@@ -1,0 +1,35 @@
+"""What the documentation says of the campaign is what the file of results holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.campaign import results
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "recipes" / "results" / "campaign.json"
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="the campaign was not run yet")
+def test_the_table_is_that_of_the_results() -> None:
+    rows = results.read(RESULTS)
+    assert results.table(rows) in (REPOSITORY / "docs" / "reliability.md").read_text()
+    assert not results.problems(rows)
+    assert not results.too_few(rows)
+
+
+def test_a_page_gets_the_table_between_its_marks(tmp_path: Path) -> None:
+    row = {"tried": 1200, "unit": "kills", "lost": 0, "silent": 1, "error": 2, "hung": 3}
+    rows = {"kills": {**row, "seconds": 90.0, "failures": []}}
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- campaign -->\nold\n<!-- end of campaign -->\nafter\n")
+    results.put_into(page, rows)
+    assert "| 1,200 kills | 0 | 1 | 5 | 1.5 |" in page.read_text()
+    assert "old" not in page.read_text()
+    assert page.read_text().startswith("before\n")
+    assert page.read_text().endswith("after\n")
+    assert results.too_few(rows) == []
+    with pytest.raises(ValueError, match="lacks"):
+        results.put_into(Path(__file__).parent / "__init__.py", rows)

@@ -1,0 +1,34 @@
+"""A slice of the campaign: a few trials of each part, with a fixed seed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.campaign.results import problems
+
+REPOSITORY = Path(__file__).parents[2]
+LEAST = {"kills": 14, "faults": 70, "faults-2-ranks": 6, "damage": 50, "hostile": 2000}
+"""That must have been tried: else nothing was shown."""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the slice, in a process of its own: what forks must have no threads."""
+    file = tmp_path_factory.mktemp("campaign") / "campaign.json"
+    command = [sys.executable, "-m", "tests.campaign", "--slice", "--json", str(file)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    assert file.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+@pytest.mark.parametrize("part", LEAST)
+def test_nothing_is_lost_and_nothing_silent(rows: dict[str, Any], part: str) -> None:
+    assert not rows[part]["failures"], "\n".join(problems({part: rows[part]}))
+    assert rows[part]["tried"] >= LEAST[part]
