@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from tests.distributed.sequence_model import Point, Way
 from torchrec_checknrun.background import Background, Save
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.manifest import MANIFEST_NAME
+from torchrec_checknrun.new_file import NewFile
 from torchrec_checknrun.storage import StorageWriter
 from torchrec_checknrun.write_process import WriteProcess
 
@@ -133,7 +134,7 @@ class Gate:
 class _Torn:
     """A file of which only the beginning can be written, if that is where it fails."""
 
-    def __init__(self, file: IO[bytes], at: Callable[[Point], None]) -> None:
+    def __init__(self, file: NewFile, at: Callable[[Point], None]) -> None:
         self._file = file
         self._at = at
         self._writes = 0

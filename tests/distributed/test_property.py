@@ -81,7 +81,7 @@ def train(
                     job.train()
                     saver.step()
                 report = saver.save()
-                if report is None:  # that step is committed already
+                if report.unchanged:  # that step is committed already
                     assert (steps, saver.steps > 0) == (0, True)
                     continue
                 assert report.step == saver.steps == job.steps
