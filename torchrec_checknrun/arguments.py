@@ -135,7 +135,7 @@ class Arguments:
             if not callable(callback):
                 raise ValueError(f"callbacks must be functions of a report, not {callback!r}")
         return cls(
-            root=_as_root(root),
+            root=_as_root(root, timeout_seconds),
             state=_as_states(state),
             per_rank_buffers=_as_buffers(per_rank_buffers, model),
             policy=_as_policy(policy),
@@ -197,12 +197,12 @@ def _refuse_unknown(unknown: Mapping[str, object]) -> None:
         )
 
 
-def _as_root(root: object) -> Folder:
+def _as_root(root: object, timeout_seconds: float) -> Folder:
     if isinstance(root, bytes) or not isinstance(root, (str, os.PathLike)):
         raise ValueError(_ROOT.format(root))
     if not str(os.fspath(root)).strip():
         raise ValueError(_ROOT.format(root))
-    return Folder(root)
+    return Folder(root, timeout_seconds)
 
 
 _ROOT = (

@@ -61,7 +61,8 @@ class Assembly:
         """
         # Before the arguments are checked: a mistake that one rank makes is every rank's error.
         timeout = timedelta(seconds=timeout_seconds if is_timeout(timeout_seconds) else 60)
-        ranks, background_ranks = Ranks(timeout), Ranks(timeout)
+        # Twice as long: whoever hangs in the storage is to have the time to say so.
+        ranks, background_ranks = Ranks(timeout), Ranks(2 * timeout)
         tracked: TrackedModel | None = None
         try:
             arguments = agreed(ranks, check, Arguments.described)

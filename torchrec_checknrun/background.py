@@ -17,7 +17,13 @@ from typing import Literal, NoReturn
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.deadlines import Patience
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CheckpointExists,
+    CorruptCheckpoint,
+    SaveFailed,
+)
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lineage import Proposal
 from torchrec_checknrun.manifest import Manifest
@@ -46,7 +52,10 @@ from torchrec_checknrun.write_process import WriteProcess, require_shared
 logger = logging.getLogger("torchrec_checknrun.checkpointer")
 
 BackgroundKind = Literal["thread", "process"]
+_OF_STORAGE = (CorruptCheckpoint, CheckpointExists)
+"""What lies where a new checkpoint is to be written; by itself it would read as an old one's."""
 _SPARE_BYTES = 1 << 20
+_END_SECONDS = 5.0
 _LEAVE_SECONDS = 10.0
 _CHUNKS = 4
 """Whose memory the background takes beside what is staged: one is encoded while the one before is
@@ -62,12 +71,18 @@ class Save:
     Attributes:
         cut: the marks it took, to be merged back unless it is committed; None if that failed.
         fingerprint: of what it holds beside table rows, on this rank; None until that is known.
+        patience: with the storage, as far as it is asked for this checkpoint.
     """
 
-    def __init__(self, proposal: Proposal, cut: Cut | None, begun: float) -> None:
+    def __init__(
+        self, proposal: Proposal, cut: Cut | None, begun: float, patience: Patience
+    ) -> None:
         self.proposal = proposal
         self.cut = cut
         self.begun = begun
+        self.patience = patience
+        self._lock = threading.Lock()
+        self._committing = self._given_up = False
         self.progress = Progress()
         self.fingerprint: Fingerprint | None = None
         self._manifest: Manifest | None = None
@@ -104,10 +119,37 @@ class Save:
         return self._manifest
 
     def finish(self, manifest: Manifest | None, error: BaseException | None = None) -> None:
-        """What became of it."""
-        self._manifest, self._error = manifest, error
-        self.progress.committed = time.monotonic() - self.begun
-        self._done.set()
+        """Note what became of it, unless that was noted before."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._manifest, self._error = manifest, error
+            self.progress.committed = time.monotonic() - self.begun
+            self._done.set()
+
+    def begin_commit(self) -> None:
+        """Let nobody give it up from now on: whether it is committed is up to the storage.
+
+        Raises:
+            SaveFailed: somebody has.
+        """
+        with self._lock:
+            if self._given_up:
+                raise SaveFailed(f"{self.proposal.id} was given up before it was committed")
+            self._committing = True
+
+    def give_up(self, error: Exception, force: bool = False) -> bool:
+        """Fail with ``error``, and never commit; return False if it is being committed just now.
+
+        Args:
+            force: fail even then: whether it is committed is not known.
+        """
+        with self._lock:
+            if self._committing and not force:
+                return False
+            self._given_up = True
+        self.finish(None, error)
+        return True
 
 
 class _Plan:
@@ -232,10 +274,9 @@ class Background:
             before_commit: called on rank 0; raises an error if it must not be committed.
             after_commit: the same, if it was not committed after all.
         """
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join()  # it has said what became of its checkpoint, and is about to end
+        assert not self.hangs, "the ranks have agreed that all can begin"
         self._thread = None  # what it refers to may go
-        save = Save(proposal, cut, begun)
+        save = Save(proposal, cut, begun, self._root.patience.apart())
         differences = RankDifferences(told=self._told)
         plan = _Plan(save, differences)
         checks = before_commit, after_commit
@@ -273,6 +314,16 @@ class Background:
                 raise
         return save
 
+    @property
+    def hangs(self) -> bool:
+        """Whether the thread of a checkpoint that was given up is still at it, and so in the middle
+        of what it has begun with the other ranks. One that has said what became of it, and is about
+        to end, is waited for.
+        """
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+        return self._thread is not None and self._thread.is_alive()
+
     def close(self) -> None:
         """Ends the process and gives the memory back; nothing may be on its way."""
         self._end_process()
@@ -305,7 +356,8 @@ class Background:
         if self._process is None or not self._process.alive:
             self._end_process()
             self._start_process()
-        self._ring.begin()
+        # A new one: a thread that hangs in the storage may give memory back to the old one yet.
+        self._ring = Ring(self._memory.size)
 
     def _finish(
         self,
@@ -313,12 +365,21 @@ class Background:
         planner: CheckpointPlanner,
         checks: tuple[Callable[[], object], Callable[[], object]],
     ) -> None:
-        process = self._process
+        process, ring = self._process, self._ring
+        before_commit, after_commit = checks
+        folder = self._root / save.proposal.id
+        folder.patience = save.patience
+
+        def last_look() -> None:
+            before_commit()
+            save.begin_commit()
+
         try:
             writer = StorageWriter(
-                self._root / save.proposal.id,
+                folder,
                 write_rank_file if process is None else process.write,
-                *checks,
+                last_look,
+                after_commit,
             )
             metadata = dcp.save(
                 {},
@@ -337,7 +398,7 @@ class Background:
             _ = manifest.size  # found here, since the training thread's report asks for it
             save.finish(manifest)
         finally:
-            self._ring.abort()  # a training thread that still stages waits in vain
+            ring.abort()  # a training thread that still stages waits in vain
 
 
 def _checked(budget: int, warn: bool) -> int:
@@ -361,13 +422,16 @@ def _checked(budget: int, warn: bool) -> int:
 def _raise_as_failed(error: BaseException, step: int) -> NoReturn:
     if isinstance(error, CheckpointException):
         cause = own_error(error)
-        if isinstance(cause, CheckNRunError):
+        if isinstance(cause, CheckNRunError) and not isinstance(cause, _OF_STORAGE):
             raise cause from error
+    elif isinstance(error, SaveFailed):
+        raise error
     elif isinstance(error, Exception):
         cause = error
     else:
         raise error
-    remedy = "mend the storage and save again" if isinstance(cause, OSError) else "save again"
+    of_storage = isinstance(cause, (OSError, *_OF_STORAGE))
+    remedy = "fix the storage and save again" if of_storage else "save again"
     raise SaveFailed(
         f"the checkpoint at step {step} was not committed: {cause!r}. Its rows are kept for the "
         f"next one; {remedy}"

@@ -93,7 +93,8 @@ class Checkpointer:
         resume: what ``restore()`` does without more said: ``auto`` takes the newest whole chain, or
             starts anew where there is no checkpoint; ``must`` raises there; ``never`` starts anew
             in any case (after a restart by torchrun, too), and keeps the chain that is there.
-        timeout_seconds: how long a rank waits for the others in a save or restore.
+        timeout_seconds: how long a save, a restore or ``close`` waits for other ranks, or for a
+            storage that doesn't answer, without hearing anything.
         chunk_bytes: memory for the rows of a chunk, with every copy of them that is made while it
             is saved; a restore takes as much.
 
@@ -400,7 +401,7 @@ class Checkpointer:
                     )
             self.wait()
         finally:
-            idle = self._saver.running is None
+            idle = self._saver.running is None and not self._saver.hangs
             self._release()
             if idle:
                 self._ranks.close()

@@ -108,13 +108,19 @@ def export_dcp(
                     f"{clash[0]!r}: rename the state object"
                 )
             tensors |= named
-        kind = dcp.FileSystemWriter if _is_local(into) else FsspecWriter
-        # Not the target as it was given: DCP takes a ~ for a folder's name.
-        writer = kind(into.url, per_thread_copy_ahead=0)
         with warnings.catch_warnings():
             # Of one process, which is what is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+
+            def save(kind: Any, place: str) -> None:
+                writer = kind(place, per_thread_copy_ahead=0)
+                dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+
+            # Not the target as it was given: DCP takes a ~ for a folder's name.
+            if _is_local(into):
+                save_in_place(Path(into.url), lambda place: save(dcp.FileSystemWriter, str(place)))
+            else:
+                save(FsspecWriter, into.url)
         into.put(VALUES_NAME, _json(chain, values, done.tables))
         done.tensors = {name: list(tensor.shape) for name, tensor in tensors.items()}
     return done
@@ -161,6 +167,10 @@ def export_safetensors(
     _check_types(chain, tensors)
     done = Exported(chain.head.id, values=sorted(values))
     about = {"checkpoint": chain.head.id, "step": str(chain.head.step)}
+
+    def save(tensors: dict[str, torch.Tensor], name: str, about: dict[str, str]) -> None:
+        save_in_place(Path(into.url), lambda place: save_file(tensors, place / name, about))
+
     for table, reader in _readers(root, content, progress):
         with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
             place = _restored(reader, Path(folder), optimizer)
@@ -173,17 +183,30 @@ def export_safetensors(
                     _check_states(table, place, fused.tensors)
                     place |= fused.tensors
             name = f"{table}.safetensors"
-            save_file(place, f"{into.url}/{name}", {**about, "table": table, "rows": stored})
+            save(place, name, {**about, "table": table, "rows": stored})
             done.files.append(name)
             done.tables[table] = stored
             done.tensors |= {f"{table}/{n}": list(t.shape) for n, t in place.items()}
     if tensors:
         plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-        save_file(plain, f"{into.url}/{STATE_FILE}", about)
+        save(plain, STATE_FILE, about)
         done.files.append(STATE_FILE)
         done.tensors |= {name: list(tensor.shape) for name, tensor in tensors.items()}
     into.put(VALUES_NAME, _json(chain, values, done.tables))
     return done
+
+
+def save_in_place(target: Path, save: Callable[[Path], object]) -> None:
+    """Write files into a folder without following links that lie there: by way of a folder in it
+    that nobody else may enter. What has the same name is replaced.
+
+    Args:
+        save: writes files into the folder it is given.
+    """
+    with tempfile.TemporaryDirectory(dir=target, prefix=".checknrun-") as private:
+        save(Path(private))
+        for path in Path(private).iterdir():
+            os.replace(path, target / path.name)
 
 
 def scratch_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:

@@ -1,31 +1,36 @@
 """The few file operations a checkpoint needs, on a folder or any fsspec URL, and made durable.
 
-On a local disk "written" means fsync of the file and of its folder. An object store has no rename
-and needs none: an object appears whole or not at all. What fails for a moment is tried again; what
-fails for good is a ``StorageFailed`` that names the path and the remedy.
+On a local disk "written" means fsync of the file and of its folder. What fails for a moment is
+tried again; what fails for good, or isn't answered in time, is a ``StorageFailed`` that names the
+path and the remedy. How it is done on a disk is ``local_store``'s, elsewhere ``driver_store``'s.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import secrets
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
-from typing import IO, Any, TypeVar, cast
+from typing import TypeVar
 
 import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from torchrec_checknrun.errors import CorruptCheckpoint, StorageFailed
+from torchrec_checknrun.deadlines import TIMEOUT_SECONDS, Patience, given_up
+from torchrec_checknrun.driver_store import DriverStore
+from torchrec_checknrun.errors import CheckpointExists, StorageFailed
+from torchrec_checknrun.local_store import LocalStore
+from torchrec_checknrun.new_file import NewFile, require_all
 from torchrec_checknrun.retries import masked, retrying, storage_failed
-from torchrec_checknrun.s3_upload import S3Upload
 
 T = TypeVar("T")
 
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
+_RETRIED = 0.9
+"""Of the time that an operation may take: then its last error is told."""
+_PUTS = 3
+"""How often a small record is put that doesn't read back as it was."""
 
 
 class Folder:
@@ -33,22 +38,34 @@ class Folder:
 
     Args:
         url: a path or any fsspec URL (``s3://bucket/run``).
+        timeout_seconds: how long a storage that doesn't answer may be waited for.
+
+    Attributes:
+        url: opens the same folder again, in any process; may hold a password.
+        patience: bounds all waits for this storage.
 
     Raises:
-        StorageFailed: the storage refused an operation, or didn't answer for a minute; all methods
-            do.
+        StorageFailed: the storage refused an operation, or didn't answer; all methods do.
+        CorruptCheckpoint: on a local disk, something in the folder that should be a file or a
+            directory is a symbolic link; all methods do.
     """
 
-    def __init__(self, url: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, url: str | os.PathLike[str], timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
         self.url = os.fspath(url)
-        """Opens the same folder again, in any process; may hold a password."""
-        try:
-            self._fs, path = fsspec.core.url_to_fs(self.url)
-        except OSError as error:  # some stores are asked at once
+        self.patience = Patience(timeout_seconds)
+        try:  # some stores are asked at once
+            self._fs, path = self.patience.call(
+                lambda: fsspec.core.url_to_fs(self.url), f"opening {self}"
+            )
+        except OSError as error:
             raise storage_failed(error, f"opening {self}") from error
+        while type(self._fs) is DirFileSystem and isinstance(self._fs.fs, LocalFileSystem):
+            path, self._fs = self._fs._join(path), self._fs.fs  # a disk has links, by any name
         self._path = path.rstrip("/")
         self._local = isinstance(self._fs, LocalFileSystem)
-        self._depth = 0
+        self._below: tuple[str, ...] = ()
         protocols = self._fs.protocol
         self._s3 = "s3" in ((protocols,) if isinstance(protocols, str) else protocols)
         if self._local:
@@ -64,7 +81,7 @@ class Folder:
     def __truediv__(self, name: str) -> Folder:
         before, path, after = _parts(self.url)
         folder = self._at(f"{self._path}/{name}", f"{before}{path}/{name}{after}")
-        folder._depth = self._depth + 1
+        folder._below = (*self._below, name)
         return folder
 
     @property
@@ -76,95 +93,60 @@ class Folder:
     def parent(self) -> Folder:
         """The folder that this one is in."""
         before, path, after = _parts(self.url)
-        return self._at(self._path.rpartition("/")[0], before + path.rpartition("/")[0] + after)
+        folder = self._at(self._path.rpartition("/")[0], before + path.rpartition("/")[0] + after)
+        folder._below = self._below[:-1]
+        return folder
+
+    @property
+    def outermost(self) -> tuple[str, tuple[str, ...]]:
+        """The URL of the root that this folder was reached from, and the names on the way: links
+        are followed to the one, but not from there on. Another process opens it by these.
+        """
+        folder = self
+        for _ in self._below:
+            folder = folder.parent
+        return folder.url, self._below
+
+    def within_parent(self) -> Folder:
+        """Return the same folder as one in its parent: it must not be a link itself."""
+        return self if self._below else self.parent / self.name
 
     def _at(self, path: str, url: str) -> Folder:
         """Another folder of the same store."""
         folder = copy(self)
-        folder._path, folder._depth = path, 0
+        folder._path, folder._below = path, ()
         folder.url = (path or "/") if self._local else url
         return folder
 
+    @property
+    def _store(self) -> LocalStore | DriverStore:
+        if not self._local:
+            return DriverStore(self._fs, self._path, self._s3, len(self._below) > 1)
+        length = sum(len(name) + 1 for name in self._below)
+        return LocalStore(self._path[: len(self._path) - length], self._below)
+
+    def _do(self, act: Callable[[], T], what: str) -> T:
+        """Run an operation, again where that helps, and for no longer than the storage may take."""
+        most = self.patience.seconds * _RETRIED
+        return self.patience.call(lambda: retrying(act, what, most), masked(what))
+
     def is_link(self, name: str) -> bool:
         """Whether something in the folder is a symbolic link, which only local disks have."""
-        return self._local and os.path.islink(f"{self._path}/{name}")
-
-    def _refuse_links(self, name: str | None = None) -> None:
-        """Nothing is read or written through links out of the root, nor waited for in pipes.
-
-        Raises:
-            CorruptCheckpoint: the folder, if it is within a root, is a symbolic link, or the file
-                is anything but a plain one.
-        """
-        if not self._local:
-            return
-        if self._depth and os.path.islink(self._path):
-            raise CorruptCheckpoint(
-                f"{self} is a symbolic link: checkpoints are plain files in directories of their "
-                "root; remove it, or copy there what it points to"
-            )
-        with suppress(FileNotFoundError):
-            if name is not None and not stat.S_ISREG(self._mode(name)):
-                raise CorruptCheckpoint(
-                    f"{self}/{name} is a symbolic link, or no file: checkpoints are plain files in "
-                    "directories of their root; remove it, or copy there what it points to"
-                )
-
-    def _mode(self, name: str) -> int:
-        what = f"looking at {self}/{name}"
-        return _retrying_to_see(lambda: os.lstat(f"{self._path}/{name}").st_mode, what)
+        return self._local and self._do(
+            lambda: self._store.is_link(name), f"looking at {self}/{name}"
+        )
 
     def names(self) -> list[str]:
         """What is directly in the folder, sorted; nothing where there is no folder."""
-        return sorted(self._list(detail=False))
+        return sorted(self._do(self._store.list, f"listing {self}"))
 
     def sizes(self) -> dict[str, int]:
         """Bytes of all files that are directly in the folder, with one look."""
-        found = self._list(detail=True)
-        return {
-            name: int(info["size"])
-            for name, info in found.items()
-            if info["type"] == "file" and not info.get("islink")
-        }
-
-    def _list(self, detail: bool) -> dict[str, dict[str, Any]]:
-        self._refuse_links()
-
-        def look() -> list[Any]:
-            self._fs.invalidate_cache()
-            return list(self._fs.ls(self._path, detail=detail))
-
-        try:
-            entries = retrying(look, f"listing {self}")
-        except FileNotFoundError as error:
-            if _code(error) == "NoSuchBucket":  # a folder is made when it is needed, a bucket isn't
-                raise StorageFailed(
-                    errno.ENOENT, f"listing {self}: no such bucket: check its name, or make it"
-                ) from error
-            return {}
-        except OSError as error:
-            if error.errno == errno.ENOTDIR and self._depth > 1:
-                return {}  # a file lies where a checkpoint would; as a root it is a mistake
-            raise
-        found = {}
-        for entry in entries:
-            path = str(entry["name"] if detail else entry).rstrip("/")
-            if path != self._path:  # some stores list the folder itself among its content
-                found[path.rsplit("/", 1)[-1]] = entry if detail else {}
-        return found
+        return self._do(self._store.sizes, f"listing {self}")
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, or None where there is none."""
-
-        def look() -> dict[str, Any]:
-            self._fs.invalidate_cache()
-            return cast("dict[str, Any]", self._fs.info(f"{self._path}/{name}"))
-
-        try:
-            info = _retrying_to_see(look, f"looking at {self}/{name}")
-        except FileNotFoundError:
-            return None
-        return int(info["size"]) if info["type"] == "file" else None
+        return self._do(lambda: self._store.size(name), f"looking at {self}/{name}")
 
     def modified(self, name: str) -> float | None:
         """Return when a file was last written, by the store's clock, in seconds since 1970.
@@ -172,14 +154,7 @@ class Folder:
         Returns:
             None where the store keeps no such times, or there is no such file.
         """
-
-        def look() -> float | None:
-            self._fs.invalidate_cache()
-            with suppress(NotImplementedError, FileNotFoundError):
-                return float(self._fs.modified(f"{self._path}/{name}").timestamp())
-            return None
-
-        return retrying(look, f"looking at {self}/{name}")
+        return self._do(lambda: self._store.modified(name), f"looking at {self}/{name}")
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """A file's bytes, or a part of them (shorter where the file ends).
@@ -187,29 +162,13 @@ class Folder:
         Raises:
             FileNotFoundError: there is no such file.
         """
-        self._refuse_links(name)
-        end = None if length is None else offset + length
-        path = f"{self._path}/{name}"
-
-        def get() -> bytes:
-            try:
-                return cast(bytes, self._fs.cat_file(path, start=offset, end=end))
-            except OSError as error:
-                if _code(error) in ("InvalidRange", "416"):
-                    return b""  # it begins where the object ends
-                raise
-
-        if length == 0 and self._s3:  # no range of S3's
-            if self.size(name) is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            return b""
-        return _retrying_to_see(get, f"reading {self}/{name}")
+        return self._see(lambda: self._store.read(name, offset, length), name)
 
     def read_into(self, memory: memoryview, name: str, offset: int) -> int:
         """Fills memory with a part of a file, which no other copy is made of on a local disk.
 
         Args:
-            memory: bytes, writable.
+            memory: bytes, writable; not to be used any more after a ``StorageUnreachable``.
 
         Returns:
             How many bytes there were: fewer than asked for where the file ends.
@@ -219,84 +178,77 @@ class Folder:
         """
         if not len(memory):
             return 0
-        self._refuse_links(name)
-        if not self._local:
-            data = self.read(name, offset, len(memory))
-            memory[: len(data)] = data
-            return len(data)
+        store = self._store
+        if isinstance(store, LocalStore):
+            return self._see(lambda: store.read_into(memory, name, offset), name)
+        data = self.read(name, offset, len(memory))
+        memory[: len(data)] = data
+        return len(data)
 
-        def fill() -> int:
-            descriptor = os.open(f"{self._path}/{name}", os.O_RDONLY)
+    def _see(self, act: Callable[[], T], name: str) -> T:
+        """``_do``; within what is no folder, there is no file."""
+
+        def see() -> T:
             try:
-                done = 0
-                while done < len(memory):
-                    count = os.preadv(descriptor, [memory[done:]], offset + done)
-                    if not count:
-                        break
-                    done += count
-                return done
-            finally:
-                os.close(descriptor)
+                return act()
+            except NotADirectoryError as error:
+                path = error.filename
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
 
-        return _retrying_to_see(fill, f"reading {self}/{name}")
+        return self._do(see, f"reading {self}/{name}")
 
     def create(self) -> None:
-        """Make the folder and its parents, durably (object stores have none to make)."""
-        if self._s3:  # there it would make a bucket, which is for its owner to do
-            return
-        made = _missing(self._path) if self._local else []
-        retrying(lambda: self._fs.makedirs(self._path, exist_ok=True), f"making {self}")
-        for path in made:
-            self._sync_folder(os.path.dirname(path))
+        """Makes the folder (object stores have none to make)."""
+        self._do(self._store.create, f"making {self}")
 
     @contextmanager
-    def write(self, name: str) -> Iterator[IO[bytes]]:
-        """Opens a new file; when the block ends without an error, it is durable.
+    def write(self, name: str) -> Iterator[NewFile]:
+        """Opens a new file; when the block ends without an error, it is durable, and the storage
+        has as many bytes as it was given.
 
         After an error nothing of it is left.
+
+        Raises:
+            CheckpointExists: something of that name is there.
         """
-        self._refuse_links()
-        path, what = f"{self._path}/{name}", f"writing {self}/{name}"
-        file: Any = retrying(lambda: self._open_new(path), what)
+        what, tries = f"writing {self}/{name}", 0
+
+        def begin() -> NewFile:
+            nonlocal tries
+            tries += 1
+            return self._store.new_file(name, again=tries > 1)
+
+        try:
+            file = self._do(begin, what)
+        except FileExistsError as error:
+            raise CheckpointExists(
+                f"{self}/{name} is there already, though nothing was written to it: something else "
+                "writes to this directory; find out what, and save again"
+            ) from error
         try:
             yield file
-            if self._local:
-                file.flush()
-                os.fsync(file.fileno())
-            if isinstance(file, S3Upload):
-                file.commit()
-            else:
-                file.close()
+            try:
+                self.patience.call(file.commit, what)
+            except OSError as error:
+                raise storage_failed(error, what) from error
+            require_all(f"{self}/{name}", file.tell(), self.size(name), "the storage has")
         except BaseException as error:
             with suppress(Exception):  # the first error counts
-                self._discard(file, path)
+                self._discard(file, name)
             if isinstance(error, OSError):
                 raise storage_failed(error, what) from error
             raise
-        self._sync_folder(self._path)
+        self._sync(f"writing {self}/{name}")
 
-    def _open_new(self, path: str) -> Any:
-        if self._local:
-            return open(path, "wb")
-        return S3Upload(self._fs, path) if self._s3 else self._fs.open(path, "wb")
-
-    def _discard(self, file: Any, path: str) -> None:
-        if isinstance(file, S3Upload):
-            file.discard()
-            return
-        if not self._local:
-            with suppress(Exception):
-                file.discard()
-            file.forced = True  # what is buffered is not to be sent when it is closed
+    def _discard(self, file: NewFile, name: str) -> None:
+        what = f"giving up {self}/{name}"
         with suppress(Exception):
-            file.close()
-        if self._local:
-            os.unlink(path)
-        elif self._fs.exists(path):
-            self._fs.rm_file(path)
+            self.patience.call(file.drop, what)
+        self.patience.call(lambda: self._store.delete(name), what)
 
     def put(self, name: str, data: bytes, new: bool = False) -> None:
-        """Writes a whole small file so that readers see all of it or none of it, and durably.
+        """Writes a whole small file so that readers see all of it or none of it, durably, and reads
+        it back.
 
         Args:
             new: only if there is no such file yet. A store that can't check that while it writes
@@ -304,92 +256,66 @@ class Folder:
 
         Raises:
             FileExistsError: there is one, with other content.
+            StorageFailed: the storage has not kept what it was given.
         """
-        self._refuse_links()
-        put = self._put_locally if self._local else self._put_object
-        try:
-            retrying(lambda: put(name, data, new), f"writing {self}/{name}")
-        except FileExistsError:
-            # Perhaps by an earlier try, of which the answer was lost.
-            if self.read(name) != data:
-                raise
-            self._sync_folder(self._path)
+        what = f"writing {self}/{name}"
 
-    def _put_object(self, name: str, data: bytes, new: bool) -> None:
-        path = f"{self._path}/{name}"
-        if not new:
-            self._fs.pipe_file(path, data)
-            return
-        self._fs.invalidate_cache()
-        if self._fs.exists(path):
-            raise FileExistsError(errno.EEXIST, "there is such a file", path)
-        try:
-            self._fs.pipe_file(path, data, mode="create")
-        except (OSError, NotImplementedError, TypeError) as error:
-            if isinstance(error, FileExistsError) or _code(error) in ("PreconditionFailed", "412"):
-                raise FileExistsError(errno.EEXIST, "there is such a file", path) from error
-            if getattr(error, "errno", errno.ENOSYS) != errno.ENOSYS:
-                raise
-            self._fs.pipe_file(path, data)  # the store knows no such condition
+        def put() -> None:
+            self._store.put(name, data, new)
+            if new and given_up():
+                self._store.delete(name)  # its writer has been told that it failed
 
-    def _put_locally(self, name: str, data: bytes, new: bool) -> None:
-        target = f"{self._path}/{name}"
-        temporary = f"{self._path}/.{name}.{secrets.token_hex(4)}"
+        for _ in range(_PUTS):
+            try:
+                self._do(put, what)
+            except FileExistsError:
+                # Perhaps by an earlier try, of which the answer was lost.
+                if self.read(name) != data:
+                    raise
+                self._sync(what)
+                return
+            found = self._found(name)
+            if found == data:
+                return
+            if new and not (found is None or data.startswith(found)):
+                raise FileExistsError(errno.EEXIST, "another one was put at once", name)
+            if new and found is not None:
+                self.delete(name)  # a part of what was given: nobody else's
+        require_all(f"{self}/{name}", len(data), None if found is None else len(found), "it has")
+        raise StorageFailed(
+            errno.EIO, f"{what}: it reads back as something else: the storage changes what it keeps"
+        )
+
+    def _found(self, name: str) -> bytes | None:
         try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if not (new and _link(temporary, target)):
-                os.rename(temporary, target)
-        finally:
-            with suppress(OSError):
-                os.unlink(temporary)
-        self._sync_folder(self._path)
+            return self.read(name)
+        except FileNotFoundError:
+            return None
 
     def delete(self, name: str) -> None:
-        """Removes a file, if it is there."""
-        self._refuse_links()
-
-        def remove() -> None:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                self._fs.rm_file(f"{self._path}/{name}")
-
-        retrying(remove, f"deleting {self}/{name}")
+        """Removes a file, if it is there; of a link, only the link."""
+        self._do(lambda: self._store.delete(name), f"deleting {self}/{name}")
 
     def remove(self) -> None:
         """Removes the folder itself, if it is there and empty."""
         with suppress(Exception):  # an empty folder does no harm
-            if self._s3:  # some servers go on listing it, unless it is deleted as an object
-                bucket, key, _ = self._fs.split_path(self._path)
-                self._fs.call_s3("delete_object", Bucket=bucket, Key=f"{key}/")
-            else:
-                self._fs.rmdir(self._path)
+            self.patience.call(self._store.remove, f"deleting {self}")
 
     def sync(self) -> None:
         """Makes the folder's own entry in its parent durable."""
-        self._sync_folder(self._path.rsplit("/", 1)[0] or "/")
+        self._sync_with(self._store.sync_entry, f"making {self} durable")
 
-    def _sync_folder(self, path: str) -> None:
+    def _sync(self, what: str) -> None:
+        self._sync_with(self._store.sync, what)
+
+    def _sync_with(self, sync: Callable[[], None], what: str) -> None:
+        """Once: after a failed fsync nobody knows what another one would say."""
         if not self._local:
             return
-        what = f"making what is in {path} durable"
-        descriptor = retrying(lambda: os.open(path, os.O_RDONLY), what)
         try:
-            os.fsync(descriptor)
+            self.patience.call(sync, what)
         except OSError as error:
             raise storage_failed(error, what) from error
-        finally:
-            os.close(descriptor)
-
-
-def _missing(path: str) -> list[str]:
-    """List a folder and those above it, as far as they aren't there, the highest first."""
-    missing: list[str] = []
-    while path and not os.path.lexists(path):
-        missing.insert(0, path)
-        path = os.path.dirname(path)
-    return missing
 
 
 def _parts(url: str) -> tuple[str, str, str]:
@@ -405,37 +331,3 @@ def _parts(url: str) -> tuple[str, str, str]:
     url, chain, after = url.partition("::")
     protocol, separator, path = url.rpartition("://")
     return before + protocol + separator, path.rstrip("/"), chain + after
-
-
-def _retrying_to_see(act: Callable[[], T], what: str) -> T:
-    """``retrying``; within what is no folder, there is no file."""
-
-    def see() -> T:
-        try:
-            return act()
-        except NotADirectoryError as error:
-            path = error.filename
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
-
-    return retrying(see, what)
-
-
-def _link(temporary: str, target: str) -> bool:
-    """Gives a file its name unless that is taken; False where the file system has no links."""
-    try:
-        os.link(temporary, target)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, "there is such a file", target) from error
-        return False
-    return True
-
-
-def _code(error: BaseException) -> str:
-    """What S3 has called an error; empty if it wasn't S3."""
-    response = getattr(error.__cause__, "response", None) or {}
-    return str(response.get("Error", {}).get("Code", ""))

@@ -10,20 +10,25 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import IO, Protocol
+from typing import Protocol, TypeVar
 
 import xxhash
 
 from torchrec_checknrun.chunks import EncodedChunk, Entry
-from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.deadlines import Patience, silent
+from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.index import index_bytes, require_chunk_size
 from torchrec_checknrun.manifest import RankFile, TableTotals
+from torchrec_checknrun.new_file import NewFile
 from torchrec_checknrun.picklable import picklable_errors
 from torchrec_checknrun.state import TORCH_DTYPES
 from torchrec_checknrun.threads import Threads
+
+T = TypeVar("T")
 
 FOOTER = struct.Struct("<QQ16s8s")
 """Index offset, index length, index checksum (xxh3-64, hex), magic."""
@@ -71,22 +76,43 @@ def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSumma
     name = f"rank-{rank:05d}.bin"
     index: list[Entry] = []
     being_written: Future[Entry] | None = None
-    with folder.write(name) as file, Threads(1, "checknrun-write") as writer:
+    what, patience = f"writing {folder}/{name}", folder.patience
+    with folder.write(name) as file, _one_thread(patience, what) as writer:
+
+        def written(future: Future[T]) -> T:
+            return patience.result(future, what, file.tell)
+
         for job in jobs:
             chunk = job.encode()
             if being_written is not None:
-                index.append(being_written.result())
+                index.append(written(being_written))
             being_written = writer.submit(partial(_write_chunk, file, chunk, job))
             del chunk, job  # before the next one is made
         encoded_at = time.monotonic()
         if being_written is not None:
-            index.append(being_written.result())
-        rank_file = _write_index(file, name, rank, index)
+            index.append(written(being_written))
+        rank_file = written(writer.submit(partial(_write_index, file, name, rank, index)))
     tables, dense_bytes = _totals(index)
     return FileSummary(rank_file, tables, dense_bytes, encoded_at, time.monotonic())
 
 
-def _write_chunk(file: IO[bytes], chunk: EncodedChunk, job: Job) -> Entry:
+@contextmanager
+def _one_thread(patience: Patience, what: str) -> Iterator[Threads]:
+    """The thread that writes. After an error it is waited for, but not if it hangs."""
+    threads = Threads(1, "checknrun-write")
+    try:
+        yield threads
+    except StorageUnreachable:
+        threads.close(cancel=True, seconds=0)
+        raise
+    except BaseException as error:
+        if not threads.close(cancel=True, seconds=patience.seconds):
+            raise silent(what, patience.seconds, patience.timeout_seconds) from error
+        raise
+    threads.close()
+
+
+def _write_chunk(file: NewFile, chunk: EncodedChunk, job: Job) -> Entry:
     offset, checksum = file.tell(), xxhash.xxh3_64()
     try:
         require_chunk_size(chunk.entry, sum(memoryview(piece).nbytes for piece in chunk.pieces))
@@ -99,7 +125,7 @@ def _write_chunk(file: IO[bytes], chunk: EncodedChunk, job: Job) -> Entry:
     return {**chunk.entry, "offset": offset, "length": length, "checksum": checksum.hexdigest()}
 
 
-def _write_index(file: IO[bytes], name: str, rank: int, index: list[Entry]) -> RankFile:
+def _write_index(file: NewFile, name: str, rank: int, index: list[Entry]) -> RankFile:
     data = index_bytes(rank, index, name)
     checksum = xxhash.xxh3_64_hexdigest(data)
     offset = file.tell()

@@ -1,6 +1,6 @@
 """Storage operations that fail for a moment are tried again, after growing, jittered pauses.
 
-What another try can't mend (no space, no permission, no such bucket) fails at once, as an error
+What another try can't fix (no space, no permission, no such bucket) fails at once, as an error
 that says what to do.
 """
 
@@ -22,6 +22,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from torchrec_checknrun.deadlines import given_up
 from torchrec_checknrun.errors import CheckNRunError, StorageFailed, StorageUnreachable
 
 logger = logging.getLogger(__name__)
@@ -81,19 +82,20 @@ def is_transient(error: BaseException) -> bool:
     return any(kind.__name__ in _NAMES for kind in type(error).__mro__)
 
 
-def retrying(act: Callable[[], T], what: str) -> T:
-    """Runs a storage operation until it succeeds, or fails for good.
+def retrying(act: Callable[[], T], what: str, most: float = math.inf) -> T:
+    """Run a storage operation until it succeeds, or fails for good, or nobody waits any more.
 
     Args:
         act: may be run again after it has failed, also where it had an effect.
         what: names the operation and its path, for errors and the log.
+        most: seconds, however long the environment allows.
 
     Raises:
         FileNotFoundError, FileExistsError: as ``act``.
         CheckNRunError: the environment's CHECKNRUN_RETRY_SECONDS is no number.
         StorageFailed: whatever else went wrong.
     """
-    seconds = _seconds()
+    seconds = min(_seconds(), most)
 
     def log(state: RetryCallState) -> None:
         assert state.outcome is not None
@@ -117,7 +119,7 @@ def retrying(act: Callable[[], T], what: str) -> T:
 
     try:
         return Retrying(
-            retry=retry_if_exception(is_transient),
+            retry=retry_if_exception(lambda error: is_transient(error) and not given_up()),
             wait=wait_random_exponential(multiplier=_FIRST_PAUSE, max=_LONGEST_PAUSE),
             stop=stop_after_delay(seconds),
             before_sleep=log,

@@ -149,7 +149,7 @@ class RootWriter:
     def wait_for_pruning(self) -> None:
         """Returns when nothing is being deleted any more, or after a minute."""
         if self._pruner is not None:
-            self._pruner.wait(_PRUNE_SECONDS)
+            self._pruner.wait(min(_PRUNE_SECONDS, self._root.patience.timeout_seconds))
 
     def close(self) -> None:
         """Gives the root up."""

@@ -6,11 +6,12 @@ s3fs sends one part after the other; the rest (requests, credentials, the event 
 
 from __future__ import annotations
 
-import io
+import errno
 from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
+from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.retries import retrying
 from torchrec_checknrun.threads import Threads
 
@@ -20,7 +21,7 @@ _DOUBLE_AFTER = 1000
 """Parts of one size, since S3 allows 10,000 of them: so a file may have 16 TB."""
 
 
-class S3Upload(io.RawIOBase):
+class S3Upload:
     """A new object, written from its begin to its end.
 
     Memory: five parts of 16 MiB, of 32 MiB after the first 16 GB, and so on.
@@ -31,7 +32,6 @@ class S3Upload(io.RawIOBase):
     """
 
     def __init__(self, filesystem: Any, path: str) -> None:
-        super().__init__()
         self._fs = filesystem
         self._path = path
         bucket, self._key, _ = filesystem.split_path(path)
@@ -39,20 +39,13 @@ class S3Upload(io.RawIOBase):
         self._buffer = bytearray()
         self._position = 0
         self._upload: str | None = None
-        self._parts = 0
+        self._parts = self._part_sizes = 0
         self._on_way: deque[Future[dict[str, Any]]] = deque()
         self._sent: list[dict[str, Any]] = []
         self._threads = Threads(_AT_ONCE, "checknrun-upload")
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def write(self, data: Any) -> int:
+    def write(self, view: memoryview) -> int:
         """Takes all of it; sends parts as they become full."""
-        view = memoryview(data).cast("B")
         self._buffer += view
         self._position += len(view)
         while len(self._buffer) >= (size := self._part_bytes()):
@@ -61,8 +54,12 @@ class S3Upload(io.RawIOBase):
             self._send(part)
         return len(view)
 
-    def commit(self) -> None:
-        """Sends what is left and makes the object visible."""
+    def commit(self) -> int:
+        """Send what is left and make the object visible; return how many bytes it has.
+
+        Raises:
+            StorageFailed: the store has confirmed other parts than were sent.
+        """
         try:
             if self._upload is None:
                 data = bytes(self._buffer)
@@ -72,11 +69,13 @@ class S3Upload(io.RawIOBase):
                     self._send(bytes(self._buffer))
                 while self._on_way:
                     self._sent.append(self._on_way.popleft().result())
+                self._require_parts()
                 self._complete()
         except BaseException:
             self.discard()
             raise
         self._end()
+        return self._position
 
     def discard(self) -> None:
         """Leaves nothing of the object."""
@@ -98,6 +97,7 @@ class S3Upload(io.RawIOBase):
         if self._upload is None:
             self._upload = self._call("create_multipart_upload")["UploadId"]
         self._parts += 1
+        self._part_sizes += len(part)
         number, upload = self._parts, self._upload
 
         def send() -> dict[str, Any]:
@@ -107,6 +107,15 @@ class S3Upload(io.RawIOBase):
         while len(self._on_way) >= _AT_ONCE:
             self._sent.append(self._on_way.popleft().result())
         self._on_way.append(self._threads.submit(send))
+
+    def _require_parts(self) -> None:
+        numbers = [part["PartNumber"] for part in self._sent if part["ETag"]]
+        if numbers != list(range(1, self._parts + 1)) or self._part_sizes != self._position:
+            raise StorageFailed(
+                errno.EIO,
+                f"s3://{self._path}: {self._position} bytes in {self._parts} parts were sent, of "
+                f"which {len(numbers)} parts, and {self._part_sizes} bytes, are confirmed",
+            )
 
     def _complete(self) -> None:
         """Of which the answer may get lost: then the object is there and the upload is not."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from torchrec_checknrun.root_writer import RootWriter
 from torchrec_checknrun.save_items import Fingerprint, Items, fingerprint
 from torchrec_checknrun.snapshot import Declared, Snapshot, take_snapshot, take_states
 from torchrec_checknrun.tracking import Consumer, Cut
+from torchrec_checknrun.waiting import await_save, last_words, still_hanging
 
 logger = logging.getLogger("torchrec_checknrun.checkpointer")
 
@@ -57,6 +57,8 @@ class _Facts:
     """Gradients wait for their optimizer."""
     busy: bool
     """A checkpoint is still being written."""
+    hangs: bool
+    """One was given up, and its thread has not come back yet."""
     failed: bool
     """The last one was not committed, and the caller doesn't know yet."""
     modified: bool
@@ -139,6 +141,11 @@ class Saver:
         self._last: CheckpointReport | None = None
         self._fingerprint: Fingerprint | None = None
         """Of what the last checkpoint holds beside table rows; None if that isn't known."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a checkpoint that was given up still uses what it was begun with."""
+        return self._background.hangs
 
     @property
     def running(self) -> Save | None:
@@ -260,6 +267,9 @@ class Saver:
             return Begun.DEFERRED
         if any(fact.failed for fact in facts):
             return Begun.FAILED  # whoever it failed for hears that from ``outcome``
+        if hanging := [rank for rank, fact in enumerate(facts) if fact.hangs]:
+            self._note(still_hanging(step, hanging), tell)
+            return Begun.FAILED
         if any(fact.busy for fact in facts):
             if not self._skipped:  # said once: a clock may ask for it again and again
                 message = "step %d: no checkpoint while the one before is still being written"
@@ -292,7 +302,7 @@ class Saver:
         if save is None or not (wait or save.done):
             return
         started = time.monotonic()
-        save.wait()
+        await_save(save)
         self._waited = time.monotonic() - started
         try:
             manifest = save.result()
@@ -368,6 +378,7 @@ class Saver:
         waiting = self._gradients.waiting or tracked.waiting
         busy = self._running is not None
         failed = self._error is not None
+        hangs = not busy and self._background.hangs
         # So it is on all ranks. Not while one is on its way, whose commit would end the need for a
         # full one.
         if tracked.converted and not busy:
@@ -378,10 +389,11 @@ class Saver:
         # ``step`` is always at step 0, whatever was trained.
         again = step > 0 and previous is not None and previous.step == step
         modified = not again or tracked.is_modified(Consumer.LAST)
-        if self._ranks.rank != 0 or waiting or busy or failed:
-            return _Facts(step, waiting, busy, failed, modified, None, False)
+        if self._ranks.rank != 0 or waiting or busy or failed or hangs:
+            return _Facts(step, waiting, busy, hangs, failed, modified, None, False)
         committed = again and self._is_committed(step)
-        return _Facts(step, waiting, busy, failed, modified, self._decide(step), committed)
+        proposal = self._decide(step)
+        return _Facts(step, waiting, busy, hangs, failed, modified, proposal, committed)
 
     def _is_changed(self) -> bool:
         """Whether anything beside table rows differs from the last checkpoint, on any rank."""
@@ -445,7 +457,7 @@ class Saver:
                 before_commit=check,
                 after_commit=self.writer.after_commit,
             )
-            self._running, self._last_words = save, partial(_last_words, save)
+            self._running, self._last_words = save, partial(last_words, save)
             atexit.register(self._last_words)
         except BaseException:
             if cut is not None:
@@ -453,15 +465,3 @@ class Saver:
             else:  # interrupted, perhaps, when it was taken and not yet ours
                 self._target.tracked.mark_all()
             raise
-
-
-def _last_words(save: Save) -> None:
-    """Of a script that ended without ``close``: what it began becomes durable, or it is told."""
-    if getattr(sys, "last_value", None) is not None:
-        return  # it ended by an error: the other ranks may never come
-    save.wait()
-    save.leave()
-    try:
-        save.result()
-    except Exception:
-        logger.exception("the last checkpoint was not committed")

@@ -7,8 +7,10 @@ any more once the main thread has ended.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -54,11 +56,15 @@ class Threads:
             work()
         return done
 
-    def close(self, cancel: bool = False) -> None:
-        """Waits for what was submitted; may be called again.
+    def close(self, cancel: bool = False, seconds: float | None = None) -> bool:
+        """Wait for what was submitted; may be called again.
 
         Args:
             cancel: drop what wasn't begun. Nobody may be waiting for it.
+            seconds: how long at most, as a thread may hang; None: until all is done.
+
+        Returns:
+            Whether all threads have ended. Those that have not are left to themselves.
         """
         if cancel:
             with contextlib.suppress(queue.Empty):
@@ -66,9 +72,12 @@ class Threads:
                     self._work.get_nowait()
         for _ in self._threads:
             self._work.put(None)
+        end = math.inf if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(None if seconds is None else max(0.0, end - time.monotonic()))
+        ended = not any(thread.is_alive() for thread in self._threads)
         self._threads = []
+        return ended
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

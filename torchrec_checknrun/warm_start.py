@@ -50,7 +50,7 @@ def load_tables(
     ranks = Ranks(timedelta(seconds=timeout_seconds))
     try:
         target = Target(None, tracked, {}, {}, fit)
-        found = restore(Folder(root), target, ranks, checkpoint, verify_all=False)
+        found = restore(Folder(root, timeout_seconds), target, ranks, checkpoint, verify_all=False)
         if found is None:
             raise CheckpointNotFound(f"no committed checkpoint in {root}: nothing to load from")
         return found

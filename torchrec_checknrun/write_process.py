@@ -8,15 +8,15 @@ own child; nothing from storage is ever unpickled.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import logging
 import os
 import queue
-import signal
 import socket
 import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
@@ -27,17 +27,27 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from torchrec_checknrun.chunks import EncodedChunk
-from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.deadlines import Patience, silent
+from torchrec_checknrun.errors import SaveFailed, StorageUnreachable
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.isolated_start import start
 from torchrec_checknrun.picklable import picklable, picklable_errors
 from torchrec_checknrun.rank_file import FileSummary, Job, write_rank_file
 from torchrec_checknrun.retries import masked
 from torchrec_checknrun.staged import Staged, StagedJob
 from torchrec_checknrun.staging_memory import StagingMemory
 
-_PR_SET_PDEATHSIG = 1
+logger = logging.getLogger(__name__)
+
 _NICENESS = 10
 """Training comes first."""
+_READY = "ready"
+"""Its first message: its imports are done."""
+_START_SECONDS = 120.0
+_LOOK_SECONDS = 0.5
+_END_SECONDS = 5.0
+_MARGIN = 0.1
+"""Of the timeout: the process has so much longer to answer than the storage has."""
 
 
 class WriteProcess:
@@ -53,12 +63,10 @@ class WriteProcess:
     def __init__(self, memory: StagingMemory, threads: int = 1) -> None:
         ours, its = socket.socketpair()
         with its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(its.fileno()), str(os.getpid()), str(threads)],
-                pass_fds=[its.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        self._connection = Connection(ours.detach())
+            self._process = start(__name__, its.fileno(), threads, descriptors=(its.fileno(),))
+        self._socket = ours
+        self._connection = Connection(os.dup(ours.fileno()))
+        self._ready = False
         self.pid = self._process.pid
         self._map(memory)
 
@@ -78,20 +86,34 @@ class WriteProcess:
         require_shared(folder)
         sent: queue.SimpleQueue[Job] = queue.SimpleQueue()
         outcome: list[FileSummary | Exception] = []
+        what, patience = f"writing {folder}/rank-{rank:05d}.bin", folder.patience
+        asked = threading.Event()  # something that is not in ``sent``
+
+        def idle() -> bool:
+            return sent.empty() and not asked.is_set()
 
         def listen() -> None:
             try:
-                while (answer := self._connection.recv()) is None:
-                    sent.get().close()
+                with patience.watch(what) as beat:
+                    while (
+                        answer := self._receive(
+                            lambda: sent.empty() and not asked.is_set(), beat, patience
+                        )
+                    ) is None:
+                        sent.get().close()
                 outcome.append(answer)
+            except TimeoutError:
+                self._end()
+                outcome.append(silent(what, patience.seconds, patience.timeout_seconds))
             except (EOFError, OSError):
                 outcome.append(self._dead())
             with contextlib.suppress(queue.Empty):
                 while True:  # the next job may wait for the memory of those
                     sent.get_nowait().close()
 
+        root, names = folder.outermost
         try:
-            self._connection.send((folder.url, rank))
+            self._connection.send((root, names, patience.timeout_seconds, rank))
         except OSError:
             raise self._dead() from None
         listener = threading.Thread(target=listen, daemon=True, name="checknrun-listen")
@@ -108,15 +130,46 @@ class WriteProcess:
             pass  # the listener knows more
         except BaseException as error:
             failure = error
+        asked.set()
         with contextlib.suppress(OSError):
             self._connection.send(failure is None)
-        listener.join()
+        listener.join()  # it ends what doesn't answer
         if failure is not None:
             raise failure
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         _require_written(folder, outcome[0])
         return outcome[0]
+
+    def _receive(
+        self, idle: Callable[[], bool], beat: Callable[[], None], patience: Patience
+    ) -> FileSummary | Exception | None:
+        """Return the next answer.
+
+        Args:
+            idle: whether none is due.
+            beat: called at every sign of life.
+
+        Raises:
+            TimeoutError: none has come for too long.
+        """
+        heard = time.monotonic()
+        while True:
+            # The process itself gives up a storage that is silent, a little earlier.
+            limit = patience.seconds + _MARGIN * patience.timeout_seconds
+            if not self._ready:
+                limit = max(limit, _START_SECONDS)
+            if self._connection.poll(_LOOK_SECONDS):
+                answer = self._connection.recv()
+                beat()
+                if answer != _READY:
+                    return answer
+                self._ready, heard = True, time.monotonic()
+            elif idle():
+                heard = time.monotonic()
+                beat()
+            elif time.monotonic() - heard > limit:
+                raise TimeoutError
 
     @property
     def alive(self) -> bool:
@@ -125,9 +178,22 @@ class WriteProcess:
 
     def close(self) -> None:
         """Ends it; what it was writing stays uncommitted."""
+        self._end()
         self._connection.close()
+        self._socket.close()
+
+    def _end(self) -> None:
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # whoever sends to it is told
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning(
+                "the background process %d was killed and has not ended yet: it waits for a disk "
+                "that doesn't answer",
+                self.pid,
+            )
 
     def _dead(self) -> SaveFailed:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -180,27 +246,23 @@ class _RemoteJob:
         self._done()
 
 
-def main(descriptor: int, parent: int, threads: int) -> None:
+def main(descriptor: int, threads: int) -> None:
     """The process: writes one file after the other until its parent is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            return
-    # Ctrl-C and a preemption's SIGTERM are the parent's to answer: it may want one more checkpoint.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     torch.set_num_threads(threads)
     connection = Connection(descriptor)
-    size = connection.recv()
-    memory = StagingMemory(size, descriptor=recv_handle(connection)).bytes
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        size = connection.recv()
+        memory = StagingMemory(size, descriptor=recv_handle(connection)).bytes
+        connection.send(_READY)
         while True:
-            url, rank = connection.recv()
-            _write(connection, memory, url, rank)
+            root, names, timeout_seconds, rank = connection.recv()
+            _write(connection, memory, partial(_open, root, names, timeout_seconds), rank)
 
 
-def _write(connection: Connection, memory: torch.Tensor, url: str, rank: int) -> None:
+def _write(
+    connection: Connection, memory: torch.Tensor, opened: Callable[[], Folder], rank: int
+) -> None:
     ended = False
 
     def jobs() -> Iterator[Job]:
@@ -215,18 +277,23 @@ def _write(connection: Connection, memory: torch.Tensor, url: str, rank: int) ->
             yield _RemoteJob(message, memory, lambda: connection.send(None))
 
     try:
-        connection.send(write_rank_file(_open(url), rank, jobs()))
+        connection.send(write_rank_file(opened(), rank, jobs()))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
         connection.send(picklable(error))  # at once: the parent may be waiting for memory
         while not ended:  # what the parent has sent in the meantime
             ended = isinstance(connection.recv(), bool)
+        if isinstance(error, StorageUnreachable):
+            os._exit(1)  # a thread that hangs would answer some day, in between others
 
 
-def _open(url: str) -> Folder:
+def _open(url: str, names: tuple[str, ...], timeout_seconds: float) -> Folder:
     try:
-        return Folder(url)
+        folder = Folder(url, timeout_seconds)
+        for name in names:
+            folder /= name
+        return folder
     except OSError:
         raise
     except Exception as error:
@@ -236,7 +303,3 @@ def _open(url: str) -> Folder:
             "to that program only: name it in the entry points fsspec.specs, or use "
             "background='thread'"
         ) from error
-
-
-if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:4]))

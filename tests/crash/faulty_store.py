@@ -6,22 +6,20 @@ behaves as object stores do; the disk is the real one, with the calls to it wrap
 
 from __future__ import annotations
 
-import builtins
 import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 from unittest import mock
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from torchrec_checknrun import filesystem, retries
+from torchrec_checknrun import local_store, new_file, retries
 
 T = TypeVar("T")
 
@@ -257,27 +255,49 @@ fsspec.register_implementation(PROTOCOL, FaultyStore, clobber=True)
 
 
 class _FaultyOs:
-    """The module ``os``, as far as ``filesystem`` uses it."""
+    """The module ``os``, as far as ``local_store`` and ``new_file`` use it."""
 
     _NAMES: ClassVar[dict[str, tuple[str, bool]]] = {
-        "open": ("open", False),
+        "listdir": ("list", False),
+        "scandir": ("list", False),
+        "stat": ("look", False),
+        "pread": ("read", False),
         "preadv": ("read", False),
+        "mkdir": ("make a folder", True),
         "link": ("link", True),
         "rename": ("rename", True),
         "unlink": ("delete", True),
+        "rmdir": ("delete", True),
     }
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("open", "write", "fsync"):
+            return getattr(self, f"_{name}")
         real = getattr(os, name)
-        if name == "fsync":
-            return self._fsync
         if name not in self._NAMES:
             return real
         said, changes = self._NAMES[name]
-        return lambda *args: self._faults.run(said, lambda: real(*args), changes)
+        return lambda *args, **options: self._faults.run(
+            said, lambda: real(*args, **options), changes
+        )
+
+    def _open(self, path: str, flags: int, *mode: int, **options: Any) -> int:
+        """On the way to a file its directories are opened: that is part of what is done there."""
+        if flags & os.O_DIRECTORY:
+            return os.open(path, flags, *mode, **options)
+        new = bool(flags & os.O_CREAT)
+        return self._faults.run("open", lambda: os.open(path, flags, *mode, **options), new)
+
+    def _write(self, descriptor: int, data: memoryview) -> int:
+        return self._faults.run(
+            "write",
+            lambda: os.write(descriptor, data),
+            changes=True,
+            half=lambda: os.write(descriptor, data[: len(data) // 2]),
+        )
 
     def _fsync(self, descriptor: int) -> None:
         is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")
@@ -289,29 +309,10 @@ class _FaultyOs:
 def faulty_disk(faults: Faults) -> Iterator[None]:
     """Every ``Folder`` on a local disk meets the faults."""
 
-    def opened(path: str, mode: str) -> Any:
-        file = faults.run("open", lambda: builtins.open(path, mode), "w" in mode)  # noqa: SIM115  # its caller closes it
-        return FaultyFile(file, faults) if "w" in mode else file
-
-    def wrapped(name: str, said: str, changes: bool) -> Callable[..., Any]:
-        real = getattr(LocalFileSystem, name)
-
-        def method(fs: LocalFileSystem, *args: Any, **options: Any) -> Any:
-            return faults.run(said, lambda: real(fs, *args, **options), changes)
-
-        return method
-
-    methods = (
-        *(("ls", "list", False), ("info", "look", False), ("cat_file", "read", False)),
-        *(("makedirs", "make a folder", True), ("rm_file", "delete", True)),
-        ("rmdir", "delete", True),
-    )
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(filesystem, "os", _FaultyOs(faults)))
-        patches.enter_context(mock.patch.object(filesystem, "open", opened, create=True))
-        for name, said, changes in methods:
-            patch = mock.patch.object(LocalFileSystem, name, wrapped(name, said, changes))
-            patches.enter_context(patch)
+    with (
+        mock.patch.object(local_store, "os", _FaultyOs(faults)),
+        mock.patch.object(new_file, "os", _FaultyOs(faults)),
+    ):
         yield
 
 

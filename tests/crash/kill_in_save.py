@@ -178,9 +178,9 @@ class Bomb:
         _replace(Folder, "put", put_or_die)
 
     def _instead_of(self, act: Callable[..., None]) -> Callable[..., None]:
-        def explode(*args: Any) -> None:
+        def explode(*args: Any, **options: Any) -> None:
             self.explode()
-            act(*args)  # another rank was the victim
+            act(*args, **options)  # another rank was the victim
 
         return explode
 

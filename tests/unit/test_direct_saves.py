@@ -77,7 +77,7 @@ class TestDirectSaves:
         self.save(tmp_path / "first", tracked)
         train(model, a=[[5]])
         with monkeypatch.context() as patched:
-            patched.setattr("os.link", lambda *_: 1 / 0)
+            patched.setattr("os.link", lambda *_, **__: 1 / 0)
             with pytest.raises(CheckpointException, match="ZeroDivisionError"):
                 self.save(tmp_path / "second", tracked)
         train(model, a=[[6]])

@@ -149,7 +149,7 @@ def test_an_interrupted_put_leaves_what_was_there(
     folder = Folder(tmp_path)
     folder.put("a.json", b"old")
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
@@ -174,13 +174,13 @@ def test_what_is_written_is_synced_before_it_has_its_name(
         calls.append("sync folder" if is_folder else "sync file")
         fsync(descriptor)
 
-    def record_rename(source: str, target: str) -> None:
+    def record_rename(source: str, target: str, **directories: int) -> None:
         calls.append("rename")
-        rename(source, target)
+        rename(source, target, **directories)
 
-    def record_link(source: str, target: str) -> None:
+    def record_link(source: str, target: str, **options: Any) -> None:
         calls.append("link")
-        link(source, target)
+        link(source, target, **options)
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)
