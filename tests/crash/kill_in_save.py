@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from unittest import mock
 
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
@@ -26,6 +26,7 @@ from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import Lease
 from torchrec_checknrun.load_planner import LoadPlanner
 from torchrec_checknrun.manifest import MANIFEST_NAME
+from torchrec_checknrun.new_file import NewFile
 from torchrec_checknrun.staged import StagedJob
 from torchrec_checknrun.staging import Staging
 from torchrec_checknrun.storage import StorageReader, StorageWriter
@@ -38,7 +39,7 @@ ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 class TornFile:
     """A file whose process dies in the middle of one of the writes."""
 
-    def __init__(self, file: IO[bytes], bomb: Bomb) -> None:
+    def __init__(self, file: NewFile, bomb: Bomb) -> None:
         self._file = file
         self._bomb = bomb
 
@@ -49,7 +50,6 @@ class TornFile:
         if self._bomb.is_last_chunk():
             view = memoryview(data)
             self._file.write(view[: len(view) // 2])
-            self._file.flush()
             self._bomb.explode()
         return self._file.write(data)
 
