@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import ClassVar
@@ -21,6 +21,7 @@ from torchrec_checknrun.agreement import require_shared
 from torchrec_checknrun.background import Background, Save
 from torchrec_checknrun.chain import Chain, resolve
 from torchrec_checknrun.errors import CheckNRunError, RootInUse, SaveFailed
+from torchrec_checknrun.facts import Facts
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.gradients import PendingGradients
 from torchrec_checknrun.lease import FOLDER, Holder
@@ -46,27 +47,6 @@ _MARKS = {
     Decision.SINCE_BASELINE: Consumer.BASELINE,
     Decision.SINCE_LAST: Consumer.LAST,
 }
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What a rank says when a checkpoint is due."""
-
-    step: int
-    waiting: bool
-    """Gradients wait for their optimizer."""
-    busy: bool
-    """A checkpoint is still being written."""
-    hangs: bool
-    """One was given up, and its thread has not come back yet."""
-    failed: bool
-    """The last one was not committed, and the caller doesn't know yet."""
-    modified: bool
-    """Rows were marked since the last one, or may have been."""
-    proposal: Proposal | None
-    """Rank 0's."""
-    committed: bool
-    """Rank 0 has found that this step is committed already and can be restored."""
 
 
 class Begun(Enum):
@@ -371,7 +351,7 @@ class Saver:
         atexit.unregister(self._last_words)
         self._running = None
 
-    def _look(self, step: int) -> _Facts:
+    def _look(self, step: int) -> Facts:
         """What this rank knows of the next checkpoint; rank 0 decides on it, if it can be."""
         tracked = self._target.tracked
         tracked.refresh()
@@ -390,10 +370,10 @@ class Saver:
         again = step > 0 and previous is not None and previous.step == step
         modified = not again or tracked.is_modified(Consumer.LAST)
         if self._ranks.rank != 0 or waiting or busy or failed or hangs:
-            return _Facts(step, waiting, busy, hangs, failed, modified, None, False)
+            return Facts(step, waiting, busy, hangs, failed, modified, None, False)
         committed = again and self._is_committed(step)
         proposal = self._decide(step)
-        return _Facts(step, waiting, busy, hangs, failed, modified, proposal, committed)
+        return Facts(step, waiting, busy, hangs, failed, modified, proposal, committed)
 
     def _is_changed(self) -> bool:
         """Whether anything beside table rows differs from the last checkpoint, on any rank."""
