@@ -34,6 +34,7 @@ from torchrec_checknrun.errors import (
     CorruptCheckpoint,
     InvalidPlan,
     SaveFailed,
+    StorageUnreachable,
 )
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.garbage import paused
@@ -290,8 +291,12 @@ class StorageReader(DcpStorageReader):
             memory = free.pop()
             try:
                 self._load(*rows[number], planner, turn, memory)
-            finally:
+            except StorageUnreachable:
+                raise  # a read that was given up may still fill it
+            except BaseException:
                 free.append(memory)
+                raise
+            free.append(memory)
 
         sizes = [_memory(chunk) for _, chunk in rows]
         most = _CHUNKS_AT_ONCE * max((_decoded(chunk) for _, chunk in rows), default=0)

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import urlparse
 
-Fault = Literal["500", "503", "slow", "cut", "lost answer"]
+Fault = Literal["500", "503", "slow", "cut", "lost answer", "silence"]
 Choose = Callable[[str, str], Fault | None]
 """From method and path of a request to what goes wrong with it."""
 
@@ -31,6 +31,7 @@ class FaultProxy:
         self.requests: list[tuple[str, str]] = []
         self.faults = 0
         self._slow = slow_seconds
+        self._closed = threading.Event()
         self._host = urlparse(upstream).netloc
         proxy = self
 
@@ -52,6 +53,7 @@ class FaultProxy:
 
     def close(self) -> None:
         """Ends it."""
+        self._closed.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -63,6 +65,10 @@ class FaultProxy:
         self.faults += fault is not None
         if fault in ("500", "503"):
             self._refuse(request, int(fault))
+            return
+        if fault == "silence":
+            self._closed.wait()
+            request.close_connection = True
             return
         if fault == "slow":
             time.sleep(self._slow)
