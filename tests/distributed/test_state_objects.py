@@ -318,7 +318,6 @@ def only_dense(root: str) -> list[Any]:
             fresh = Everything(seed=5)
             with fresh.job.checkpointer(root, state=fresh.state, retention=None) as reading:
                 reading.restore()
-                assert reading.save().unchanged
                 if dist.get_rank() == 0:  # whose buffers count
                     assert dense_of(fresh.job) == dense_of(every.job), what
                 assert (fresh.note.value, fresh.own.value) == (every.note.value, every.own.value)
