@@ -46,14 +46,14 @@ class Cache:
         for weight in self._module.split_embedding_weights():
             rows = range(1, len(weight), 3)
             self._rows.append({row: weight[row].clone() for row in rows})
-            weight[list(rows)] = torch.nan
+            weight.data[list(rows)] = torch.nan  # as FBGEMM writes: no version counter moves
         self.calls = []
 
     def flush(self) -> None:
         self.calls.append("flush")
         for weight, rows in zip(self._module.split_embedding_weights(), self._rows, strict=True):
             for row, value in rows.items():
-                weight[row] = value
+                weight.data[row] = value
 
     def purge(self) -> None:
         self.calls.append("purge")
