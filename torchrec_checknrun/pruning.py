@@ -118,7 +118,7 @@ def prune(
     if not dry_run:
         # A compaction may have begun meanwhile.
         again = list(_leftovers(root, leftovers, below, problems))
-        odd = _delete_all(root, [*verdict.delete, *again])
+        odd = _delete_all(root, [*verdict.delete, *again], known)
         problems += odd.values()
         leftovers = tuple(id for id in leftovers if id not in odd)
         clean_up(root, others=temporary)
@@ -262,8 +262,12 @@ def _is_leftover(root: Folder, name: str) -> bool:
     return is_abandoned(folder)  # a compaction has no epoch of the root's
 
 
-def _delete_all(root: Folder, ids: Iterable[str]) -> dict[str, str]:
-    """Delete checkpoints and leftovers. One that can't be deleted stops no other.
+def _delete_all(root: Folder, ids: Iterable[str], known: Mapping[str, Manifest]) -> dict[str, str]:
+    """Delete checkpoints and leftovers. One that can't be deleted stops no other, except those that
+    it needs.
+
+    Args:
+        ids: children before their parents.
 
     Returns:
         What stays since it holds something that is no file, by id.
@@ -274,12 +278,16 @@ def _delete_all(root: Folder, ids: Iterable[str]) -> dict[str, str]:
     """
     odd: dict[str, str] = {}
     failed: list[StorageFailed] = []
+    needed: set[str] = set()
     for id in ids:
+        if id in needed:
+            continue
         try:
             kept = _delete(root / id)
         except (CheckNRunError, StorageFailed) as error:
             if isinstance(error, StorageUnreachable):
                 raise
+            needed |= _with_parents(known, {id})
             if isinstance(error, StorageFailed):
                 failed.append(error)
             else:

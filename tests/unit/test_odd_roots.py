@@ -94,7 +94,9 @@ def deny(monkeypatch: pytest.MonkeyPatch, *parts: str) -> None:
 
         def guarded(path: Any, *args: Any, _real: Any = real, **kwargs: Any) -> Any:
             if isinstance(path, (str, os.PathLike)):
-                refuse(path)
+                within = kwargs.get("dir_fd")
+                folder = "" if within is None else os.readlink(f"/proc/self/fd/{within}")
+                refuse(os.path.join(folder, path))
             return _real(path, *args, **kwargs)
 
         monkeypatch.setattr(module, name, guarded)
