@@ -1,7 +1,7 @@
 """Run the campaign, or parts of it, or one trial again.
 
 python -m tests.campaign --json recipes/results/campaign.json
-python -m tests.campaign --part kills --seed 1 --trial 17
+python -m tests.campaign --part kills-thread --trial 17
 python -m tests.campaign --markdown recipes/results/campaign.json --docs docs/reliability.md
 """
 

@@ -87,7 +87,7 @@ class Campaign:
         """Choose a few trials: of a list of different ones, some from everywhere."""
         wanted = PARTS[part].slice
         if PARTS[part].trials is not None:
-            size = -(-wanted // self._processes) if part != "kills" else 1
+            size = -(-wanted // self._processes) if part != "kills-thread" else 1
             return [Piece(part, at, size) for at in range(0, wanted, size)] if wanted else []
         stride = max(1, whole // wanted)
         size = -(-wanted // self._processes)

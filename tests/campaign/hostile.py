@@ -52,11 +52,11 @@ from torchrec_checknrun.verification import verify
 CPU_SECONDS = 5.0
 """That no input may take."""
 _KINDS = {
-    "chain": 20,
+    "chain": 15,
     "bytes": 10,
     "control": 10,
     "state": 20,
-    "rows": 20,
+    "rows": 25,
     "index": 8,
     "manifest": 12,
 }

@@ -70,9 +70,9 @@ def _faults(seed: int, first: int, count: int, folder: Path, prepared: Path, ran
 
 
 PARTS: dict[str, Part] = {
-    "kills": Part(
+    "kills-thread": Part(
         partial(_kills, variant="thread"),
-        *(265, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 1000),
+        *(275, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 1000),
         "SIGKILL to ranks and their agent, at any moment and at any operation of the storage",
         slice=5,
     ),
@@ -88,7 +88,7 @@ PARTS: dict[str, Part] = {
         "SIGKILL to torchrun's agent, and to ranks under it",
         slice=0,
     ),
-    "faults": Part(
+    "faults-1-rank": Part(
         partial(_faults, ranks=1),
         *(1900, 50, 5.0, ("faults", "faults"), 5000),
         "Storage that fails, hangs, lags and lies while a job saves, restores, prunes or compacts",

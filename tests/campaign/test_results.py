@@ -22,7 +22,7 @@ def test_the_table_is_that_of_the_results() -> None:
 
 def test_a_page_gets_the_table_between_its_marks(tmp_path: Path) -> None:
     row = {"tried": 1200, "unit": "kills", "lost": 0, "silent": 1, "error": 2, "hung": 3}
-    rows = {"kills": {**row, "seconds": 90.0, "failures": []}}
+    rows = {"kills-thread": {**row, "seconds": 90.0, "failures": []}}
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- campaign -->\nold\n<!-- end of campaign -->\nafter\n")
     results.put_into(page, rows)
