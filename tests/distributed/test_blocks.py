@@ -92,6 +92,7 @@ class Buffers:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["deep"][7].keys() == self.state["deep"][7].keys()
+        self.state["steps"] = state["steps"]  # sharded tensors were restored in place
 
     def check(self, layout: str, dtensor: bool) -> None:
         """Against tensors made anew."""
