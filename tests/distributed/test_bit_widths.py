@@ -56,7 +56,7 @@ def lives(
                 "kinds": [report.kind for report in reports],
                 "restores": [report.lossy_restores for report in reports],
                 "error": [report.error_mean for report in reports],
-                "warned": [text for text in said if "8 bit from now on" in text],
+                "warned": [text for text in said if "8 bits from now on" in text],
             }
         )
     return found
