@@ -20,7 +20,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.liveness import seems_alive
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.pins import PINNED
+from torchrec_checknrun.pins import is_pinned
 from torchrec_checknrun.retention import left_behind
 
 Status = Literal["restorable", "abandoned", "ignored", "undecided", "broken", "uncommitted"]
@@ -129,7 +129,7 @@ def inventory(root: Folder) -> Inventory:
                 chain=tuple(m.id for m in chain),
                 chain_bytes=sum(sum(files[m.id].values()) for m in chain),
                 bytes=sum(own.values()),
-                pinned=PINNED in own or (root / id).is_link(PINNED),
+                pinned=is_pinned(root / id, own),
                 problem=problem,
             )
         )

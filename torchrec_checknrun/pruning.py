@@ -26,7 +26,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.liveness import clean_up, is_abandoned, standing_of
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, sequence_of
-from torchrec_checknrun.pins import PINNED
+from torchrec_checknrun.pins import PINNED, is_pinned
 from torchrec_checknrun.retention import Retention, Verdict, judge, original_of
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def _look(
         if MANIFEST_NAME not in files:
             gone.add(manifest.id)
             continue
-        if PINNED in files or (root / manifest.id).is_link(PINNED):
+        if is_pinned(root / manifest.id, files):
             pinned.add(manifest.id)
         temporary += [(manifest.id, name) for name in files if _TEMPORARY.fullmatch(name)]
         if any(files.get(file.name) != file.size for file in manifest.files):
