@@ -90,7 +90,7 @@ PARTS: dict[str, Part] = {
     ),
     "faults-1-rank": Part(
         partial(_faults, ranks=1),
-        *(1900, 50, 5.0, ("faults", "faults"), 5000),
+        *(1950, 50, 5.0, ("faults", "faults"), 5000),
         "Storage that fails, hangs, lags and lies while a job saves, restores, prunes or compacts",
         slice=50,
     ),
