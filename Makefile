@@ -21,13 +21,14 @@ GROUPS := tests/crash tests/distributed other-tests
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test test-full soak clean $(GROUPS)
+.PHONY: help env demo check test test-full soak campaign clean $(GROUPS)
 
 help:
 	@echo 'make demo        the main job with a killed rank, see README; DATA=train.txt: on real Criteo data'
 	@echo 'make test        ruff, mypy and all tests but the slow ones; ARGS="-k name": more for pytest'
 	@echo 'make test-full   the slow tests too'
 	@echo 'make soak        1,000 checkpoints with random faults; nothing may grow or be lost'
+	@echo 'make campaign    kills, storage faults, damage, hostile inputs: most of an hour; docs/reliability.md'
 	@echo 'make check       ruff and mypy alone'
 	@echo 'make env         the environment in .venv alone'
 	@echo 'make clean       removes all of that'
@@ -86,6 +87,10 @@ test-full: check
 
 soak: $(STAMP)
 	$(PY) -W ignore -m tests.crash.soak --checkpoints 1000 --json recipes/results/soak.json
+
+campaign: $(STAMP)
+	$(PY) -m tests.campaign --json recipes/results/campaign.json
+	$(PY) -m tests.campaign --markdown recipes/results/campaign.json --docs docs/reliability.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info torchrec_checknrun/_C*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -266,10 +266,9 @@ class Checkpointer:
             SaveFailed, UnsupportedState, InvalidPlan: the last checkpoint was not committed, on no
                 rank; its rows stay marked and the next one holds them.
             ModelPartlyRestored: a restore failed half-way before.
-            RootInUse: another run writes checkpoints to this root.
+            RootInUse, RootNotShared, ClaimDamaged: this run may not write to the root.
         """
-        self._refuse_if_closed()
-        self._refuse_if_partly_restored()
+        self._require_usable()
         self._saver.claim_early()
         self.steps += 1
         self._saver.settle(wait=False)
@@ -310,10 +309,9 @@ class Checkpointer:
                 will save as soon as none does, as it also will without ``wait``.
             SaveFailed, UnsupportedState, InvalidPlan: it was not committed, on no rank, whatever
                 ``max_failures`` allows ``step``; its rows stay marked. Or the one before was not.
-            ModelPartlyRestored, RootInUse: as ``step``.
+            ModelPartlyRestored, RootInUse, RootNotShared, ClaimDamaged: as ``step``.
         """
-        self._refuse_if_closed()
-        self._refuse_if_partly_restored()
+        self._require_usable()
         self._saver.settle(wait=True)
         begun = self._begin(tell=wait)
         if not wait:
@@ -392,12 +390,10 @@ class Checkpointer:
             wanted = self._schedule.at_end and self._partly_restored is None
             if wanted and self._saver.is_behind(self.steps):
                 self._forget_failure()  # its rows are part of this one
-                self._begin()
-                if self._saver.deferred:
+                if self._begin() is Begun.DEFERRED:
                     raise SaveFailed(
                         f"the last checkpoint, of step {self.steps}, was not made: gradients wait "
-                        "for their optimizer. Call its step(), or zero_grad() to drop them, before "
-                        "close()"
+                        "for their optimizer. Call its step() or zero_grad() before close()"
                     )
             self.wait()
         finally:
@@ -447,7 +443,8 @@ class Checkpointer:
                 "make a new one to go on"
             )
 
-    def _refuse_if_partly_restored(self) -> None:
+    def _require_usable(self) -> None:
+        self._refuse_if_closed()
         if self._partly_restored is not None:
             raise ModelPartlyRestored(
                 "a restore failed half-way, and the model is no longer one state: restore again, "
