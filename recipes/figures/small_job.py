@@ -98,7 +98,8 @@ class SmallJob:
         """Goes on from a state that was kept."""
         own = [tensor for shard in self.shards for tensor in shard.tensors]
         for tensor, kept in zip(own, state.tables, strict=True):
-            tensor.copy_(kept)
+            # Unnoticed by trackers: what differs was trained since, and so is marked already.
+            tensor.data.copy_(kept)
         for name, parameter in self._dense.items():
             parameter.copy_(state.dense[name])
         self._dense_optimizer.load_state_dict(copy.deepcopy(state.optimizer))

@@ -94,6 +94,13 @@ def key_is_missing(root: str, spec: dict[str, Any], plan: Plan, only_rank: int) 
     """A state that the checkpoint hasn't got, on all ranks (-1) or one of them."""
     job = build(spec, plan, seed=5)
     extra = {"extra": Note("x")} if only_rank in (-1, dist.get_rank()) else {}
+    if only_rank >= 0:
+        before = local_bytes(job)
+        told = rf"state\['extra'\] differs .*given on rank {only_rank}"
+        with pytest.raises(ValueError, match=told):
+            checkpointer(root, job, state=extra)
+        assert local_bytes(job) == before
+        return
     with checkpointer(root, job, state=extra) as saver:
         before = local_bytes(job)
         with pytest.raises(errors.IncompatibleCheckpoint, match="no state 'extra'"):
