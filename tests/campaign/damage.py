@@ -15,19 +15,22 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.campaign import forks
 from tests.campaign.damage_kinds import Damage, all_damages, apply
 from tests.campaign.kill_plan import RANKS, Trial, draw
 from tests.campaign.kill_rank import Run, join
 from tests.campaign.outcome import Outcome
-from tests.campaign.record import Record
+from tests.campaign.record import Record, Values, values_of
 from tests.distributed import references
-from tests.distributed.models import State, gather, scramble
+from tests.distributed.models import Part, State, gather, scramble
 from torchrec_checknrun import Checkpointer, read_chunks
 from torchrec_checknrun.chain import committed, read_manifest
 from torchrec_checknrun.errors import CheckNRunError
@@ -37,6 +40,46 @@ from torchrec_checknrun.pins import pin
 from torchrec_checknrun.pruning import prune
 from torchrec_checknrun.retention import Retention
 from torchrec_checknrun.verification import verify
+
+
+class Blocks:
+    """State that is split over the ranks: a tensor of seven rows."""
+
+    def __init__(self) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.tensor = distribute_tensor(torch.zeros(7, 3), mesh, [Shard(0)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["tensor"]
+
+    def part(self) -> Part:
+        """Return this rank's rows."""
+        rows = self.tensor.to_local()
+        before = [len(piece) for piece in torch.zeros(7).chunk(dist.get_world_size())]
+        return Part("state/blocks", (7, 3), (sum(before[: dist.get_rank()]), 0), rows)
+
+
+class BlocksRun(Run):
+    """A run with blocks among its states."""
+
+    def states(self) -> dict[str, Any]:
+        """Return the state objects, the blocks as well."""
+        self.blocks = Blocks()
+        return {**super().states(), "blocks": self.blocks}
+
+    def train(self) -> None:
+        """Train a step, and change the blocks."""
+        super().train()
+        with torch.no_grad():
+            rows = self.blocks.tensor.to_local()
+            rows.copy_(torch.arange(rows.numel()).reshape(rows.shape) + self.job.steps)
+
+    def values(self) -> Values:
+        """Copy all of this rank's state."""
+        return {**super().values(), **values_of([self.blocks.part()])}
 
 
 def _with(trial: Trial, policy: str) -> Trial:
@@ -75,7 +118,7 @@ def _write(
 ) -> None:
     torch.set_num_threads(1)
     join(rank, RANKS, listener)
-    run = Run(_with(_trial(seed), policy), str(folder / name), RANKS)
+    run = BlocksRun(_with(_trial(seed), policy), str(folder / name), RANKS)
     run.job.data_seed = int(name == "other")
     run.saver.restore()
     record = Record(folder / f"record-{name}", rank)
@@ -127,7 +170,7 @@ class _Bench:
         self._head = ids[0]
         record = Record(prepared / "record-root", 0)
         self._wanted = {step: _without(record.whole(step, RANKS)) for step in self._steps.values()}
-        self._reader = Run(_with(_trial(seed), "consecutive"), str(self._root), 1)
+        self._reader = BlocksRun(_with(_trial(seed), "consecutive"), str(self._root), 1)
 
     def try_one(self, number: int, damage: Damage, outcome: Outcome) -> None:
         """Do one damage to a copy, and look at it in every way."""
@@ -174,6 +217,7 @@ class _Bench:
         reader = self._reader
         scramble(reader.job)
         reader.history.steps = []
+        reader.blocks.tensor.to_local().fill_(-1)
         try:
             with _checkpointer(reader, self._root) as saver:
                 report = saver.restore()

@@ -14,8 +14,8 @@ from torchrec_checknrun.manifest import MANIFEST_NAME, parse_manifest
 
 FLIPS = 48
 """In a file of a checkpoint: at its ends, and evenly between."""
-CONTROL_FLIPS = 420
-"""In a control record: at every byte."""
+CLAIM_FLIPS, PIN_FLIPS = 600, 150
+"""In control records: at every byte, at some twice."""
 _LENGTHS = ("0", "1", "half", "all but one")
 _FILE_KINDS = (
     *("one byte more", "a page more", "zeros", "a page of zeros", "swapped", "older version"),
@@ -69,7 +69,8 @@ def all_damages(root: Path) -> Iterator[Damage]:
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         for file in sorted(folder.iterdir()):
             path = f"{folder.name}/{file.name}"
-            flips = FLIPS if Damage(path, "").of_checkpoint else CONTROL_FLIPS
+            flips = FLIPS if Damage(path, "").of_checkpoint else PIN_FLIPS
+            flips = CLAIM_FLIPS if file.name.startswith("epoch-") else flips
             if file.stat().st_size:
                 for number in range(flips):
                     yield Damage(path, "flip", number / (flips - 1))

@@ -78,7 +78,7 @@ PARTS: dict[str, Part] = {
     ),
     "kills-process": Part(
         partial(_kills, variant="process"),
-        *(14, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 40),
+        *(11, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 30),
         'The same with `background="process"`: write processes are among the victims',
         slice=0,
     ),
