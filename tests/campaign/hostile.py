@@ -111,6 +111,8 @@ class _Bench:
         self._sound = [self._seal_sound(chain) for chain in chains]
         self._guard = Guard(str(folder))
         tempfile.tempdir = str(folder)
+        # An audit event of a file opened by a directory's descriptor has its plain name alone.
+        os.chdir(folder)
 
     def _seal_sound(self, chain: list[Forged]) -> tuple[str, dict[str, bytes]]:
         root = Folder(f"memory://hostile/sound/{next(_numbers)}")
