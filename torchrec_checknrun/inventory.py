@@ -129,7 +129,7 @@ def inventory(root: Folder) -> Inventory:
                 chain=tuple(m.id for m in chain),
                 chain_bytes=sum(sum(files[m.id].values()) for m in chain),
                 bytes=sum(own.values()),
-                pinned=is_pinned(root / id, own),
+                pinned=bool(own) and is_pinned(root / id, own),
                 problem=problem,
             )
         )

@@ -152,6 +152,8 @@ class Answer:
 class _Rank:
     running: Begun | None = None
     failures: int = 0
+    tell: bool = False
+    """What is on its way was asked for by a ``save`` that waits: it raises what is logged else."""
     error: bool = False
     report: Begun | None = None
     told: list[Begun] = field(default_factory=list)
@@ -245,11 +247,12 @@ class Reference:
 
     def save(self, way: Way, wait: bool) -> Call:
         self._settle_all()
-        begun = self._begin(way)
+        begun = self._begin(way, tell=wait)
         reports = [rank.report for rank in self._ranks]
         answers = self._outcomes()
         for answer in answers:
             answer.report = None
+            answer.error |= wait and begun is None  # it failed before, on some rank
         if begun is not None and wait:
             return Call(_joined(answers, self.wait().answers), begun)
         for rank, answer, report in zip(self._ranks, answers, reports, strict=True):
@@ -289,7 +292,7 @@ class Reference:
         else:
             held.listed = False
 
-    def _begin(self, way: Way) -> Begun | None:
+    def _begin(self, way: Way, tell: bool = False) -> Begun | None:
         if any(rank.error or rank.running for rank in self._ranks):
             return None
         way = self.fitted(way)
@@ -298,7 +301,7 @@ class Reference:
         self.begun.append(begun)
         self.events.append(Event("begun", begun))
         for rank in self._ranks:
-            rank.running = begun
+            rank.running, rank.tell = begun, tell
         return begun
 
     def _settle_all(self) -> None:
@@ -321,7 +324,7 @@ class Reference:
                 self.events.append(Event("committed", begun))
             return
         rank.failures += 1
-        if rank.failures > self._life.max_failures:
+        if rank.tell or rank.failures > self._life.max_failures:
             rank.error = True
         else:
             self.only_logged += 1

@@ -228,7 +228,7 @@ def directly(root: str) -> None:
     zoo.train(1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr("os.link", lambda *_: 1 / 0)
+            patch.setattr("os.link", lambda *_, **__: 1 / 0)
         with pytest.raises(CheckpointException, match="ZeroDivisionError"):
             save("failed")
     reshard(zoo, {"t0": [0, 1], "t1": [0, 1], "t2": [1]})
@@ -270,7 +270,7 @@ def failed_saves(root: str) -> dict[str, int]:
     def fail() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 0:
-                patch.setattr("os.link", lambda *_: 1 / 0)
+                patch.setattr("os.link", lambda *_, **__: 1 / 0)
             with pytest.raises(SaveFailed):
                 watch.saver.save()
 

@@ -96,7 +96,7 @@ def deny(monkeypatch: pytest.MonkeyPatch, *parts: str) -> None:
             if isinstance(path, (str, os.PathLike)):
                 within = kwargs.get("dir_fd")
                 folder = "" if within is None else os.readlink(f"/proc/self/fd/{within}")
-                refuse(os.path.join(folder, path))
+                refuse(os.path.normpath(os.path.join(folder, path)))
             return _real(path, *args, **kwargs)
 
         monkeypatch.setattr(module, name, guarded)

@@ -92,7 +92,7 @@ class TestStatesThatDontFit:
         [
             ({"other": 1}, "has no state 'other'"),
             ({"weight": torch.zeros(4, 3)}, r"the model wants float32 \[4, 3\]"),
-            ({"weight": torch.zeros(3, 4).half()}, "the model wants float16"),
+            ({"weight": torch.zeros(3, 4).long()}, "the model wants int64"),
             ({"counter": {"value": 1, "more": 2}}, r"counter\.more is not in the checkpoint"),
         ],
     )

@@ -90,7 +90,7 @@ def test_pieces_of_sharded_tensors_and_what_collisions_know() -> None:
     payload = forged[2].first.payload
     at = len(payload)
     piece = {"kind": "block", "path": ["model", "ids"], "dtype": "int64", "size": [8]}
-    piece |= {"rows": [0, 4], "columns": [0, 1], "shard_rows": [0, 4]}
+    piece |= {"part": [[0, 4]], "shard": [[0, 4]]}
     collisions = {"kind": "collisions", "name": "managed collisions", "rank": 0}
     collisions |= {"modules": {"a": {"rows": [0, 4], "buckets": 1}}, "tree": {"d": []}}
     payload += bytes(32)
