@@ -41,10 +41,19 @@ class Guard:
             if event == "shutil.rmtree" and self._inside(given[0]):
                 return
             self.found.append(f"{event} {given!r:.300}")
-        elif event == "open" and _writes(given) and not self._inside(given[0]):
-            self.found.append(f"open {given!r:.300}")
+        elif event == "open" and _writes(given):
+            if not (self._inside(given[0]) or _is_new_and_plain(given)):
+                self.found.append(f"open {given!r:.300}")
+        elif event == "open" and _is_directory(given) and not self._leads_inside(given[0]):
+            self.found.append(f"open a directory {given!r:.300}")
         elif event in _CHANGING and not (self._inside(given[0]) or _by_descriptor(given)):
             self.found.append(f"{event} {given!r:.300}")
+
+    def _leads_inside(self, path: Any) -> bool:
+        """Return whether a directory is within the allowed one, or one that leads to it."""
+        if self._inside(path) or not os.path.isabs(str(path)):
+            return str(path) != ".."
+        return f"{self._allowed}/".startswith(os.path.realpath(path).rstrip("/") + "/")
 
     def _inside(self, path: Any) -> bool:
         if isinstance(path, bytes):
@@ -52,6 +61,17 @@ class Guard:
         if not isinstance(path, str):
             return isinstance(path, int)
         return os.path.realpath(path).startswith(self._allowed) or path == os.devnull
+
+
+def _is_new_and_plain(given: tuple[Any, ...]) -> bool:
+    """Return whether a file is made in a directory that is open: events don't tell which."""
+    name, _, flags = given
+    made = isinstance(flags, int) and flags & os.O_EXCL and flags & os.O_NOFOLLOW
+    return bool(made) and isinstance(name, str) and "/" not in name and name not in (".", "..")
+
+
+def _is_directory(given: tuple[Any, ...]) -> bool:
+    return isinstance(given[2], int) and bool(given[2] & os.O_DIRECTORY)
 
 
 def _writes(given: tuple[Any, ...]) -> bool:

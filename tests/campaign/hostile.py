@@ -52,11 +52,11 @@ from torchrec_checknrun.verification import verify
 CPU_SECONDS = 5.0
 """That no input may take."""
 _KINDS = {
-    "chain": 15,
-    "bytes": 10,
-    "control": 10,
-    "state": 20,
-    "rows": 25,
+    "chain": 10,
+    "bytes": 8,
+    "control": 9,
+    "state": 25,
+    "rows": 30,
     "index": 8,
     "manifest": 12,
 }
