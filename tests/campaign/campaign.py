@@ -41,7 +41,7 @@ class Campaign:
 
         Args:
             file: of results, which keeps the rows of other parts.
-            first: number of the first trial of each part.
+            first: number of the first trial of each part. A row that ends there goes on.
             trials: of each part at most; None: all from that one on.
             slice: the small choice of `make test`.
         """
@@ -67,7 +67,9 @@ class Campaign:
                 processes=self._processes,
             )
             if file is not None:
-                results.write(file, {**results.read(file), part: rows[part]})
+                before = results.read(file)
+                rows[part] = results.continued(before.get(part), rows[part], first)
+                results.write(file, {**before, part: rows[part]})
         return rows
 
     def repeat(self, trial: int) -> dict[str, results.Row]:

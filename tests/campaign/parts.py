@@ -72,7 +72,7 @@ def _faults(seed: int, first: int, count: int, folder: Path, prepared: Path, ran
 PARTS: dict[str, Part] = {
     "kills-thread": Part(
         partial(_kills, variant="thread"),
-        *(275, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 1000),
+        *(330, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 1000),
         "SIGKILL to ranks and their agent, at any moment and at any operation of the storage",
         slice=4,
     ),

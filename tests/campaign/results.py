@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,27 @@ def write(file: Path, rows: dict[str, Row]) -> None:
     ordered = {part: rows[part] for part in PARTS if part in rows}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(ordered, indent=1, sort_keys=False) + "\n")
+
+
+def continued(before: Row | None, row: Row, first: int) -> Row:
+    """Add a row to one that ends where this began; else it takes that one's place.
+
+    Args:
+        before: the part's row in the file of results.
+        first: the number of the row's first trial.
+    """
+    if before is None or (before["seed"], before["trials"]) != (row["seed"], first):
+        return row
+    sums = ("tried", *KINDS, "trials", "seconds", "cpu_seconds")
+    counts: Counter[str] = Counter(before["counts"])
+    counts.update(row["counts"])
+    return {
+        **row,
+        **{name: round(before[name] + row[name], 1) for name in sums},
+        "failures": [*before["failures"], *row["failures"]][:_MOST_FAILURES],
+        "counts": dict(sorted(counts.items())),
+        "commit": ", ".join(dict.fromkeys((*before["commit"].split(", "), row["commit"]))),
+    }
 
 
 def row_of(
