@@ -141,7 +141,8 @@ class DriverStore:
             if code(error) == "NoSuchBucket":  # a folder is made when it is needed, a bucket isn't
                 raise StorageFailed(
                     errno.ENOENT,
-                    f"listing {self.path}: no such bucket: check its name, or make it",
+                    f"listing {self._fs.unstrip_protocol(self.path)}: no such bucket: check its "
+                    "name, or make it",
                 ) from error
             return {}
         except NotADirectoryError:

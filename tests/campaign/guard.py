@@ -37,6 +37,8 @@ class Guard:
     def _hear(self, event: str, given: tuple[Any, ...]) -> None:
         if not self.on:
             return
+        if event == "pickle.find_class" and given[0] == "torchrec_checknrun.errors":
+            return  # an error of our own that was made in another thread: no input's
         if event in _FORBIDDEN:
             if event == "shutil.rmtree" and self._inside(given[0]):
                 return
