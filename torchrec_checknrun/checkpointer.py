@@ -430,7 +430,6 @@ class Checkpointer:
         return begun
 
     def _forget_failure(self) -> None:
-        """What failed before is not to keep from what comes now."""
         try:
             self.wait()
         except CheckNRunError as error:
@@ -447,6 +446,6 @@ class Checkpointer:
         self._refuse_if_closed()
         if self._partly_restored is not None:
             raise ModelPartlyRestored(
-                "a restore failed half-way, and the model is no longer one state: restore again, "
-                f"or start from a new model. {self._partly_restored}"
+                "a restore failed half-way: restore again, or start from a new model. "
+                f"{self._partly_restored}"
             )

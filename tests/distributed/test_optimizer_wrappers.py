@@ -95,7 +95,7 @@ def rates_disagree(root: str) -> list[str]:
     before = [kernel.get_learning_rate() for kernel in kernels(again.job.model)]
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # a stub
     logger = logging.getLogger("torchrec_checknrun")
     logger.addHandler(handler)
     logging.disable(logging.NOTSET)

@@ -129,7 +129,7 @@ def test_the_process_own_generators(draw: Callable[[], Any]) -> None:
 
 def test_nothing_is_passed_over_in_silence() -> None:
     with pytest.raises(TypeError, match=r"own.number is of"):
-        live({"own": Own(number=iter([1]))})  # type: ignore[arg-type]
+        live({"own": Own(number=iter([1]))})  # type: ignore[arg-type]  # on purpose
 
 
 def test_keys_of_one_name() -> None:

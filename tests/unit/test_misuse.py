@@ -157,7 +157,7 @@ def test_a_root_is_a_folder_or_url(job: Job, root: Any) -> None:
         ({"lr": 0.1}, ["state 'lr' is a float without state_dict()", "wrap it"]),
         ({"optimizer": None}, ["state 'optimizer' is a NoneType"]),
         ({"optimizer": torch.optim.SGD}, ["state 'optimizer' is a type"]),
-        ({"rng": PerRank({})}, ["state 'rng' is a dict without state_dict()"]),  # type: ignore[arg-type]
+        ({"rng": PerRank({})}, ["state 'rng' is a dict without state_dict()"]),  # type: ignore[arg-type]  # so
         ({"model": torch.nn.Linear(1, 1)}, ["the model's own name"]),
     ],
     ids=str,
@@ -181,7 +181,7 @@ def test_a_model_that_is_not_sharded(tmp_path: Path) -> None:
         Checkpointer(tmp_path, model=model)
     for no_model in (None, "model", nn.Linear, plain_tables):
         with pytest.raises(ValueError, match=r"model must be a module such as Distr"):
-            Checkpointer(tmp_path, model=no_model)  # type: ignore[arg-type]
+            Checkpointer(tmp_path, model=no_model)  # type: ignore[arg-type]  # on purpose
     assert list(tmp_path.iterdir()) == []
 
 
