@@ -26,7 +26,7 @@ SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 help:
 	@echo 'make demo        the main job with a killed rank, see README; DATA=train.txt: on real Criteo data'
 	@echo 'make test        ruff, mypy and all tests but the slow ones; ARGS="-k name": more for pytest'
-	@echo 'make test-full   the slow tests too'
+	@echo 'make test-full   the slow tests too, and all examples of property tests'
 	@echo 'make soak        1,000 checkpoints with random faults; nothing may grow or be lost'
 	@echo 'make campaign    kills, storage faults, damage, hostile inputs: most of an hour; docs/reliability.md'
 	@echo 'make check       ruff and mypy alone'
@@ -68,11 +68,12 @@ check: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-test: check
+test: $(STAMP)
 ifeq ($(ARGS),)
-	@echo 'tests run in three groups at once, each is shown when it is done'
-	@$(MAKE) --no-print-directory --keep-going --jobs $(SYNC) $(GROUPS)
+	@echo 'ruff and mypy, and tests in three groups: all at once, each is shown when it is done'
+	@$(MAKE) --no-print-directory --keep-going --jobs $(SYNC) check $(GROUPS)
 else
+	@$(MAKE) --no-print-directory check
 	$(PY) -m pytest -m 'not slow' $(ARGS)
 endif
 
@@ -82,6 +83,7 @@ $(filter tests/%,$(GROUPS)):
 other-tests:
 	$(PY) -m pytest -m 'not slow' --durations=20 $(addprefix --ignore=,$(filter tests/%,$(GROUPS)))
 
+test-full: export CHECKNRUN_TESTS = full
 test-full: check
 	$(PY) -m pytest --durations=20 $(ARGS)
 

@@ -6,15 +6,17 @@ different collectives until a timeout, or save checkpoints of which each has a p
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TypeVar
 
-from torchrec_checknrun.chain import committed
-from torchrec_checknrun.errors import CheckNRunError, RootNotShared
+from torchrec_checknrun.chain import committed, has_manifest
+from torchrec_checknrun.errors import CheckNRunError, RootNotShared, StorageFailed
 from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.ranks import Ranks, listed, ranks_text
 
 T = TypeVar("T")
 
@@ -26,7 +28,6 @@ _REMEDY = (
     "s3://bucket/run-17"
 )
 _ABSENT = "absent"
-_MOST_NAMED = 8
 
 
 def agreed(ranks: Ranks, make: Callable[[], T], describe: Callable[[T], Mapping[str, str]]) -> T:
@@ -73,7 +74,7 @@ def require_agreement(described: Sequence[Mapping[str, str]]) -> None:
         for rank, one in enumerate(described):
             by_value.setdefault(one.get(name, _ABSENT), []).append(rank)
         if len(by_value) > 1:
-            found = "; ".join(f"{value} on {_ranks(on)}" for value, on in by_value.items())
+            found = "; ".join(f"{value} on {ranks_text(on)}" for value, on in by_value.items())
             problems.append(f"{name} differs between the ranks: {found}")
     if problems:
         raise ValueError(f"{'. '.join(problems)}. Give every rank the same arguments")
@@ -88,17 +89,23 @@ def require_shared(root: Folder, ranks: Ranks, folder_name: str, file: str) -> N
 
     Raises:
         RootNotShared: names the ranks and hosts that see something else.
+        StorageFailed: a rank could not look; names it, its host and why.
     """
     if ranks.world_size == 1:
         return
     folder, name = root / folder_name, ranks.from_rank_0(lambda: file)
     seen = ranks.gather((_sees(folder, name), socket.gethostname()))
+    for rank, (sees, host) in enumerate(seen):
+        if isinstance(sees, str):
+            raise StorageFailed(
+                errno.EIO, f"rank {rank} on {host} can't read {folder}/{name}: {sees}"
+            )
     blind = [rank for rank, (sees, _) in enumerate(seen) if not sees]
     if blind:
         hosts = sorted({seen[rank][1] for rank in blind})
         raise RootNotShared(
             f"{root} is not shared storage: rank 0 on {seen[0][1]} sees {folder}/{name}, "
-            f"{_ranks(blind)} on {', '.join(hosts[:_MOST_NAMED])} can't. {_REMEDY}"
+            f"{ranks_text(blind)} on {listed(hosts)} can't. {_REMEDY}"
         )
 
 
@@ -110,7 +117,12 @@ def require_nowhere(root: Folder, ranks: Ranks) -> None:
     """
     if ranks.world_size == 1:
         return
-    found = ranks.everywhere(lambda: (socket.gethostname(), committed(root)[:1]))
+
+    def look() -> tuple[str, list[str]]:
+        names = (name for name in committed(root) if has_manifest(root, name))
+        return socket.gethostname(), list(islice(names, 1))
+
+    found = ranks.everywhere(look)
     others = [rank for rank, (_, names) in enumerate(found) if names]
     if others and not found[0][1]:
         host, names = found[others[0]]
@@ -120,18 +132,19 @@ def require_nowhere(root: Folder, ranks: Ranks) -> None:
         )
 
 
-def _sees(folder: Folder, name: str) -> bool:
+def _sees(folder: Folder, name: str) -> bool | str:
+    """Return whether a file is there, once it is or was looked for long enough; or why that can't
+    be told.
+    """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             folder.read(name, 0, 1)
             return True
-        except (OSError, CheckNRunError):
+        except FileNotFoundError:
             if time.monotonic() > deadline:
                 return False
+        except (OSError, CheckNRunError) as error:
+            if time.monotonic() > deadline:
+                return str(error)
         time.sleep(0.25)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:_MOST_NAMED])) + (", …" if len(ranks) > _MOST_NAMED else "")
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"

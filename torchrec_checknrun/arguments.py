@@ -335,6 +335,7 @@ def _describe(value: object) -> str:
         return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_describe, value))}]"
+    # A dataclass, which mypy does not infer from the attribute.
     parts = fields(value) if hasattr(value, "__dataclass_fields__") else ()  # type: ignore[arg-type]
     inside = ", ".join(f"{part.name}={_describe(getattr(value, part.name))}" for part in parts)
     return f"{type(value).__qualname__}({inside})"

@@ -7,9 +7,9 @@ rank's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -23,6 +23,8 @@ from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore import Target
 from torchrec_checknrun.tracked import TrackedModel, track
 from torchrec_checknrun.unsharded import refuse_unsharded
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Assembly:
     background_ranks: Ranks
     target: Target
     background: Background
+    _closers: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -79,6 +82,29 @@ class Assembly:
             background_ranks.close()
             raise
         return cls(arguments, ranks, background_ranks, target, background)
+
+    def everywhere(self, make: Callable[[], T], close: Callable[[T], None]) -> T:
+        """Make something of these parts on all ranks, or raise one rank's error on all of them and
+        close whatever was made until then, and the parts; a collective.
+        """
+
+        def made() -> T:
+            result = make()
+            self._closers.append(lambda: close(result))
+            return result
+
+        results: list[T] = []
+        try:
+            self.ranks.everywhere(lambda: results.append(made()))
+        except BaseException:
+            for closer in reversed(self._closers):
+                closer()
+            self.target.tracked.close()
+            self.background.close()
+            self.ranks.close()
+            self.background_ranks.close()
+            raise
+        return results[0]
 
 
 def _track(model: nn.Module, states: Mapping[str, Stateful]) -> TrackedModel:
@@ -133,7 +159,12 @@ def _background(
             )
         )
 
-    ranks.everywhere(make)
+    try:
+        ranks.everywhere(make)
+    except BaseException:  # perhaps on another rank only
+        for background in made:
+            background.close()
+        raise
     return made[0]
 
 

@@ -180,7 +180,7 @@ class _Plan:
         assert self.summary is not None
         digests = self.staging.digests()
         self._save.fingerprint = fingerprint(digests, self.summary.progress)
-        summary = self.summary.with_digests(digests)
+        summary = self.summary.with_digests(digests, self.staging.shared_digests())
         return Prepared(summary, self.staging.items, self.staging.choose, self._differences)
 
 

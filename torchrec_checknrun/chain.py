@@ -31,6 +31,8 @@ from torchrec_checknrun.untrusted import MANIFEST_BYTES
 logger = logging.getLogger(__name__)
 
 _RANK_FILE = re.compile(r"rank-[0-9]{5,}\.bin")
+_LOOKS = 10
+"""How often a root is looked at that changes each time."""
 
 
 @dataclass(frozen=True)
@@ -132,46 +134,87 @@ def committed(root: Folder, names: Iterable[str] | None = None) -> list[str]:
     Raises:
         StorageFailed: the root can't be listed, or doesn't answer.
     """
-    numbered, damaged = _sequences(root, names)
-    return [name for _, name in numbered] + list(damaged)
+    found = _sequences(root, root.names() if names is None else names)
+    return [name for _, name in found.numbered] + list(found.damaged)
+
+
+def has_manifest(root: Folder, name: str) -> bool:
+    """Return whether something in the root was committed as a checkpoint, by its manifest's name.
+
+    Raises:
+        StorageFailed: the storage refused.
+    """
+    if not is_plain_name(name) or root.is_link(name):
+        return False
+    return (root / name).size(MANIFEST_NAME) is not None
 
 
 def highest_sequence(root: Folder) -> int:
     """The highest sequence number in use, committed or not; 0 where there is none."""
-    return max((sequence for sequence, _ in _sequences(root)[0]), default=0)
+    return max((sequence for sequence, _ in _sequences(root, root.names()).numbered), default=0)
 
 
-def _sequences(
-    root: Folder, names: Iterable[str] | None = None
-) -> tuple[list[tuple[int, str]], dict[str, Exception]]:
-    """Checkpoints with their sequence numbers, highest first, and what is wrong with the others."""
+@dataclass
+class _Found:
+    """Checkpoints with their sequence numbers, highest first; what is wrong with those of which
+    nothing tells the number; names in which no manifest was found.
+    """
+
+    numbered: list[tuple[int, str]]
+    damaged: dict[str, Exception]
+    absent: set[str]
+
+
+def _sequences(root: Folder, names: Iterable[str]) -> _Found:
+    """Tell checkpoints from what else is in a root."""
     found: list[tuple[int, str]] = []
     damaged: dict[str, Exception] = {}
-    for name in root.names() if names is None else names:
+    absent: set[str] = set()
+    for name in names:
         if name == FOLDER:
             continue
         sequence = sequence_of(name)
+        if sequence is None and not _is_unicode(name):
+            logger.warning("%s/%r is passed over: its name is no UTF-8; rename it", root, name)
+            continue
         # Saved through dcp.save under a name of the user's own: only its manifest knows. A link is
         # no directory of this root: perhaps somebody's `latest`.
         if sequence is None and not root.is_link(name):
             try:
                 sequence = _parse(root, name).sequence
             except CheckpointNotFound:
+                absent.add(name)
                 continue
-            except CheckNRunError as error:
-                if _is_checkpoint(root, name, error):
-                    damaged[name] = error
-            except StorageUnreachable:
-                raise
-            except StorageFailed as error:
-                if error.errno != errno.EACCES:
-                    damaged[name] = error
-                    continue
-                # Others' directories lie beside checkpoints, as lost+found does.
-                logger.warning("%s/%s is passed over: %s", root, name, error)
+            except (CheckNRunError, StorageFailed) as error:
+                if (problem := _problem(root, name, error)) is not None:
+                    damaged[name] = problem
         if sequence is not None:
             found.append((sequence, name))
-    return sorted(found, key=lambda one: age(*one), reverse=True), damaged
+    return _Found(sorted(found, key=lambda one: age(*one), reverse=True), damaged, absent)
+
+
+def _is_unicode(name: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def _problem(root: Folder, name: str, error: CheckNRunError | StorageFailed) -> Exception | None:
+    """Say why a directory of a user's own naming can't be read; None for one that is passed over.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
+    if isinstance(error, CheckNRunError):
+        try:
+            return error if _is_checkpoint(root, name, error) else None
+        except StorageFailed as other:  # the manifest can be read, but its directory not listed
+            error = other
+    if isinstance(error, StorageUnreachable):
+        raise error
+    if error.errno != errno.EACCES:
+        return error
+    # Others' directories lie beside checkpoints, as lost+found does.
+    logger.warning("%s/%s is passed over: %s", root, name, error)
+    return None
 
 
 def _forbidden(root: Folder) -> Iterator[str]:
@@ -256,6 +299,9 @@ def newest(
 ) -> tuple[Chain | None, list[str]]:
     """The newest whole chain, and why newer checkpoints, or perhaps newer ones, were passed over.
 
+    A writer may commit and prune meanwhile. So whatever was passed over counts only if the root
+    holds the same as before; else it is looked at again.
+
     Args:
         unusable: ids to pass over without a word.
         answers: what the storage can't read is not passed over either.
@@ -264,23 +310,60 @@ def newest(
         ClaimDamaged: checkpoints were committed, and which of them count can't be told.
         StorageUnreachable: the storage doesn't answer: going on from an older one would leave the
             newer ones behind.
-        StorageFailed: the root can't be listed; with ``answers``, or anything in it can't be read.
+        StorageFailed: the root can't be listed, or changes each time that it is looked at; with
+            ``answers``, or anything in it can't be read.
     """
+    for _ in range(_LOOKS):
+        names = root.names()
+        chain, problems, absent = _newest(root, names, unusable, answers)
+        if chain is not None and not problems and not absent:
+            return chain, problems
+        # In this order: whoever commits and then deletes is seen by the one or by the other.
+        if root.names() == names and not any(has_manifest(root, name) for name in absent):
+            return chain, problems if chain is not None else [*problems, *_forbidden(root)]
+    raise StorageFailed(
+        errno.EBUSY,
+        f"{root}: checkpoints come and go faster than they can be looked at, so that the newest "
+        "can't be told: end the process that writes there, or try again",
+    )
+
+
+def newest_required(root: Folder, *, answers: bool = False) -> Chain:
+    """Return the newest whole chain.
+
+    Raises:
+        CheckpointNotFound, ChainBroken: there is none.
+        ClaimDamaged, StorageFailed: as ``newest``.
+    """
+    chain, problems = newest(root, answers=answers)
+    if chain is not None:
+        return chain
+    if problems:
+        raise ChainBroken(f"{root} holds no whole chain: {'; '.join(problems)}")
+    raise CheckpointNotFound(f"no committed checkpoint in {root}")
+
+
+def _newest(
+    root: Folder, names: list[str], unusable: Container[str], answers: bool
+) -> tuple[Chain | None, list[str], set[str]]:
+    """Look once; also return the names in which a manifest was looked for and not found."""
     claims = read_claims(root)
-    numbered, damaged = _sequences(root)
+    found = _sequences(root, names)
+    absent = found.absent
     # Nothing tells how new these are.
-    problems = [f"{name}: {error}" for name, error in damaged.items() if name not in unusable]
-    for error in damaged.values():
+    problems = [f"{name}: {error}" for name, error in found.damaged.items() if name not in unusable]
+    for error in found.damaged.values():
         claims.decided()
         if isinstance(error, StorageFailed):
             raise error
-    for _, name in numbered:
+    for _, name in found.numbered:
         if name in unusable:
             continue
         try:
             chain = resolve(root, name)
         except CheckpointNotFound:
             logger.info("%s in %s was never committed", name, root)
+            absent.add(name)
             continue
         except (CheckNRunError, OSError) as error:
             if isinstance(error, StorageUnreachable) or (answers and isinstance(error, OSError)):
@@ -292,12 +375,12 @@ def newest(
         if claim is not None and chain.head.epoch > claim.epoch:
             require_claim(root, name, chain.head.epoch)
         if claim is None or claim.admits(name, chain.head.epoch):
-            return chain, problems
+            return chain, problems, absent
         problems.append(
             f"{name}: it was committed by a writer that had been replaced by then, and doesn't "
             f"count: `checknrun adopt {root} {name}` makes it count"
         )
-    return None, [*problems, *_forbidden(root)]
+    return None, problems, absent
 
 
 def check_sizes(root: Folder, manifest: Manifest) -> None:

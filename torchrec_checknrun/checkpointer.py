@@ -19,12 +19,7 @@ from typing_extensions import Never
 from torchrec_checknrun.arguments import Arguments, Resume
 from torchrec_checknrun.assembly import Assembly
 from torchrec_checknrun.background import BackgroundKind
-from torchrec_checknrun.errors import (
-    CheckNRunError,
-    ModelPartlyRestored,
-    SaveDeferred,
-    SaveFailed,
-)
+from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored, SaveDeferred, SaveFailed
 from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.missing_root import protect_existing, start_anew
 from torchrec_checknrun.per_rank import PerRank, Replicated
@@ -158,7 +153,8 @@ class Checkpointer:
         self._ranks, self._background_ranks = parts.ranks, parts.background_ranks
         self._target = parts.target
         self._resume = arguments.resume
-        self._saver = Saver(
+        saver = partial(
+            Saver,
             self.root,
             model,
             self._target,
@@ -170,9 +166,11 @@ class Checkpointer:
             max_failures=max_failures,
             callbacks=callbacks,
         )
+        self._saver = parts.everywhere(saver, Saver.close)
         self._when_busy = when_busy
         steps = [] if arguments.every_steps is None else [EverySteps(arguments.every_steps)]
-        self._schedule = Schedule([*steps, *arguments.triggers], self._ranks)
+        schedule = partial(Schedule, [*steps, *arguments.triggers], self._ranks)
+        self._schedule = parts.everywhere(schedule, lambda made: made.close(failed=True))
         self._partly_restored: str | None = None
         self._closed = False
 
@@ -420,7 +418,7 @@ class Checkpointer:
     def _release(self, failed: bool = False) -> None:
         self._closed = True
         self._target.tracked.close()
-        self._saver.close()
+        self._saver.close(failed)
         self._schedule.close(failed)
 
     def _begin(self, tell: bool = False) -> Begun:

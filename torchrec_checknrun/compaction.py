@@ -19,13 +19,12 @@ from itertools import groupby
 import numpy as np
 
 from torchrec_checknrun import row_ids
-from torchrec_checknrun.chain import Chain, check_sizes, newest, resolve
+from torchrec_checknrun.chain import Chain, check_sizes, newest_required, resolve
 from torchrec_checknrun.chunks import EncodedChunk, Entry
 from torchrec_checknrun.claims import latest_claim
 from torchrec_checknrun.codecs import Exact
 from torchrec_checknrun.done_rows import DoneRows
 from torchrec_checknrun.errors import (
-    ChainBroken,
     CheckpointNotFound,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
@@ -133,12 +132,10 @@ def _find(root: Folder, checkpoint: str | None) -> Chain:
             )
         return asked_for
     # A newer one that can't be read just now would be replaced by what is made of an older one.
-    chain, problems = newest(root, answers=True)
-    if chain is not None:
-        return chain
-    if problems:
-        raise ChainBroken(f"{root} holds no whole chain: {'; '.join(problems)}")
-    raise CheckpointNotFound(f"no committed checkpoint in {root}: nothing to compact")
+    try:
+        return newest_required(root, answers=True)
+    except CheckpointNotFound as error:
+        raise CheckpointNotFound(f"{error}: nothing to compact") from None
 
 
 @dataclass

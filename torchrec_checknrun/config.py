@@ -7,6 +7,7 @@ chosen has the same methods. The configs are structured: a misspelt key fails at
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,10 +20,18 @@ if TYPE_CHECKING:
     from torch import nn
 
     from torchrec_checknrun.checkpointer import Checkpointer
+    from torchrec_checknrun.per_rank_buffers import Patterns
     from torchrec_checknrun.report import CheckpointReport
     from torchrec_checknrun.stock import DcpCheckpointer, NoCheckpointer
 
+logger = logging.getLogger("torchrec_checknrun.checkpointer")
+
 GROUP = "checkpoint"
+_QUANTIZATION = (
+    *("bits", "method", "expected_restores", "mean_bits", "offset"),
+    *("optimizer_state", "compress", "exact_below_rows"),
+)
+"""Keys of the config that make its ``Quantization``, beside ``tables``."""
 
 
 class PolicyName(Enum):
@@ -144,10 +153,19 @@ def make_check_n_run(
     timeout_seconds: float,
     model: nn.Module,
     state: Mapping[str, Any],
+    per_rank_buffers: Patterns = (),
     callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
-    **quantization: Any,
+    **others: Any,
 ) -> Checkpointer:
-    """A ``Checkpointer`` from a ``CheckNRunConfig`` and what only the app has."""
+    """Make a ``Checkpointer`` of a ``CheckNRunConfig`` and what only the app has.
+
+    Args:
+        others: the quantization's keys.
+
+    Raises:
+        TypeError: an argument is unknown.
+        ValueError: as ``Checkpointer``; or ``keep_every_hours`` is given, and all are kept.
+    """
     import torchrec_checknrun as package
     from torchrec_checknrun.policy import POLICIES
 
@@ -155,6 +173,15 @@ def make_check_n_run(
         named = {**values, **more}
         optimizer, bits = named.pop("optimizer_state"), named.pop("bits")
         return package.Quantization(bits=bits and bits.value, optimizer=optimizer, **named)
+
+    quantization = {name: others.pop(name) for name in _QUANTIZATION if name in others}
+    _refuse_unknown(others, "check_n_run")
+    if keep is None and keep_every_hours is not None:
+        raise ValueError(
+            f"checkpoint.keep=null keeps all checkpoints, and keep_every_hours={keep_every_hours} "
+            "would say nothing: give a number to keep, such as keep=2, or leave keep_every_hours "
+            "out"
+        )
 
     triggers: list[package.Trigger] = []
     if every_seconds is not None:
@@ -167,6 +194,7 @@ def make_check_n_run(
         root,
         model=model,
         state=_objects(state),
+        per_rank_buffers=_buffers(per_rank_buffers),
         policy=POLICIES[policy.value](),
         quantization=choice(
             quantization, tables={pattern: choice(values) for pattern, values in tables.items()}
@@ -193,11 +221,27 @@ def make_dcp(
     resume: Resume,
     model: nn.Module,
     state: Mapping[str, Any],
+    per_rank_buffers: Patterns = (),
     callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
+    **unknown: Any,
 ) -> DcpCheckpointer:
-    """A checkpointer on stock DCP with the same methods."""
+    """Make a checkpointer on stock DCP with the same methods.
+
+    Args:
+        per_rank_buffers: for a switch between configs; stock DCP keeps one rank's buffers, which a
+            warning says.
+
+    Raises:
+        TypeError: an argument is unknown.
+    """
     from torchrec_checknrun.stock import DcpCheckpointer
 
+    _refuse_unknown(unknown, "dcp")
+    if per_rank_buffers:
+        logger.warning(
+            "checkpoint=dcp ignores per_rank_buffers: stock DCP stores one rank's buffers, and "
+            "restores them on all ranks"
+        )
     return DcpCheckpointer(
         root,
         model=model,
@@ -216,12 +260,32 @@ def make_off(
     resume: Resume = Resume.auto,
     model: nn.Module,
     state: Mapping[str, Any],
+    per_rank_buffers: Patterns = (),
     callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
+    **unknown: Any,
 ) -> NoCheckpointer:
-    """A checkpointer that does nothing, with the same methods."""
+    """Make a checkpointer that does nothing, with the same methods.
+
+    Raises:
+        TypeError: an argument is unknown.
+    """
     from torchrec_checknrun.stock import NoCheckpointer
 
+    _refuse_unknown(unknown, "off")
     return NoCheckpointer()
+
+
+def _refuse_unknown(unknown: Mapping[str, Any], chosen: str) -> None:
+    for name in unknown:
+        raise TypeError(
+            f"checkpoint={chosen} has no key {name!r}, and hydra.utils.instantiate takes beside "
+            "its keys only model, state, per_rank_buffers and callbacks: see help(Checkpointer)"
+        )
+
+
+def _buffers(patterns: Any) -> Any:
+    """Return the patterns as they were given to ``instantiate``, which makes configs of lists."""
+    return OmegaConf.to_container(patterns) if OmegaConf.is_config(patterns) else patterns
 
 
 def _objects(state: Mapping[str, Any]) -> dict[str, Any]:

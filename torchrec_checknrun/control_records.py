@@ -30,6 +30,7 @@ class Damage:
         will_count: ids of committed checkpoints, newest first, and whether they count; where that
             can't be told, whether they will after ``takeover.repair``.
         doubtful: of those that will, the ids of which only a lost claim could tell.
+        highest: the highest epoch that was claimed, 0 without one.
     """
 
     claims: dict[str, str]
@@ -37,6 +38,7 @@ class Damage:
     undecided: str | None
     will_count: dict[str, bool]
     doubtful: frozenset[str]
+    highest: int
 
     @property
     def hidden(self) -> bool:
@@ -81,6 +83,7 @@ def find_damage(root: Folder, known: Mapping[str, Manifest] | None = None) -> Da
         undecided=undecided,
         will_count=will_count,
         doubtful=frozenset(doubtful),
+        highest=claims.highest,
     )
 
 

@@ -17,7 +17,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.first_state import first_state, to_device
-from torchrec_checknrun.optimizer_tree import Node, nodes, own_parameters
+from torchrec_checknrun.optimizer_checks import check_groups, check_wrappers
+from torchrec_checknrun.optimizer_tree import Node, all_nodes, nodes, own_parameters
 from torchrec_checknrun.optimizers import row_states
 from torchrec_checknrun.param_groups import (
     GROUPS,
@@ -26,16 +27,21 @@ from torchrec_checknrun.param_groups import (
     Key,
     SavedGroups,
     live_groups,
+    options_of,
     stored_groups,
 )
+from torchrec_checknrun.references import References
 from torchrec_checknrun.same_objects import same_objects
+from torchrec_checknrun.sharded_state import leaves
 from torchrec_checknrun.state import Tree, decode_state, empty_state, tree_items
-from torchrec_checknrun.wrapper_state import WRAPPERS, give_back, held, memory
+from torchrec_checknrun.wrapper_state import WRAPPERS, give_back, held
 
 logger = logging.getLogger(__name__)
 
 _LATE = "late"
 """Beside ``state`` in what is stored: whose state was still to be made, and by which optimizer."""
+_FORM = "own_form"
+"""Beside ``state``: what a ``state_dict`` of the user's own returned, in a form of its own."""
 _BESIDE = (GROUPS, OWNERS, _LATE, WRAPPERS)
 """What stands beside ``state`` and is no tensor to restore in place."""
 
@@ -81,12 +87,21 @@ class DenseOptimizer:
     Args:
         names: the model's parameters.
         sharded: names of the model's tables that are in fused kernels.
+        elsewhere: tensors, modules and objects that are stored otherwise.
+        resized: the checkpoint to restore was saved by another number of ranks.
     """
 
     def __init__(
-        self, state: Optimizer, names: Mapping[torch.Tensor, str], sharded: Collection[str] = ()
+        self,
+        state: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        sharded: Collection[str] = (),
+        elsewhere: Collection[object] = (),
+        resized: bool = False,
     ) -> None:
         self._state = state
+        self._elsewhere = elsewhere
+        self._resized = resized
         self._names = names
         self._sharded = sharded
         self._numbered = False
@@ -103,8 +118,8 @@ class DenseOptimizer:
         late = {p.key: type(p.optimizer).__name__ for p in parameters if p.state is None}
         strict = not isinstance(self._state, KeyedOptimizer)
         content |= stored_groups(self._groups(), strict)
-        elsewhere = set(memory(self._tensors()))
-        found = {node.identity: held(node, elsewhere) for node in nodes(self._state)}
+        references = self._references()
+        found = {node.identity: held(node, references) for node in nodes(self._state)}
         wrappers = {identity: of_node for identity, of_node in found.items() if of_node}
         beside = {WRAPPERS: wrappers, _LATE: late}
         return {**content, **{name: value for name, value in beside.items() if value}}
@@ -123,17 +138,20 @@ class DenseOptimizer:
                 continue
             table = parameter.name.removesuffix(".weight")
             of_key = saved.get(parameter.key)
+            was_late = late.get(parameter.key) == type(parameter.optimizer).__name__
+            if _FORM in stored and of_key is None and not was_late:
+                self._make_for_own_form(parameter, path)
+                continue
             wanted = tables[table] if table in tables else tree_items(of_key).keys()
             if wanted is None:
                 continue
             if wanted and not strict:
                 self._compare(parameter, set(map(str, wanted)), by_rows=table in tables)
             if parameter.key not in self._kept:
-                was_late = late.get(parameter.key) == type(parameter.optimizer).__name__
                 self._fit_parameter(parameter, of_key, bool(wanted), was_late, strict)
-        self._check_groups(path, strict)
-        if strict:
-            self._check_wrappers(tree_items(stored.get(WRAPPERS)), path)
+        groups = self._groups()
+        self._changed |= check_groups(self._saved_groups, groups, path, strict, tables)
+        check_wrappers(tree_items(stored.get(WRAPPERS)), nodes(self._state), path, strict)
         content = self._content()
         left_out = self._kept | self._own().keys()
         live = {k: v for k, v in content["state"].items() if k not in left_out}
@@ -149,13 +167,19 @@ class DenseOptimizer:
             for key, (node, of_node) in self._own().items():
                 if key in restored["state"]:
                     node.optimizer.state[of_node] = dict(restored["state"][key])
-        own = self._by_key(self._state.state_dict())
-        state = {k: restored["state"].get(k, value) for k, value in own["state"].items()}
-        own |= {**restored, "state": state}
-        with same_objects(nodes(self._state)):
-            self._state.load_state_dict(self._by_key(own, back=True))
+        given = self._state.state_dict()
+        form = restored.pop(_FORM, None)
+        loaded: Collection[Key] = ()
+        if not self._is_own_form(given):
+            own = self._by_key(given)
+            state = {k: restored["state"].get(k, value) for k, value in own["state"].items()}
+            own |= {**restored, "state": state}
+            loaded, form = state.keys(), self._by_key(own, back=True)
+        if form is not None:
+            with same_objects(all_nodes(self._state)):
+                self._state.load_state_dict(form)
         for parameter in self._parameters():
-            if parameter.key not in own["state"] and parameter.key in restored["state"]:
+            if parameter.key not in loaded and parameter.key in restored["state"]:
                 parameter.optimizer.state[parameter.parameter].update(
                     restored["state"][parameter.key]
                 )
@@ -163,25 +187,24 @@ class DenseOptimizer:
     def finish(self, name: str) -> None:
         """Give wrappers and parameter groups what they had, after all that may set it back."""
         wrappers = self._beside.get(WRAPPERS) or {}
-        elsewhere = set(memory(self._tensors()))
+        references = self._references()
         for node in nodes(self._state) if wrappers else ():
-            changed = give_back(node, wrappers.get(node.identity, {}), elsewhere)
+            of_node = wrappers.get(node.identity, {})
+            changed = give_back(node, of_node, references, self._resized)
             if changed:
                 logger.warning(
-                    "%s (%s) goes on with %s, as saved: set it after the restore if you want "
+                    "%s (%s) goes on with %s, as saved%s: set it after the restore if you want "
                     "another value",
                     name,
                     node.identity,
                     ", ".join(changed),
+                    " on another number of ranks" if self._resized else "",
                 )
         saved = self._beside.get(GROUPS) or []
         for group in self._groups():
             matching = self._saved_groups.match(group)
             if matching and not self._changed & set(group.keys):
-                options = {**saved[matching[0]]}
-                for of_group in ("params", "param_names"):
-                    options.pop(of_group, None)
-                group.set(options)
+                group.set(options_of(saved[matching[0]]))
         self._beside = {}
 
     def undo(self) -> None:
@@ -211,6 +234,23 @@ class DenseOptimizer:
         elif parameter.state is not None and was_late and not wanted:
             self._set(parameter, None)
 
+    def _make_for_own_form(self, parameter: _Parameter, path: str) -> None:
+        """Make the state that a ``load_state_dict`` of the user's own is about to load: TorchRec's
+        refuses it otherwise, when the tables are restored already.
+        """
+        if parameter.state is not None:
+            return
+        made = parameter.first_state()
+        if made is None:
+            raise IncompatibleCheckpoint(
+                f"{path}: {type(self._state).__name__}.state_dict has a form of its own, and state "
+                f"of {parameter.name} is still to be made by {type(parameter.optimizer).__name__}: "
+                "make it before the restore (init_state() of a KeyedOptimizer), or let state_dict "
+                "return TorchRec's form with further keys beside 'state'"
+            )
+        if made:
+            self._set(parameter, made)
+
     def _compare(self, parameter: _Parameter, saved: set[str], by_rows: bool) -> None:
         """Notes whether a parameter's saved state is that of another kind of optimizer: then its
         group's options are left alone, and its state if the two have none in common.
@@ -232,44 +272,22 @@ class DenseOptimizer:
         else:
             mapping[parameter.parameter] = state
 
-    def _check_groups(self, path: str, strict: bool) -> None:
-        """Refuses groups whose parameters had different options, or leaves theirs alone."""
-        for group in self._groups():
-            matching = self._saved_groups.match(group)
-            if self._saved_groups.agree(matching):
-                continue
-            if strict:
-                raise IncompatibleCheckpoint(
-                    f"{path}.{GROUPS}: {sorted(map(str, group.keys))[:8]} are in one parameter "
-                    f"group, but were in {len(matching)} with different options: group the "
-                    "parameters as they were when the checkpoint was saved, or keep the options "
-                    "with strict=False"
-                )
-            self._changed |= set(group.keys)
-
-    def _check_wrappers(self, saved: Mapping[Key, Tree], path: str) -> None:
-        """Refuse a checkpoint whose wrappers had counters that no live wrapper takes."""
-        live = {node.identity: own_parameters(node).keys() for node in nodes(self._state)}
-        for identity, of_node in saved.items():
-            names = tree_items(tree_items(of_node).get("state")).keys()
-            if lost := names - live.get(str(identity), set()):
-                raise IncompatibleCheckpoint(
-                    f"{path}.{WRAPPERS}: the checkpoint has {sorted(map(str, lost))} of "
-                    f"{identity}, which this optimizer has not (it is made of {sorted(live)}): "
-                    "wrap it as it was when the checkpoint was saved, or leave that out with "
-                    "strict=False"
-                )
-
     def _content(self) -> dict[str, Any]:
         """The state dict by keys, without what is stored beside it or not at all.
 
         TorchRec's omit state that was made after a combined optimizer was wrapped and combined
         again; it is added.
         """
-        content = self._by_key(self._state.state_dict())
-        content.pop(GROUPS, None)
+        given = self._state.state_dict()
         parameters = list(self._parameters())
         made = {p.key: dict(p.state) for p in parameters if p.state is not None}
+        if self._is_own_form(given):
+            shown = References(value for _, value in leaves({_FORM: given}, (torch.Tensor,)))
+            made = {k: v for k, v in made.items() if not _is_shown(v, shown)}
+            content: dict[str, Any] = {_FORM: given, "state": {}}
+        else:
+            content = self._by_key(given)
+        content.pop(GROUPS, None)
         content["state"] = {**made, **content["state"]}
         left_out = {p.key for p in parameters if p.sharded}
         content["state"] = {k: v for k, v in content["state"].items() if k not in left_out}
@@ -288,12 +306,22 @@ class DenseOptimizer:
         keys = {id(p.parameter): p.key for p in self._parameters() if not p.sharded}
         return live_groups(nodes(self._state), lambda node, parameter: keys.get(id(parameter)))
 
-    def _tensors(self) -> Iterator[object]:
-        """All tensors that are stored otherwise than with a wrapper."""
-        yield from self._names
+    def _is_own_form(self, given: object) -> bool:
+        """Tell whether a state dict isn't of TorchRec's form, under a user's ``state_dict``."""
+        plain = isinstance(given, dict) and isinstance(given.get("state"), dict)
+        return isinstance(self._state, KeyedOptimizer) and not plain
+
+    def _references(self) -> References:
+        """Find all that is stored otherwise than with a wrapper."""
+        found: list[object] = [*self._elsewhere, *self._names]
+        for node in nodes(self._state):
+            found += own_parameters(node).values()
+            for group in node.optimizer.param_groups:
+                found += group["params"]
         for parameter in self._parameters():
-            yield parameter.parameter
-            yield from (parameter.state or {}).values()
+            found.append(parameter.parameter)
+            found += (parameter.state or {}).values()
+        return References(found)
 
     def _parameters(self) -> Iterator[_Parameter]:
         if not isinstance(self._state, KeyedOptimizer):
@@ -340,3 +368,8 @@ class DenseOptimizer:
         ]
         state = {keys.get(k, k): value for k, value in content["state"].items()}
         return {**content, "state": state, GROUPS: groups}
+
+
+def _is_shown(state: Mapping[str, Any], shown: References) -> bool:
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return bool(tensors) and all(tensor in shown for tensor in tensors)

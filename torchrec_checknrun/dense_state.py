@@ -18,7 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_checknrun.dense_optimizer import DenseOptimizer
+from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.nested_optimizer import NestedOptimizer
+from torchrec_checknrun.references import tensors_of
 from torchrec_checknrun.state import Tree
 from torchrec_checknrun.tracked import TrackedModel
 
@@ -42,18 +44,34 @@ class DenseStates:
         self._model = model
         self._tracked = tracked
         self._states = {n: s for n, s in states.items() if _is_known(s)}
-        self._fitted: dict[str, DenseOptimizer] = {}
+        self._objects = list(states.values())
+        self._fitted: dict[str, NestedOptimizer] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self._states
 
     def stored(self) -> dict[str, Any]:
         """What a checkpoint holds of each, with the live tensors."""
-        names, sharded = self._names(), self._sharded()
-        return {n: DenseOptimizer(s, names, sharded).stored() for n, s in self._states.items()}
+        stored = {}
+        for name, optimizer in self._optimizers(self._states).items():
+            try:
+                stored[name] = optimizer.stored()
+            except CheckNRunError:
+                raise
+            except Exception as error:
+                raise SaveFailed(
+                    f"state {name!r} can't be saved: a {type(self._states[name]).__name__}'s "
+                    f"state raised {type(error).__name__}: {error}. Rows are kept for the next "
+                    "checkpoint; let its state_dict() return the optimizer's state, and save again"
+                ) from error
+        return stored
 
     def fit(
-        self, trees: Mapping[str, Tree], tables: Mapping[str, Collection[str] | None], strict: bool
+        self,
+        trees: Mapping[str, Tree],
+        tables: Mapping[str, Collection[str] | None],
+        strict: bool,
+        resized: bool = False,
     ) -> dict[str, Any]:
         """Makes the live optimizers' state as much as a checkpoint's, for it to be restored into.
 
@@ -62,6 +80,7 @@ class DenseStates:
             tables: by each of the model's tables the names of the optimizer state that its rows
                 were stored with; None for a table that isn't restored.
             strict: whether the optimizers must be those that were saved.
+            resized: the checkpoint was saved by another number of ranks.
 
         Returns:
             The state dicts to restore into, in the stored form, with the live tensors.
@@ -71,9 +90,7 @@ class DenseStates:
                 had counters is missing; names it.
         """
         self.undo()
-        names, sharded = self._names(), self._sharded()
-        for name in self._states.keys() & trees.keys():
-            self._fitted[name] = DenseOptimizer(self._states[name], names, sharded)
+        self._fitted = self._optimizers(self._states.keys() & trees.keys(), resized)
         return {n: o.fit(trees[n], n, tables, strict) for n, o in self._fitted.items()}
 
     def load(self, name: str, content: dict[str, Any]) -> None:
@@ -107,6 +124,23 @@ class DenseStates:
         for optimizer in self._fitted.values():
             optimizer.undo()
         self._fitted = {}
+
+    def _optimizers(
+        self, which: Collection[str], resized: bool = False
+    ) -> dict[str, NestedOptimizer]:
+        names, sharded, elsewhere = self._names(), self._sharded(), list(self._elsewhere())
+        return {
+            name: NestedOptimizer(self._states[name], _is_known, names, sharded, elsewhere, resized)
+            for name in which
+        }
+
+    def _elsewhere(self) -> Iterator[object]:
+        """Yield what is stored with the model and with other state objects."""
+        yield from self._objects
+        for module in (self._model, *self._objects):
+            if isinstance(module, nn.Module):
+                yield from module.modules()
+                yield from tensors_of(module)
 
     def _names(self) -> dict[torch.Tensor, str]:
         if self._model is None:

@@ -107,10 +107,6 @@ class Folder:
             folder = folder.parent
         return folder.url, self._below
 
-    def within_parent(self) -> Folder:
-        """Return the same folder as one in its parent: it must not be a link itself."""
-        return self if self._below else self.parent / self.name
-
     def _at(self, path: str, url: str) -> Folder:
         """Another folder of the same store."""
         folder = copy(self)
@@ -274,6 +270,10 @@ class Folder:
                     raise
                 self._sync(what)
                 return
+            except StorageFailed:
+                if new:
+                    self._drop_part(name, data)
+                raise
             found = self._found(name)
             if found == data:
                 return
@@ -285,6 +285,13 @@ class Folder:
         raise StorageFailed(
             errno.EIO, f"{what}: it reads back as something else: the storage changes what it keeps"
         )
+
+    def _drop_part(self, name: str, data: bytes) -> None:
+        """Delete the part that a failed put has left: a store that isn't atomic shows it to all."""
+        with suppress(OSError):
+            found = self._found(name)
+            if found is not None and found != data and data.startswith(found):
+                self.delete(name)
 
     def _found(self, name: str) -> bytes | None:
         try:

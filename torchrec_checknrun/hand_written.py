@@ -18,10 +18,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
 from torchrec_checknrun.kernels import Kernel
-from torchrec_checknrun.optimizers import is_same_memory
+from torchrec_checknrun.stepped_tables import SteppedTables
 
 if TYPE_CHECKING:
     from torchrec_checknrun.tracking import Marks
@@ -55,8 +54,7 @@ class WriteWatch:
     def __init__(self, kernel: Kernel, marks: Sequence[Marks]) -> None:
         self.kernel = kernel
         self._marks = marks
-        self._owners: list[tuple[int, Optimizer, torch.Tensor]] = []
-        self._parameters: list[int] = []
+        self.stepped = SteppedTables(kernel)
         self._seen = self._look()
         self._announced = 0
         self._warned = False
@@ -109,33 +107,23 @@ class WriteWatch:
             self.kernel.flush()
 
     def _look(self) -> list[_Seen]:
+        if self.kernel.data_parallel:
+            first = self.stepped.weights()[:1]  # all are views of one memory, with one counter
+            seen = [_Seen(tensor.data_ptr(), _version(tensor), None) for tensor in first]
+            for tensor in self._dense_states():
+                seen.append(_Seen(tensor.data_ptr(), _version(tensor), weakref.ref(tensor)))
+            return seen
         weights, states = self.kernel.memory()
-        seen = [_Seen(tensor.data_ptr(), _version(tensor), None) for tensor in (*weights, *states)]
-        for tensor in self._dense_states(weights):
-            seen.append(_Seen(tensor.data_ptr(), _version(tensor), weakref.ref(tensor)))
-        return seen
+        return [_Seen(tensor.data_ptr(), _version(tensor), None) for tensor in (*weights, *states)]
 
-    def _dense_states(self, weights: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Find data-parallel tables' rows of optimizer state; every optimizer step asks for them,
-        and so the parameters are looked for only once.
-        """
-        optimizers = self.kernel.optimizers if self.kernel.data_parallel else ()
-        counts = [len(group["params"]) for o in optimizers for group in o.param_groups]
-        moved = any(not is_same_memory(owned, weights[i]) for i, _, owned in self._owners)
-        if counts != self._parameters or moved:
-            self._parameters = counts
-            self._owners = [
-                (i, optimizer, parameter)
-                for optimizer in optimizers
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                for i, weight in enumerate(weights)
-                if is_same_memory(parameter, weight)
-            ]
-        for i, optimizer, parameter in self._owners:
-            for state in optimizer.state.get(parameter, {}).values():
-                if isinstance(state, torch.Tensor) and state.shape[:1] == weights[i].shape[:1]:
-                    yield state
+    def _dense_states(self) -> Iterator[torch.Tensor]:
+        """Find data-parallel tables' rows of optimizer state; every step of theirs asks."""
+        for optimizer in self.kernel.optimizers:
+            for stepped in self.stepped.of(optimizer):
+                rows = stepped.parameter.size(0)
+                for state in optimizer.state.get(stepped.parameter, {}).values():
+                    if isinstance(state, torch.Tensor) and state.dim() and state.size(0) == rows:
+                        yield state
 
 
 @contextmanager

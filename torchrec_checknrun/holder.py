@@ -46,7 +46,7 @@ class Holder:
     @property
     def gone(self) -> bool:
         """Whether the process is known to have ended; on another machine that can't be known."""
-        return self._known_here and _started(self.pid) != self.started
+        return self._known_here and _has_ended(self.pid, self.started)
 
     @property
     def alive_here(self) -> bool:
@@ -81,11 +81,35 @@ def _machine() -> str:
         return socket.gethostname()
 
 
+def _has_ended(pid: int, started: int) -> bool:
+    """Return whether a process of this machine is known to have ended. Where ``/proc`` hides the
+    processes of others (hidepid), one that isn't seen may well live.
+    """
+    seen = _seen(pid)
+    if seen is not None:
+        return seen != (False, started)
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
 def _started(pid: int) -> int | None:
-    """Return when a process of this machine began, in clock ticks since boot; None if it ended."""
+    """Return when a process of this machine began, in clock ticks since boot; None if it ended, or
+    is hidden.
+    """
+    seen = _seen(pid)
+    return None if seen is None or seen[0] else seen[1]
+
+
+def _seen(pid: int) -> tuple[bool, int] | None:
+    """Return whether a process is dead, and when it began; None if ``/proc`` doesn't say."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     state, *fields = stat[stat.rindex(")") + 2 :].split()
-    return None if state in "ZX" else int(fields[18])
+    return state in "ZX", int(fields[18])

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchrec_checknrun.chain import committed, misfit, read_manifest
-from torchrec_checknrun.claims import FOLDER, Claim, read_claims
+from torchrec_checknrun.claims import FOLDER, Claim, Claims, read_claims, require_claim
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointNotFound,
+    ClaimDamaged,
     StorageFailed,
     StorageUnreachable,
 )
@@ -101,6 +102,10 @@ def inventory(root: Folder) -> Inventory:
         if problem is not None:
             problems[id] = problem
     counts = {id: claims.counts(id, manifest.epoch) for id, manifest in manifests.items()}
+    lost = _lost_claim(root, claims, manifests)
+    if lost is not None:  # nothing tells of it, nor of what is older, whether it counts
+        older = ids[ids.index(lost[0]) :]
+        counts |= {id: None for id in older if counts.get(id)}
     counting = {id: manifest for id, manifest in manifests.items() if counts[id] is not False}
     abandoned = left_behind(counting.values(), problems)
     found = []
@@ -129,7 +134,7 @@ def inventory(root: Folder) -> Inventory:
                 chain=tuple(m.id for m in chain),
                 chain_bytes=sum(sum(files[m.id].values()) for m in chain),
                 bytes=sum(own.values()),
-                pinned=bool(own) and is_pinned(root / id, own),
+                pinned=bool(own) and is_pinned(root / id),
                 problem=problem,
             )
         )
@@ -137,8 +142,24 @@ def inventory(root: Folder) -> Inventory:
         tuple(found),
         claims.latest,
         claims.latest is not None and seems_alive(root, claims.latest),
-        tuple(f"{FOLDER}/{name}: {what}" for name, what in claims.damaged.items()),
+        (
+            *(f"{FOLDER}/{name}: {what}" for name, what in claims.damaged.items()),
+            *((lost[1],) if lost is not None else ()),
+        ),
     )
+
+
+def _lost_claim(
+    root: Folder, claims: Claims, manifests: Mapping[str, Manifest]
+) -> tuple[str, str] | None:
+    """Return the newest checkpoint whose claim was deleted, and what to do about it."""
+    for id, manifest in manifests.items():
+        if claims.latest is not None and manifest.epoch > claims.highest:
+            try:
+                require_claim(root, id, manifest.epoch)
+            except ClaimDamaged as error:
+                return id, str(error)
+    return None
 
 
 def _files_problem(manifest: Manifest, files: Mapping[str, int]) -> str | None:

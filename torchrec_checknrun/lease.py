@@ -29,6 +29,7 @@ from torchrec_checknrun.claims import (
     read_claim,
     read_claims,
 )
+from torchrec_checknrun.deadlines import EXIT_SECONDS
 from torchrec_checknrun.errors import CorruptCheckpoint, RootInUse, StorageFailed
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.holder import Holder
@@ -75,6 +76,7 @@ class Lease:
         *,
         above: int = 0,
         force: bool = False,
+        expected: int | None = None,
     ) -> None:
         """Claim the next epoch, and renew the claim from now on.
 
@@ -83,14 +85,20 @@ class Lease:
             uses: ids of those that this process was restored from.
             above: an epoch that is taken, whether or not its claim is still there.
             force: take the root from a writer that may be alive, or whose claim is damaged.
+            expected: the highest epoch that was claimed when this was decided.
 
         Raises:
-            RootInUse: another writer lives, or was faster.
+            RootInUse: another writer lives, or was faster, or has come since it was decided.
             ClaimDamaged: checkpoints are there, and a claim can't be read that says which count.
         """
         holder = Holder.this_process()
         claims = read_claims(self._root)
         latest = claims.latest
+        if expected is not None and claims.highest != expected:
+            by = self._who(claims.highest)
+            raise RootInUse(
+                f"{self._root} was claimed by {by} meanwhile: nothing was changed; look again"
+            )
         # From the same listing: whoever claims from now on is either seen, or takes this number.
         number = max(claims.highest, above) + 1
         if not force:
@@ -100,12 +108,13 @@ class Lease:
         else:
             if not force and latest is not None:
                 self._refuse_unless_free(latest, holder)
-            claim = self._take(number, holder, tuple(uses), latest)
+            claim = self._take(number, holder, tuple(uses))
         if claim.earlier is None:  # new, or the storage failed when it was
             # Listed only now: what was committed before the claim was made does count.
             earlier = _united(committed(latest), claim.uses)
             claim = replace(claim, earlier=earlier, before=None)
             self._folder.put(claim.name, claim.to_bytes())
+            self._forget_older(claim)
         for other in self._beside(claim):
             self._lock = other._lock
         self._claim = claim
@@ -141,6 +150,8 @@ class Lease:
             StorageFailed: the storage refused.
         """
         with self._lock:
+            if self._claim is None:
+                raise RootInUse(f"{self._root} was given up by this process")
             epoch = self.claim.epoch
             if (ours := self._is_ours()) is None:
                 logger.warning("%s/%s is written anew", self._folder, self.claim.name)
@@ -153,12 +164,23 @@ class Lease:
             )
 
     def release(self, forget: bool = False) -> None:
-        """Give the root up, so that the next writer needn't wait.
+        """Give the root up, so that the next writer needn't wait. A storage that doesn't answer is
+        not waited for longer than the end of a process may take: then the claim expires.
 
         Args:
             forget: delete the claim: the folder has one writer only, ever.
         """
         self._stop.set()
+        thread = threading.Thread(
+            target=self._give_up, args=(forget,), name="checknrun-release", daemon=True
+        )
+        with suppress(RuntimeError):  # the interpreter is about to end
+            thread.start()
+            thread.join(min(EXIT_SECONDS, self._root.patience.timeout_seconds))
+            if thread.is_alive():
+                logger.warning("the claim of %s could not be released: it expires", self._root)
+
+    def _give_up(self, forget: bool) -> None:
         with self._lock, suppress(Exception):  # it expires
             claim, self._claim = self._claim, None
             if claim is None:
@@ -201,7 +223,7 @@ class Lease:
         if next(iter(committed(None)), None) is not None:
             claims.decided()
         for name in claims.undecided:
-            if is_fresh(self._root, name):
+            if is_fresh(self._root, name, watch=True):
                 raise RootInUse(
                     f"{self._folder}/{name} is damaged and was written less than "
                     f"{LEASE_SECONDS:.0f} s ago, by whoever it was: give this run a root of its "
@@ -226,9 +248,7 @@ class Lease:
             "own; or, if that process is gone, wait until its claim has expired"
         )
 
-    def _take(
-        self, epoch: int, holder: Holder, uses: tuple[str, ...], latest: Claim | None
-    ) -> Claim:
+    def _take(self, epoch: int, holder: Holder, uses: tuple[str, ...]) -> Claim:
         name = claim_name(epoch)
         self._root.create()
         self._folder.create()
@@ -246,12 +266,15 @@ class Lease:
                 f"{self._root} was claimed at the same moment by another writer: give this run a "
                 "root of its own"
             )
-        # Until the new one has a list, the last that has one decides.
-        needed = latest.before or latest if latest is not None else claim
-        for earlier in epochs(self._root)[:-2]:
-            if earlier < needed.epoch:
-                self._folder.delete(claim_name(earlier))
         return claim
+
+    def _forget_older(self, claim: Claim) -> None:
+        """Delete the claims before the last one before this, which has its list and decides now.
+        Those of later epochs may have none yet.
+        """
+        older = [epoch for epoch in epochs(self._root) if epoch < claim.epoch]
+        for epoch in older[:-1]:
+            self._folder.delete(claim_name(epoch))
 
     def _written(self, epoch: int) -> Claim | None:
         """Read a claim that was just put; a store may show it a little later."""

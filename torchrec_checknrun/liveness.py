@@ -8,6 +8,7 @@ has a time that is still to come.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator
@@ -19,13 +20,14 @@ from torchrec_checknrun.claims import (
     FOLDER,
     LEASE_SECONDS,
     Claim,
-    claim_name,
     read_claims,
     temporary_epoch,
 )
-from torchrec_checknrun.errors import CheckNRunError
+from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.holder import Holder
+
+logger = logging.getLogger(__name__)
 
 _STUCK_LEASES = 5
 """After so many leases without a call of the training loop, a living holder may be stuck."""
@@ -112,13 +114,25 @@ def is_abandoned(folder: Folder) -> bool:
     return claims.latest is None or standing_of(folder, claims.latest).free
 
 
-def is_fresh(root: Folder, name: str, seconds: float = LEASE_SECONDS) -> bool:
+def is_fresh(
+    root: Folder, name: str, seconds: float = LEASE_SECONDS, *, watch: bool = False
+) -> bool:
     """Whether a file of ``writers/`` was written within a lease, by the store's times. Where these
     don't tell, it may have been.
+
+    Args:
+        watch: where the store keeps no times, or the file's is still to come, look for a lease
+            whether it is written again.
     """
     folder = root / FOLDER
     with probe(folder) as now:
         age = _age(folder, name, now)
+    if watch and (age is None or age < -seconds):
+        why = "the store keeps no times" if age is None else f"its time is {-age:.0f} s from now"
+        logger.warning(
+            "%s/%s: %s: looking for %.0f s whether it is written again", folder, name, why, seconds
+        )
+        return _changes(folder, name, _content(folder, name), seconds)
     return age is None or age <= seconds
 
 
@@ -186,12 +200,21 @@ def _age(folder: Folder, name: str, now: float | None) -> float | None:
 
 def _is_renewed(folder: Folder, claim: Claim) -> bool:
     """Watch for a lease whether a claim changes."""
-    before = claim.to_bytes()
+    return _changes(folder, claim.name, claim.to_bytes(), claim.seconds)
+
+
+def _changes(folder: Folder, name: str, before: bytes | None, seconds: float) -> bool:
+    """Watch whether a file changes, or goes."""
     for _ in range(_LOOKS):
-        time.sleep(claim.seconds / _LOOKS)
-        try:
-            if folder.read(claim_name(claim.epoch)) != before:
-                return True
-        except FileNotFoundError:
+        time.sleep(seconds / _LOOKS)
+        if _content(folder, name) != before:
             return True
     return False
+
+
+def _content(folder: Folder, name: str) -> bytes | None:
+    """Read what a writer would write anew; None where there is no file that can be read."""
+    try:
+        return folder.read(name)
+    except (FileNotFoundError, CorruptCheckpoint):
+        return None

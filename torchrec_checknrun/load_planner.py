@@ -35,7 +35,6 @@ from torchrec_checknrun.sharded_state import (
     StoredTables,
     find_blocks,
     find_shards,
-    is_sharded,
     leaves,
     plain_targets,
     write_whole,
@@ -47,6 +46,7 @@ from torchrec_checknrun.state import (
     Tree,
     check_state,
     common_state,
+    is_sharded,
     merge_state,
     tree_items,
 )
@@ -255,7 +255,9 @@ class LoadPlanner(DcpLoadPlanner):
             trees[name] = with_blocks(state_tree(chunk.entry), name, self._saved_blocks)
         restored = self._rows.states if self._fit.optimizer else {}
         tables = {table: restored.get(table) for table in self._tables}
-        return optimizers.fit(trees, tables, self._fit.strict)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        resized = self._content.chain.head.world_size != world
+        return optimizers.fit(trees, tables, self._fit.strict, resized)
 
     def _split_buffers(self) -> None:
         """Take the buffers that were saved per rank out of the model's state dict, as the

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from torchrec_checknrun.deadlines import given_up
-from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.errors import CorruptCheckpoint, StorageFailed
 from torchrec_checknrun.new_file import DescriptorSink, NewFile
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
@@ -116,6 +116,7 @@ class LocalStore:
 
     def create(self) -> None:
         """Make the directory and those it lies in; the entries of new ones above it are durable."""
+        _require_whole(self._root)
         _make(self._root)
         for number, name in enumerate(self._below):
             with self._directory(self._below[:number]) as parent:
@@ -137,6 +138,10 @@ class LocalStore:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=directory)
             descriptor = os.open(name, _NEW, 0o666, dir_fd=directory)
+            if given_up():
+                os.close(descriptor)
+                os.unlink(name, dir_fd=directory)
+                raise TimeoutError(f"{self.path}/{name} was given up while it was made")
         return NewFile(DescriptorSink(descriptor), f"{self.path}/{name}")
 
     def put(self, name: str, data: bytes, new: bool) -> None:
@@ -254,12 +259,32 @@ class LocalStore:
     def _is_absent(self, error: OSError) -> bool:
         """Return whether there is no such directory: nothing, or a file where it would be. A file
         where a *root's parent* would be is a mistake.
+
+        Raises:
+            StorageFailed: a link leads to what isn't there: nothing is known of the directory.
         """
         if isinstance(error, FileNotFoundError):
+            _require_whole(self._root)
             return True
         if not isinstance(error, NotADirectoryError):
             return False
         return len(self._below) > 1 or os.path.lexists(self.path)
+
+
+def _require_whole(path: str) -> None:
+    """Refuse a path that leads over a link to nothing: what should be there is not mounted yet.
+
+    Raises:
+        StorageFailed: names the link, and what it points to.
+    """
+    while path and not os.path.lexists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    if os.path.islink(path) and not os.path.exists(path):
+        raise StorageFailed(
+            errno.ENOENT,
+            f"{path} is a link to {os.readlink(path)}, which isn't there: is it mounted? If the "
+            "link is no longer wanted, remove it",
+        )
 
 
 def _make(path: str) -> None:

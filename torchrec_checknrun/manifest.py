@@ -42,7 +42,7 @@ LAST_SEQUENCE = 10**18 - 1
 
 Kind = Literal["full", "differential"]
 
-_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)(?!.*::)[^/\\\x00-\x1f]{1,255}")
+_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)(?!.*::)[^/\\\x00-\x1f\ud800-\udfff]{1,255}")
 _ID = re.compile(r"seq-([0-9]{6,18})_step-([0-9]{8,18})_[0-9a-f]{8}")
 
 

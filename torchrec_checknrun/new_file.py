@@ -73,8 +73,7 @@ class NewFile:
         return len(view)
 
     def _hand_over(self, piece: memoryview) -> int:
-        if self._dropped or self._closed:
-            raise StorageFailed(errno.EIO, f"{self._name} was given up while it was written")
+        self._require_open()
         count = self._sink.write(piece)
         if count is None:
             count = len(piece)  # not known: what is found in the end decides
@@ -94,10 +93,19 @@ class NewFile:
             StorageFailed: it reports another number of bytes than were handed over.
         """
         with self._busy:
-            reported = self._sink.commit()
-            self._closed = True
+            self._require_open()
+            try:
+                reported = self._sink.commit()
+                self._closed = True
+            finally:
+                if self._dropped:
+                    self._close()
         if reported is not None:
             require_all(self._name, self._position, reported, "it reports")
+
+    def _require_open(self) -> None:
+        if self._dropped or self._closed:
+            raise StorageFailed(errno.EIO, f"{self._name} was given up while it was written")
 
     def drop(self) -> None:
         """Close the file without waiting. If a thread is writing to it, that one closes it: else
@@ -149,11 +157,14 @@ class DescriptorSink:
     def commit(self) -> int:
         os.fsync(self._descriptor)
         size = os.fstat(self._descriptor).st_size
-        os.close(self._descriptor)
+        self.discard()
         return size
 
     def discard(self) -> None:
-        os.close(self._descriptor)
+        # Closed once, whatever comes of it: afterwards the number may be another file's.
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class DriverSink:

@@ -1,7 +1,8 @@
 """Walk through optimizers that wrap or combine others, from TorchRec or a user.
 
 TorchRec nests them freely, and its state dicts show the innermost ones' state only: warm-up around
-a combined optimizer, say, leaves no trace of the warm-up.
+a combined optimizer, say, leaves no trace of the warm-up. Users' own optimizers (Lookahead, SAM)
+hold another one in any attribute, and torch's state dict shows the outermost one's state only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
+_TORCHS = frozenset({"state", "param_groups", "params", "defaults"})
+"""Attributes of every optimizer, in which others are not looked for."""
+_DEEPEST = 3
+"""Levels of lists and dicts in which optimizers are looked for."""
+
 
 @dataclass(frozen=True)
 class Node:
@@ -27,6 +33,7 @@ class Node:
         keyed: the ``KeyedOptimizer`` that names its parameters: itself, or the wrapper around it.
         fused: whether it updates tables inside kernels, and nothing else.
         steps: whether it keeps parameters' state itself.
+        wraps: whether it holds other optimizers.
     """
 
     optimizer: Optimizer
@@ -35,23 +42,67 @@ class Node:
     keyed: KeyedOptimizer | None
     fused: bool
     steps: bool
+    wraps: bool = False
 
     def key(self, name: str) -> str:
         """Return the outermost state dict's key of a parameter's name."""
         return CombinedOptimizer.prepend_opt_key(name, self.prefix)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A place in a walk: a node, and where its state is.
+
+    Attributes:
+        root: identity of the outermost optimizer whose state dict shows this one's state.
+    """
+
+    node: Node
+    root: str
+
+
 def nodes(optimizer: Optimizer) -> list[Node]:
+    """List the optimizers whose state one state dict shows, the innermost first; of fused ones only
+    the outermost. Those in ``hidden_optimizers`` are left out.
+    """
+    return [place.node for place in _walk(optimizer) if not place.root][::-1]
+
+
+def all_nodes(optimizer: Optimizer) -> list[Node]:
     """List all optimizers in a nest, the innermost first; of fused ones only the outermost."""
-    seen: Counter[str] = Counter()
-    found = []
-    for node in _walk(optimizer, "", None):
-        name = f"{node.prefix}.{node.identity}" if node.prefix else node.identity
-        seen[name] += 1
-        if seen[name] > 1:
-            name = f"{name}#{seen[name]}"
-        found.append(Node(node.optimizer, name, node.prefix, node.keyed, node.fused, node.steps))
-    return found[::-1]
+    return [place.node for place in _walk(optimizer)][::-1]
+
+
+def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Find the optimizers in a nest whose state the outermost one's state dict doesn't show.
+
+    SAM's and Lookahead's base optimizer, for instance. Fused ones are left out: their state goes
+    with the tables.
+
+    Returns:
+        The optimizers by identity and attribute, ``SAM.base_optimizer``, the outer ones first.
+    """
+    found: dict[str, Optimizer] = {}
+    for place in _walk(optimizer):
+        if place.root and not place.node.fused:
+            found.setdefault(place.root, place.node.optimizer)
+    return found
+
+
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that one holds itself: parts, attributes, and items of lists and dicts
+    there.
+
+    Returns:
+        The optimizers by attribute (``base``, ``parts[0]``) or key in a combined optimizer.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        return dict(optimizer.optimizers)
+    found: dict[str, Optimizer] = {}
+    for name, value in vars(optimizer).items():
+        if name not in _TORCHS:
+            found.update(_optimizers_in(value, name))
+    return {name: inner for name, inner in found.items() if inner is not optimizer}
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -75,20 +126,57 @@ def own_parameters(node: Node) -> dict[str, torch.Tensor]:
     return {name: p for name, p in params.items() if id(p) not in stepped}
 
 
-def _walk(optimizer: Optimizer, prefix: str, keyed: KeyedOptimizer | None) -> Iterator[Node]:
-    name = type(optimizer).__name__
-    if isinstance(optimizer, KeyedOptimizer):
-        keyed = optimizer
-    if is_fused(optimizer):
-        yield Node(optimizer, name, prefix, keyed, fused=True, steps=False)
-        return
-    # A plain optimizer's own state dict is what it keeps, whatever it has inside.
-    inner = getattr(optimizer, "_optimizer", None) if keyed is not None else None
-    combines = isinstance(optimizer, CombinedOptimizer)
-    wraps = not combines and isinstance(inner, Optimizer)
-    yield Node(optimizer, name, prefix, keyed, fused=False, steps=not (combines or wraps))
-    if isinstance(optimizer, CombinedOptimizer):
-        for key, part in optimizer.optimizers:
-            yield from _walk(part, CombinedOptimizer.prepend_opt_key(key, prefix), None)
-    elif isinstance(inner, Optimizer):
-        yield from _walk(inner, prefix, keyed)
+def _walk(optimizer: Optimizer) -> Iterator[_Place]:
+    """Yield each optimizer in a nest once, the outer ones first."""
+    identities: Counter[str] = Counter()
+    seen: set[int] = set()
+
+    def walk(
+        optimizer: Optimizer, prefix: str, keyed: KeyedOptimizer | None, root: str
+    ) -> Iterator[_Place]:
+        if id(optimizer) in seen:
+            return
+        seen.add(id(optimizer))
+        if isinstance(optimizer, KeyedOptimizer):
+            keyed = optimizer
+        kind = type(optimizer).__name__
+        identity = ".".join(part for part in (root, prefix, kind) if part)
+        identities[identity] += 1
+        if identities[identity] > 1:
+            identity = f"{identity}#{identities[identity]}"
+        if is_fused(optimizer):
+            yield _Place(Node(optimizer, identity, prefix, keyed, True, False), root)
+            return
+        combines = isinstance(optimizer, CombinedOptimizer)
+        inner = inner_optimizers(optimizer)
+        shown = {name for name, each in inner.items() if _shows(optimizer, name, each)}
+        steps = not (combines or shown)
+        yield _Place(Node(optimizer, identity, prefix, keyed, False, steps, bool(inner)), root)
+        # Those shown first: one may also be inside a hidden one.
+        for name, each in sorted(inner.items(), key=lambda item: item[0] not in shown):
+            if combines:
+                yield from walk(each, CombinedOptimizer.prepend_opt_key(name, prefix), None, root)
+            elif name in shown:
+                yield from walk(each, prefix, keyed, root)
+            else:
+                yield from walk(each, "", None, f"{identity}.{name}")
+
+    yield from walk(optimizer, "", None, "")
+
+
+def _shows(outer: Optimizer, name: str, inner: Optimizer) -> bool:
+    """Tell whether an optimizer's state dict shows the state of one that it holds."""
+    if name == "_optimizer" and isinstance(outer, KeyedOptimizer):  # TorchRec's wrappers
+        return True
+    return outer.state is inner.state
+
+
+def _optimizers_in(value: object, name: str, depth: int = 0) -> Iterator[tuple[str, Optimizer]]:
+    if isinstance(value, Optimizer):
+        yield name, value
+    elif depth < _DEEPEST and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _optimizers_in(item, f"{name}[{key!r}]", depth + 1)
+    elif depth < _DEEPEST and isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _optimizers_in(item, f"{name}[{number}]", depth + 1)

@@ -17,30 +17,32 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from torchrec_checknrun.optimizer_tree import all_nodes
+
 
 def torch_optimizers(states: Iterable[object]) -> Iterator[Optimizer]:
-    """The optimizers that step dense parameters, inside whatever wraps them, each once."""
+    """Yield the optimizers that may step dense parameters, inside what wraps them and each once.
+
+    The innermost come first. TorchRec's wrappers leave the stepping to others and are left out.
+    """
     seen: set[int] = set()
     for state in states:
-        for optimizer in _unwrap(state):
-            if id(optimizer) not in seen:
-                seen.add(id(optimizer))
-                yield optimizer
-
-
-def _unwrap(state: object) -> Iterator[Optimizer]:
-    if isinstance(state, CombinedOptimizer):
-        for _, combined in state.optimizers:
-            yield from _unwrap(combined)
-    elif isinstance(inner := getattr(state, "_optimizer", None), Optimizer):
-        yield from _unwrap(inner)  # TorchRec's KeyedOptimizerWrapper, warm-up, clipping
-    elif isinstance(state, Optimizer) and not isinstance(state, KeyedOptimizer):
-        yield state
+        for node in all_nodes(state) if isinstance(state, Optimizer) else ():
+            wrapper = isinstance(node.optimizer, KeyedOptimizer) and not node.steps
+            if not (node.fused or wrapper or id(node.optimizer) in seen):
+                seen.add(id(node.optimizer))
+                yield node.optimizer
 
 
 def wraps_another(optimizer: Optimizer) -> bool:
-    """Whether another optimizer inside does the stepping."""
-    return any(inner is not optimizer for inner in _unwrap(optimizer))
+    """Tell whether a TorchRec optimizer leaves all stepping to others inside.
+
+    Others with an optimizer inside (Lookahead) may well modify parameters themselves.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        return True
+    inner = getattr(optimizer, "_optimizer", None)
+    return isinstance(optimizer, KeyedOptimizer) and isinstance(inner, Optimizer)
 
 
 def group_of(optimizer: Optimizer, weight: torch.Tensor) -> dict[str, Any] | None:

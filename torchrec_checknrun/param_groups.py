@@ -7,7 +7,7 @@ stored as torch stores them, but by parameter names; of fused optimizers they go
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Group:
 
     def options(self) -> dict[str, Any]:
         """Return all but the parameters."""
-        return {k: v for k, v in self.content.items() if k not in _OF_GROUP}
+        return options_of(self.content)
 
     def set(self, options: dict[str, Any]) -> None:
         """Write saved options; those that only the live group has stay (a new scheduler's)."""
@@ -59,6 +59,11 @@ class Group:
                     live.copy_(torch.as_tensor(value))
             else:
                 self.content[name] = value
+
+
+def options_of(group: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return all of a group, live or saved, but its parameters."""
+    return {name: value for name, value in group.items() if name not in _OF_GROUP}
 
 
 def live_groups(
@@ -138,9 +143,17 @@ class SavedGroups:
             return [same[group.number]]
         return []
 
+    def on_one_side(self, groups: Iterable[Group]) -> tuple[set[Key], set[Key]]:
+        """Find the parameters that are in saved groups only, and in live ones only; none of those
+        of a checkpoint that has no groups.
+        """
+        if not self._groups:
+            return set(), set()
+        saved = {key for keys in self._keys for key in keys}
+        live = {key for group in groups for key in group.keys}
+        return saved - live, live - saved
+
     def agree(self, positions: Sequence[int]) -> bool:
         """Tell whether saved groups had the same options."""
-        options = [
-            {k: v for k, v in self._groups[i].items() if k not in _OF_GROUP} for i in positions
-        ]
+        options = [options_of(self._groups[i]) for i in positions]
         return all(other == options[0] for other in options[1:])

@@ -5,8 +5,6 @@ Whatever is there under a pin's name keeps the checkpoint, damaged or not: that 
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 from torchrec_checknrun.chain import read_manifest
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.filesystem import Folder
@@ -37,16 +35,10 @@ def unpin(root: Folder, id: str) -> None:
     (root / id).delete(PINNED)
 
 
-def is_pinned(folder: Folder, names: Container[str]) -> bool:
-    """Return whether a checkpoint's directory holds a pin, or a link in the place of one.
-
-    Args:
-        names: of the plain files in the directory.
-    """
-    if PINNED in names:
-        return True
+def is_pinned(folder: Folder) -> bool:
+    """Return whether a checkpoint's directory holds a pin, or anything else under its name."""
     try:
-        return folder.is_link(PINNED)
+        return PINNED in folder.names()
     except CorruptCheckpoint:  # the directory itself is a link: nothing in there is the root's
         return False
 

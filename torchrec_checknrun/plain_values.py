@@ -20,11 +20,12 @@ _PATHS: dict[str, type[PurePosixPath] | type[PureWindowsPath] | type[Path]] = {
     "PurePosixPath": PurePosixPath,
     "PureWindowsPath": PureWindowsPath,
 }
-_DTYPES = {
+DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
+"""All that torch has, by name."""
 _PLAIN_LEAVES = (bool, int, str, float, type(None))
 
 
@@ -65,7 +66,7 @@ def decode_value(node: Node) -> Any:
     if name == "complex":
         return complex(*map(float.fromhex, content))
     if name == "torch.dtype":
-        return _DTYPES[content]
+        return DTYPES[content]
     if name == "torch.Size":
         return torch.Size(content)
     if name == "range":
@@ -85,9 +86,9 @@ def check_value(node: Node) -> Node:
         raise ValueError(f"{shown(node)} is no node")
     ((name, content),) = node.items()
     if name == "complex":
-        _parts(content, 2, _as_float)
+        _parts(content, 2, as_float)
     elif name == "torch.dtype":
-        if type(content) is not str or content not in _DTYPES:
+        if type(content) is not str or content not in DTYPES:
             raise ValueError(f"{shown(content)} is no dtype")
     elif name == "torch.Size":
         list_of(_as_integer)(content)
@@ -124,7 +125,7 @@ def _decode_leaf(node: object) -> Any:
     if type(node) is dict and len(node) == 1:
         ((letter, content),) = node.items()
         if letter == "f":
-            return _as_float(content)
+            return as_float(content)
         if letter == "v" and type(content) in (bool, int, str, type(None)):
             return content
     raise ValueError(f"{shown(node)} is no part of a slice")
@@ -143,7 +144,12 @@ def _as_integer(value: object) -> int:
     return value
 
 
-def _as_float(text: object) -> float:
+def as_float(text: object) -> float:
+    """Read a float as ``float.hex`` has written it.
+
+    Raises:
+        ValueError: it is none, or too large.
+    """
     if type(text) is not str or len(text) > 64:
         raise ValueError(f"{shown(text)} is no number")
     try:

@@ -140,7 +140,8 @@ def _dense_groups(kernel: Kernel) -> Iterator[tuple[LocalShard, Optimizer, dict[
     """A data-parallel kernel's tables, each with the optimizer and parameter group that step it."""
     for shard in kernel.shards:
         for optimizer in kernel.optimizers:
-            if (group := group_of(optimizer, shard.weight)) is not None:
+            group = group_of(optimizer, shard.weight)
+            if group is not None and "lr" in group:  # a wrapper's may have none
                 yield shard, optimizer, group
                 break
 

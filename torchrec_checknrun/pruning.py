@@ -9,21 +9,25 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 
 from torchrec_checknrun.chain import committed, read_manifest
 from torchrec_checknrun.claims import FOLDER, Claim, latest_claim
-from torchrec_checknrun.counting import counting
+from torchrec_checknrun.counting import counting, counting_ids, highest_epoch
+from torchrec_checknrun.deletion import Deletion, with_parents
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,
+    IncompatibleCheckpoint,
     RootInUse,
+    SaveFailed,
     StorageFailed,
     StorageUnreachable,
     UnsupportedFormat,
 )
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.lease import Lease
 from torchrec_checknrun.liveness import clean_up, is_abandoned, standing_of
 from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, sequence_of
 from torchrec_checknrun.pins import PINNED, is_pinned
@@ -57,6 +61,7 @@ def prune(
     *,
     in_use: Collection[str] = (),
     own: Claim | None = None,
+    still_ours: Callable[[], object] = lambda: None,
     below: int | None = None,
     known: MutableMapping[str, Manifest] | None = None,
     dry_run: bool = False,
@@ -68,12 +73,16 @@ def prune(
         own: the claim of the writer that asks; None for a person, who leaves alone what a live
             writer may be working on, and also deletes what readers ignore: checkpoints that
             replaced writers have committed.
+        still_ours: raises an error once the writer that asks was replaced; called before each
+            checkpoint that is deleted.
         below: only leftovers of lower sequence numbers are certain to be dead; None: all, if no
             writer lives.
         known: manifests that earlier calls have read; gets those that this one reads.
 
     Raises:
         RootInUse: the writer that asks was replaced.
+        IncompatibleCheckpoint: a person asks, and no whole checkpoint counts, but others are there,
+            which replaced writers have committed; nothing was deleted.
         ClaimDamaged: which checkpoints count can't be told; nothing was deleted.
         CorruptCheckpoint: a pinned checkpoint's manifest is damaged, so that nothing tells what it
             needs; nothing was deleted.
@@ -87,7 +96,7 @@ def prune(
     if own is not None and claim is not None and claim.epoch > own.epoch:
         raise RootInUse(f"{root} has another writer now: it decides what is deleted")
     names = root.names()
-    others_live = own is None and claim is not None and _may_live(root, claim, dry_run)
+    others_live = own is None and claim is not None and _may_live(root, claim)
     known = {} if known is None else known
     temporary: list[tuple[str, str]] = []
     for id in known.keys() - set(names):
@@ -106,7 +115,8 @@ def prune(
         found, others = [[m for m in ms if m.id not in gone] for ms in (found, others)]
         verdict = judge(found, retention, pinned, used, damaged, others)
         if own is None:
-            needed = _with_parents(known, {*verdict.keep, *(m.id for m in found)})
+            _require_counting(root, [m for m in found if m.id not in damaged], others)
+            needed = with_parents(known, {*verdict.keep, *(m.id for m in found)})
             ignored = {m.id: "of a replaced writer" for m in others if m.id not in needed}
             verdict = Verdict(verdict.keep, {**ignored, **verdict.delete})
     sizes = {manifest.id: manifest.stored_bytes for manifest in [*found, *others]}
@@ -116,23 +126,73 @@ def prune(
     if verdict.delete:
         _check_readable(root, set(names) - known.keys())
     if not dry_run:
-        # A compaction may have begun meanwhile.
-        again = list(_leftovers(root, leftovers, below, problems))
-        odd = _delete_all(root, [*verdict.delete, *again], known)
-        problems += odd.values()
-        leftovers = tuple(id for id in leftovers if id not in odd)
-        clean_up(root, others=temporary)
+        if leftovers and own is None and claim is not None and not _fence(root, claim):
+            leftovers = ()
+        delete = Deletion(root, known, still_ours)
+        for id in verdict.delete:
+            delete(id, _delete)
+        gone_now = []
+        for name in leftovers:
+            # Looked at again: a save or a compaction may have gone on meanwhile.
+            for still in _leftovers(root, [name], below, problems):
+                gone_now += [name] if delete(still, _delete_uncommitted) else []
+        leftovers = tuple(gone_now)
+        problems += delete.odd
+        if delete.failed:
+            raise delete.failed[0]
+        try:
+            clean_up(root, others=temporary)
+        except StorageUnreachable:
+            raise
+        except StorageFailed as error:
+            problems.append(f"temporary files in {root} stay: {error}")
     bytes = sum(sizes[id] for id in verdict.delete)
     return Pruned(verdict, leftovers, bytes, tuple(dict.fromkeys(problems)))
 
 
-def _may_live(root: Folder, claim: Claim, dry_run: bool) -> bool:
+def _may_live(root: Folder, claim: Claim) -> bool:
+    """Return whether a claim's holder may be at work. Where nothing can be written, as on a disk
+    that is full, it may: what can be deleted for certain is deleted nevertheless.
+    """
     try:
         return not standing_of(root, claim).free
-    except StorageFailed:
-        if dry_run:  # of a root that can't be written to
-            return True
+    except StorageUnreachable:
         raise
+    except StorageFailed as error:
+        logger.warning("it can't be told whether %s is written to: %s", root, error)
+        return True
+
+
+def _fence(root: Folder, claim: Claim) -> bool:
+    """Begin an epoch that nobody holds if the holder of the latest is only silent: should it live,
+    it commits nothing to what is taken for a leftover. Returns False if it is not silent any more.
+    """
+    if claim.released or claim.holder.gone:
+        return True
+    lease = Lease(root)
+    above = highest_epoch(root)
+    try:
+        lease.acquire(lambda before: counting_ids(root, before), above=above, expected=claim.epoch)
+    except RootInUse as error:
+        logger.warning("what was never committed stays: %s", error)
+        return False
+    lease.release()
+    return True
+
+
+def _require_counting(root: Folder, whole: list[Manifest], others: list[Manifest]) -> None:
+    """Refuse to delete what replaced writers have committed where nothing else could be restored.
+
+    Raises:
+        IncompatibleCheckpoint: names the newest of them.
+    """
+    if others and not whole:
+        newest = max(others, key=lambda manifest: manifest.sequence).id
+        raise IncompatibleCheckpoint(
+            f"nothing is deleted from {root}: it holds {len(others)} checkpoint(s) that replaced "
+            f"writers have committed, and no other that could be restored. `checknrun adopt {root} "
+            f"{newest}` makes the newest one count"
+        )
 
 
 def _committed_last(claim: Claim, found: Iterable[Manifest]) -> Iterable[str]:
@@ -159,17 +219,6 @@ def _check_readable(root: Folder, names: Iterable[str]) -> None:
                 ) from error
 
 
-def _with_parents(known: Mapping[str, Manifest], ids: Collection[str]) -> set[str]:
-    """Also what these checkpoints need."""
-    todo, found = list(ids), set[str]()
-    while todo:
-        id = todo.pop()
-        link = known[id].parent if id in known and id not in found else None
-        found.add(id)
-        todo += [link.id] if link else []
-    return found
-
-
 def _look(
     root: Folder, found: Iterable[Manifest]
 ) -> tuple[set[str], set[str], set[str], list[tuple[str, str]]]:
@@ -183,7 +232,7 @@ def _look(
         if MANIFEST_NAME not in files:
             gone.add(manifest.id)
             continue
-        if is_pinned(root / manifest.id, files):
+        if is_pinned(root / manifest.id):
             pinned.add(manifest.id)
         temporary += [(manifest.id, name) for name in files if _TEMPORARY.fullmatch(name)]
         if any(files.get(file.name) != file.size for file in manifest.files):
@@ -262,50 +311,31 @@ def _is_leftover(root: Folder, name: str) -> bool:
     return is_abandoned(folder)  # a compaction has no epoch of the root's
 
 
-def _delete_all(root: Folder, ids: Iterable[str], known: Mapping[str, Manifest]) -> dict[str, str]:
-    """Delete checkpoints and leftovers. One that can't be deleted stops no other, except those that
-    it needs.
-
-    Args:
-        ids: children before their parents.
-
-    Returns:
-        What stays since it holds something that is no file, by id.
-
-    Raises:
-        StorageUnreachable: at once: the storage doesn't answer.
-        StorageFailed: at the end: some could not be deleted.
-    """
-    odd: dict[str, str] = {}
-    failed: list[StorageFailed] = []
-    needed: set[str] = set()
-    for id in ids:
-        if id in needed:
-            continue
-        try:
-            kept = _delete(root / id)
-        except (CheckNRunError, StorageFailed) as error:
-            if isinstance(error, StorageUnreachable):
-                raise
-            needed |= _with_parents(known, {id})
-            if isinstance(error, StorageFailed):
-                failed.append(error)
-            else:
-                odd[id] = f"{root}/{id} stays: {error}"
-            continue
-        if kept:
-            odd[id] = f"{root}/{id} stays: it holds {kept}, which no checkpoint has: remove them"
-    if failed:
-        raise failed[0]
-    return odd
-
-
 def _delete(folder: Folder) -> list[str]:
     """Delete a checkpoint's files and the folder; returns the names of what is none of them."""
     folder.delete(MANIFEST_NAME)
+    return _delete_files(folder)
+
+
+def _delete_uncommitted(folder: Folder) -> list[str]:
+    """As ``_delete``, of what has no manifest.
+
+    Raises:
+        SaveFailed: it has got one.
+    """
+
+    def look() -> None:
+        if folder.size(MANIFEST_NAME) is not None:
+            raise SaveFailed("it was committed meanwhile")
+
+    return _delete_files(folder, look)
+
+
+def _delete_files(folder: Folder, before_each: Callable[[], object] = lambda: None) -> list[str]:
     files, kept = folder.sizes(), []
     for name in folder.names():
         if name in files or folder.is_link(name):
+            before_each()
             folder.delete(name)
         elif name == FOLDER:
             claims = folder / FOLDER

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.progress import OptimizerProgress
+from torchrec_checknrun.ranks import listed, ranks_text
 from torchrec_checknrun.state import Tree
 from torchrec_checknrun.state_digest import Digest
 
@@ -49,10 +50,10 @@ class RankDifferences:
         found = {n for n, held in states.items() if len({d.alike for _, d in held}) > 1}
         for name in sorted(found - self.models):
             first, others, values = self._compare(name, states[name])
-            at = f" (in {_listed(values)})" if values else ""
+            at = f" (in {listed(values)})" if values else ""
             raise UnsupportedState(
                 f"state {name!r} was not declared and differs between rank {first} and "
-                f"{_ranks(others)}{at}: one content is stored for all ranks. Declare it as "
+                f"{ranks_text(others)}{at}: one content is stored for all ranks. Declare it as "
                 "PerRank(object, merge=…) if each rank needs its own, or as Replicated(object) if "
                 "rank 0's is right for all (dcp.save: SavePlanner(per_rank=…, replicated=…)). "
                 "Rows are kept for the next checkpoint"
@@ -78,7 +79,7 @@ class RankDifferences:
             logger.warning(
                 "tables %s have other learning rates on other ranks; the lowest rank's are stored "
                 "and restored on all: set the rate, or step its scheduler, on all ranks",
-                _listed(list(differing)),
+                listed(list(differing)),
             )
         return chosen
 
@@ -94,8 +95,8 @@ class RankDifferences:
             "on all ranks; broadcast them before training, or wrap their module with "
             "DistributedDataParallel",
             first,
-            _ranks(others),
-            _listed(parameters) or "not among the first of them",
+            ranks_text(others),
+            listed(parameters) or "not among the first of them",
             first,
         )
 
@@ -109,13 +110,4 @@ class RankDifferences:
         if tree is not None and first == 0:
             for _, digest in differing[:_MOST_NAMES]:
                 values.update(dict.fromkeys(own.differing(digest, tree)))
-        return first, [rank for rank, _ in differing], list(values)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + _listed([str(rank) for rank in ranks])
-
-
-def _listed(names: list[str]) -> str:
-    shown = [name or "its keys" for name in names[:_MOST_NAMES]]
-    return ", ".join(shown) + (", …" if len(names) > _MOST_NAMES else "")
+        return first, [rank for rank, _ in differing], [value or "its keys" for value in values]

@@ -6,7 +6,7 @@ An error on one rank becomes an error on all, so that none is left waiting in th
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -17,6 +17,8 @@ from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.picklable import picklable
 
 T = TypeVar("T")
+
+_MOST_NAMED = 8
 
 
 class Ranks:
@@ -99,6 +101,16 @@ class Ranks:
         name = self.from_rank_0(lambda: secrets.token_hex(8))
         store = self.group.get_group_store()
         return dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # not in torch's stub
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Name ranks for an error, the first eight of them."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {listed([str(rank) for rank in ranks])}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join names for an error, the first eight of them."""
+    return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
 
 
 def own_error(error: CheckpointException) -> Exception:

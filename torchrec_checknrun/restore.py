@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchrec_checknrun.agreement import require_shared
 from torchrec_checknrun.chain import Chain, newest, resolve
 from torchrec_checknrun.claims import latest_claim
+from torchrec_checknrun.copied_values import copied, load_copied
 from torchrec_checknrun.counting import is_newest
 from torchrec_checknrun.dense_state import DenseStates
 from torchrec_checknrun.errors import (
@@ -35,6 +36,7 @@ from torchrec_checknrun.fit import Fit
 from torchrec_checknrun.load_planner import LoadPlanner, Merge
 from torchrec_checknrun.manifest import MANIFEST_NAME
 from torchrec_checknrun.per_rank_buffers import BUFFERS, PerRankBuffers
+from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.ranks import Ranks, own_error
 from torchrec_checknrun.snapshot import MODEL
 from torchrec_checknrun.state_objects import StateObjects
@@ -152,9 +154,7 @@ def restore(
             if changed:
                 raise ModelPartlyRestored(str(error)) from error
             raise
-        _hand_back(target, live, optimizers, ranks)
-        target.tracked.set_progress(planner.progress)
-        target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
+        _hand_back(target, live, optimizers, planner.progress, ranks)
         forks = bool(passed_over) or not at_the_top
         return Restored(chain, converted, passed_over, sorted(set(planner.skipped)), forks)
 
@@ -191,7 +191,7 @@ def _load(
             chain.head.id,
             name,
         )
-    reader = StorageReader((root / chain.head.id).url, chain)
+    reader = StorageReader(root / chain.head.id, chain)
     try:
         dcp.load(
             live,
@@ -205,21 +205,39 @@ def _load(
     return live
 
 
-def _hand_back(target: Target, live: dict[str, Any], optimizers: DenseStates, ranks: Ranks) -> None:
-    """Gives the state objects their content; the model's was written in place."""
+def _hand_back(
+    target: Target,
+    live: dict[str, Any],
+    optimizers: DenseStates,
+    progress: Mapping[str, OptimizerProgress],
+    ranks: Ranks,
+) -> None:
+    """Give the state objects their content, and the tables' optimizers their progress; the model's
+    was written in place, but for what its state dict only has copies of.
+    """
+    content = live.get(MODEL)
+
+    def find() -> bool:
+        return target.model is not None and bool(copied(target.model, content, target.tracked))
 
     def hand_back() -> None:
+        if any_copied:
+            assert target.model is not None
+            load_copied(target.model, content, target.tracked)
         for name, stateful in target.states.items():
             if name in optimizers:
                 optimizers.load(name, live[name])
             else:
                 stateful.load_state_dict(live[name])
         optimizers.finish()
+        target.tracked.set_progress(progress)
+        target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
 
     try:
+        any_copied = any(ranks.everywhere(find))  # loading may be a collective
         ranks.everywhere(hand_back)
     except Exception as error:
         raise ModelPartlyRestored(
-            f"a state object refused what was restored: {error!r}. The model is no longer one "
-            "state: start again from a new model"
+            f"the model or a state object refused what was restored: {error!r}. The model is no "
+            "longer one state: start again from a new model"
         ) from error

@@ -32,14 +32,17 @@ class Retention:
     every_hours: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.keep, int) or self.keep < 1:
+        if not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1:
             raise ValueError(
                 f"keep must be at least 1, in whole ones, not {self.keep!r}: to keep all, give "
                 "retention=None"
             )
-        if self.every_hours is not None and not self.every_hours >= 0.001:
+        hours = self.every_hours
+        is_number = isinstance(hours, (int, float)) and not isinstance(hours, bool)
+        if hours is not None and not (is_number and hours >= 0.001):
             raise ValueError(
-                f"every_hours must be positive, not {self.every_hours}: give at least 0.001"
+                f"every_hours must be positive, a number of hours, not {hours!r}: give at least "
+                "0.001, such as 6, or None"
             )
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 import logging
 
 from torchrec_checknrun.chain import Chain, committed, highest_sequence, read_manifest
-from torchrec_checknrun.claims import Claim
+from torchrec_checknrun.claims import Claim, latest_claim
 from torchrec_checknrun.counting import counting_ids, highest_epoch
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.holder import Holder
 from torchrec_checknrun.lease import Lease
 from torchrec_checknrun.lineage import Lineage
 from torchrec_checknrun.manifest import (
@@ -45,6 +46,7 @@ class RootWriter:
         self._retention = retention
         self._lease: Lease | None = None
         self._resumed_from: tuple[str, ...] = ()
+        self._left_behind: tuple[str, ...] = ()
         self._manifests: dict[str, Manifest] = {}
         self._pruner = None if retention is None else Pruner(self._prune)
         self._sequence: int | None = None
@@ -73,7 +75,7 @@ class RootWriter:
 
         lease = Lease(self._root)
         above = highest_epoch(self._root, self._manifests)
-        lease.acquire(earlier, self._resumed_from, above=above)
+        lease.acquire(earlier, self._uses, above=above)
         self._lease = lease
         # Nothing has kept it from being deleted until now.
         previous = self._lineage.previous
@@ -90,7 +92,27 @@ class RootWriter:
         """The next checkpoint may build on these: nobody may delete them."""
         self._resumed_from = tuple(manifest.id for manifest in chain.manifests)
         if self._lease is not None:
-            self._lease.use(self._resumed_from)
+            self._lease.use(self._uses)
+
+    def leave_behind(self, chain: Chain | None) -> None:
+        """Keep from being deleted what a run leaves that starts anew: a chain, and the chains that
+        the attempts before it have left, if torchrun has restarted it.
+
+        Raises:
+            ClaimDamaged, StorageFailed: what was left before can't be told.
+        """
+        before = latest_claim(self._root)
+        left = [m.id for m in chain.manifests] if chain is not None else []
+        if before is not None and before.holder.precedes(Holder.this_process()):
+            left += before.uses
+        self._left_behind = tuple(dict.fromkeys(left))
+        if self._lease is not None:
+            self._lease.use(self._uses)
+
+    @property
+    def _uses(self) -> tuple[str, ...]:
+        """The ids that nobody may delete while this run has the root."""
+        return tuple(dict.fromkeys((*self._resumed_from, *self._left_behind)))
 
     def next_sequence(self) -> int:
         """The next checkpoint's sequence number.
@@ -151,9 +173,14 @@ class RootWriter:
         if self._pruner is not None:
             self._pruner.wait(min(_PRUNE_SECONDS, self._root.patience.timeout_seconds))
 
-    def close(self) -> None:
-        """Gives the root up."""
-        self.wait_for_pruning()
+    def close(self, failed: bool = False) -> None:
+        """Gives the root up.
+
+        Args:
+            failed: the process is to end at once: what is being deleted is not waited for.
+        """
+        if not failed:
+            self.wait_for_pruning()
         if self._lease is not None:
             self._lease.release()
 
@@ -193,12 +220,13 @@ class RootWriter:
         assert self._retention is not None
         # What the next checkpoint can build on; what these need stays with them.
         history = self._lineage.history
-        in_use = {*self._resumed_from, *(m.id for m in (*history[:1], *history[-1:]))}
+        in_use = {*self._uses, *(m.id for m in (*history[:1], *history[-1:]))}
         return prune(
             self._root,
             self._retention,
             in_use=in_use,
             own=self.lease.claim,
+            still_ours=self.lease.check,
             below=sequence,
             known=self._manifests,
         )

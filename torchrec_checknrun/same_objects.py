@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_checknrun.optimizer_tree import Node
 
@@ -23,14 +24,17 @@ def same_objects(nest: Sequence[Node]) -> Iterator[None]:
 
     State keeps its dtype as well: torch makes it the parameter's, and loses an fp32 moment's bits.
 
+    An inner optimizer gets its own dicts back as well: SAM's ``load_state_dict`` gives its base
+    optimizer the parameter groups that torch has just made.
+
     Args:
-        nest: innermost first.
+        nest: all optimizers in it, innermost first.
     """
-    kept = [_Kept(node.optimizer) for node in nest if node.steps]
+    kept = [_Kept(node.optimizer) for node in nest if _makes_dicts(node)]
     wrappers = [
         (node.optimizer, name, vars(node.optimizer)[name])
         for node in nest
-        if not node.steps
+        if not _makes_dicts(node)
         for name in ("state", "param_groups")
         if name in vars(node.optimizer)
     ]
@@ -39,6 +43,12 @@ def same_objects(nest: Sequence[Node]) -> Iterator[None]:
         optimizer.put_back()
     for wrapper, name, value in wrappers:
         setattr(wrapper, name, value)
+
+
+def _makes_dicts(node: Node) -> bool:
+    """Tell whether an optimizer loads into dicts of its own, not into those of one inside."""
+    plain = not isinstance(node.optimizer, KeyedOptimizer)
+    return node.steps or (plain and {"state", "param_groups"} <= vars(node.optimizer).keys())
 
 
 class _Kept:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torchrec_checknrun.blocks import Block
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.chunks import EncodedChunk, state_chunk
+from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.importance_budget import Key, with_constant
 from torchrec_checknrun.progress import OptimizerProgress
 from torchrec_checknrun.quantization import Encoding, Quantization
@@ -22,7 +23,7 @@ from torchrec_checknrun.rank_file import Job
 from torchrec_checknrun.row_chunks import encode_rows
 from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.state import Tree, encode_state
-from torchrec_checknrun.state_digest import Digest
+from torchrec_checknrun.state_digest import Digest, joint_digest
 
 Constants = Mapping[Key, float]
 """What importance-weighted codecs add to every row's bits, from the global plan."""
@@ -90,11 +91,14 @@ class Items:
         by_name: in the order in which they are written: the small ones first.
         replicated: bytes of each state that all ranks have alike.
         trees: the same states, encoded, without their bytes.
+        shared: by its number, the names of the pieces of each block that ranks of another mesh may
+            hold as well, row-major.
     """
 
     by_name: dict[str, RowsItem | BlockItem | ChunkItem] = field(default_factory=dict)
     replicated: dict[str, int] = field(default_factory=dict)
     trees: dict[str, Tree] = field(default_factory=dict)
+    shared: dict[int, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, snapshot: Snapshot, quantization: Quantization, chunk_bytes: int) -> Items:
@@ -104,7 +108,8 @@ class Items:
             chunk_bytes: memory for all copies of a chunk that saving it makes, or restoring it.
 
         Raises:
-            UnsupportedState: a state object holds what can't be stored.
+            UnsupportedState: a state object holds what can't be stored, or two parts have one
+                name.
         """
         items = cls()
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -115,18 +120,29 @@ class Items:
                 items.replicated[name] = sum(memoryview(piece).nbytes for piece in pieces)
                 items.trees[name] = tree
             chunk = state_chunk(name, rank if own else None, tree, pieces)
-            items.by_name[f"state:{name}@{rank}" if own else state_key(name)] = ChunkItem(chunk)
+            items._add(state_key(name, rank if own else None), ChunkItem(chunk))
         for i, block in enumerate(snapshot.blocks):
             for number, piece in enumerate(block.pieces(chunk_bytes)):
-                items.by_name[f"{block_key(i, rank)}{number}"] = BlockItem(block, piece)
+                key = f"{block_key(i, rank)}{number}"
+                items._add(key, BlockItem(block, piece))
+                if block.elsewhere:
+                    items.shared.setdefault(i, []).append(key)
         if snapshot.blocks and snapshot.collisions is not None:
-            items.by_name[f"collisions@{rank}"] = ChunkItem(snapshot.collisions.encode(rank))
+            items._add(f"collisions@{rank}", ChunkItem(snapshot.collisions.encode(rank)))
         for shard in snapshot.shards:
             encoding = quantization.for_table(shard.shard.table, shard.shard.shape.rows)
             for number, (start, stop, count) in enumerate(shard.spans(chunk_bytes)):
                 name = f"{shard.shard}#{number}"
-                items.by_name[name] = RowsItem(shard, start, stop, count, encoding)
+                items._add(name, RowsItem(shard, start, stop, count, encoding))
         return items
+
+    def _add(self, name: str, item: RowsItem | BlockItem | ChunkItem) -> None:
+        if name in self.by_name:
+            raise UnsupportedState(
+                f"two parts of the checkpoint would be called {name!r}, and one of them would be "
+                "lost: rename the table or the state object"
+            )
+        self.by_name[name] = item
 
     def digests(self) -> dict[str, Digest]:
         """Digest all items that are no table rows, by name."""
@@ -135,6 +151,10 @@ class Items:
             for name, item in self.by_name.items()
             if not isinstance(item, RowsItem)
         }
+
+    def shared_digest(self, number: int) -> str:
+        """Digest the live values of a block that is ``shared``."""
+        return joint_digest(self.by_name[name].job({}).encode() for name in self.shared[number])
 
 
 def fingerprint(
@@ -149,6 +169,10 @@ def block_key(number: int, rank: int) -> str:
     return f"block:{number}@{rank}#"
 
 
-def state_key(name: str) -> str:
-    """The item's name of a state that all ranks have alike."""
-    return f"state:{name}"
+def state_key(name: str, rank: int | None = None) -> str:
+    """Name the item of a state.
+
+    Args:
+        rank: whose own the state is; None: all ranks have it alike.
+    """
+    return f"state:{name}" if rank is None else f"state@{rank}:{name}"

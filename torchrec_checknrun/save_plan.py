@@ -60,15 +60,23 @@ class PlanSummary:
     digests: dict[str, Digest] = field(default_factory=dict)
     """Of the other states that all ranks have alike."""
 
-    def with_digests(self, of_items: Mapping[str, Digest]) -> PlanSummary:
-        """Add what tells whether all ranks have these states alike.
+    def with_digests(
+        self, of_items: Mapping[str, Digest], of_blocks: Mapping[int, str]
+    ) -> PlanSummary:
+        """Add what tells whether ranks have these states and blocks alike.
 
         Args:
             of_items: digests by the items' names.
+            of_blocks: those of the blocks that ranks of another mesh may hold as well, by number.
         """
         compared = self.replicated.keys() - set(self.lowest)
         return dataclasses.replace(
-            self, digests={name: of_items[state_key(name)] for name in compared}
+            self,
+            digests={name: of_items[state_key(name)] for name in compared},
+            blocks=[
+                dataclasses.replace(block, digest=of_blocks.get(number))
+                for number, block in enumerate(self.blocks)
+            ],
         )
 
 

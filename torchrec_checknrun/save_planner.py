@@ -25,10 +25,10 @@ from torchrec_checknrun.sharded_state import (
     drop_tables,
     find_blocks,
     find_shards,
-    is_sharded,
 )
 from torchrec_checknrun.shards import TableShape
 from torchrec_checknrun.snapshot import CHUNK_BYTES, MODEL, ShardSnapshot, Snapshot, take_rows
+from torchrec_checknrun.state import is_sharded
 from torchrec_checknrun.tracked import TrackedModel
 from torchrec_checknrun.tracking import Consumer, Cut
 
@@ -123,7 +123,8 @@ class SavePlanner(CheckpointPlanner):
         summary = summarize(header, snapshot, items, self._quantization)
         differences = RankDifferences(items.trees, snapshot.models, told=self._told)
         if dist.is_initialized():
-            summary = summary.with_digests(items.digests())
+            of_blocks = {number: items.shared_digest(number) for number in items.shared}
+            summary = summary.with_digests(items.digests(), of_blocks)
         return Prepared(summary, items.by_name, differences=differences)
 
 

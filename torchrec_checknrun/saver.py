@@ -190,7 +190,7 @@ class Saver:
             partly: something was skipped: the checkpoint doesn't hold all that there is.
         """
         self.lineage.restored(chain, converted, forks)
-        self.writer.restored(chain)
+        self._ranks.everywhere(lambda: self.writer.restored(chain))  # rank 0 writes to the root
         self._last = checkpoint_report(chain.head, self.lineage.chain_length, Progress())
         self._fingerprint = None
         if not partly:
@@ -203,11 +203,11 @@ class Saver:
         return replace(self._last, unchanged=True)
 
     def is_behind(self, step: int) -> bool:
-        """Whether there is anything that the last checkpoint doesn't hold; called on all ranks."""
+        """Tell whether there is anything that the last checkpoint doesn't hold; a collective."""
         previous = self.lineage.previous
         if not self._ranks.from_rank_0(lambda: step > 0):
             return False
-        self._target.tracked.refresh()
+        self._ranks.everywhere(self._target.tracked.refresh)
         own = previous is None or previous.step != step
         if any(self._ranks.gather(own or self._target.tracked.is_modified(Consumer.LAST))):
             return True
@@ -339,13 +339,15 @@ class Saver:
         if self._ranks.rank == 0:
             logger.log(level, message, *values)
 
-    def close(self) -> None:
-        """Ends what is in the background, without waiting for it."""
+    def close(self, failed: bool = False) -> None:
+        """Ends what is in the background, without waiting for it; what is being deleted is waited
+        for a minute, unless the process is to end since it ``failed``.
+        """
         Saver._writing.discard(self)
         self._forget_running()
         self._gradients.close()
         self._background.close()
-        self.writer.close()
+        self.writer.close(failed)
 
     def _forget_running(self) -> None:
         atexit.unregister(self._last_words)

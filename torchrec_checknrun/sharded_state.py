@@ -23,7 +23,7 @@ from torchrec_checknrun.chunks import dtype_name
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
-from torchrec_checknrun.state import MOST_DEPTH, SHARDED, TORCH_DTYPES
+from torchrec_checknrun.state import MOST_DEPTH, SHARDED, TORCH_DTYPES, is_sharded
 
 _WEIGHT = ".weight"
 
@@ -111,11 +111,6 @@ class StoredTables:
                 return True
             key = key.partition(".")[2]
         return False
-
-
-def is_sharded(value: object) -> bool:
-    """Whether a state-dict leaf is a table, a table's optimizer state or another sharded tensor."""
-    return isinstance(value, SHARDED)
 
 
 def drop_tables(value: Any, stored: StoredTables, depth: int = 0) -> Any:

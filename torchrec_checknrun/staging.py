@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from torchrec_checknrun.chunks import EncodedChunk
 from torchrec_checknrun.codecs.importance import ImportanceWeighted
 from torchrec_checknrun.importance_budget import with_constant
 from torchrec_checknrun.quantization import Encoding, Quantization
@@ -36,7 +37,7 @@ from torchrec_checknrun.staged import (
     with_encoding,
 )
 from torchrec_checknrun.staging_memory import Ring, StagingAborted, StagingMemory
-from torchrec_checknrun.state_digest import Digest
+from torchrec_checknrun.state_digest import Digest, joint_digest
 
 StagingMode = Literal["auto", "copy", "encode"]
 _TRIAL_ROWS = 16384
@@ -63,10 +64,12 @@ class Staging:
     ) -> None:
         self._memory = memory
         self._ring = ring
+        self._all = items
         self._items = items.by_name
         self._encode = encode
         self._staged: dict[str, tuple[Staged, int, torch.cuda.Event | None]] = {}
         self._digests: dict[str, Digest] = {}
+        self._shared_digests: dict[int, str] = {}
         self._wanted: frozenset[str] | None = None
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -93,21 +96,38 @@ class Staging:
         """
         found = dict(self._digests)
         for name in self._dense() - found.keys():
-            with self._changed:
-                if name not in self._staged:
-                    assert self._failure is not None
-                    raise self._failure
-                staged, _, _ = self._staged[name]
-            found[name] = Digest.of(staged.encode(self._memory.bytes))
+            found[name] = Digest.of(self._chunk(name))
         return found
+
+    def shared_digests(self) -> dict[int, str]:
+        """Digest the blocks that ranks of another mesh may hold as well, by number; as ``digests``.
+
+        How the blocks are cut into pieces makes no difference: other ranks may cut them otherwise.
+        """
+        found = dict(self._shared_digests)
+        for number in self._all.shared.keys() - found.keys():
+            found[number] = joint_digest(map(self._chunk, self._all.shared[number]))
+        return found
+
+    def _chunk(self, name: str) -> EncodedChunk:
+        with self._changed:
+            if name not in self._staged:
+                assert self._failure is not None
+                raise self._failure
+            staged, _, _ = self._staged[name]
+        return staged.encode(self._memory.bytes)
 
     def _dense(self) -> set[str]:
         return {name for name, item in self._items.items() if not isinstance(item, RowsItem)}
 
     def _digest_live(self) -> None:
         """Digest what is not staged while training waits: there is no memory for it yet."""
-        for name in self._dense() - self._staged.keys():
+        staged = set(self._staged)
+        for name in self._dense() - staged:
             self._digests[name] = Digest.of(self._items[name].job({}))
+        for number, names in self._all.shared.items():
+            if not staged.issuperset(names):
+                self._shared_digests[number] = self._all.shared_digest(number)
 
     def run(self, when_full: Callable[[], None]) -> None:
         """Stages everything. Ends early if the background has given up.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, UnsupportedState
 from torchrec_checknrun.placements import dtype_of
-from torchrec_checknrun.plain_values import decode_value, encode_value
+from torchrec_checknrun.plain_values import DTYPES, decode_value, encode_value
 from torchrec_checknrun.sets import SETS, set_of, sorted_members
 
 Tree = dict[str, Any]
@@ -29,11 +29,8 @@ MOST_DEPTH = 100
 MOST_DIMENSIONS = 32
 """Of a tensor or an array."""
 SHARDED = (ShardedTensor, DTensor)
-TORCH_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
-}
+TORCH_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not name.startswith("q")}
+"""Of tensors that can be stored, by name."""
 _NUMPY_KINDS = "biufc"
 
 
@@ -246,7 +243,13 @@ def _slice(payload: memoryview, span: list[int]) -> memoryview:
     return payload[offset : offset + length]
 
 
-def _no_table(key: object) -> bool:
+def is_sharded(value: object) -> bool:
+    """Tell whether a state-dict leaf is a table, its optimizer state or another sharded tensor."""
+    return isinstance(value, SHARDED)
+
+
+def never(_: object) -> bool:
+    """Tell of any key that it is no table's."""
     return False
 
 
@@ -255,7 +258,7 @@ def check_state(
     tree: Tree,
     path: str,
     covered: Callable[[object], bool],
-    of_table: Callable[[object], bool] = _no_table,
+    of_table: Callable[[object], bool] = never,
     exact: bool = False,
 ) -> None:
     """Refuses a saved tree that doesn't fit the live object, before anything is changed.
@@ -348,15 +351,11 @@ def _fits(current: torch.Tensor, dtype: torch.dtype | None, shape: list[int]) ->
     return same_type and list(current.shape) == shape
 
 
-def _is_sharded(current: Any, saved: Any) -> bool:
-    return isinstance(current, SHARDED)
-
-
 def merge_state(
     current: Any,
     saved: Any,
-    of_table: Callable[[object], bool] = _no_table,
-    kept: Callable[[Any, Any], bool] = _is_sharded,
+    of_table: Callable[[object], bool] = never,
+    kept: Callable[[Any, Any], bool] = lambda current, _: is_sharded(current),
 ) -> Any:
     """Puts saved values into a live state dict, in place where it can be, and returns it.
 

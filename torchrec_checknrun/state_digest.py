@@ -7,7 +7,7 @@ its own. All else counts as it is encoded, to the bit.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -71,6 +71,15 @@ class Digest:
         paths = islice(_paths(tree), _NAMED_PARTS)
         pairs = zip(paths, _split(self.parts), strict=True)
         return list(dict.fromkeys(path for path, part in pairs if part not in theirs))
+
+
+def joint_digest(chunks: Iterable[EncodedChunk]) -> str:
+    """Digest the bytes of chunks, one behind the other, wherever one ends."""
+    digest = xxhash.xxh3_128()
+    for chunk in chunks:
+        for piece in chunk.pieces:
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _digest_of(digests: list[bytes]) -> bytes:

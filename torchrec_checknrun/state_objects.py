@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.state import Tree, tree_items
+from torchrec_checknrun.state import Tree, never, tree_items
 
 Covered = Callable[[object], bool]
 Kept = Callable[[Any, Any], bool]
@@ -39,18 +39,26 @@ class StateObjects:
         return name in self._states
 
     def check(self, name: str, current: object, tree: Tree, covered: Covered) -> None:
-        """Refuse what a plain module's own ``load_state_dict`` would refuse.
+        """Refuse what a plain module's own ``load_state_dict`` would refuse, and an empty state
+        that the object doesn't load, since it was saved when that was disabled.
 
         Args:
             current: the object's present state dict.
             covered: tells leaves that are restored in place.
 
         Raises:
-            IncompatibleCheckpoint: names the key, saved and wanted.
+            IncompatibleCheckpoint: names the key, saved and wanted, or the object.
         """
+        saved = tree_items(tree)
+        if "d" in tree and not saved and (problem := self._refuses_nothing(name, current)):
+            raise IncompatibleCheckpoint(
+                f"state {name!r} was empty when it was saved, as that of a disabled "
+                f"torch.amp.GradScaler is, and a {type(self._states[name]).__name__} that is not "
+                f"refuses to load that ({problem}): restore with the object as it was, or let it "
+                "keep its present state with strict=False"
+            )
         if not isinstance(current, dict) or not _is_plain_module(self._states[name]):
             return
-        saved = tree_items(tree)
         wanted = {key: value for key, value in current.items() if not covered(value)}
         for key in [*(wanted.keys() - saved.keys()), *(saved.keys() - current.keys())]:
             where = "checkpoint" if key in saved else "module"
@@ -90,10 +98,33 @@ class StateObjects:
             skipped: gets what doesn't.
         """
         state = self._states[name]
+        if not strict and saved == {} and self._refuses_nothing(name, current):
+            skipped.append(f"state {name!r}: empty in the checkpoint")
+            return current
         if not strict and isinstance(current, dict) and _is_plain_module(state):
             saved = _fitting(name, current, saved, covered, skipped)
-        by_table = of_table if isinstance(state, Optimizer) else _never
+        by_table = of_table if isinstance(state, Optimizer) else never
         return _with_live(current, saved, kept, covered, by_table)
+
+    def _refuses_nothing(self, name: str, current: object) -> str | None:
+        """Try an empty state on a copy of an object whose present one is not empty; return what
+        the copy raises. Many objects take it: counts without any labels, say.
+        """
+        if (
+            not isinstance(current, dict)
+            or not current
+            or isinstance(self._states[name], nn.Module)
+        ):
+            return None
+        try:
+            trial: Any = copy.deepcopy(self._states[name])
+        except Exception:  # unknown: the object itself will say it
+            return None
+        try:
+            trial.load_state_dict({})
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
 
 def _with_live(current: Any, saved: Any, kept: Kept, covered: Covered, of_table: Covered) -> Any:
@@ -188,7 +219,3 @@ def _loads_plainly(module: nn.Module) -> bool:
         and not module._load_state_dict_pre_hooks
         and not extra
     )
-
-
-def _never(_: object) -> bool:
-    return False

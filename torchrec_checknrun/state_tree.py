@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrec_checknrun.plain_values import check_value
+from torchrec_checknrun.plain_values import as_float, check_value
 from torchrec_checknrun.sets import SETS
 from torchrec_checknrun.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
 from torchrec_checknrun.untrusted import LARGEST, as_count, as_flag, list_of, record
@@ -57,7 +57,7 @@ def _check(node: object, end: int, depth: int) -> int:
     if letter == "v" and (value is None or type(value) in (bool, int, str)):
         return end
     if letter == "f" and type(value) is str and _HEX_FLOAT.fullmatch(value):
-        _as_float(value)
+        as_float(value)
         return end
     if letter in ("l", "t", *SETS) and type(value) is list:
         for item in value:
@@ -123,13 +123,6 @@ def _bytes_after(end: int, span: object) -> tuple[int, int]:
     if offset < end:
         raise ValueError(f"a leaf at byte {offset}, where another one ends at {end}")
     return offset, offset + length
-
-
-def _as_float(text: str) -> float:
-    try:
-        return float.fromhex(text)
-    except OverflowError:
-        raise ValueError(f"{text} is too large a number") from None
 
 
 def _pair(span: object) -> tuple[int, int]:

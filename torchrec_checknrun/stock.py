@@ -27,7 +27,7 @@ from torchrec_checknrun.per_rank import PerRank, Replicated
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.report import CheckpointReport, RestoreReport
 
-_NAME = re.compile(r"step-(\d{8})")
+_NAME = re.compile(r"step-(\d{8,})")
 
 
 class _Closing:
@@ -88,10 +88,13 @@ class DcpCheckpointer(_Closing):
     """``checkpoint=dcp`` and ``checkpoint=dcp_async``: all of the model, every time, in fp32.
 
     Args:
-        root: a folder.
+        root: a folder, mounted on all machines; no URL.
         asynchronous: ``dcp.async_save``: training waits only for the copy to host memory. Its
             default stager can't copy TorchRec's ShardedTensor, so the file writer stages.
         resume: as of ``Checkpointer``: auto, must or never.
+
+    Raises:
+        ValueError: the root is a URL, which stock DCP would take for a local folder's name.
     """
 
     def __init__(
@@ -105,6 +108,11 @@ class DcpCheckpointer(_Closing):
         resume: str = "auto",
         callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
     ) -> None:
+        if "://" in os.fspath(root):
+            raise ValueError(
+                f"checkpoint=dcp saves into a folder, not to {os.fspath(root)!r}: give a path that "
+                "all machines mount, such as /checkpoints/run-17, or use checkpoint=check_n_run"
+            )
         self._root = Path(root)
         self._steps = _Steps()
         # DCP keeps one rank's content of each, however it was declared.
@@ -228,8 +236,8 @@ class DcpCheckpointer(_Closing):
         if not self._root.is_dir():
             return None
         found = [
-            path
-            for path in sorted(self._root.iterdir())
-            if _NAME.fullmatch(path.name) and (path / ".metadata").is_file()
+            (int(name[1]), path)
+            for path in self._root.iterdir()
+            if (name := _NAME.fullmatch(path.name)) and (path / ".metadata").is_file()
         ]
-        return found[-1] if found else None
+        return max(found)[1] if found else None

@@ -224,7 +224,8 @@ class StorageReader(DcpStorageReader):
     """Reads a checkpoint, and the ones it is differential to.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, a path or fsspec URL; one that is open is not opened
+            again, and its ``timeout_seconds`` are kept.
         chain: what a restore needs, if that is decided already; else it is looked up.
         threads: how many read; None: one for each CPU of this process, up to 8. However many, they
             take no more memory than a few chunks do.
@@ -235,13 +236,13 @@ class StorageReader(DcpStorageReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Folder,
         chain: Chain | None = None,
         threads: int | None = None,
     ) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
-        self._folder = Folder(path)
+        self._folder = path if isinstance(path, Folder) else Folder(path)
         self._chain = chain
         self._threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
         self._chunks: dict[str, StoredChunk] = {}

@@ -20,14 +20,21 @@ from torchrec_checknrun.claims import (
 )
 from torchrec_checknrun.control_records import Damage, find_damage
 from torchrec_checknrun.counting import counting_ids, highest_epoch
-from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, StorageFailed
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    RootInUse,
+    StorageFailed,
+    StorageUnreachable,
+)
 from torchrec_checknrun.filesystem import Folder
 from torchrec_checknrun.lease import Lease
 from torchrec_checknrun.liveness import Standing, clean_up, is_fresh, standing_of
-from torchrec_checknrun.pins import write_pin
+from torchrec_checknrun.pins import PINNED, write_pin
 
 
-def repair(root: Folder, ignore: Collection[str] = ()) -> Damage:
+def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None = None) -> Damage:
     """Settle which checkpoints count where a damaged claim can't tell, and write damaged pins anew.
 
     Without the damaged claim the one before it decides, if that is still there, and else all count:
@@ -35,22 +42,26 @@ def repair(root: Folder, ignore: Collection[str] = ()) -> Damage:
 
     Args:
         ignore: ids of checkpoints that are not to count.
+        expected: the highest epoch that was claimed when this was decided.
 
     Returns:
         What was wrong.
 
     Raises:
-        RootInUse: the damaged claim was just written, perhaps by a writer that lives.
+        RootInUse: the damaged claim was just written, perhaps by a writer that lives; or there is a
+            new one since it was decided.
         CheckpointNotFound: there is no checkpoint of an id to ignore.
+        CorruptCheckpoint: some pins can't be written anew; all else is repaired.
         StorageFailed: the storage refused.
     """
     damage = find_damage(root)
+    _require_same(root, damage.highest, expected)
     for id in set(ignore) - damage.will_count.keys():
         raise CheckpointNotFound(f"no committed checkpoint {id!r} in {root}: see `checknrun ls`")
     if damage.undecided is not None or ignore:
         claims = read_claims(root)
         for name in claims.undecided:
-            if is_fresh(root, name):
+            if is_fresh(root, name, watch=True):
                 raise RootInUse(
                     f"{root}/{FOLDER}/{name} was written less than {LEASE_SECONDS:.0f} s ago: a "
                     "writer that lives writes it anew by itself; try again in a minute"
@@ -61,9 +72,20 @@ def repair(root: Folder, ignore: Collection[str] = ()) -> Damage:
     for name in read_claims(root, every=True).damaged:
         with suppress(StorageFailed):  # a directory, perhaps: it decides nothing any more
             (root / FOLDER).delete(name)
+    stay: list[str] = []
     for id in damage.pins:
-        write_pin(root, id)
+        try:
+            write_pin(root, id)
+        except (CheckNRunError, StorageFailed) as error:
+            if isinstance(error, StorageUnreachable):
+                raise
+            stay.append(f"{id}/{PINNED}: {error}")
     clean_up(root)
+    if stay:
+        raise CorruptCheckpoint(
+            f"all is repaired in {root} but pins that can't be written anew: {'; '.join(stay)}. "
+            "They keep their checkpoints; remove what is there, and `checknrun pin` them again"
+        )
     return damage
 
 
@@ -78,16 +100,29 @@ def adopt(root: Folder, ids: Collection[str]) -> list[str]:
         ClaimDamaged: which ones count can't be told: ``repair`` comes first.
         RootInUse: a writer is at work.
     """
+    claims, new = _adoptable(root, ids)
+    if new:
+        _require_free(root, claims.latest)
+        _advance(root, claims, lambda: [*counting_ids(root, claims.latest), *new])
+    return new
+
+
+def adoptable(root: Folder, ids: Collection[str]) -> list[str]:
+    """Return those of some checkpoints that ``adopt`` would make count, since they don't.
+
+    Raises:
+        CheckpointNotFound, ChainBroken, CorruptCheckpoint, ClaimDamaged: as ``adopt``.
+    """
+    return _adoptable(root, ids)[1]
+
+
+def _adoptable(root: Folder, ids: Collection[str]) -> tuple[Claims, list[str]]:
     for id in ids:
         resolve(root, id)
     claims = read_claims(root)
     claims.decided()
     there = set(counting_ids(root, claims.latest))
-    new = [id for id in dict.fromkeys(ids) if id not in there]
-    if new:
-        _require_free(root, claims.latest)
-        _advance(root, claims, lambda: [*counting_ids(root, claims.latest), *new])
-    return new
+    return claims, [id for id in dict.fromkeys(ids) if id not in there]
 
 
 def holder_of(root: Folder) -> tuple[Claim, Standing] | None:
@@ -100,14 +135,19 @@ def holder_of(root: Folder) -> tuple[Claim, Standing] | None:
     return None if claim is None else (claim, standing_of(root, claim))
 
 
-def unlock(root: Folder) -> None:
+def unlock(root: Folder, *, expected: int | None = None) -> None:
     """Take the right to commit away from whoever holds it, alive or not.
+
+    Args:
+        expected: the epoch of which this was decided; None: whichever is the latest.
 
     Raises:
         ClaimDamaged: the claim can't be read: ``repair`` comes first.
+        RootInUse: there is a new claim since it was decided.
     """
     claims = read_claims(root)
     claims.decided()
+    _require_same(root, claims.highest, expected)
     _advance(root, claims, lambda: list(counting_ids(root, claims.latest)))
 
 
@@ -130,11 +170,22 @@ def _require_free(root: Folder, claim: Claim | None) -> None:
         )
 
 
+def _require_same(root: Folder, highest: int, expected: int | None) -> None:
+    if expected is not None and highest != expected:
+        raise RootInUse(
+            f"{root} was claimed by another writer meanwhile: nothing was changed; look again"
+        )
+
+
 def _advance(root: Folder, claims: Claims, counting: Callable[[], Iterable[str]]) -> None:
-    """Begin an epoch that nobody holds."""
+    """Begin an epoch that nobody holds, after the claims of which that was decided.
+
+    Raises:
+        RootInUse: there is a new one since.
+    """
     lease = Lease(root)
     above = max(claims.highest, highest_epoch(root))
-    lease.acquire(lambda _: counting(), above=above, force=True)
+    lease.acquire(lambda _: counting(), above=above, force=True, expected=claims.highest)
     lease.release()
 
 

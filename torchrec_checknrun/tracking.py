@@ -27,16 +27,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_checknrun.gradients import has_gradient
 from torchrec_checknrun.hand_written import WriteWatch
 from torchrec_checknrun.kernels import Kernel
-from torchrec_checknrun.optimizers import (
-    group_of,
-    is_same_memory,
-    touches_other_rows,
-    wraps_another,
-)
+from torchrec_checknrun.optimizers import touches_other_rows, wraps_another
 from torchrec_checknrun.resets import ResetHook
 from torchrec_checknrun.row_set import RowSet
 
 logger = logging.getLogger(__name__)
+
+_FEW_IDS = 4096
+"""So many rows of a small table may wait for their optimizer as ids, however few rows it has."""
 
 
 class Consumer(IntFlag):
@@ -101,6 +99,42 @@ class Marks:
         for start, mask in taken.masks():
             again = torch.from_numpy(mask).to(self._bytes.device, torch.uint8) * int(consumer)
             self._bytes[start : start + len(mask)].bitwise_or_(again)
+
+
+class PendingRows:
+    """Rows of one local shard that the next optimizer step will change: as ids, while these are
+    fewer than the shard's rows.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._ids: list[torch.Tensor] = []
+        self._count = 0
+        self._many: Marks | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._ids) or self._many is not None
+
+    def add(self, ids: torch.Tensor) -> None:
+        """Add shard-local ids, as ``Marks.mark`` takes them; their memory may not change."""
+        self._ids.append(ids)
+        self._count += max(1, ids.numel())  # a list of nothing takes memory, too
+        if self._count > max(self._marks.rows, _FEW_IDS):
+            if self._many is None:
+                self._many = Marks(self._marks.rows, self._marks.raw.device)
+            self._mark_into(self._many)
+
+    def mark(self) -> None:
+        """Mark them for every consumer, and forget them."""
+        if self._many is not None:
+            self._marks.raw.bitwise_or_(self._many.raw)
+            self._many = None
+        self._mark_into(self._marks)
+
+    def _mark_into(self, marks: Marks) -> None:
+        for ids in self._ids:
+            marks.mark(ids)
+        self._ids, self._count = [], 0
 
 
 @dataclass(eq=False)
@@ -199,8 +233,7 @@ class DataParallelHook(KernelHook):
 
     def __init__(self, kernel: Kernel, marks: list[Marks]) -> None:
         super().__init__(kernel, marks)
-        self._pending = [Marks(each.rows, each.raw.device) for each in marks]
-        self._touched: set[int] = set()
+        self._pending = [PendingRows(each) for each in marks]
         self._steps = register_optimizer_step_pre_hook(self._before_step)
         self._stepped = register_optimizer_step_post_hook(self._after_step)
 
@@ -209,13 +242,11 @@ class DataParallelHook(KernelHook):
         """Whether gradients wait for one of the dense optimizers that are known. They don't when
         ``zero_grad`` has dropped them; the rows stay pending, and the next step marks them as well.
         """
-        weights = [self.kernel.shards[i].weight for i in self._touched]
         return any(
-            has_gradient(parameter)
+            has_gradient(stepped.parameter)
             for optimizer in self.kernel.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if any(is_same_memory(parameter, weight) for weight in weights)
+            for stepped in self.writes.stepped.of(optimizer)
+            if self._pending[stepped.table]
         )
 
     def remove(self) -> None:
@@ -225,29 +256,26 @@ class DataParallelHook(KernelHook):
         self._stepped.remove()
 
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
+        values = values.clone()  # until the step its memory may have become another batch's
         for feature, shard in enumerate(self.kernel.feature_to_shard):
-            self._pending[shard].mark(values[offsets[feature] : offsets[feature + 1]])
-            self._touched.add(shard)
+            self._pending[shard].add(values[offsets[feature] : offsets[feature + 1]])
 
-    def _before_step(self, *_: object) -> None:
-        self.writes.check()  # the step writes as well, and its writes are expected
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self.writes.stepped.of(optimizer):
+            self.writes.check()  # the step writes as well, and its writes are expected
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        if wraps_another(optimizer):
+        stepped = self.writes.stepped.of(optimizer)
+        if not stepped or wraps_another(optimizer):
             return  # the one inside has told us
-        stepped = {}
-        for i, shard in enumerate(self.kernel.shards):
-            group = group_of(optimizer, shard.weight)
-            if group is not None:
-                stepped[i] = touches_other_rows(optimizer, group)
-        if not stepped:
-            return
         self.writes.acknowledge()
-        for i in self._touched & stepped.keys():
-            self._marks[i].raw.bitwise_or_(self._pending[i].raw)
-            self._pending[i].clear(Consumer.EVERY)
-        self._touched -= stepped.keys()
-        everywhere = [i for i, other_rows in stepped.items() if other_rows]
+        groups = {
+            number: touches_other_rows(optimizer, optimizer.param_groups[number])
+            for number in {each.group for each in stepped}
+        }
+        for i in {each.table for each in stepped}:
+            self._pending[i].mark()
+        everywhere = sorted({each.table for each in stepped if groups[each.group]})
         for i in everywhere:
             self._marks[i].mark_all()
         if everywhere and not self._warned:

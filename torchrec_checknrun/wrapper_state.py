@@ -10,114 +10,192 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
+import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.optim import Optimizer
 
-from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.live_values import LIVE, pack, put, same, why_not
 from torchrec_checknrun.optimizer_tree import Node, own_parameters
-from torchrec_checknrun.state import encode_state
+from torchrec_checknrun.references import References
+from torchrec_checknrun.state import Tree, tree_items
 
 logger = logging.getLogger(__name__)
 
 WRAPPERS = "wrappers"
 """What is stored of all wrappers of an optimizer, beside its state."""
 _ATTRIBUTES, _STATE, _DEFAULTS = "attributes", "state", "defaults"
-_ELSEWHERE = frozenset({"params", "state", "param_groups", "defaults", "step"})
+_PARAMETERS = "parameters"
+_ELSEWHERE = frozenset({"params", "state", "param_groups", "defaults", "step", "_optims"})
 """Attributes that are stored otherwise, or are no state."""
 _OF_STEPS = frozenset({"_opt_called"})
 """The only attribute stored of an optimizer that keeps parameters' state: all else is in that."""
 _OF_PROCESS = re.compile(r"(^|_)(rank|world)(_|$)")
-"""Attributes that describe the process rather than the run."""
+"""Attributes that, if they are whole numbers, describe the process rather than the run."""
+_PLACES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+"""Environment variables with such numbers."""
 _HOOKS = re.compile(r"^_optimizer_.*_hooks$")
 _SETTING = "_save_param_groups"
 """Says what state dicts show; no state of the run."""
-_told: set[tuple[type, str]] = set()
+_REMEDY = (
+    "make it numbers, texts, tensors, or lists and dicts of them (keys: texts or integers), give "
+    "it state_dict and load_state_dict, or give what holds it to the Checkpointer as a state object"
+)
+_told: set[tuple[type, str, str]] = set()
 
 
-def held(node: Node, elsewhere: set[int]) -> dict[str, Any]:
+def held(node: Node, references: References) -> dict[str, Any]:
     """Return what a wrapper holds itself, in the form that is stored; empty if nothing.
 
-    Args:
-        elsewhere: memory (``untyped_storage().data_ptr()``) of what is stored otherwise.
-
     Returns:
-        ``attributes`` and ``defaults`` by name, and ``state`` by the names of the parameters that
-        the wrapper made for itself; with the live tensors.
+        ``attributes`` and ``defaults`` by name, as ``pack`` makes them; ``parameters`` that the
+        wrapper made for itself, but empty ones, and their ``state``, by the parameters' names. With
+        the live tensors.
     """
     optimizer = node.optimizer
     attributes = {}
-    for name, value in vars(optimizer).items():
-        if not _is_state(node, name):
-            continue
-        if _can_store(value, elsewhere):
-            attributes[name] = _plain(value)
-        elif not _refers(value, elsewhere):
-            _warn_of(optimizer, name, value)
+    for name, value in _attributes(node):
+        lost: dict[str, object] = {}
+        packed = pack(value, references, name, lost)
+        if packed is not LIVE:
+            attributes[name] = packed
+        for path, what in lost.items():
+            _tell(optimizer, name, f"{path}, a {type(what).__name__}, is not saved", _REMEDY)
     defaults = {} if node.steps or node.fused else getattr(optimizer, _DEFAULTS, None) or {}
-    kept = {k: v for k, v in defaults.items() if k != _SETTING and _can_store(v, elsewhere)}
+    kept = {k: pack(v, references, k, {}) for k, v in defaults.items() if k != _SETTING}
+    kept = {k: v for k, v in kept.items() if v is not LIVE}
     state = {
         name: dict(optimizer.state[parameter])
         for name, parameter in _own(node).items()
         if parameter in optimizer.state
     }
-    found = {_ATTRIBUTES: attributes, _DEFAULTS: kept, _STATE: state}
+    own = {name: parameter for name, parameter in _own(node).items() if parameter.numel()}
+    found = {_ATTRIBUTES: attributes, _DEFAULTS: kept, _STATE: state, _PARAMETERS: own}
     return {part: content for part, content in found.items() if content}
 
 
-def give_back(node: Node, saved: Mapping[str, Any], elsewhere: set[int]) -> list[str]:
+def give_back(
+    node: Node, saved: Mapping[str, Any], references: References, resized: bool = False
+) -> list[str]:
     """Write what ``held`` returned into a live wrapper.
 
-    Call it after ``load_state_dict``, which may set some of it back.
+    Call it after ``load_state_dict``, which may set some of it back. A live value that refers to
+    what is stored otherwise stays: an empty list may have been saved where parameters are now.
+    Whatever can't be put back stays as it is live, with a warning.
 
     Args:
-        elsewhere: as of ``held``. A live value that refers to it stays: an empty list may have been
-            saved where parameters are now.
+        resized: the number of ranks is another one: values may have been derived from it.
 
     Returns:
-        Those of the constructor's arguments that have come back with another value.
+        Those attributes that have come back with another value: the constructor's arguments, and
+        if ``resized`` all.
     """
     optimizer = node.optimizer
     device = next((p.device for p in _tensors(optimizer)), None)
-    changed = []
-    arguments = _arguments(type(optimizer))
     attributes = saved.get(_ATTRIBUTES, {})
-    for name in _OF_STEPS & vars(optimizer).keys() - attributes.keys():
+    live_ones = dict(_attributes(node))
+    for name in _OF_STEPS & live_ones.keys() - attributes.keys():
         delattr(optimizer, name)  # it hadn't stepped under a scheduler
+    arguments = _arguments(type(optimizer))
+    changed = []
     for name, value in attributes.items():
-        live = vars(optimizer).get(name)
-        if not _can_store(live, elsewhere):
+        live = live_ones.get(name)
+        packed = pack(live, references, name, {})
+        if live in references or (packed is LIVE and _is_filled(live)):
+            if value is not LIVE and not _is_empty(value):
+                _keeps(optimizer, name, f"it refers to a {type(live).__name__}, and did not")
             continue
-        if name.lstrip("_") in arguments and _differ(_plain(live), value):
-            changed.append(f"{name} = {value!r} (not {live!r})")
-        put = _put(live, value, device)
-        if put is not live:
-            setattr(optimizer, name, put)
-    for name, value in saved.get(_DEFAULTS, {}).items():
-        optimizer.defaults[name] = value
-    state, stored = optimizer.state, saved.get(_STATE, {})
-    for name, parameter in _own(node).items():
-        if name in stored:
-            state[parameter] = dict(stored[name])
-        else:
-            state.pop(parameter, None)
+        if same(packed, value):
+            continue
+        try:
+            why = why_not(live, value, references)
+            if why is None:
+                theirs = name.lstrip("_") in arguments or _is_shared(type(optimizer), live)
+                new = put(live, value, references, device, anew=theirs)
+                if new is not live:
+                    setattr(optimizer, name, new)
+        except Exception as error:  # whatever a user's load_state_dict or setter raises
+            why = f"{type(error).__name__}: {error}"
+        if why is not None:
+            _keeps(optimizer, name, why)
+        elif resized or name.lstrip("_") in arguments:
+            changed.append(f"{name} = {_shown(value)} (not {_shown(packed)})")
+    _tell_of_new(node, live_ones, attributes, references)
+    _give_back_rest(node, saved, references, device)
     return changed
 
 
-def memory(tensors: Iterable[object]) -> Iterator[int]:
-    """Yield the addresses of plain tensors' memory."""
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardedTensor):
-            try:
-                yield tensor.untyped_storage().data_ptr()
-            except (NotImplementedError, RuntimeError):  # of subclasses without memory of their own
-                continue
+def without_takers(saved: Mapping[str | int, Tree], live: Collection[Node]) -> dict[str, list[str]]:
+    """Find the wrappers of a checkpoint that no live wrapper is.
+
+    Args:
+        saved: what ``held`` returned, as trees, by the wrappers' identities.
+
+    Returns:
+        Their attributes' names by identity.
+    """
+    takers = {node.identity for node in live}
+    found = {}
+    for identity, of_node in saved.items():
+        names = {str(name) for name in tree_items(tree_items(of_node).get(_ATTRIBUTES))}
+        if identity not in takers and names - _OF_STEPS:
+            found[str(identity)] = sorted(names - _OF_STEPS)
+    return found
+
+
+def _attributes(node: Node) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that may be state, those in slots among them."""
+    optimizer = node.optimizer
+    found = dict(vars(optimizer))
+    for kind in type(optimizer).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            private = slot.startswith("__") and not slot.endswith("__")
+            name = f"_{kind.__name__.lstrip('_')}{slot}" if private else slot
+            if name not in ("__dict__", "__weakref__") and hasattr(optimizer, name):
+                found.setdefault(name, getattr(optimizer, name))
+    for name, value in found.items():
+        if node.fused and isinstance(value, nn.Module):
+            continue  # the kernel
+        if _is_state(node, name) and not _is_of_process(optimizer, name, value):
+            yield name, value
+
+
+def _give_back_rest(
+    node: Node, saved: Mapping[str, Any], references: References, device: torch.device | None
+) -> None:
+    """Write defaults, and a wrapper's own parameters with their state."""
+    optimizer = node.optimizer
+    for name, value in saved.get(_DEFAULTS, {}).items():
+        live = optimizer.defaults.get(name)
+        if why := why_not(live, value, references):
+            _keeps(optimizer, f"{_DEFAULTS}[{name!r}]", why)
+        else:
+            optimizer.defaults[name] = put(live, value, references, device, anew=True)
+    state, stored = optimizer.state, saved.get(_STATE, {})
+    values = saved.get(_PARAMETERS, {})
+    for name, parameter in _own(node).items():
+        if name in values and values[name].shape == parameter.shape:
+            with torch.no_grad():
+                parameter.copy_(values[name])
+        elif name in values or parameter.numel():
+            _keeps(optimizer, name, "the checkpoint has no such parameter, or of another shape")
+        if name in stored:
+            live = state.get(parameter, {})
+            state[parameter] = {
+                key: put(live.get(key), value, references, parameter.device)
+                for key, value in stored[name].items()
+            }
+        else:
+            state.pop(parameter, None)
 
 
 def _own(node: Node) -> dict[str, torch.Tensor]:
@@ -127,89 +205,60 @@ def _own(node: Node) -> dict[str, torch.Tensor]:
 
 
 def _is_state(node: Node, name: str) -> bool:
-    if node.steps:
+    if node.steps and not node.wraps:
         return name in _OF_STEPS
-    return not (name in _ELSEWHERE or _HOOKS.search(name) or _OF_PROCESS.search(name))
+    return not (name in _ELSEWHERE or _HOOKS.search(name))
 
 
-def _can_store(value: object, elsewhere: set[int]) -> bool:
-    """Tell whether a value is plain, and no reference to what is stored otherwise."""
-    if _refers(value, elsewhere):
+def _is_of_process(optimizer: Optimizer, name: str, value: object) -> bool:
+    """Tell whether an attribute is this process's rank or the like; of an odd one that is told."""
+    if not _OF_PROCESS.search(name) or not (value is None or isinstance(value, int)):
         return False
-    try:
-        encode_state(_plain(value), "")
-    except UnsupportedState:
-        return False
+    places = {int(text) for place in _PLACES if (text := os.environ.get(place, "")).isdigit()}
+    if dist.is_initialized():
+        places |= {dist.get_rank(), dist.get_world_size()}
+    if type(value) is int and value not in {*places, 0, 1}:
+        what = f"{name} = {value} is taken for the process's place among others, and is not saved"
+        _tell(optimizer, name, what, "if it is state, give it a name without rank or world")
     return True
 
 
-def _refers(value: object, elsewhere: set[int]) -> bool:
-    """Tell whether a value is, or holds, what is stored otherwise, or code."""
-    if isinstance(value, torch.Tensor):
-        return type(value) is not torch.Tensor or bool(elsewhere.intersection(memory([value])))
-    if isinstance(value, Mapping):
-        return any(_refers(v, elsewhere) for v in value.values())
-    if isinstance(value, (list, tuple, deque)):
-        return any(_refers(v, elsewhere) for v in value)
-    return isinstance(value, (Optimizer, nn.Module)) or callable(value)
+def _is_filled(value: object) -> bool:
+    """Tell whether a value packed as a reference is a container of references."""
+    return isinstance(value, (Mapping, list, tuple, deque)) and bool(value)
 
 
-def _plain(value: Any) -> Any:
-    """Make dicts and lists of the like of them; what is live keeps its own type in ``_put``."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, deque)):
-        return [_plain(item) for item in value]
-    return value
+def _is_empty(value: object) -> bool:
+    return isinstance(value, (dict, list, tuple)) and not value
 
 
-def _warn_of(optimizer: Optimizer, name: str, value: object) -> None:
-    """Tell once of a user's wrapper that an attribute can't be stored."""
+def _tell_of_new(
+    node: Node, live: Mapping[str, Any], saved: Mapping[str, Any], references: References
+) -> None:
+    """Tell of attributes that the checkpoint lacks: made later, or of newer code."""
+    for name in live.keys() - saved.keys() - _OF_STEPS:
+        packed = pack(live[name], references, name, {})
+        if packed is not LIVE:
+            _keeps(node.optimizer, name, "the checkpoint has no such attribute")
+
+
+def _keeps(optimizer: Optimizer, name: str, why: str) -> None:
+    what = f"{name} keeps the value that it has now, which is not restored ({why})"
+    _tell(optimizer, name, what, "set it after the restore if that is not right")
+
+
+def _tell(optimizer: Optimizer, name: str, what: str, remedy: str) -> None:
+    """Tell once of an attribute of a user's wrapper."""
     kind = type(optimizer)
-    if kind.__module__.partition(".")[0] in ("torch", "torchrec") or (kind, name) in _told:
+    if kind.__module__.partition(".")[0] in ("torch", "torchrec") or (kind, name, what) in _told:
         return
-    _told.add((kind, name))
-    logger.warning(
-        "%s.%s, a %s, is not saved with the optimizer: make it numbers, texts, tensors, or lists "
-        "and dicts of them, or give what holds it to the Checkpointer as a state object",
-        kind.__name__,
-        name,
-        type(value).__name__,
-    )
+    _told.add((kind, name, what))
+    logger.warning("%s.%s: %s", kind.__name__, what, remedy)
 
 
-def _put(live: Any, saved: Any, device: torch.device | None) -> Any:
-    """Put a value into a live one's place: tensors, lists and dicts keep their identity."""
-    if isinstance(saved, torch.Tensor):
-        if isinstance(live, torch.Tensor) and (live.shape, live.dtype) == (
-            saved.shape,
-            saved.dtype,
-        ):
-            with torch.no_grad():
-                return live.copy_(saved)
-        where = live.device if isinstance(live, torch.Tensor) else device
-        return saved.to(where) if where is not None else saved
-    if isinstance(saved, dict):
-        content = {k: _put(_item(live, k), v, device) for k, v in saved.items()}
-        if not isinstance(live, dict):
-            return content
-        live.clear()
-        live.update(content)
-        return live
-    if isinstance(saved, (list, tuple)):
-        items = [_put(_item(live, i), v, device) for i, v in enumerate(saved)]
-        if not isinstance(live, (list, deque)) or not isinstance(saved, list):
-            return type(saved)(items)
-        live.clear()
-        live.extend(items)
-        return live
-    return saved
-
-
-def _item(live: Any, key: Any) -> Any:
-    if isinstance(live, dict):
-        return live.get(key)
-    return live[key] if isinstance(live, (list, tuple, deque)) and key < len(live) else None
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -219,6 +268,12 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
                 yield parameter
 
 
+def _is_shared(kind: type, value: object) -> bool:
+    """Tell whether a value is one of a module that a wrapper's class is of: not the wrapper's."""
+    modules = {ancestor.__module__ for ancestor in kind.__mro__} & sys.modules.keys()
+    return any(value is found for name in modules for found in vars(sys.modules[name]).values())
+
+
 def _arguments(kind: type) -> set[str]:
     return {
         name
@@ -226,9 +281,3 @@ def _arguments(kind: type) -> set[str]:
         if "__init__" in vars(ancestor)
         for name in inspect.signature(vars(ancestor)["__init__"]).parameters
     }
-
-
-def _differ(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return not torch.equal(one.cpu(), other.cpu())
-    return type(one) is not type(other) or bool(one != other)

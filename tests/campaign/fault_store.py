@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import fsspec
 
-from tests.crash.faulty_store import RENEWAL, Faults, FaultyStore
+from tests.crash.faulty_store import Faults, FaultyStore
 
 T = TypeVar("T")
 
@@ -107,23 +107,17 @@ class Injector(Faults):
             self.happened = []
             self._listings.clear()
 
-    def run(
+    def _carry_out(
         self,
         name: str,
         act: Callable[[], T],
-        changes: bool = False,
-        half: Callable[[], object] | None = None,
+        changes: bool,
+        half: Callable[[], object] | None,
     ) -> T:
-        if getattr(self._within, "one", False) or threading.current_thread().name == RENEWAL:
-            return act()
-        self._within.one = True
-        try:
-            kind = self._choose(name, changes, half is not None)
-            if kind is None:
-                return self._remembered(name, act())
-            return self._unsound(kind, name, act, half)
-        finally:
-            self._within.one = False
+        kind = self._choose(name, changes, half is not None)
+        if kind is None:
+            return self._remembered(name, act())
+        return self._unsound(kind, name, act, half)
 
     def _choose(self, name: str, changes: bool, partly: bool) -> Kind | None:
         with self._lock:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.campaign.board import Board
 from tests.campaign.kill_plan import LIFE_STEPS, RANKS, SPEC, Kill, Phase, Trial
 from tests.campaign.record import Record, Values, values_of
-from tests.crash.faulty_store import RENEWAL, Faults, faulty_disk
+from tests.crash.faulty_store import Faults, faulty_disk
 from tests.distributed.models import Job, Part, local_parts
 from torchrec_checknrun import Checkpointer, CheckpointReport, PerRank
 from torchrec_checknrun.errors import RootInUse, SaveFailed
@@ -130,33 +130,27 @@ class Bomb(Faults):
         self._label = threading.local()
         self._counting = threading.Lock()
 
-    def run(
+    def _carry_out(
         self,
         name: str,
         act: Callable[[], T],
-        changes: bool = False,
-        half: Callable[[], object] | None = None,
+        changes: bool,
+        half: Callable[[], object] | None,
     ) -> T:
-        if getattr(self._within, "one", False) or threading.current_thread().name == RENEWAL:
-            return act()
-        self._within.one = True
-        try:
-            label = getattr(self._label, "text", "")
-            with self._counting:
-                self._done += self._kill.target in f"{label} {name}"
-                now = self._done == self._kill.number and self._kill.target in f"{label} {name}"
-            where = f"{label} {self._kill.how} {name}".strip()
-            if now and self._kill.how == "before":
-                self._explode(where)
-            if now and self._kill.how == "half" and half is not None:
-                half()
-                self._explode(where)
-            done = act()
-            if now:
-                self._explode(where)
-            return done
-        finally:
-            self._within.one = False
+        label = getattr(self._label, "text", "")
+        with self._counting:
+            self._done += self._kill.target in f"{label} {name}"
+            now = self._done == self._kill.number and self._kill.target in f"{label} {name}"
+        where = f"{label} {self._kill.how} {name}".strip()
+        if now and self._kill.how == "before":
+            self._explode(where)
+        if now and self._kill.how == "half" and half is not None:
+            half()
+            self._explode(where)
+        done = act()
+        if now:
+            self._explode(where)
+        return done
 
     @contextmanager
     def armed(self) -> Iterator[None]:

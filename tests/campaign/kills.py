@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -254,10 +255,21 @@ def _torchrun_agent(life: Life, logs: list[Path]) -> None:
         start_method="fork",
     )
 
+    agent = os.getpid()
+
     def run_rank() -> None:
         life.run_rank(int(os.environ["RANK"]))
+        # A function that has returned waits in torch for its agent to hear of it, for ever.
+        threading.Thread(target=_end_without, args=(agent,), daemon=True).start()
 
     elastic_launch(config, run_rank)()
+
+
+def _end_without(parent: int) -> None:
+    """End this process once its parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(0.05)
+    os._exit(0)
 
 
 def _look(trial: Trial, folder: Path) -> None:

@@ -74,7 +74,7 @@ PARTS: dict[str, Part] = {
         partial(_kills, variant="thread"),
         *(330, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 1000),
         "SIGKILL to ranks and their agent, at any moment and at any operation of the storage",
-        slice=4,
+        slice=3,
     ),
     "kills-process": Part(
         partial(_kills, variant="process"),
@@ -92,11 +92,11 @@ PARTS: dict[str, Part] = {
         partial(_faults, ranks=1),
         *(1950, 50, 5.0, ("faults", "faults"), 5000),
         "Storage that fails, hangs, lags and lies while a job saves, restores, prunes or compacts",
-        slice=40,
+        slice=30,
     ),
     "faults-2-ranks": Part(
         partial(_faults, ranks=2),
-        *(200, 25, 10.0, ("faults", "faults"), 300),
+        *(240, 25, 10.0, ("faults", "faults"), 300),
         "The same on one of two ranks",
         slice=4,
     ),
@@ -104,13 +104,13 @@ PARTS: dict[str, Part] = {
         damage.run,
         *(None, 60, 5.0, ("damages", "damages"), 1500),
         "Every file of a root, control records included, damaged in every way",
-        slice=40,
+        slice=30,
     ),
     "hostile": Part(
         hostile.run,
         *(105_000, 2500, 0.1, ("inputs", "inputs"), 100_000),
         "Hostile manifests, indexes, payloads, claims, pins and state trees",
-        slice=1500,
+        slice=1000,
     ),
 }
 

@@ -127,16 +127,26 @@ class Faults:
             return act()
         self._within.one = True
         try:
-            mode = self._ask(Operation(name, changes, half is not None))
-            if mode is None:
-                return act()
-            if mode is Mode.PARTIAL and half is not None:
-                half()
-            if mode in (Mode.LOST, Mode.LOST_BUSY):
-                act()
-            raise mode.error()
+            return self._carry_out(name, act, changes, half)
         finally:
             self._within.one = False
+
+    def _carry_out(
+        self,
+        name: str,
+        act: Callable[[], T],
+        changes: bool,
+        half: Callable[[], object] | None,
+    ) -> T:
+        """Do an operation that no other is part of, or make it fail."""
+        mode = self._ask(Operation(name, changes, half is not None))
+        if mode is None:
+            return act()
+        if mode is Mode.PARTIAL and half is not None:
+            half()
+        if mode in (Mode.LOST, Mode.LOST_BUSY):
+            act()
+        raise mode.error()
 
     def _ask(self, operation: Operation) -> Mode | None:
         with self._lock:

@@ -24,9 +24,15 @@ def test_on_real_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert last.endswith("equal bit for bit")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("arguments", [[], ["--bits", "8"]], ids=["exact", "8 bit"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        # Real rows show the same.
+        pytest.param([], id="exact", marks=[pytest.mark.slow] if ROWS.is_file() else []),
+        pytest.param(["--bits", "8"], id="8 bit", marks=pytest.mark.slow),
+    ],
+)
 def test_on_synthetic_rows(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def made(**options: Any) -> tuple[Any, Checkpointer]:
     """In a root of its own: what hung in an earlier test may still come back."""
     job = test_saver.make_job()
     root = f"hanging://run-{next(_numbers)}"
+    # One rank stands for the workers that its helpers are written for.
     saver = test_saver.checkpointer(root, job, **{"timeout_seconds": TIMEOUT, **options})  # type: ignore[arg-type]
     test_saver.train(job, saver)
     saver.save()
@@ -96,6 +97,7 @@ def test_rows_of_a_save_that_hung_are_part_of_the_next(store: type[HangingStore]
     assert report is not None
     saver.close()
     assert len(manifests(saver)) == 2
+    # As above.
     assert test_saver.restored(saver.root.url, wanted) == []  # type: ignore[arg-type]
 
 

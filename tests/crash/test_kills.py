@@ -64,6 +64,7 @@ def train_uninterrupted(directory: Path, overrides: tuple[str, ...] = ()) -> dem
     return run
 
 
+@pytest.mark.slow  # always run: the demo's kill, and those of tests/campaign
 @pytest.mark.timeout(900)
 def test_ten_kills(seed: int, uninterrupted: demo.Run, tmp_path: Path) -> None:
     planned = kills.draw(seed, INTERVAL)
@@ -142,6 +143,7 @@ def train_under_fire(
 ) -> tuple[demo.Run, dict[int, dict[str, Any]]]:
     """The run, and by attempt what its killer says."""
     kills.write_plan(directory, planned)
+    (directory / "killed.jsonl").touch()  # by those who kill themselves: perhaps by none
     run = demo.Run(directory)
     settings = [*OVERRIDES, f"checkpoint.policy={policy}", *overrides]
     settings.append(f"trainer.final_state={run.final_state}")

@@ -38,6 +38,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> demo.Run:
         return demo.train("uninterrupted", root, PLAN, [], TRAINER, kill=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [TRAINER, sabotage("failing_save")])
 def test_green(module: str, uninterrupted: demo.Run, tmp_path: Path) -> None:
     killed = demo.train("killed", tmp_path, PLAN, [], module, kill=True)
@@ -46,6 +47,7 @@ def test_green(module: str, uninterrupted: demo.Run, tmp_path: Path) -> None:
     assert took_place == (module != TRAINER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -53,7 +55,7 @@ def test_green(module: str, uninterrupted: demo.Run, tmp_path: Path) -> None:
         ("dropped_optimizer_row", STATES_DIFFER),
         # From the checkpoint of step 18 or 24, whichever was durable when the kill came.
         ("skipped_batch", r"step (19|25) goes on at sample (18432, not 19456|24576, not 25600)"),
-        pytest.param("lost_marks", STATES_DIFFER, marks=pytest.mark.slow),
+        ("lost_marks", STATES_DIFFER),
     ],
 )
 def test_red(name: str, reason: str, uninterrupted: demo.Run, tmp_path: Path) -> None:

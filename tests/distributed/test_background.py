@@ -134,7 +134,7 @@ def train_while_written(root: str, plan: Plan, background: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("background", ["thread", "process"])
+@pytest.mark.parametrize("background", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_training_never_changes_what_is_written(
     workers: Workers, tmp_path: Path, background: str
 ) -> None:
@@ -191,7 +191,7 @@ def save_with_little_memory(root: str, plan: Plan, background: str) -> list[Any]
     return [sizes, report.in_parts, problems]
 
 
-@pytest.mark.parametrize("background", ["thread", "process"])
+@pytest.mark.parametrize("background", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_the_memory_budget_is_kept(workers: Workers, tmp_path: Path, background: str) -> None:
     found = workers(2).run(save_with_little_memory, **where(tmp_path), background=background)
     for sizes, in_parts, problems in found:

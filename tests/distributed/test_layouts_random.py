@@ -15,6 +15,7 @@ from tests.distributed.layouts import Layout, splits_into_whole_blocks
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from tests.distributed.test_layouts import run_chain
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import examples
 
 Workers = Callable[[int], WorkerPool]
 
@@ -105,7 +106,7 @@ def test_random_layouts(workers: Workers, chain: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(quick, max_examples=100)
+@settings(quick, max_examples=examples(100))
 @given(chain=chains([1, 2, 3, 4, 8]))
 def test_random_layouts_long(workers: Workers, chain: Any) -> None:
     check(workers, chain)

@@ -25,6 +25,7 @@ from tests.distributed.models import (
     uniform_plan,
 )
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import examples
 from torchrec_checknrun import (
     Checkpointer,
     Consecutive,
@@ -177,17 +178,15 @@ def test_any_checkpoint_restores(workers: Workers, scenario: dict[str, Any]) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=examples(150))
 @given(scenario=scenarios())
 def test_any_checkpoint_restores_long(workers: Workers, scenario: dict[str, Any]) -> None:
     note(str(scenario))
     check_scenario(workers, scenario)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "other", "bits"),
-    [pytest.param(2, 1, None, marks=pytest.mark.slow), (1, 2, None), (2, 1, 4)],
-)
+@pytest.mark.slow  # tests/campaign has kills that are always run
+@pytest.mark.parametrize(("world_size", "other", "bits"), [(2, 1, None), (1, 2, None), (2, 1, 4)])
 def test_third_differential_after_a_kill(
     workers: Workers, tmp_path: Path, world_size: int, other: int, bits: int | None
 ) -> None:

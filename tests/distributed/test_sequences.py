@@ -119,7 +119,7 @@ def test_a_wrong_predictor_is_found(workers: Workers, sabotage: str) -> None:
         grow(Run(workers, sabotage=sabotage))
 
 
-@pytest.mark.parametrize("background", ["thread", "process"])
+@pytest.mark.parametrize("background", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_failing_in_parts(workers: Workers, background: str) -> None:
     """Training waits for memory that is not given back in the ordinary way."""
     run = Run(workers, backgrounds=(background,))

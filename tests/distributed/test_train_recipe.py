@@ -121,6 +121,7 @@ def test_the_same_seed_gives_the_same_bits(run: Run, tmp_path: Path) -> None:
     assert again.named("eval") == run.named("eval")
 
 
+@pytest.mark.slow
 def test_plan_and_pipeline_change_no_bit(run: Run, tmp_path: Path) -> None:
     """The pipeline that GPUs use, here with its evaluations at other steps and another plan."""
     other = train(
@@ -148,6 +149,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow  # tests/crash has kills of this recipe that are always run
 def test_a_killed_rank_costs_no_sample_and_no_bit(run: Run, tmp_path: Path) -> None:
     """Nor do the batches that the pipeline had read when it died."""
     killed = train(

@@ -46,7 +46,7 @@ def restarted(folder: Path, program: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "program",
     [
-        "two_towers",
+        pytest.param("two_towers", marks=pytest.mark.slow),
         pytest.param("dlrm_schedule", marks=pytest.mark.slow),
         pytest.param("transformer", marks=pytest.mark.slow),
         pytest.param("quickstart", marks=pytest.mark.slow),

@@ -9,8 +9,7 @@ from tests.programs.resuming import compare, compare_bytes
 from tests.programs.variations import VARIATIONS
 
 OFTEN = {
-    *("WarmUpAroundAll", "WarmUpAndClippingInside", "GroupsByHand", "KernelsOwnRate", "KernelsLag"),
-    *("Dropped", "GrowingMetric", "ReplayBuffer", "Normalised"),
+    *("WarmUpAndClippingInside", "GroupsByHand", "KernelsLag", "ReplayBuffer", "Normalised"),
 }
 """Those that each `make test` runs."""
 

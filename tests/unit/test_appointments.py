@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun import appointments
 from torchrec_checknrun.appointments import LEAD, Appointments
 from torchrec_checknrun.errors import StoreUnreachable
@@ -138,7 +139,7 @@ def run_in_turns(
     return words
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     order=st.lists(st.integers(0, 5), max_size=150),
     lengths=st.lists(st.integers(0, 12), min_size=2, max_size=3),
@@ -172,7 +173,7 @@ def test_all_act_or_none(
         assert len({words[rank].get(step - starts[rank]) for rank in there}) <= 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     order=st.lists(st.integers(0, 5), max_size=60),
     ranks=st.integers(2, 3),
@@ -290,12 +291,12 @@ def test_an_appointment_ahead_of_a_restored_step_is_kept(stores: list[dist.Store
     assert follower.agreed(13, None) == "save"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
-    order=st.lists(st.integers(0, 5), max_size=150),
+    order=st.lists(st.integers(0, 5), max_size=60),
     ranks=st.integers(2, 3),
     wishes=st.lists(st.sampled_from([None, *WORDS]), min_size=1, max_size=5),
-    restores=st.lists(st.tuples(st.integers(1, 9), st.integers(-12, 12)), max_size=3),
+    restores=st.lists(st.tuples(st.integers(1, 9), st.integers(-12, 12)), max_size=2),
     patience=st.sampled_from([0.0, 1.0, 60.0]),
     urgent=st.booleans(),
 )
@@ -307,9 +308,13 @@ def test_all_act_or_none_over_restores(
     patience: float,
     urgent: bool,
 ) -> None:
-    """Restores take all ranks to another step, after the same number of steps."""
+    """Restores take all ranks to another step, after the same number of steps.
+
+    Each of the two restores can make all miss a step, and so can ``order`` four times (three steps
+    ahead, six, twelve, twenty-four): the step after that is 64 leads ahead.
+    """
     steps: list[int] = []
-    for length, jump in [*restores, (8 * LEAD, 0)]:
+    for length, jump in [*restores, (80 * LEAD, 0)]:
         first = max(1, steps[-1] + 1 + jump) if steps else 20
         steps += range(first, first + length)
     words = run_in_turns(order, [steps] * ranks, wishes, patience, urgent)

@@ -55,7 +55,7 @@ def test_memory() -> None:
         assert one.of_budget == one.peak / (4 << 20)
 
 
-@pytest.mark.parametrize("name", ["disturbance", "stall"])
+@pytest.mark.parametrize("name", [pytest.param("disturbance", marks=pytest.mark.slow), "stall"])
 def test_what_training_sees_of_a_save(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     count = ["--saves", "2"] if name == "disturbance" else ["--intervals", "3"]

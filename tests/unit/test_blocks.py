@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.boxes import tilings
 from torchrec_checknrun.block_restore import BlockRestore, SavedBlocks, saved_blocks
 from torchrec_checknrun.blocks import Block, BlockSummary, Path, block_header, check_blocks
@@ -230,7 +231,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, list[Box], list[Box], int]:
     return values, draw(tilings(box)), draw(tilings(box)), draw(st.integers(1, 300))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(cases(), st.data())
 def test_any_cut_into_any_other(
     case: tuple[torch.Tensor, list[Box], list[Box], int], data: st.DataObject

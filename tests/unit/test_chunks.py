@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun import encoded_rows
 from torchrec_checknrun.chunks import EncodedChunk, decode_state_chunk, state_chunk
 from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, RowContext, Rowwise
@@ -90,7 +91,7 @@ def shards_and_rows(draw: st.DrawFn) -> tuple[LocalShard, Rows]:
     return shard, shard.gather(torch.tensor(local) + shard.rectangle.row_start)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(shards_and_rows(), st.sampled_from(CODECS))
 def test_round_trip(shard_and_rows: tuple[LocalShard, Rows], codec: Codec) -> None:
     shard, rows = shard_and_rows
@@ -123,7 +124,7 @@ def test_round_trip(shard_and_rows: tuple[LocalShard, Rows], codec: Codec) -> No
     assert header.optimizer == {n: (s.dtype, s.dim() == 1) for n, s in rows.optimizer.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(shards_and_rows(), st.sampled_from(CODECS))
 def test_the_entry_accounts_for_every_byte(
     shard_and_rows: tuple[LocalShard, Rows], codec: Codec
@@ -259,7 +260,7 @@ def example(codec: Codec | None = None) -> tuple[dict[str, Any], bytes]:
     return stored(encode(shard, rows, codec or Exact()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 500), st.binary(max_size=5))
 def test_a_payload_of_another_length(length: int, more: bytes) -> None:
     entry, payload = example(Rowwise(8))
@@ -372,7 +373,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data(), JUNK)
 def test_no_field_can_crash_a_reader(data: st.DataObject, junk: object) -> None:
     """What decodes in spite of another value in a field is still of the promised shape."""

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.chains import (
     CODECS,
     DIM,
@@ -72,7 +73,7 @@ def reader_of(root: Folder, head: str, cache_bytes: int = 1 << 20) -> TableReade
     return TableReader(content_of(root, head), TABLE, ChunkCache(root, cache_bytes))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 60), ranks=st.sampled_from([1, 3]))
 def test_rows_are_those_of_a_restore(data: st.DataObject, rows: int, ranks: int) -> None:
     chain = data.draw(random_parts(rows, CODECS))
@@ -95,7 +96,7 @@ def test_rows_are_those_of_a_restore(data: st.DataObject, rows: int, ranks: int)
     assert same_bits(some.optimizer["exp_avg"], wanted.exp_avg[ids])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 60))
 def test_differences_are_those_of_the_restored_tables(data: st.DataObject, rows: int) -> None:
     chain = data.draw(random_parts(rows, CODECS))

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.quantized_rows import decoded, random_rows, spoil, threads
 from torchrec_checknrun.codecs import (
     Bf16,
@@ -63,7 +64,7 @@ def same(one: Encoded, other: Encoded) -> bool:
 
 
 @every_codec
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(SEEDS, st.integers(0, 60), DIMS, st.sampled_from(DTYPES), st.sampled_from([1, 2, 3]))
 def test_rows_of_any_shape_and_type(
     codec: Codec, seed: int, n: int, dim: int, dtype: torch.dtype, number: int
@@ -257,7 +258,7 @@ def test_width_of_a_value(codec: Codec, bits: int) -> None:
     assert codec.value_bits == bits
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(DTYPES), st.integers(0, 5), st.integers(1, 9), st.data())
 def test_exact_keeps_every_bit(dtype: torch.dtype, n: int, dim: int, data: st.DataObject) -> None:
     """Any bit pattern: NaNs with payloads, negative zero, denormals, infinities; in parts, too."""

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.chains import (
     CODECS,
     DIM,
@@ -91,7 +92,7 @@ def states_of(root: Folder, name: str) -> dict[Any, Any]:
     }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 60), ranks=st.sampled_from([1, 3]))
 def test_random_chains(data: st.DataObject, rows: int, ranks: int) -> None:
     pytest.importorskip("kmeans1d", reason="encoding k-means codebooks needs kmeans1d")

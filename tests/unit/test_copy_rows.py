@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun import copy_rows as module
 from torchrec_checknrun.codecs.kernel import has_extension
 from torchrec_checknrun.copy_rows import Chosen, can_copy, copy_rows
@@ -24,7 +25,7 @@ def some(draw: st.DrawFn, rows: int, n: int) -> Chosen:
     return np.array(sorted(chosen), dtype=np.int64)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.sampled_from([torch.float32, torch.float16, torch.float64, torch.uint8]),
     st.sampled_from([None, 1, 3, 64]),

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.boxes import tilings
 from torchrec_checknrun.boxes import MOST_SPLIT, Box, overlap, tiles
 
@@ -25,7 +26,7 @@ def parts_within(draw: st.DrawFn) -> tuple[Box, list[Box]]:
     return whole, draw(st.permutations(parts))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(parts_within())
 def test_like_a_count_of_every_value(case: tuple[Box, list[Box]]) -> None:
     whole, parts = case
@@ -51,7 +52,7 @@ def test_more_cuts_than_can_be_looked_at() -> None:
     assert tiles(Box.whole([2] * MOST_SPLIT), [Box(spans) for spans in product(*halves[1:])])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(parts_within(), st.integers(1, 30))
 def test_pieces_are_small_and_lie_behind_each_other(case: tuple[Box, list[Box]], most: int) -> None:
     whole, parts = case

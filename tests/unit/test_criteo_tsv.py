@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from recipes.dlrm_criteo import criteo_tsv
 from recipes.dlrm_criteo.criteo_tsv import MAX_LINE, CriteoFormatError, CriteoTsv, parse_lines
 from recipes.dlrm_criteo.samples import Samples
+from tests.examples import examples
 from tests.unit.streams import (
     SIZES,
     Row,
@@ -275,7 +276,7 @@ def test_a_flood_of_blank_lines_does_not_fill_the_memory(
     assert dataset.bad_lines == 49_999
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     fields=st.lists(st.text("019afF-+.\rxé\0", max_size=20), min_size=40, max_size=40),
     few=st.sets(st.integers(0, 39), max_size=2),

@@ -62,7 +62,9 @@ QUANTIZATIONS = [
 ]
 
 
-@pytest.mark.parametrize("staging", ["auto", "copy", "encode"])
+@pytest.mark.parametrize(
+    "staging", ["auto", *(pytest.param(how, marks=pytest.mark.slow) for how in ("copy", "encode"))]
+)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=lambda q: f"{q.method}{q.bits or ''}")
 def test_the_default_device_changes_no_byte(
     tmp_path: Path, quantization: Quantization, staging: str

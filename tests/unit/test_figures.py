@@ -139,6 +139,7 @@ def test_a_state_is_put_back_to_the_bit(job: SmallJob) -> None:
         assert torch.equal(one, two)
 
 
+@pytest.mark.slow
 def test_branches_differ_by_what_restoring_lost(
     job: SmallJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ class TestGlobalPlan:
         for rank, summary in enumerate(summaries):
             keys = [f"{table}{rectangle}#0" for table, rectangle in summary.shards]
             keys += [f"state:{name}" for name in summary.replicated]
-            keys += [f"state:{name}@{rank}" for name in summary.per_rank]
+            keys += [f"state@{rank}:{name}" for name in summary.per_rank]
             items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in keys]
             plans.append(SavePlan(items, planner_data=summary))
         planned, metadata = SavePlanner().create_global_plan(plans)
@@ -143,7 +143,7 @@ class TestGlobalPlan:
     def test_per_rank_states_are_written_by_all(self) -> None:
         plans, whole = self.plan(*(self.summary(tables={}, per_rank=("rng",)) for _ in range(3)))
         keys = [[item.index.fqn for item in plan.items] for plan in plans]
-        assert keys == [["state:rng@0"], ["state:rng@1"], ["state:rng@2"]]
+        assert keys == [["state@0:rng"], ["state@1:rng"], ["state@2:rng"]]
         assert whole.states == {"rng": True}
 
     def test_a_state_that_only_some_ranks_have(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.quantized_rows import decoded, fbgemm_decode, random_rows, relative_errors
 from torchrec_checknrun.codecs import Method, Rowwise
 from torchrec_checknrun.codecs.greedy import BINS, FLAT, RATIOS, SAMPLE_ROWS, choose_greedy
@@ -106,7 +107,7 @@ def test_a_chunk_says_how_it_was_searched(
     assert recorded["ratio"] == (given_ratio or recorded["ratio"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 20), st.integers(1, 40), st.sampled_from(NARROW))
 def test_any_block_has_a_choice(seed: int, n: int, dim: int, bits: int) -> None:
     rows = random_rows(seed, 20, dim)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.quantized_rows import (
     decoded,
     random_rows,
@@ -74,7 +75,7 @@ def bits_at(score: np.ndarray, offset: float) -> np.ndarray:
     return np.where(score + offset > 6, 8, np.where(score + offset > 3, 4, 2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(1, 80), st.integers(1, 40), st.floats(-10, 20), st.booleans())
 def test_the_width_of_a_row_is_as_the_formula_says(
     seed: int, n: int, dim: int, offset: float, by_id: bool
@@ -101,7 +102,7 @@ def test_an_untrained_row_gets_the_least_width() -> None:
     assert widths_of(none, 6).tolist() == [2] * 6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(1, 200), BUDGETS)
 def test_no_larger_offset_is_within_the_budget(seed: int, n: int, budget: float) -> None:
     """Of rows of one norm and sums so far apart that every border passes one row at a time."""
@@ -119,7 +120,7 @@ def test_no_larger_offset_is_within_the_budget(seed: int, n: int, budget: float)
     assert mean == max(each for each in means if each <= budget)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SEEDS, st.integers(1, 120), BUDGETS)
 def test_a_budget_is_never_exceeded(seed: int, n: int, budget: float) -> None:
     rows = spoil(random_rows(seed, n, 9), seed)
@@ -133,7 +134,7 @@ def test_four_bits_on_average_unless_said_otherwise() -> None:
     assert ImportanceWeighted(offset=3.0).mean_bits is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(0, 90), st.integers(1, 70), BUDGETS, st.data())
 def test_rows_are_those_of_the_adaptive_codec(
     seed: int, n: int, dim: int, budget: float, data: st.DataObject
@@ -308,7 +309,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(JUNK, st.integers(0, 2), st.sampled_from(["groups", "group", "rows", "exponent"]))
 def test_no_parameter_can_crash_a_reader(junk: object, group: int, where: str) -> None:
     _, encoded = example()

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun import Quantization
 from torchrec_checknrun.codecs import ImportanceWeighted, RowContext
 from torchrec_checknrun.importance_budget import Survey, constants, survey, with_constant
@@ -65,7 +66,7 @@ def mean_bits(snapshots: list[ShardSnapshot], codec: ImportanceWeighted) -> floa
     return sum(float(w.sum()) * dim for w, dim in parts) / sum(len(w) * dim for w, dim in parts)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SEEDS, st.floats(2.2, 7.8), st.integers(1, 5))
 def test_the_budget_is_kept_over_all_tables(seed: int, budget: float, tables: int) -> None:
     rng = np.random.default_rng(seed)
@@ -151,7 +152,7 @@ def test_no_rows_and_no_state() -> None:
     assert with_constant(encoding, {}) is encoding
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SEEDS, st.integers(1, 3000), st.integers(1, 200), st.booleans())
 def test_a_sample_is_spread_evenly(seed: int, rows: int, size: int, some: bool) -> None:
     snapshot = shard("t", rows, 1, 0.0)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun.in_order import Stage, Turn, Work, work_in_order
 
 
@@ -48,7 +49,7 @@ def test_turns_come_in_order_and_one_at_a_time(threads: int) -> None:
     assert passed == [number for number in range(60) if number % 7 != 3]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans()), max_size=40),
     st.sampled_from([1, 2, 5]),

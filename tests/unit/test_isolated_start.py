@@ -36,7 +36,15 @@ process.close()
 """
 
 
-@pytest.mark.parametrize("how", ["script", "module", "command", "standard input"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "script",
+        pytest.param("module", marks=pytest.mark.slow),
+        pytest.param("command", marks=pytest.mark.slow),
+        "standard input",
+    ],
+)
 def test_planted_modules_do_not_run(tmp_path: Path, how: str) -> None:
     source = SCRIPT.format(planted=PLANTED)
     (tmp_path / "train.py").write_text(source)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.quantized_rows import (
     DTYPES,
     WIDTHS,
@@ -90,7 +91,7 @@ def test_the_plain_build_runs_anywhere() -> None:
 
 @pytest.mark.parametrize("method", list(Method))
 @pytest.mark.parametrize("bits", WIDTHS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     SEEDS,
     st.integers(1, 70),
@@ -131,7 +132,7 @@ def test_no_rows(build: str) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SEEDS, st.integers(1, 40), st.integers(1, 40), st.sampled_from([2, 4, 8]))
 def test_asymmetric_bytes_are_fbgemms(build: str, seed: int, n: int, words: int, bits: int) -> None:
     """Also of constant rows, and where a row's least value is a zero of either sign."""
@@ -153,7 +154,7 @@ def test_signed_zeros_are_fbgemms(build: str, bits: int) -> None:
         assert torch.equal(data, fbgemm_encode(rows, bits))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(SEEDS, st.integers(1, 40), DIMS, st.sampled_from([2, 4, 8]), st.sampled_from(list(Method)))
 def test_fbgemm_decodes_every_method(
     seed: int, n: int, dim: int, bits: int, method: Method
@@ -166,7 +167,7 @@ def test_fbgemm_decodes_every_method(
     assert torch.equal(theirs[:, :dim], decode(data, bits, dim))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, DIMS, st.sampled_from((2, 3, 4)), st.sampled_from(BUILDS or [""]))
 def test_packing(seed: int, dim: int, bits: int, build: str) -> None:
     """Against a plain reference: codes from the lowest bits up, then scale and bias; at 3 bit, of
@@ -204,7 +205,7 @@ def test_any_number_of_threads(bits: int, method: Method) -> None:
         assert torch.equal(values, results[0][2])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SEEDS, st.sampled_from(WIDTHS), st.sampled_from(list(Method)), st.sampled_from(DTYPES))
 def test_rows_further_apart_than_their_length(
     seed: int, bits: int, method: Method, dtype: torch.dtype
@@ -222,7 +223,7 @@ def test_rows_further_apart_than_their_length(
     assert same_bits(target, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.booleans(), st.booleans())
 def test_some_of_the_encoded_rows(
     seed: int, bits: int, dtype: torch.dtype, by_ids: bool, compiled: bool

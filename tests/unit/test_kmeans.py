@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun.codecs.kmeans import WIDTHS, KMeans, require_kmeans1d
 from torchrec_checknrun.errors import UnsupportedFormat
 
@@ -68,7 +69,7 @@ def least_error(row: list[float], k: int) -> float:
     return float(np.sqrt(best[n]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SEEDS, st.integers(1, 20), st.sampled_from((2, 3, 4)))
 def test_no_codebook_of_a_row_is_better(seed: int, dim: int, bits: int) -> None:
     rows = hard_rows(seed, 3, dim)
@@ -80,7 +81,7 @@ def test_no_codebook_of_a_row_is_better(seed: int, dim: int, bits: int) -> None:
         assert float((again - row).norm()) <= least + rounding
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(1, 12), st.integers(1, 70), st.sampled_from(CODECS))
 def test_any_shape_within_the_bound(seed: int, n: int, dim: int, codec: KMeans) -> None:
     """A row never loses more than what its elements differ by, whatever its block's codebook."""

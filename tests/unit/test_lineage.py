@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun import Consecutive, Decision, Full, Intermittent, OneShot, Policy
 from torchrec_checknrun.chain import Chain
 from torchrec_checknrun.lineage import Lineage, Proposal
@@ -284,7 +285,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(POLICIES), ACTIONS)
 def test_any_history(policy: Policy, actions: list[tuple[str, int | None, int]]) -> None:
     """Whatever happens: a chain holds together, never mixes forks, and never keeps a loss."""

@@ -10,6 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
 from torchrec_checknrun.manifest import (
     FORMAT_VERSION,
@@ -99,7 +100,7 @@ def rewritten(change: dict[str, Any], **document: Any) -> bytes:
     return json.dumps({"checksum": checksum, "manifest": content, **document}).encode()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(manifests())
 def test_round_trip(manifest: Manifest) -> None:
     parsed = parse_manifest(manifest.to_bytes(), "here")
@@ -139,7 +140,7 @@ def test_every_flipped_bit_is_detected() -> None:
             assert (data[place], damaged[place]) == (ord("e"), ord("E"))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0), st.integers(0, 40), st.binary(max_size=40))
 def test_other_damage_is_detected(place: int, length: int, content: bytes) -> None:
     """What is read in spite of it (a space more, say) is what was written."""
@@ -257,7 +258,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(FIELDS, VALUES)
 def test_no_field_can_crash_a_reader(name: str, value: object) -> None:
     try:
@@ -279,7 +280,7 @@ def test_derived_figures() -> None:
     assert replace(manifest, tables={}).modified_fraction == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 10**12), st.integers(0, 10**12), st.integers(0, 2**32 - 1))
 def test_ids_carry_their_sequence(sequence: int, step: int, attempt: int) -> None:
     name = checkpoint_id(sequence, step, f"{attempt:08x}")

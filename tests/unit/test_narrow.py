@@ -6,6 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun.codecs.narrow import Bf16, Fp16, Narrow
 from torchrec_checknrun.errors import UnsupportedFormat
 
@@ -47,7 +48,7 @@ def bits(values: torch.Tensor) -> list[int]:
     return values.contiguous().view(torch.uint8).flatten().tolist()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(ROWS, st.sampled_from(CODECS))
 @example([[65504.0], [65519.0], [65520.0]], CODECS[0])
 @example([[1e-7, 1e-7], [1e-7, 1.0], [0.0, 0.0]], CODECS[0])

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.chains import new_root
 from tests.unit.plain_states import load, save
 from torchrec_checknrun.differences import same
@@ -67,14 +68,14 @@ def described(value: object) -> Any:
     return type(value), repr(value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(VALUES)
 def test_every_value_is_what_it_was(value: object) -> None:
     assert described(again(value)) == described(value)
     assert same(value, again(value))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(MEMBERS, max_size=6), st.randoms())
 def test_the_order_of_a_set_is_no_matter(members: list[Any], random: Any) -> None:
     members = list(set(members))

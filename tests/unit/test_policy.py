@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun import Consecutive, Decision, Full, Intermittent, OneShot, Policy
 from torchrec_checknrun.manifest import Manifest, RankFile, TableTotals
 
@@ -32,7 +33,7 @@ HISTORIES = st.integers(1, 30).map(
         (Consecutive(), Decision.SINCE_LAST),
     ],
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(history=HISTORIES)
 def test_decisions(policy: Policy, decision: Decision, history: tuple[Manifest, ...]) -> None:
     assert policy.decide(history) is decision

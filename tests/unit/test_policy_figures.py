@@ -19,6 +19,7 @@ from recipes.figures.lookups import Lookups, batches_until, read_slots
 from recipes.figures.policies import POLICIES, simulate
 from recipes.figures.simulated_run import Run
 from recipes.figures.small_job import small_job
+from tests.examples import examples
 from torchrec_checknrun import Checkpointer, Decision, Quantization
 from torchrec_checknrun.chain import committed, read_manifest
 from torchrec_checknrun.filesystem import Folder
@@ -35,7 +36,7 @@ class InTurns:
         return [*kinds, Decision.FULL][len(history) - 1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     slots=st.lists(st.integers(0, 20), min_size=1, max_size=6),
     seed=st.integers(0, 100),

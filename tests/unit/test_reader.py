@@ -21,6 +21,7 @@ from recipes.dlrm_criteo.criteo_tsv import CriteoTsv
 from recipes.dlrm_criteo.reader import Reader
 from recipes.dlrm_criteo.samples import ChunkedDataset, Samples
 from recipes.dlrm_criteo.synthetic import Synthetic
+from tests.examples import examples
 from tests.unit.streams import (
     SIZES,
     assert_equal,
@@ -96,7 +97,7 @@ def case(
         yield build(request.param, tmp_path_factory.mktemp("data"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_same_sequence_on_any_ranks_and_over_any_restarts(case: Case, data: st.DataObject) -> None:
     total = len(case.training.labels)

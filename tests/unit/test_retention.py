@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun.manifest import Manifest, checkpoint_id
 from torchrec_checknrun.retention import Retention, judge, left_behind
 
@@ -238,7 +239,7 @@ def histories(draw: st.DrawFn) -> list[Manifest]:
     return made
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(
     made=histories(),
     keep=st.integers(1, 4),

@@ -9,6 +9,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun import row_ids
 from torchrec_checknrun.errors import CorruptCheckpoint
 
@@ -61,7 +62,7 @@ def all_layouts(ids: list[int]) -> dict[str, bytes]:
     return layouts | {f"{name}_zstd": compressed(data) for name, data in layouts.items()}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(SORTED_IDS)
 def test_round_trip_in_the_fewest_bytes(ids: np.ndarray) -> None:
     encoding, data, first, last, count = encode(ids)
@@ -73,7 +74,7 @@ def test_round_trip_in_the_fewest_bytes(ids: np.ndarray) -> None:
     assert len(data) == min(map(len, layouts.values()))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(SORTED_IDS, st.data())
 def test_every_encoding_is_read(ids: np.ndarray, data: st.DataObject) -> None:
     layouts = all_layouts(ids.tolist())
@@ -157,7 +158,7 @@ def test_memory_is_a_few_bytes_per_row(share: float) -> None:
     assert decoding_peak < 6 * len(ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(SORTED_IDS, st.data())
 def test_damage_is_noticed_or_harmless(ids: np.ndarray, data: st.DataObject) -> None:
     """Whatever is decoded has the promised first, last and count, sorted and distinct."""

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.chains import (
     CODECS,
     DIM,
@@ -54,7 +55,7 @@ def assert_same(shards: list[LocalShard], wanted: list[LocalShard]) -> None:
             assert same_bits(state, plain.optimizer[name]), (shard, name)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 60), threads=st.sampled_from([1, 1, 3]))
 def test_random_chains(data: st.DataObject, rows: int, threads: int) -> None:
     chain = data.draw(random_parts(rows, CODECS))
@@ -70,7 +71,7 @@ def test_random_chains(data: st.DataObject, rows: int, threads: int) -> None:
         assert (marked(of_shard) == plain).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 40), threads=st.sampled_from([1, 3]))
 def test_random_chains_into_other_columns(data: st.DataObject, rows: int, threads: int) -> None:
     chain = data.draw(random_parts(rows))
@@ -211,7 +212,7 @@ class TestHowRowsAreWritten:
         self.check(root, shards)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.sampled_from([1, 7, 8, 100, 1000]),
     data=st.data(),

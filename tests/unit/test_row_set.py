@@ -8,12 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun import row_set
 from torchrec_checknrun.codecs.kernel import has_extension
 from torchrec_checknrun.row_set import RowSet
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(
     st.lists(st.sampled_from([0, 0, 1, 2, 3, 4, 128, 255]), max_size=200),
     st.sampled_from([1, 2, 128, 255]),

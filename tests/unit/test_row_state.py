@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun.codecs.row_state import (
     STATE_SCHEMES,
     decode_state,
@@ -61,7 +62,7 @@ def test_fp32_is_exact_in_every_dtype(dtype: torch.dtype) -> None:
     assert bits(decoded) == bits(values)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(STATE)
 def test_bf16_rounds(state: list[float]) -> None:
     values = torch.tensor(state, dtype=torch.float32)
@@ -78,7 +79,7 @@ def test_bf16_rounds(state: list[float]) -> None:
         assert torch.equal(round_trip(decoded, "bf16")[0], decoded)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(STATE, st.sampled_from([torch.float32, torch.float64]))
 @example([2.0**-149, float(np.finfo(np.float32).max)], torch.float32)
 @example([1.0, float(np.nextafter(np.float32(1), np.float32(2)))], torch.float32)
@@ -103,7 +104,7 @@ def test_log8_is_within_half_a_step(state: list[float], dtype: torch.dtype) -> N
     assert bool((after[before == high] == high).all())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(STATE, st.sampled_from(FLOATS))
 def test_log8_of_what_log8_gave_changes_nothing(state: list[float], dtype: torch.dtype) -> None:
     values = torch.tensor(state, dtype=torch.float64).clamp(max=6e4).to(dtype)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.quantized_rows import (
     DTYPES,
     LEAST,
@@ -49,7 +50,7 @@ def unquantizable(rows: torch.Tensor, bits: int, method: str) -> list[int]:
     return wrong.nonzero().view(-1).tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     SEEDS,
     ROWS,
@@ -75,7 +76,7 @@ def test_every_element_is_within_the_bound(
     assert bool((error <= bound).all()), (error - bound).max()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(SEEDS, ROWS, DIMS, st.sampled_from((2, 3, 4)), st.sampled_from(["greedy", "adaptive"]))
 def test_a_search_never_makes_a_row_worse(
     seed: int, n: int, dim: int, bits: int, method: str
@@ -88,7 +89,7 @@ def test_a_search_never_makes_a_row_worse(
     assert bool((error <= (plain.double() - values).norm(dim=1)).all())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(SEEDS, st.integers(1, 4), DIMS, st.sampled_from(ALL))
 def test_exceptions_are_the_rows_that_are_not_held(
     seed: int, n: int, dim: int, how: tuple[int, str]
@@ -260,7 +261,7 @@ def repeated(codec: Rowwise, rows: torch.Tensor, passes: int) -> tuple[torch.Ten
     return first, last
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     SEEDS,
     st.integers(1, 130),
@@ -295,7 +296,7 @@ def test_ten_passes_through_a_table_of_half_precision(
         assert float(added) <= 1e-3
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(SEEDS, st.integers(1, 60), DIMS, st.sampled_from(ALL), st.data())
 def test_a_part_is_that_part_of_the_whole(
     seed: int, n: int, dim: int, how: tuple[int, str], data: st.DataObject
@@ -310,7 +311,7 @@ def test_a_part_is_that_part_of_the_whole(
     assert torch.equal(part, whole[start : start + len(part)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, DIMS, st.sampled_from(ALL))
 def test_a_row_does_not_depend_on_its_neighbours(seed: int, dim: int, how: tuple[int, str]) -> None:
     rows = random_rows(seed, 19, dim, how[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,12 +79,15 @@ class LyingStore(MemoryFileSystem):
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
         if LyingStore.times > 0:
             LyingStore.times -= 1
-            changed = {"half": value[: len(value) // 2], "none": b"", "other": value[::-1]}
+            part = value[: len(value) // 2]
+            changed = {"half": part, "none": b"", "other": value[::-1], "half, and fails": part}
             value = changed.get(self.how, value)
         if mode == "create" and self.exists(path):
             raise FileExistsError(path)
         with MemoryFileSystem.open(self, path, "wb") as file:
             file.write(value)
+        if self.how == "half, and fails":
+            raise OSError(errno.ENOSPC, "says the test")
 
 
 fsspec.register_implementation("lying", LyingStore, clobber=True)
@@ -155,6 +159,12 @@ def test_of_a_new_record_nothing_torn_is_left(folder: Callable[..., Folder], how
         folder(how).put("manifest.json", CONTENT, new=True)
     if how != "other":  # it may be another writer's
         assert folder("honest").names() == []
+
+
+def test_a_put_that_fails_half_way_leaves_nothing(folder: Callable[..., Folder]) -> None:
+    with pytest.raises(StorageFailed, match="says the test"):
+        folder("half, and fails").put("epoch-00000001.json", CONTENT, new=True)
+    assert folder("honest").names() == []
 
 
 @pytest.mark.parametrize("most", [1, 7, 1 << 20])

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun import staged as module
 from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.codecs.kernel import has_extension
@@ -26,7 +27,7 @@ def sorted_rows(draw: st.DrawFn, rows: int) -> torch.Tensor:
     return torch.tensor(sorted(chosen))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     st.sampled_from([1, 3, 64]),

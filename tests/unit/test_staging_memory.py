@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun import staging_memory
 from torchrec_checknrun.staging_memory import (
     ALIGNMENT,
@@ -24,7 +25,7 @@ from torchrec_checknrun.staging_memory import (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 600), max_size=60),
     size=st.integers(10, 40).map(lambda n: n * ALIGNMENT),

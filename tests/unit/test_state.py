@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun.chunks import decode_state_chunk, state_chunk
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, UnsupportedState
 from torchrec_checknrun.state import check_state, decode_state, encode_state, merge_state
@@ -124,7 +125,7 @@ STATES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(STATES)
 def test_round_trip(value: object) -> None:
     assert_same(round_trip(value), value)
@@ -297,7 +298,7 @@ def test_an_entry_without_a_tree() -> None:
         decode_state_chunk({"kind": "state", "name": "reader"}, b"")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(STATES, st.data())
 def test_a_payload_cut_short_is_noticed(value: object, data: st.DataObject) -> None:
     chunk = state_chunk("reader", None, *encode_state(value, "reader"))

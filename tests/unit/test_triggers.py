@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun import preemption
 from torchrec_checknrun.appointments import LEAD
 from torchrec_checknrun.preemption import Preemption
@@ -82,7 +83,7 @@ class ThreadRanks(Ranks):
 ALONE = Ranks.of(None)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(every=st.integers(1, 7), start=st.integers(0, 20))
 def test_every_steps(every: int, start: int) -> None:
     schedule = Schedule([EverySteps(every)], ALONE)

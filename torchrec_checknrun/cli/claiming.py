@@ -9,6 +9,7 @@ import typer
 
 from torchrec_checknrun.cli.output import Root, SomeIds, open_root, print_table, say
 from torchrec_checknrun.control_records import Damage, find_damage
+from torchrec_checknrun.empty_root import require_root
 from torchrec_checknrun.errors import CheckNRunError
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do it without asking.")]
@@ -19,6 +20,7 @@ def unlock(root: Root, yes: Yes = False) -> None:
     from torchrec_checknrun import takeover
 
     folder = open_root(root)
+    require_root(folder)
     found = takeover.holder_of(folder)
     if found is None or found[1].free:
         why = "nobody has claimed it" if found is None else f"{found[0].holder} {found[1].why}"
@@ -34,7 +36,7 @@ def unlock(root: Root, yes: Yes = False) -> None:
         "this root, and what it trained since its last checkpoint is lost unless it saves elsewhere"
     )
     _confirm("Take its right to commit away?", yes)
-    takeover.unlock(folder)
+    takeover.unlock(folder, expected=claim.epoch)
     say(f"{folder} is free; {takeover.restores(folder)}")
 
 
@@ -50,6 +52,7 @@ def repair(
     from torchrec_checknrun import takeover
 
     folder = open_root(root)
+    require_root(folder)
     damage = find_damage(folder)
     for path, what in damage.claims.items():
         say(f"{path}: {what}", style="red")
@@ -71,7 +74,7 @@ def repair(
             "nothing more"
         )
     _confirm("Write them anew?", yes)
-    takeover.repair(folder, ignore or ())
+    takeover.repair(folder, ignore or (), expected=damage.highest)
     say(f"repaired; {takeover.restores(folder)}")
 
 
@@ -86,12 +89,17 @@ def adopt(root: Root, ids: SomeIds, yes: Yes = False) -> None:
     from torchrec_checknrun import takeover
 
     folder = open_root(root)
+    require_root(folder)
+    new = takeover.adoptable(folder, ids)
+    if not new:
+        say(f"{', '.join(ids)}: counts already; {takeover.restores(folder)}")
+        return
     say(
-        f"{', '.join(ids)}: committed when another writer had taken {folder} over already; a "
+        f"{', '.join(new)}: committed when another writer had taken {folder} over already; a "
         "restore may choose what counts, and its steps replace what that other writer trained"
     )
     _confirm("Make them count?", yes)
-    new = takeover.adopt(folder, ids)
+    new = takeover.adopt(folder, new)
     say(f"{len(new)} more count now; {takeover.restores(folder)}")
 
 

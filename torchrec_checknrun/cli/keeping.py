@@ -17,6 +17,7 @@ from torchrec_checknrun.cli.output import (
     say,
     size,
 )
+from torchrec_checknrun.empty_root import require_root
 from torchrec_checknrun.errors import CheckpointNotFound
 from torchrec_checknrun.retention import Retention
 
@@ -40,7 +41,9 @@ def prune(
         retention = Retention(keep, every_hours)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    done = pruning.prune(open_root(root), retention, dry_run=dry_run)
+    folder = open_root(root)
+    require_root(folder)
+    done = pruning.prune(folder, retention, dry_run=dry_run)
     if as_json:
         print_json(
             {

@@ -37,17 +37,9 @@ def chain_of(root: Folder, id: str | None) -> Chain:
     Raises:
         CheckpointNotFound, ChainBroken, CorruptCheckpoint, UnsupportedFormat: there is none.
     """
-    from torchrec_checknrun.chain import newest, resolve
-    from torchrec_checknrun.errors import ChainBroken, CheckpointNotFound
+    from torchrec_checknrun.chain import newest_required, resolve
 
-    if id is not None:
-        return resolve(root, id)
-    chain, problems = newest(root)
-    if chain is not None:
-        return chain
-    if problems:
-        raise ChainBroken(f"{root} holds no whole chain: {'; '.join(problems)}")
-    raise CheckpointNotFound(f"no committed checkpoint in {root}")
+    return newest_required(root) if id is None else resolve(root, id)
 
 
 def cat(
