@@ -195,7 +195,7 @@ def test_waiting_for_the_one_before_is_a_stall(
     write: Write = background.write_rank_file
 
     def slow(*args: Any) -> Any:
-        time.sleep(0.5)
+        time.sleep(1.0)
         return write(*args)
 
     monkeypatch.setattr(background, "write_rank_file", slow)
@@ -208,8 +208,8 @@ def test_waiting_for_the_one_before_is_a_stall(
         callbacks=[lambda report: stalls.append(report.stall_seconds)],
     ) as saver:
         train(job, saver, 3)
-    assert stalls[0] < 0.4
-    assert min(stalls[1:]) > 0.4
+    assert stalls[0] < 0.9
+    assert min(stalls[1:]) > 0.9
 
 
 def test_a_report_is_given_once_and_to_somebody(tmp_path: Path, job: Job) -> None:
