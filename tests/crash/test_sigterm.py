@@ -23,7 +23,7 @@ from torchrec_checknrun.sigterm import EXIT_CODE
 
 REPOSITORY = Path(__file__).parents[2]
 GIVES_UP_SECONDS = 10.0
-"""Half of the grace time that ranks here would wait for an answer: two seconds, on a busy machine."""
+"""Half of the grace time that ranks here would wait: two seconds, on a busy machine."""
 
 
 class Job:
