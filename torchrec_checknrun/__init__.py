@@ -12,20 +12,25 @@ from typing import TYPE_CHECKING
 from torchrec_checknrun.version import __version__
 
 if TYPE_CHECKING:
-    from torchrec_checknrun.bitwidth import expected_restores
-    from torchrec_checknrun.checkpointer import Checkpointer
-    from torchrec_checknrun.compaction import compact
-    from torchrec_checknrun.load_planner import LoadPlanner
-    from torchrec_checknrun.per_rank import PerRank, Replicated
-    from torchrec_checknrun.policy import Consecutive, Decision, Full, Intermittent, OneShot, Policy
-    from torchrec_checknrun.quantization import Quantization
-    from torchrec_checknrun.report import CheckpointReport, RestoreReport
-    from torchrec_checknrun.retention import Retention
-    from torchrec_checknrun.save_planner import SavePlanner
-    from torchrec_checknrun.storage import StorageReader, StorageWriter
-    from torchrec_checknrun.tracked import TrackedModel, TrackedShard, track
-    from torchrec_checknrun.tracking import Consumer
-    from torchrec_checknrun.triggers import (
+    from torchrec_checknrun.codecs.bitwidth import expected_restores
+    from torchrec_checknrun.codecs.quantization import Quantization
+    from torchrec_checknrun.model.marks import Consumer
+    from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard, track
+    from torchrec_checknrun.restore.plan import LoadPlanner
+    from torchrec_checknrun.restore.warm_start import load_tables
+    from torchrec_checknrun.root.policy import (
+        Consecutive,
+        Decision,
+        Full,
+        Intermittent,
+        OneShot,
+        Policy,
+    )
+    from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
+    from torchrec_checknrun.root.retention import Retention
+    from torchrec_checknrun.run.checkpointer import Checkpointer
+    from torchrec_checknrun.run.per_rank import PerRank, Replicated
+    from torchrec_checknrun.run.triggers import (
         AtEnd,
         EverySeconds,
         EverySteps,
@@ -33,41 +38,43 @@ if TYPE_CHECKING:
         OnSigterm,
         Trigger,
     )
-    from torchrec_checknrun.verification import verify
-    from torchrec_checknrun.warm_start import load_tables
+    from torchrec_checknrun.save.commit import StorageReader, StorageWriter
+    from torchrec_checknrun.save.planner import SavePlanner
+    from torchrec_checknrun.tools.compact import compact
+    from torchrec_checknrun.tools.verify import verify
 
 _HOME = {
-    "Checkpointer": "checkpointer",
-    "PerRank": "per_rank",
-    "Replicated": "per_rank",
-    "LoadPlanner": "load_planner",
-    "Consecutive": "policy",
-    "Decision": "policy",
-    "Full": "policy",
-    "Intermittent": "policy",
-    "OneShot": "policy",
-    "Policy": "policy",
-    "Quantization": "quantization",
-    "CheckpointReport": "report",
-    "RestoreReport": "report",
-    "Retention": "retention",
-    "SavePlanner": "save_planner",
-    "StorageReader": "storage",
-    "StorageWriter": "storage",
-    "TrackedModel": "tracked",
-    "TrackedShard": "tracked",
-    "track": "tracked",
-    "expected_restores": "bitwidth",
-    "compact": "compaction",
-    "load_tables": "warm_start",
-    "verify": "verification",
-    "Consumer": "tracking",
-    "AtEnd": "triggers",
-    "EverySeconds": "triggers",
-    "EverySteps": "triggers",
-    "Moment": "triggers",
-    "OnSigterm": "triggers",
-    "Trigger": "triggers",
+    "Checkpointer": "run.checkpointer",
+    "PerRank": "run.per_rank",
+    "Replicated": "run.per_rank",
+    "LoadPlanner": "restore.plan",
+    "Consecutive": "root.policy",
+    "Decision": "root.policy",
+    "Full": "root.policy",
+    "Intermittent": "root.policy",
+    "OneShot": "root.policy",
+    "Policy": "root.policy",
+    "Quantization": "codecs.quantization",
+    "CheckpointReport": "root.report",
+    "RestoreReport": "root.report",
+    "Retention": "root.retention",
+    "SavePlanner": "save.planner",
+    "StorageReader": "save.commit",
+    "StorageWriter": "save.commit",
+    "TrackedModel": "model.tracked",
+    "TrackedShard": "model.tracked",
+    "track": "model.tracked",
+    "expected_restores": "codecs.bitwidth",
+    "compact": "tools.compact",
+    "load_tables": "restore.warm_start",
+    "verify": "tools.verify",
+    "Consumer": "model.marks",
+    "AtEnd": "run.triggers",
+    "EverySeconds": "run.triggers",
+    "EverySteps": "run.triggers",
+    "Moment": "run.triggers",
+    "OnSigterm": "run.triggers",
+    "Trigger": "run.triggers",
 }
 
 __all__ = [

@@ -19,7 +19,7 @@ import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
 import numpy as np
 import torch
 
-from torchrec_checknrun import Quantization, row_ids
+from torchrec_checknrun import Quantization
 from torchrec_checknrun.codecs import (
     Codec,
     ImportanceWeighted,
@@ -31,6 +31,7 @@ from torchrec_checknrun.codecs import (
 from torchrec_checknrun.codecs.kernel import WIDTHS, row_bytes
 from torchrec_checknrun.codecs.kmeans import KMeans
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES, decode_state, encode_state
+from torchrec_checknrun.format import row_ids
 
 METHODS = ("asymmetric", "symmetric", "greedy", "adaptive")
 GATHERED = ((8, "asymmetric"), (4, "asymmetric"), (2, "asymmetric"), (4, "adaptive"))

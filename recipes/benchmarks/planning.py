@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tqdm import tqdm
 
 from recipes.benchmarks import machine
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME, Header, RankFile, TableTotals
-from torchrec_checknrun.progress import OptimizerProgress
-from torchrec_checknrun.rank_file import FileSummary
-from torchrec_checknrun.save_plan import CheckpointPlanner, OwnStorage, PlanSummary, Prepared
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, RankFile, TableTotals
+from torchrec_checknrun.format.rank_file import FileSummary
+from torchrec_checknrun.model.progress import OptimizerProgress
+from torchrec_checknrun.save.commit import StorageWriter
+from torchrec_checknrun.save.plan import CheckpointPlanner, OwnStorage, PlanSummary, Prepared
 from torchrec_checknrun.shards import Rectangle, TableShape
-from torchrec_checknrun.storage import StorageWriter
+from torchrec_checknrun.store.folder import Folder
 
 MOST_MANIFEST_BYTES = 4_000_000
 DIM, ROWS_PER_RANK = 64, 4096

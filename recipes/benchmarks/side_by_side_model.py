@@ -24,7 +24,7 @@ from recipes.benchmarks.side_by_side_trace import Kind, Trace
 from recipes.dlrm_criteo import sharding
 from recipes.dlrm_criteo.model import Architecture, initialise_dense, table_values
 from recipes.dlrm_criteo.train import CONFIGS
-from torchrec_checknrun.kernels import find_kernels
+from torchrec_checknrun.model.kernels import find_kernels
 from torchrec_checknrun.shards import LocalShard
 
 KAGGLE_ROWS = 33_762_577

@@ -13,10 +13,10 @@ import torch
 
 from recipes.figures.lookups import Lookups, Window
 from torchrec_checknrun import Decision, Policy
-from torchrec_checknrun.lineage import Lineage
-from torchrec_checknrun.manifest import Header, Manifest, RankFile, TableTotals
-from torchrec_checknrun.quantization import Encoding, Quantization
-from torchrec_checknrun.row_chunks import encode_rows
+from torchrec_checknrun.codecs.quantization import Encoding, Quantization
+from torchrec_checknrun.format.manifest import Header, Manifest, RankFile, TableTotals
+from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.shards import RowBlock, TableShape
 
 _SAMPLE_ROWS = 1024

@@ -11,16 +11,16 @@ from unittest import mock
 from tests.crash.faulty_store import Faults, Mode, Operation, patience
 from tests.crash.save_sweep import Tally
 from tests.unit.chains import DIM, Part, make_shards, restore, same_bits, write, write_chain
-from torchrec_checknrun import pruning
-from torchrec_checknrun.chain import committed, newest
-from torchrec_checknrun.compaction import compact
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import FOLDER
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.root import prune as pruning
+from torchrec_checknrun.root.chain import committed, newest
+from torchrec_checknrun.root.lease import FOLDER
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import LocalShard, Rectangle
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.tools.verify import verify
 
 ROWS = 30
 PLACE = Rectangle(0, ROWS, 0, DIM)

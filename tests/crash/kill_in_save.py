@@ -21,15 +21,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 
 from recipes.dlrm_criteo.train import main
 from tests.crash import kills
-from torchrec_checknrun import Checkpointer, pruning, saver
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import Lease
-from torchrec_checknrun.load_planner import LoadPlanner
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.new_file import NewFile
-from torchrec_checknrun.staged import StagedJob
-from torchrec_checknrun.staging import Staging
-from torchrec_checknrun.storage import StorageReader, StorageWriter
+from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.restore.plan import LoadPlanner
+from torchrec_checknrun.root import prune
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.run import saver
+from torchrec_checknrun.save.commit import StorageReader, StorageWriter
+from torchrec_checknrun.save.staged import StagedJob
+from torchrec_checknrun.save.staging import Staging
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.new_file import NewFile
 
 RUN_DIR = Path(next(a.split("=", 1)[1] for a in sys.argv if a.startswith("run_dir=")))
 RANK = int(os.environ["RANK"])
@@ -127,7 +129,7 @@ class Bomb:
         _replace(StagedJob, "encode", die_or_encode)
 
     def _arm_retention(self) -> None:
-        delete_all, delete = pruning._delete, Folder.delete
+        delete_all, delete = prune._delete, Folder.delete
         deleting: list[Folder] = []
 
         def delete_all_here(folder: Folder) -> None:
@@ -139,7 +141,7 @@ class Bomb:
             if self.kill.point == kills.RETENTION and deleting and name != MANIFEST_NAME:
                 self.explode()
 
-        _replace(pruning, "_delete", delete_all_here)
+        _replace(prune, "_delete", delete_all_here)
         _replace(Folder, "delete", delete_and_die)
 
     def _arm_save(self) -> None:

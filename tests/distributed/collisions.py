@@ -39,7 +39,7 @@ from tests.distributed import references
 from tests.distributed.models import CPU, gather, local_bytes
 from tests.distributed.zoo import Net, Zoo, ZooBatch, shard_net
 from torchrec_checknrun import Checkpointer, Consecutive, SavePlanner, StorageWriter, errors
-from torchrec_checknrun.kernels import find_modules
+from torchrec_checknrun.model.kernels import find_modules
 
 DIM, SAMPLES = 4, 6
 CHUNK_BYTES = 700

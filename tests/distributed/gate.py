@@ -19,12 +19,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.distributed.sequence_model import Point, Way
-from torchrec_checknrun.background import Background, Save
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.new_file import NewFile
-from torchrec_checknrun.storage import StorageWriter
-from torchrec_checknrun.write_process import WriteProcess
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.save.background import Background, Save
+from torchrec_checknrun.save.commit import StorageWriter
+from torchrec_checknrun.save.process import WriteProcess
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.new_file import NewFile
 
 PATIENCE = 60.0
 """Seconds until a test that hangs says so."""

@@ -26,9 +26,9 @@ from torchrec_checknrun import (
     PerRank,
     Quantization,
     Retention,
-    agreement,
 )
 from torchrec_checknrun.errors import RootNotShared
+from torchrec_checknrun.run import agreement
 
 Workers = Callable[[int], WorkerPool]
 

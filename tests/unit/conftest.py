@@ -16,7 +16,7 @@ from tests.unit.console import Console
 from tests.unit.tracked_model import make_model
 from torchrec_checknrun import TrackedModel, track
 from torchrec_checknrun.codecs import kernel
-from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.store.folder import Folder
 
 
 @pytest.fixture(params=["disk", "memory"])

@@ -14,15 +14,9 @@ import torch
 import xxhash
 
 from tests.unit.chains import DIM, TABLE, Part, make_shards, new_root, restore, write
-from torchrec_checknrun.block_restore import BlockRestore, saved_blocks
-from torchrec_checknrun.blocks import Block
 from torchrec_checknrun.boxes import Box
-from torchrec_checknrun.chain import committed, newest, resolve
-from torchrec_checknrun.chunks import EncodedChunk, state_tree
 from torchrec_checknrun.codecs import Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
-from torchrec_checknrun.compaction import compact
-from torchrec_checknrun.content_tree import with_blocks
-from torchrec_checknrun.differences import compare
+from torchrec_checknrun.codecs.quantization import Encoding
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckpointNotFound,
@@ -30,19 +24,25 @@ from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
     UnsupportedFormat,
 )
-from torchrec_checknrun.export import export_dcp, export_safetensors
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.lease import latest_claim
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.rank_file import FOOTER, MAGIC
-from torchrec_checknrun.read_chunks import read_chunk, read_content
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.format.chunk import EncodedChunk, state_tree
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.rank_file import FOOTER, MAGIC
+from torchrec_checknrun.format.reader import read_chunk, read_content
+from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.restore.blocks import BlockRestore, saved_blocks
+from torchrec_checknrun.restore.content_tree import with_blocks
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.chain import committed, newest, resolve
+from torchrec_checknrun.root.lease import latest_claim
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import Rectangle
-from torchrec_checknrun.table_reader import ChunkCache, TableReader
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.tools.diff import compare
+from torchrec_checknrun.tools.export import export_dcp, export_safetensors
+from torchrec_checknrun.tools.tables import ChunkCache, TableReader
+from torchrec_checknrun.tools.verify import verify
 
 ROWS = 60
 REFUSALS = (

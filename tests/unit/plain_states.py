@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_checknrun import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import Manifest
-from torchrec_checknrun.save_plan import CheckpointPlanner
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.save.plan import CheckpointPlanner
+from torchrec_checknrun.store.folder import Folder
 
 State = dict[str, Any]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import fsspec
 
-from torchrec_checknrun.chain import Chain
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import (
+from torchrec_checknrun.format.manifest import (
     MANIFEST_NAME,
     Link,
     Manifest,
@@ -14,6 +12,8 @@ from torchrec_checknrun.manifest import (
     TableTotals,
     checkpoint_id,
 )
+from torchrec_checknrun.root.chain import Chain
+from torchrec_checknrun.store.folder import Folder
 
 FILE = RankFile("rank-00000.bin", 10, 5, 5, "0" * 16, 1)
 TABLES = {"t": TableTotals(100, 8)}

@@ -17,9 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun import appointments
-from torchrec_checknrun.appointments import LEAD, Appointments
 from torchrec_checknrun.errors import StoreUnreachable
+from torchrec_checknrun.run import appointments
+from torchrec_checknrun.run.appointments import LEAD, Appointments
 
 WORDS = ["save", "end"]
 

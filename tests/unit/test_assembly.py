@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from torchrec_checknrun import Checkpointer
-from torchrec_checknrun.background import Background
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.save.background import Background
 
 
 def test_a_background_that_another_rank_could_not_make(

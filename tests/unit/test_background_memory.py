@@ -23,9 +23,11 @@ from tests.distributed.models import (
     scramble,
     uniform_plan,
 )
-from torchrec_checknrun import Checkpointer, Full, Quantization, background, staging_memory
+from torchrec_checknrun import Checkpointer, Full, Quantization
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.staging_memory import StagingMemory
+from torchrec_checknrun.save import background
+from torchrec_checknrun.save import memory as staging_memory
+from torchrec_checknrun.save.memory import StagingMemory
 
 
 @pytest.fixture(autouse=True)

@@ -12,21 +12,24 @@ import pytest
 from tests.unit.chains import Part, write
 from tests.unit.console import Console
 from tests.unit.test_pruning import leftover
-from torchrec_checknrun import chain, missing_root, pruning, takeover
-from torchrec_checknrun.chain import committed, newest
-from torchrec_checknrun.claims import latest_claim
-from torchrec_checknrun.counting import counting_ids
 from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
     RootInUse,
     StorageFailed,
 )
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.holder import Holder
-from torchrec_checknrun.lease import FOLDER, Lease
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.root import chain
+from torchrec_checknrun.root import prune as pruning
+from torchrec_checknrun.root.chain import committed, newest
+from torchrec_checknrun.root.claims import latest_claim
+from torchrec_checknrun.root.counting import counting_ids
+from torchrec_checknrun.root.holder import Holder
+from torchrec_checknrun.root.lease import FOLDER, Lease
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.run import missing_root
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools import takeover
 
 ROWS = 4
 ALL = [Part((0, 8), list(range(ROWS)), ROWS)]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.unit.boxes import tilings
-from torchrec_checknrun.block_restore import BlockRestore, SavedBlocks, saved_blocks
-from torchrec_checknrun.blocks import Block, BlockSummary, Path, block_header, check_blocks
 from torchrec_checknrun.boxes import Box
-from torchrec_checknrun.chunks import EncodedChunk
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, InvalidPlan
+from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.model.blocks import Block, BlockSummary, Path, block_header, check_blocks
+from torchrec_checknrun.restore.blocks import BlockRestore, SavedBlocks, saved_blocks
 
 PATH: Path = ("model", 3, "ids")
 SIZES = {"one": (11,), "two": (11, 6)}

@@ -16,12 +16,13 @@ import pytest
 from tests.crash.save_sweep import alone
 from tests.distributed.models import Job, gather
 from tests.unit.test_saver import checkpointer, make_job, restored, train
-from torchrec_checknrun import AtEnd, Checkpointer, background, staging
+from torchrec_checknrun import AtEnd, Checkpointer
 from torchrec_checknrun.errors import ModelPartlyRestored, SaveFailed
-from torchrec_checknrun.lineage import Lineage
-from torchrec_checknrun.saver import Saver
-from torchrec_checknrun.staged import StagedRows
-from torchrec_checknrun.tracked import TrackedModel
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.root.lineage import Lineage
+from torchrec_checknrun.run.saver import Saver
+from torchrec_checknrun.save import background, staging
+from torchrec_checknrun.save.staged import StagedRows
 
 _PATIENCE_SECONDS = 20.0
 

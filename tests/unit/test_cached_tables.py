@@ -25,7 +25,7 @@ from torchrec_checknrun import (
     load_tables,
     track,
 )
-from torchrec_checknrun.kernels import find_kernels
+from torchrec_checknrun.model.kernels import find_kernels
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -8,7 +8,21 @@ from pathlib import Path
 import pytest
 
 from tests.unit.small_roots import FILE, TABLES, begin, ids, put, remove
-from torchrec_checknrun.chain import (
+from torchrec_checknrun.errors import (
+    ChainBroken,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    UnsupportedFormat,
+)
+from torchrec_checknrun.format.manifest import (
+    MANIFEST_NAME,
+    Link,
+    Manifest,
+    TableTotals,
+    checkpoint_id,
+)
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.chain import (
     Chain,
     committed,
     highest_sequence,
@@ -16,26 +30,12 @@ from torchrec_checknrun.chain import (
     read_manifest,
     resolve,
 )
-from torchrec_checknrun.counting import counting
-from torchrec_checknrun.errors import (
-    ChainBroken,
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    UnsupportedFormat,
-)
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.lease import Lease
-from torchrec_checknrun.manifest import (
-    MANIFEST_NAME,
-    Link,
-    Manifest,
-    TableTotals,
-    checkpoint_id,
-)
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.retention import Retention
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.root.counting import counting
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.verify import verify
 
 
 def test_no_root(root: Folder) -> None:

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun import encoded_rows
-from torchrec_checknrun.chunks import EncodedChunk, decode_state_chunk, state_chunk
 from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, RowContext, Rowwise
+from torchrec_checknrun.codecs.quantization import Encoding
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat, UnsupportedTable
-from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.row_chunks import encode_rows, rows_header
+from torchrec_checknrun.format import row_values
+from torchrec_checknrun.format.chunk import EncodedChunk, decode_state_chunk, state_chunk
+from torchrec_checknrun.format.row_chunk import encode_rows, rows_header
+from torchrec_checknrun.format.row_reader import StoredRows, decode_rows
+from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
-from torchrec_checknrun.state import encode_state
-from torchrec_checknrun.stored_rows import StoredRows, decode_rows
 
 pytestmark = pytest.mark.usefixtures("each_kernel")
 
@@ -175,7 +175,7 @@ def test_mostly_rows_that_a_codec_would_destroy_are_a_chunk_stored_exactly() -> 
 
 @pytest.mark.parametrize("block_rows", [1, 7, 100])
 def test_blocks_are_parts_of_the_whole(block_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoded_rows, "BLOCK_BYTES", block_rows * 16 * 4)
+    monkeypatch.setattr(row_values, "BLOCK_BYTES", block_rows * 16 * 4)
     shard = make_shard(40, 16, states={"momentum1": (torch.float32, True)})
     shard.weight[::9] = float("inf")
     shard.optimizer["momentum1"].abs_()

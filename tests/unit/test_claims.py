@@ -11,26 +11,28 @@ import pytest
 
 from tests.unit.chains import Part, new_root, write
 from tests.unit.console import Console
-from torchrec_checknrun import claims, sealed, takeover
-from torchrec_checknrun.chain import committed, newest, read_manifest
-from torchrec_checknrun.claims import FOLDER, Claim, _read_claims, latest_claim, read_claims
-from torchrec_checknrun.control_records import find_damage
-from torchrec_checknrun.counting import counting_ids
 from torchrec_checknrun.errors import (
     CheckNRunError,
     ClaimDamaged,
     CorruptCheckpoint,
     RootInUse,
 )
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.holder import Holder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.lease import Lease
-from torchrec_checknrun.manifest import Manifest
-from torchrec_checknrun.pins import PINNED, pin
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.retention import Retention
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.format import sealed
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root import claims
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.chain import committed, newest, read_manifest
+from torchrec_checknrun.root.claims import FOLDER, Claim, _read_claims, latest_claim, read_claims
+from torchrec_checknrun.root.counting import counting_ids
+from torchrec_checknrun.root.holder import Holder
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.root.pins import PINNED, pin
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools import takeover
+from torchrec_checknrun.tools.control_records import find_damage
+from torchrec_checknrun.tools.verify import verify
 
 ROWS = 20
 ALL = [Part((0, 8), list(range(ROWS)), ROWS)]

@@ -22,11 +22,11 @@ from tests.unit.chains import (
     same_bits,
 )
 from tests.unit.console import Console
-from torchrec_checknrun import lease
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, checkpoint_id
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
+from torchrec_checknrun.root import lease
+from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.shards import Rectangle
+from torchrec_checknrun.store.folder import Folder
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 

@@ -34,21 +34,21 @@ from tests.unit.chains import (
 )
 from tests.unit.console import Console
 from tests.unit.forgery import load, seal
-from torchrec_checknrun.blocks import Block
 from torchrec_checknrun.boxes import Box
-from torchrec_checknrun.chain import resolve
-from torchrec_checknrun.chunks import state_chunk
 from torchrec_checknrun.codecs import Codec, Exact, Fp16, Rowwise
-from torchrec_checknrun.dense_values import piece_problems, read_dense
-from torchrec_checknrun.differences import compare, same
+from torchrec_checknrun.codecs.quantization import Encoding
 from torchrec_checknrun.errors import CheckpointExists, CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.export import export_dcp, export_safetensors
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.rank_file import write_rank_file
-from torchrec_checknrun.read_chunks import StoredChunk, read_indexes
+from torchrec_checknrun.format.chunk import state_chunk
+from torchrec_checknrun.format.rank_file import write_rank_file
+from torchrec_checknrun.format.reader import StoredChunk, read_indexes
+from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import LocalShard, Rectangle
-from torchrec_checknrun.state import encode_state
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.dense import piece_problems, read_dense
+from torchrec_checknrun.tools.diff import compare, same
+from torchrec_checknrun.tools.export import export_dcp, export_safetensors
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 

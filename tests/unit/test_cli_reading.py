@@ -30,17 +30,18 @@ from tests.unit.chains import (
     write_chain,
 )
 from tests.unit.console import Console
-from torchrec_checknrun import read_chunks, table_reader
-from torchrec_checknrun.chain import resolve
 from torchrec_checknrun.codecs import Rowwise
-from torchrec_checknrun.differences import compare
+from torchrec_checknrun.codecs.quantization import Encoding
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, checkpoint_id
-from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.read_chunks import StoredChunk
+from torchrec_checknrun.format import reader as read_chunks
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
+from torchrec_checknrun.format.reader import StoredChunk
+from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import Rectangle
-from torchrec_checknrun.table_reader import ChunkCache, TableReader, find_table
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools import tables
+from torchrec_checknrun.tools.diff import compare
+from torchrec_checknrun.tools.tables import ChunkCache, TableReader, find_table
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 
@@ -156,7 +157,7 @@ def test_windows_share_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
         read.append(chunk.key)
         return read_chunks.read_chunk(root, chunk)
 
-    monkeypatch.setattr(table_reader, "read_chunk", counting)
+    monkeypatch.setattr(tables, "read_chunk", counting)
     compare(root.url, full.id, later.id, window_bytes=10 * (DIM * 4 + 4 + DIM * 4))
     assert len(read) == len(set(read)) == 12
     read.clear()

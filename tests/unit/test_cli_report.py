@@ -14,9 +14,9 @@ import pytest
 from tests.unit.chains import DIM, Part, new_root, one_thread, write
 from tests.unit.console import Console
 from torchrec_checknrun.cli import reporting
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import Manifest
-from torchrec_checknrun.report import Progress, checkpoint_report
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root.report import Progress, checkpoint_report
+from torchrec_checknrun.store.folder import Folder
 
 WHOLE = (0, DIM)
 PNG = b"\x89PNG\r\n\x1a\n"

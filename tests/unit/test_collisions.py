@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchrec_checknrun.blocks import Span
-from torchrec_checknrun.collisions import CollisionRestore, CollisionState, Facts, make_up
 from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.model.blocks import Span
+from torchrec_checknrun.model.collisions import CollisionRestore, CollisionState, Facts, make_up
 
 
 def equal(ranks: int, rows: int = 24) -> tuple[Span, ...]:

@@ -33,24 +33,26 @@ from tests.unit.chains import (
     write,
     write_chain,
 )
-from torchrec_checknrun import CheckpointReport, compact, compaction, pruning
-from torchrec_checknrun.chain import committed, newest, read_manifest, resolve
-from torchrec_checknrun.chunks import decode_state_chunk
+from torchrec_checknrun import CheckpointReport, compact
 from torchrec_checknrun.codecs import KMeans, Rowwise
+from torchrec_checknrun.codecs.quantization import Encoding
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckpointNotFound,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
 )
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import Lease
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.read_chunks import read_chunk
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.format.reader import read_chunk
+from torchrec_checknrun.root import prune as pruning
+from torchrec_checknrun.root.chain import committed, newest, read_manifest, resolve
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import Rectangle
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools import compact as compaction
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 

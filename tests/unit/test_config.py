@@ -26,10 +26,10 @@ from torchrec_checknrun import (
     OnSigterm,
     PerRank,
     Quantization,
-    stock,
 )
-from torchrec_checknrun.config import GROUP, register
-from torchrec_checknrun.stock import NoCheckpointer
+from torchrec_checknrun.hydra_config import baselines
+from torchrec_checknrun.hydra_config.baselines import NoCheckpointer
+from torchrec_checknrun.hydra_config.config import GROUP, register
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def made(*overrides: str, **arguments: Any) -> Any:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrec_checknrun, "Checkpointer", Recorder, raising=False)
-    monkeypatch.setattr(stock, "DcpCheckpointer", Recorder)
+    monkeypatch.setattr(baselines, "DcpCheckpointer", Recorder)
 
 
 def test_options() -> None:

@@ -16,7 +16,7 @@ from tests.crash.save_sweep import alone
 from tests.unit import test_config
 from tests.unit.test_config import made
 from torchrec_checknrun import Retention
-from torchrec_checknrun.stock import DcpCheckpointer
+from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer
 
 app = test_config.app
 recorded = test_config.recorded

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.crash.save_sweep import alone
 from tests.unit.tracked_model import make_model
 from torchrec_checknrun import Checkpointer
-from torchrec_checknrun.copied_values import copied
 from torchrec_checknrun.errors import ModelPartlyRestored
+from torchrec_checknrun.restore.copied_values import copied
 
 
 class Hooked(nn.Linear):

@@ -11,9 +11,9 @@ from itertools import count
 import pytest
 
 from tests.crash.hanging import CALLS, HangingStore
-from torchrec_checknrun.deadlines import Patience, given_up, longest_silence
 from torchrec_checknrun.errors import StorageUnreachable
-from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.store.deadlines import Patience, given_up, longest_silence
+from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import Threads
 
 TIMEOUT = 1.0
@@ -109,7 +109,7 @@ def test_a_put_that_was_given_up_is_taken_back(
 
 
 def test_on_a_disk_it_is_not_even_made(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrec_checknrun import new_file
+    from torchrec_checknrun.store import new_file
 
     go, went = threading.Event(), threading.Event()
     fsync = new_file.os.fsync
@@ -154,7 +154,7 @@ def test_progress_counts() -> None:
         return "done"
 
     with Threads(1, "test") as threads, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_checknrun.deadlines._LOOK_SECONDS", 0.1)
+        patch.setattr("torchrec_checknrun.store.deadlines._LOOK_SECONDS", 0.1)
         future = threads.submit(slowly)
         assert patience.result(future, "writing", lambda: next(steps)) == "done"
         with pytest.raises(StorageUnreachable, match="writing x"):

@@ -11,8 +11,8 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_checknrun.first_state import first_state
-from torchrec_checknrun.optimizers import row_states, state_of
+from torchrec_checknrun.dense.first_state import first_state
+from torchrec_checknrun.dense.optimizers import row_states, state_of
 
 Factory = Callable[[list[nn.Parameter]], optim.Optimizer]
 

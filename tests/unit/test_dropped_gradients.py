@@ -28,8 +28,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.unit.tracked_model import Model, batch
 from torchrec_checknrun import Checkpointer, Consecutive
+from torchrec_checknrun.dense.gradients import PendingGradients, has_gradient
 from torchrec_checknrun.errors import SaveDeferred
-from torchrec_checknrun.gradients import PendingGradients, has_gradient
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import FOLDER, Lease, latest_claim
+from torchrec_checknrun.root.lease import FOLDER, Lease, latest_claim
+from torchrec_checknrun.store.folder import Folder
 
 
 def claim(root: Folder) -> int:

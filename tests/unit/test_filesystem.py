@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from torchrec_checknrun.errors import StorageUnreachable
-from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.store.folder import Folder
 
 CONTENT = bytes(range(256)) * 4
 

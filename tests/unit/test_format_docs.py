@@ -16,8 +16,6 @@ import xxhash
 import zstandard
 
 from tests.unit.chains import DIM, STATES, TABLE, Job, Part, apply_in_order, make_shards, write
-from torchrec_checknrun import index, row_ids, sections, state, untrusted
-from torchrec_checknrun.chunks import Entry
 from torchrec_checknrun.codecs import (
     _CODECS,
     Bf16,
@@ -28,15 +26,17 @@ from torchrec_checknrun.codecs import (
     KMeans,
     Rowwise,
 )
+from torchrec_checknrun.codecs.quantization import Encoding
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, RankFile, TableTotals
-from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.rank_file import FOOTER, MAGIC, write_rank_file
-from torchrec_checknrun.row_chunks import encode_rows
-from torchrec_checknrun.row_ids import ENCODINGS
+from torchrec_checknrun.format import checks, index, row_ids, sections, state
+from torchrec_checknrun.format.chunk import Entry
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, RankFile, TableTotals
+from torchrec_checknrun.format.rank_file import FOOTER, MAGIC, write_rank_file
+from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.format.row_ids import ENCODINGS
+from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
-from torchrec_checknrun.stored_rows import decode_rows
+from torchrec_checknrun.store.folder import Folder
 
 DOCS = Path(__file__).parents[2] / "docs"
 FORMAT = (DOCS / "format.md").read_text()
@@ -217,12 +217,12 @@ def test_everything_is_named() -> None:
     missing = {name for name in names if f"`{name}`" not in FORMAT}
     assert missing - {"exp_avg"} == set()
     for limit in (
-        untrusted.MANIFEST_BYTES >> 20,
-        untrusted.INDEX_BYTES >> 20,
+        checks.MANIFEST_BYTES >> 20,
+        checks.INDEX_BYTES >> 20,
         index.CHUNK_BYTES >> 20,
         sections.DECODED_BYTES >> 20,
     ):
         assert f"{limit:,} MiB" in FORMAT
-    assert f"{untrusted.VALUES:,} values" in FORMAT
+    assert f"{checks.VALUES:,} values" in FORMAT
     assert f"{state.MOST_DEPTH} containers deep" in FORMAT
     assert f"{row_ids._BITMAP_BYTES_PER_ROW} bytes" in FORMAT

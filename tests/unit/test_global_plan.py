@@ -11,13 +11,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from tests.unit.plain_states import State, cause, example
 from torchrec_checknrun import SavePlanner, StorageWriter
-from torchrec_checknrun.blocks import BlockSummary
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.errors import CheckNRunError, InvalidPlan
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Link
-from torchrec_checknrun.save_plan import GlobalPlan, PlanSummary
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, Link
+from torchrec_checknrun.model.blocks import BlockSummary
+from torchrec_checknrun.save.plan import GlobalPlan, PlanSummary
 from torchrec_checknrun.shards import Rectangle, TableShape
+from torchrec_checknrun.store.folder import Folder
 
 
 class TestGlobalPlan:

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from tests.golden.make import DIM, ENCODINGS, RANKS, ROWS, STATE, STATES, make
-from torchrec_checknrun.chain import newest
-from torchrec_checknrun.chunks import decode_state_chunk
-from torchrec_checknrun.compaction import compact
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.fit import Fit
-from torchrec_checknrun.manifest import FORMAT_VERSION
-from torchrec_checknrun.read_chunks import ReadableChunk, read_chunk, read_content
-from torchrec_checknrun.row_restore import RowRestore
+from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.manifest import FORMAT_VERSION
+from torchrec_checknrun.format.reader import ReadableChunk, read_chunk, read_content
+from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.rows import RowRestore
+from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.tools.verify import verify
 
 GOLDEN = sorted(path for path in (Path(__file__).parents[1] / "golden").glob("v*"))
 

@@ -16,8 +16,6 @@ import zstandard
 from tests.unit.chains import new_root
 from tests.unit.forgery import Forged, ForgedFile, attack, example, seal
 from tests.unit.fuzz import bounded_memory
-from torchrec_checknrun import row_ids, sealed
-from torchrec_checknrun.chain import newest, resolve
 from torchrec_checknrun.errors import (
     CheckpointNotFound,
     ClaimDamaged,
@@ -25,15 +23,17 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
     UnsupportedState,
 )
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.index import CHUNK_BYTES, index_bytes, require_chunk_size
-from torchrec_checknrun.lease import FOLDER, Lease, latest_claim
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.retention import Retention
-from torchrec_checknrun.sections import DECODED_BYTES
-from torchrec_checknrun.state import encode_state
-from torchrec_checknrun.untrusted import INDEX_BYTES, VALUES, parse_json, require_limits
+from torchrec_checknrun.format import row_ids, sealed
+from torchrec_checknrun.format.checks import INDEX_BYTES, VALUES, parse_json, require_limits
+from torchrec_checknrun.format.index import CHUNK_BYTES, index_bytes, require_chunk_size
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.sections import DECODED_BYTES
+from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.lease import FOLDER, Lease, latest_claim
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.store.folder import Folder
 
 HUGE = 2**50
 EXCEPTIONS = {"rows": 2**40, "bytes": 0}

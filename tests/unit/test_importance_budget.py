@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from torchrec_checknrun import Quantization
 from torchrec_checknrun.codecs import ImportanceWeighted, RowContext
-from torchrec_checknrun.importance_budget import Survey, constants, survey, with_constant
+from torchrec_checknrun.codecs.budget import Survey, constants, survey, with_constant
 from torchrec_checknrun.row_set import RowSet
+from torchrec_checknrun.save.snapshot import ShardSnapshot
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
-from torchrec_checknrun.snapshot import ShardSnapshot
 
 pytestmark = pytest.mark.usefixtures("each_kernel")
 

@@ -13,8 +13,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from tests.unit.inner_nests import NESTS, adam, model, train
 from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import SaveDeferred
-from torchrec_checknrun.gradients import PendingGradients
 
 
 class Keyed(KeyedOptimizer):

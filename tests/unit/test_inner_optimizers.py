@@ -17,8 +17,8 @@ from tests.distributed.optimizer_nests import FACTORIES, goes_on, layout
 from tests.unit.chains import one_thread
 from tests.unit.inner_nests import NESTS, Lookahead, adam, looking, model, sam, train
 from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.dense.first_state import first_state
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.first_state import first_state
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,7 @@ def test_nothing_stays_of_a_checkpointer_that_fails(
         return [len(optimizer._global_optimizer_post_hooks), *of_parameters]
 
     before = hooks()
-    monkeypatch.setattr("torchrec_checknrun.checkpointer.Schedule", lambda *_: 1 / 0)
+    monkeypatch.setattr("torchrec_checknrun.run.checkpointer.Schedule", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Checkpointer(tmp_path, model=layers, state={"optimizer": nest})
     assert hooks() == before

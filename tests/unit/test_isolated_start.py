@@ -14,7 +14,7 @@ import pytest
 
 import torchrec_checknrun
 from recipes.dlrm_criteo.job import is_alive
-from torchrec_checknrun.isolated_start import import_path
+from torchrec_checknrun.save.isolated_start import import_path
 
 PACKAGE = Path(torchrec_checknrun.__file__).parent
 PLANTED = (
@@ -24,8 +24,8 @@ PLANTED = (
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from torchrec_checknrun.staging_memory import StagingMemory
-from torchrec_checknrun.write_process import WriteProcess
+from torchrec_checknrun.save.memory import StagingMemory
+from torchrec_checknrun.save.process import WriteProcess
 for name in {planted!r}:  # only now: the parent has its own
     Path("{{}}.py".format(name)).write_text("open('ran-{{}}'.format(__name__), 'w')")
 memory = StagingMemory(1 << 20, shared=True)
@@ -80,10 +80,10 @@ from importlib.util import module_from_spec, spec_from_file_location
 package = types.ModuleType("torchrec_checknrun")
 package.__file__, package.__path__ = {init!r}, [{folder!r}]
 sys.modules["torchrec_checknrun"] = package
-from torchrec_checknrun.isolated_start import start
+from torchrec_checknrun.save.isolated_start import start
 print("here", flush=True)
 while True:
-    process = start("torchrec_checknrun.write_process", 0, 1)
+    process = start("torchrec_checknrun.save.process", 0, 1)
     print(process.pid, flush=True)
     sys.stdin.readline()
 """

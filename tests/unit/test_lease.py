@@ -16,12 +16,12 @@ import fsspec
 import pytest
 
 from tests.unit.chains import Part, write
-from torchrec_checknrun.chain import newest
-from torchrec_checknrun.counting import counting
 from torchrec_checknrun.errors import ClaimDamaged, RootInUse, StorageFailed
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import FOLDER, Claim, Holder, Lease, latest_claim
-from torchrec_checknrun.manifest import Manifest
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.counting import counting
+from torchrec_checknrun.root.lease import FOLDER, Claim, Holder, Lease, latest_claim
+from torchrec_checknrun.store.folder import Folder
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -153,7 +153,7 @@ def test_runs_without_an_id_are_told_apart(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if run is not None:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
-    code = "from torchrec_checknrun.lease import Holder; print(Holder.this_process().run)"
+    code = "from torchrec_checknrun.root.lease import Holder; print(Holder.this_process().run)"
     again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert Holder.this_process() == Holder.this_process()
     assert Holder.this_process().run != again.stdout.strip()
@@ -164,8 +164,8 @@ def test_a_dead_process_of_this_machine_is_not_waited_for(
 ) -> None:
     root = Folder(tmp_path / "run")
     code = (
-        "import os, signal, sys; from torchrec_checknrun.filesystem import Folder\n"
-        "from torchrec_checknrun.lease import Lease\n"
+        "import os, signal, sys; from torchrec_checknrun.store.folder import Folder\n"
+        "from torchrec_checknrun.root.lease import Lease\n"
         "Lease(Folder(sys.argv[1])).acquire(lambda _: ())\n"
         "print(flush=True) if sys.argv[2] == 'lives' else os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.stdin.read()"

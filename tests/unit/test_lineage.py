@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun import Consecutive, Decision, Full, Intermittent, OneShot, Policy
-from torchrec_checknrun.chain import Chain
-from torchrec_checknrun.lineage import Lineage, Proposal
-from torchrec_checknrun.manifest import Manifest, TableTotals, sequence_of
+from torchrec_checknrun.format.manifest import Manifest, TableTotals, sequence_of
+from torchrec_checknrun.root.chain import Chain
+from torchrec_checknrun.root.lineage import Lineage, Proposal
 
 EXACT = 32
 POLICIES: list[Policy] = [Full(), OneShot(), Consecutive(), Intermittent()]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from torchrec_checknrun.errors import CheckNRunError, CheckpointExists, CorruptCheckpoint
-from torchrec_checknrun.export import save_in_place
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.pruning import _delete
-from torchrec_checknrun.write_process import _open
+from torchrec_checknrun.root.prune import _delete
+from torchrec_checknrun.save.process import _open
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.export import save_in_place
 
 PRECIOUS = b"precious"
 ID = "seq-000001_step-00000001_0badcafe"

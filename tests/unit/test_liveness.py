@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from tests.unit.console import Console
-from torchrec_checknrun import liveness
-from torchrec_checknrun.claims import FOLDER, Claim, latest_claim
 from torchrec_checknrun.errors import RootInUse
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.holder import Holder
-from torchrec_checknrun.lease import Lease
+from torchrec_checknrun.root import liveness
+from torchrec_checknrun.root.claims import FOLDER, Claim, latest_claim
+from torchrec_checknrun.root.holder import Holder
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.store.folder import Folder
 
 FAR = Holder("another run", 0, "far", "another", 7, 7)
 
@@ -106,8 +106,8 @@ def test_a_holder_that_lives_here_is_never_replaced(
 ) -> None:
     """However old its claim is: stopped, it may go on at any time."""
     code = (
-        "import sys; from torchrec_checknrun.filesystem import Folder\n"
-        "from torchrec_checknrun.lease import Lease\n"
+        "import sys; from torchrec_checknrun.store.folder import Folder\n"
+        "from torchrec_checknrun.root.lease import Lease\n"
         "lease = Lease(Folder(sys.argv[1])); lease.acquire(lambda _: ()); print(flush=True)\n"
         "sys.stdin.readline()\n"
         "try: lease.check()\n"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
-from torchrec_checknrun.manifest import (
+from torchrec_checknrun.format.manifest import (
     FORMAT_VERSION,
     LAST_SEQUENCE,
     Link,

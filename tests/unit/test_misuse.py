@@ -132,8 +132,8 @@ def test_every_key_of_the_hydra_group_is_known() -> None:
     from dataclasses import fields
     from inspect import signature
 
-    from torchrec_checknrun.arguments import _ONLY_HYDRA
-    from torchrec_checknrun.config import CheckNRunConfig
+    from torchrec_checknrun.hydra_config.config import CheckNRunConfig
+    from torchrec_checknrun.run.arguments import _ONLY_HYDRA
 
     keys = {field.name for field in fields(CheckNRunConfig)} - {"_target_"}
     arguments = signature(Checkpointer).parameters.keys()

@@ -13,23 +13,23 @@ import pytest
 from tests.unit.chains import Part, write
 from tests.unit.console import Console
 from tests.unit.test_pruning import leftover, write_full
-from torchrec_checknrun import filesystem
-from torchrec_checknrun.chain import newest
-from torchrec_checknrun.claims import FOLDER, latest_claim
-from torchrec_checknrun.counting import counting_ids, is_newest
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.lease import Lease
-from torchrec_checknrun.manifest import Manifest
-from torchrec_checknrun.pruning import Pruner, prune
-from torchrec_checknrun.retention import Retention
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.claims import FOLDER, latest_claim
+from torchrec_checknrun.root.counting import counting_ids, is_newest
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.root.prune import Pruner, prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.store import folder as filesystem
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.verify import verify
 
 ROWS = 20
 ALL = [Part((0, 8), list(range(ROWS)), 5)]

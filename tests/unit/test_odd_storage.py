@@ -15,10 +15,6 @@ import pytest
 
 from tests.unit.chains import Part, write
 from tests.unit.console import Console
-from torchrec_checknrun import agreement, deadlines, holder, lease, liveness, local_store, takeover
-from torchrec_checknrun.chain import committed, has_manifest, newest, read_manifest
-from torchrec_checknrun.claims import FOLDER
-from torchrec_checknrun.counting import counting_ids
 from torchrec_checknrun.errors import (
     CheckNRunError,
     ClaimDamaged,
@@ -26,21 +22,28 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.holder import Holder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.lease import Lease
-from torchrec_checknrun.lineage import Lineage
-from torchrec_checknrun.local_store import LocalStore
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, is_plain_name
-from torchrec_checknrun.missing_root import protect_existing
-from torchrec_checknrun.new_file import DescriptorSink, NewFile
-from torchrec_checknrun.pins import PINNED, is_pinned, pin, pin_problem
-from torchrec_checknrun.pruning import prune
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, is_plain_name
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.retention import Retention
-from torchrec_checknrun.root_writer import RootWriter
-from torchrec_checknrun.storage import StorageReader
+from torchrec_checknrun.root import holder, lease, liveness
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.chain import committed, has_manifest, newest, read_manifest
+from torchrec_checknrun.root.claims import FOLDER
+from torchrec_checknrun.root.counting import counting_ids
+from torchrec_checknrun.root.holder import Holder
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.root.lineage import Lineage
+from torchrec_checknrun.root.pins import PINNED, is_pinned, pin, pin_problem
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.root.writer import RootWriter
+from torchrec_checknrun.run import agreement
+from torchrec_checknrun.run.missing_root import protect_existing
+from torchrec_checknrun.save.commit import StorageReader
+from torchrec_checknrun.store import deadlines, local
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.local import LocalStore
+from torchrec_checknrun.store.new_file import DescriptorSink, NewFile
+from torchrec_checknrun.tools import takeover
 
 ROWS = 4
 ALL = [Part((0, 8), list(range(ROWS)), ROWS)]
@@ -209,7 +212,7 @@ def test_a_file_that_was_given_up_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, before = LocalStore(str(tmp_path)), descriptors()
-    monkeypatch.setattr(local_store, "given_up", lambda: True)
+    monkeypatch.setattr(local, "given_up", lambda: True)
     with pytest.raises(TimeoutError):
         store.new_file("rank-00000.bin", again=False)
     assert store.list() == []

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.unit.chains import new_root
 from tests.unit.plain_states import load, save
-from torchrec_checknrun.differences import same
 from torchrec_checknrun.errors import UnsupportedState
-from torchrec_checknrun.state import decode_state, encode_state
-from torchrec_checknrun.state_tree import check_tree
+from torchrec_checknrun.format.state import decode_state, encode_state
+from torchrec_checknrun.format.state_tree import check_tree
+from torchrec_checknrun.tools.diff import same
 
 INTEGERS = st.integers(-(2**63) + 1, 2**63 - 1)
 DTYPES = [torch.float32, torch.bfloat16, torch.quint8, torch.complex64, torch.bool]
@@ -89,7 +89,7 @@ MIXED = """{1, 2, 33, "a", "b", "cc", None, 2.5, b"x", (1, "y"), frozenset({"p",
 
 def test_the_order_is_that_of_every_process() -> None:
     program = (
-        "import json; from torchrec_checknrun.state import encode_state; "
+        "import json; from torchrec_checknrun.format.state import encode_state; "
         f"print(json.dumps(encode_state({MIXED}, '')[0]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12"}

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from tests.unit.chains import Part, write
-from torchrec_checknrun.chain import committed, newest, resolve
-from torchrec_checknrun.counting import counting
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import FOLDER, Holder, Lease
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, checkpoint_id
-from torchrec_checknrun.pins import pin, unpin
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
+from torchrec_checknrun.root.chain import committed, newest, resolve
+from torchrec_checknrun.root.counting import counting
+from torchrec_checknrun.root.lease import FOLDER, Holder, Lease
+from torchrec_checknrun.root.pins import pin, unpin
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.store.folder import Folder
 
 ROWS = 20
 

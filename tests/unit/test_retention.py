@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun.manifest import Manifest, checkpoint_id
-from torchrec_checknrun.retention import Retention, judge, left_behind
+from torchrec_checknrun.format.manifest import Manifest, checkpoint_id
+from torchrec_checknrun.root.retention import Retention, judge, left_behind
 
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 

@@ -7,15 +7,15 @@ import pickle
 
 import pytest
 
-from torchrec_checknrun import retries
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed, StorageFailed, StorageUnreachable
-from torchrec_checknrun.retries import is_transient, masked, retrying
+from torchrec_checknrun.store import retry
+from torchrec_checknrun.store.retry import is_transient, masked, retrying
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(retries, "_LONGEST_PAUSE", 0.002)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(retry, "_LONGEST_PAUSE", 0.002)
 
 
 class HTTPClientError(Exception):

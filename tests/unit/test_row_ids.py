@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun import row_ids
 from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.format import row_ids
 
 FIRST = st.one_of(st.integers(0, 100), st.integers(2**31 - 50, 2**33))
 SORTED_IDS = st.builds(

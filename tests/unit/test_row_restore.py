@@ -33,11 +33,11 @@ from tests.unit.chains import (
 )
 from torchrec_checknrun.codecs import KMeans, Rowwise
 from torchrec_checknrun.codecs.kernel import has_extension
+from torchrec_checknrun.codecs.quantization import Encoding
 from torchrec_checknrun.done_rows import DoneRows
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.quantization import Encoding
 from torchrec_checknrun.shards import LocalShard, Rectangle
+from torchrec_checknrun.store.folder import Folder
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 

@@ -26,8 +26,8 @@ from tests.unit.quantized_rows import (
     spoil,
 )
 from torchrec_checknrun.codecs import Rowwise, codec_from_spec
-from torchrec_checknrun.codecs.fallback import LEAST_RANGES
 from torchrec_checknrun.codecs.kernel import row_bytes
+from torchrec_checknrun.codecs.numpy_rows import LEAST_RANGES
 
 pytestmark = pytest.mark.usefixtures("each_kernel")
 

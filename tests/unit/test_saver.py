@@ -26,15 +26,15 @@ from torchrec_checknrun import (
     Retention,
     SavePlanner,
     StorageWriter,
-    background,
     track,
-    tracking,
 )
+from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
-from torchrec_checknrun.gradients import PendingGradients
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.report import CheckpointReport
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.model import marks
+from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.row_set import RowSet
+from torchrec_checknrun.save import background
 
 Write = Callable[..., Any]
 
@@ -106,7 +106,7 @@ def test_a_cut_that_is_interrupted_loses_no_row(
             raise error("says the test")
 
         with monkeypatch.context() as patch:
-            patch.setattr(tracking, "RowSet", interrupted)
+            patch.setattr(marks, "RowSet", interrupted)
             with pytest.raises((SaveFailed, KeyboardInterrupt)):
                 saver.save()
         wanted = gather(job)
@@ -305,7 +305,7 @@ def test_another_process_s_number_is_seen_before_the_commit(
         train(job, saver)
         saver.save()
         save_by_dcp(tmp_path / "weekly", job)
-        monkeypatch.setattr("torchrec_checknrun.storage._numbers", {})
+        monkeypatch.setattr("torchrec_checknrun.save.commit._numbers", {})
         train(job, saver)
         with pytest.raises(SaveFailed, match=r"weekly was committed .* the next one gets a higher"):
             saver.save()

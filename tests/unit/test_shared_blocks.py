@@ -10,16 +10,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchrec_checknrun.blocks import Block
 from torchrec_checknrun.boxes import Box
-from torchrec_checknrun.chunks import EncodedChunk
-from torchrec_checknrun.manifest import Header
-from torchrec_checknrun.quantization import Quantization
-from torchrec_checknrun.save_items import Items
-from torchrec_checknrun.save_plan import summarize
-from torchrec_checknrun.snapshot import Snapshot
-from torchrec_checknrun.staging import Staging
-from torchrec_checknrun.staging_memory import Ring, StagingMemory
+from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.manifest import Header
+from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.save.items import Items
+from torchrec_checknrun.save.memory import Ring, StagingMemory
+from torchrec_checknrun.save.plan import summarize
+from torchrec_checknrun.save.snapshot import Snapshot
+from torchrec_checknrun.save.staging import Staging
 
 SHAPE = (37, 6, 5)
 
@@ -83,7 +83,7 @@ def test_nothing_is_encoded_for_the_summary(monkeypatch: pytest.MonkeyPatch) -> 
     items = Items.of(found, Quantization(), 3000)
     refuse: Callable[..., EncodedChunk] = lambda *_: pytest.fail("encoded in the stall")  # noqa: E731
     monkeypatch.setattr(Block, "encode", refuse)
-    monkeypatch.setattr("torchrec_checknrun.blocks.raw_bytes", refuse)
+    monkeypatch.setattr("torchrec_checknrun.model.blocks.raw_bytes", refuse)
     summary = summarize(Header(bits=None), found, items, Quantization())
     assert [block.digest for block in summary.blocks] == [None] * 3
     with_digests = summary.with_digests({}, {1: "a", 2: "b"})

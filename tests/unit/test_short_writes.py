@@ -12,9 +12,9 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from torchrec_checknrun import new_file
 from torchrec_checknrun.errors import StorageFailed
-from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.store import new_file
+from torchrec_checknrun.store.folder import Folder
 
 CONTENT = bytes(range(256)) * 4
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun import staged as module
 from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.codecs.kernel import has_extension
-from torchrec_checknrun.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.save import staged as module
+from torchrec_checknrun.save.staged import StagedRows, rows_size
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
-from torchrec_checknrun.staged import StagedRows, rows_size
 
 COMPILED = [False, True] if has_extension() else [False]
 

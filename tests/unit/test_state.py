@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun.chunks import decode_state_chunk, state_chunk
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, UnsupportedState
-from torchrec_checknrun.state import check_state, decode_state, encode_state, merge_state
+from torchrec_checknrun.format.chunk import decode_state_chunk, state_chunk
+from torchrec_checknrun.format.state import check_state, decode_state, encode_state, merge_state
 
 TENSOR_DTYPES = [
     torch.float32,

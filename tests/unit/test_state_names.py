@@ -13,7 +13,7 @@ from torch import nn
 from tests.crash.save_sweep import alone
 from torchrec_checknrun import Checkpointer, PerRank
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
-from torchrec_checknrun.save_items import Items, state_key
+from torchrec_checknrun.save.items import Items, state_key
 
 
 @pytest.fixture(autouse=True)

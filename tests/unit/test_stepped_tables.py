@@ -14,9 +14,9 @@ from torchrec.distributed.types import ShardingPlan
 
 from tests.unit.tracked_model import Model, modified, train
 from torchrec_checknrun import TrackedModel, track
-from torchrec_checknrun.hand_written import _Seen
-from torchrec_checknrun.optimizers import is_same_memory
-from torchrec_checknrun.tracking import DataParallelHook, Marks, PendingRows
+from torchrec_checknrun.dense.optimizers import is_same_memory
+from torchrec_checknrun.model.hand_written import _Seen
+from torchrec_checknrun.model.marks import DataParallelHook, Marks, PendingRows
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -44,7 +44,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         calls.append(parameter)
         return is_same_memory(parameter, weight)
 
-    monkeypatch.setattr("torchrec_checknrun.stepped_tables.is_same_memory", counting)
+    monkeypatch.setattr("torchrec_checknrun.model.stepped_tables.is_same_memory", counting)
     return calls
 
 

@@ -8,10 +8,10 @@ import torch.distributed.checkpoint as dcp
 
 from tests.unit.plain_states import Counter, cause, example, load, save
 from torchrec_checknrun import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from torchrec_checknrun.chain import read_manifest
 from torchrec_checknrun.errors import CheckpointExists, CheckpointNotFound, InvalidPlan
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.root.chain import read_manifest
+from torchrec_checknrun.store.folder import Folder
 
 
 def test_content_comes_back(root: Folder) -> None:

@@ -10,8 +10,6 @@ import torch.distributed.checkpoint as dcp
 
 from tests.unit.plain_states import State, cause, example, load, save
 from torchrec_checknrun import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from torchrec_checknrun.chain import read_manifest
-from torchrec_checknrun.chunks import decode_state_chunk
 from torchrec_checknrun.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -19,9 +17,11 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
     UnsupportedState,
 )
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.read_chunks import read_chunk, read_indexes
+from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.reader import read_chunk, read_indexes
+from torchrec_checknrun.root.chain import read_manifest
+from torchrec_checknrun.store.folder import Folder
 
 
 class TestPartnersThatDontFit:

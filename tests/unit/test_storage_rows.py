@@ -5,18 +5,18 @@ import torch
 
 from tests.unit.plain_states import cause, load, save
 from torchrec_checknrun import Quantization
-from torchrec_checknrun.chain import resolve
 from torchrec_checknrun.errors import ChainBroken, IncompatibleCheckpoint
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME, Header, Link, Manifest
-from torchrec_checknrun.read_chunks import read_chunk, read_content
-from torchrec_checknrun.report import Progress, checkpoint_report
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, Link, Manifest
+from torchrec_checknrun.format.reader import read_chunk, read_content
+from torchrec_checknrun.format.row_reader import decode_rows
+from torchrec_checknrun.root.chain import resolve
+from torchrec_checknrun.root.report import Progress, checkpoint_report
 from torchrec_checknrun.row_set import RowSet
-from torchrec_checknrun.save_items import Items
-from torchrec_checknrun.save_plan import CheckpointPlanner, Prepared, summarize
+from torchrec_checknrun.save.items import Items
+from torchrec_checknrun.save.plan import CheckpointPlanner, Prepared, summarize
+from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
-from torchrec_checknrun.snapshot import ShardSnapshot, Snapshot
-from torchrec_checknrun.stored_rows import decode_rows
+from torchrec_checknrun.store.folder import Folder
 
 
 def make_shard(table: str, shape: TableShape, rectangle: Rectangle) -> LocalShard:

@@ -22,7 +22,8 @@ from tests.unit.tracked_model import (
     table,
     train,
 )
-from torchrec_checknrun import Consumer, TrackedModel, kernels, track
+from torchrec_checknrun import Consumer, TrackedModel, track
+from torchrec_checknrun.model import kernels
 from torchrec_checknrun.shards import Rectangle, TableShape
 
 pytestmark = pytest.mark.usefixtures("group")

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun import preemption
-from torchrec_checknrun.appointments import LEAD
-from torchrec_checknrun.preemption import Preemption
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.schedule import Schedule
-from torchrec_checknrun.sigterm import EXIT_CODE, Sigterm
-from torchrec_checknrun.triggers import (
+from torchrec_checknrun.run import preemption
+from torchrec_checknrun.run.appointments import LEAD
+from torchrec_checknrun.run.preemption import Preemption
+from torchrec_checknrun.run.schedule import Schedule
+from torchrec_checknrun.run.sigterm import EXIT_CODE, Sigterm
+from torchrec_checknrun.run.triggers import (
     AtEnd,
     EverySeconds,
     EverySteps,

@@ -8,14 +8,14 @@ import json
 import pytest
 
 from tests.unit.small_roots import FILE, ids, put
-from torchrec_checknrun.chain import committed, newest, resolve
-from torchrec_checknrun.counting import counting
 from torchrec_checknrun.errors import CorruptCheckpoint, StorageFailed, StorageUnreachable
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.chain import committed, newest, resolve
+from torchrec_checknrun.root.counting import counting
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.store.folder import Folder
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", None], ids=["empty", "other", "flipped"])

@@ -8,10 +8,10 @@ import pytest
 
 from tests.unit.chains import DIM, TABLE, Part, new_root, write
 from tests.unit.forgery import Forged, example, seal
-from torchrec_checknrun import chain
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import Manifest
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root import chain
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.verify import verify
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 

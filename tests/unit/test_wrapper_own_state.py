@@ -16,9 +16,9 @@ from torch import nn, optim
 from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
 from torchrec_checknrun import Checkpointer
-from torchrec_checknrun.dense_state import DenseStates
+from torchrec_checknrun.dense.parameters import DenseStates
 from torchrec_checknrun.errors import IncompatibleCheckpoint, SaveFailed
-from torchrec_checknrun.state import encode_state
+from torchrec_checknrun.format.state import encode_state
 
 Made = tuple[nn.Module, Any]
 Make = Callable[[], Made]

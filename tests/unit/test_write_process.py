@@ -21,14 +21,14 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from recipes.dlrm_criteo.job import is_alive
 from torchrec_checknrun.codecs import Rowwise
+from torchrec_checknrun.codecs.quantization import Encoding
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.rank_file import Job, write_rank_file
+from torchrec_checknrun.format.rank_file import Job, write_rank_file
+from torchrec_checknrun.save.memory import StagingMemory
+from torchrec_checknrun.save.process import WriteProcess
+from torchrec_checknrun.save.staged import StagedJob, StagedRows, rows_size
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
-from torchrec_checknrun.staged import StagedJob, StagedRows, rows_size
-from torchrec_checknrun.staging_memory import StagingMemory
-from torchrec_checknrun.write_process import WriteProcess
+from torchrec_checknrun.store.folder import Folder
 
 ROWS, DIM, CHUNKS = 50, 8, 6
 
@@ -175,8 +175,8 @@ def test_its_death_is_told(memory: StagingMemory, tmp_path: Path) -> None:
 
 PARENT = """
 import time
-from torchrec_checknrun.staging_memory import StagingMemory
-from torchrec_checknrun.write_process import WriteProcess
+from torchrec_checknrun.save.memory import StagingMemory
+from torchrec_checknrun.save.process import WriteProcess
 process = WriteProcess(StagingMemory(1 << 20, shared=True))
 print(process.pid, flush=True)
 time.sleep(600)
@@ -199,7 +199,7 @@ def test_it_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None
 
 def test_it_needs_no_torchrec() -> None:
     source = (
-        "import sys, torchrec_checknrun.write_process; "
+        "import sys, torchrec_checknrun.save.process; "
         "assert not {'torchrec', 'fbgemm_gpu', 'hydra'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", source], check=True)

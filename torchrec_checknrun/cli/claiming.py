@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 
 from torchrec_checknrun.cli.output import Root, SomeIds, open_root, print_table, say
-from torchrec_checknrun.control_records import Damage, find_damage
-from torchrec_checknrun.empty_root import require_root
 from torchrec_checknrun.errors import CheckNRunError
+from torchrec_checknrun.root.empty_root import require_root
+from torchrec_checknrun.tools.control_records import Damage, find_damage
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do it without asking.")]
 
 
 def unlock(root: Root, yes: Yes = False) -> None:
     """Takes the right to commit away from the process that holds it."""
-    from torchrec_checknrun import takeover
+    from torchrec_checknrun.tools import takeover
 
     folder = open_root(root)
     require_root(folder)
@@ -49,7 +49,7 @@ def repair(
     yes: Yes = False,
 ) -> None:
     """Writes damaged claims and pins anew; says first which checkpoints will count."""
-    from torchrec_checknrun import takeover
+    from torchrec_checknrun.tools import takeover
 
     folder = open_root(root)
     require_root(folder)
@@ -86,7 +86,7 @@ def _will(damage: Damage, id: str, ignore: list[str]) -> str:
 
 def adopt(root: Root, ids: SomeIds, yes: Yes = False) -> None:
     """Makes checkpoints count that `ls` calls ignored."""
-    from torchrec_checknrun import takeover
+    from torchrec_checknrun.tools import takeover
 
     folder = open_root(root)
     require_root(folder)

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from torchrec_checknrun import pins, pruning
 from torchrec_checknrun.cli.output import (
     AsJson,
     Id,
@@ -17,9 +16,11 @@ from torchrec_checknrun.cli.output import (
     say,
     size,
 )
-from torchrec_checknrun.empty_root import require_root
 from torchrec_checknrun.errors import CheckpointNotFound
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.root import pins
+from torchrec_checknrun.root import prune as pruning
+from torchrec_checknrun.root.empty_root import require_root
+from torchrec_checknrun.root.retention import Retention
 
 
 def prune(

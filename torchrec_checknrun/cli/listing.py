@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrec_checknrun.chain import read_manifest
 from torchrec_checknrun.cli.output import (
     AsJson,
     MaybeId,
@@ -17,9 +16,10 @@ from torchrec_checknrun.cli.output import (
     size,
 )
 from torchrec_checknrun.errors import CheckpointNotFound
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import Inventory, Listed, inventory
-from torchrec_checknrun.manifest import Manifest, TableTotals
+from torchrec_checknrun.format.manifest import Manifest, TableTotals
+from torchrec_checknrun.root.catalog import Inventory, Listed, inventory
+from torchrec_checknrun.root.chain import read_manifest
+from torchrec_checknrun.store.folder import Folder
 
 
 def ls(root: Root, as_json: AsJson = False) -> None:

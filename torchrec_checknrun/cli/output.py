@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from torchrec_checknrun.chain import committed
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import sequence_of
-from torchrec_checknrun.retries import masked
+from torchrec_checknrun.format.manifest import sequence_of
+from torchrec_checknrun.root.chain import committed
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.retry import masked
 
 _CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"

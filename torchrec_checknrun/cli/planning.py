@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from torchrec_checknrun.cli.output import AsJson, number, print_json, print_table, say, size
-from torchrec_checknrun.forecast import (
+from torchrec_checknrun.tools.forecast import (
     MOST_CHECKPOINTS,
     NODE_COPY_BANDWIDTH,
     POLICIES,

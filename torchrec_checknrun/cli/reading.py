@@ -22,9 +22,9 @@ from torchrec_checknrun.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from torchrec_checknrun.chain import Chain
-    from torchrec_checknrun.differences import Difference
-    from torchrec_checknrun.filesystem import Folder
+    from torchrec_checknrun.root.chain import Chain
+    from torchrec_checknrun.store.folder import Folder
+    from torchrec_checknrun.tools.diff import Difference
 
 _SHOWN = 8
 """Values of a row, or names, where not all are asked for."""
@@ -37,7 +37,7 @@ def chain_of(root: Folder, id: str | None) -> Chain:
     Raises:
         CheckpointNotFound, ChainBroken, CorruptCheckpoint, UnsupportedFormat: there is none.
     """
-    from torchrec_checknrun.chain import newest_required, resolve
+    from torchrec_checknrun.root.chain import newest_required, resolve
 
     return newest_required(root) if id is None else resolve(root, id)
 
@@ -62,8 +62,8 @@ def cat(
 ) -> None:
     """Shows values of rows."""
     wanted = parse_rows(rows)
-    from torchrec_checknrun.read_chunks import read_content
-    from torchrec_checknrun.table_reader import ChunkCache, TableReader, find_table
+    from torchrec_checknrun.format.reader import read_content
+    from torchrec_checknrun.tools.tables import ChunkCache, TableReader, find_table
 
     folder = open_root(root)
     chain = chain_of(folder, id)
@@ -130,7 +130,7 @@ def _text(value: Any, everything: bool) -> str:
 
 def diff(root: Root, before: Id, after: Id, as_json: AsJson = False) -> None:
     """Compares two checkpoints: changed rows and the size of the change, by table."""
-    from torchrec_checknrun.differences import compare
+    from torchrec_checknrun.tools.diff import compare
 
     with progress("comparing") as step:
         found = compare(open_root(root).url, before, after, progress=step)

@@ -27,10 +27,7 @@ from torchrec_checknrun.cli.output import (
     size,
 )
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.manifest import Manifest
-from torchrec_checknrun.untrusted import (
+from torchrec_checknrun.format.checks import (
     Check,
     as_count,
     as_measure,
@@ -39,6 +36,9 @@ from torchrec_checknrun.untrusted import (
     optional,
     record,
 )
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.store.folder import Folder
 
 PARTS = ("weights", "optimizer", "ids", "dense", "other")
 """What bytes are spent on."""

@@ -22,7 +22,7 @@ from torchrec_checknrun.errors import CheckpointNotFound
 
 def verify(root: Root, ids: Ids = None, as_json: AsJson = False) -> None:
     """Reads all bytes of checkpoints and of what they need; exit code 1 if anything is wrong."""
-    from torchrec_checknrun import verification
+    from torchrec_checknrun.tools import verify as verification
 
     folder = open_root(root)
     with progress("verifying") as step:

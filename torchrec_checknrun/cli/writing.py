@@ -18,7 +18,7 @@ from torchrec_checknrun.cli.output import (
     progress,
     say,
 )
-from torchrec_checknrun.retries import masked
+from torchrec_checknrun.store.retry import masked
 
 
 class Format(str, Enum):
@@ -37,7 +37,7 @@ class RowForm(str, Enum):
 
 def compact(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
     """Writes a full checkpoint that restores to the same bits as a chain does."""
-    from torchrec_checknrun import compaction
+    from torchrec_checknrun.tools import compact as compaction
 
     with progress("compacting") as step:
         report = compaction.compact(open_root(root).url, id, progress=step)
@@ -68,8 +68,8 @@ def export(
     """Writes a checkpoint for those who don't have this package."""
     if rows is RowForm.fused and form is Format.dcp:
         raise typer.BadParameter("rows as they are stored need --format safetensors")
-    from torchrec_checknrun import export as exporting
     from torchrec_checknrun.cli.reading import chain_of
+    from torchrec_checknrun.tools import export as exporting
 
     folder, into = open_root(root), open_root(target)
     chain = chain_of(folder, id)

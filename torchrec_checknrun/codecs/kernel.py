@@ -85,7 +85,7 @@ def encode_rows(
             rows, ids, bits, int(method), num_bins, ratio, factor, out, refused, ""
         )
     else:
-        from torchrec_checknrun.codecs.fallback import encode_rows as encode_plainly
+        from torchrec_checknrun.codecs.numpy_rows import encode_rows as encode_plainly
 
         encode_plainly(rows, ids, bits, int(method), num_bins, ratio, factor, out, refused)
     return refused
@@ -108,7 +108,7 @@ def decode_rows(
     if has_extension():
         torch.ops.checknrun.decode_rows(data, bits, factor, ids, out, "", positions)
     else:
-        from torchrec_checknrun.codecs.fallback import decode_rows as decode_plainly
+        from torchrec_checknrun.codecs.numpy_rows import decode_rows as decode_plainly
 
         part = data if positions is None else data[positions]
         decode_plainly(part, bits, factor, ids, out)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from torchrec_checknrun.codecs.fallback import (
+from torchrec_checknrun.codecs.kernel import Method, Refusal
+from torchrec_checknrun.codecs.numpy_rows import (
     CUTS,
     LEAST_RANGES,
     MOST_FLOAT,
@@ -19,7 +20,6 @@ from torchrec_checknrun.codecs.fallback import (
     SMALL,
     least,
 )
-from torchrec_checknrun.codecs.kernel import Method, Refusal
 
 try:
     import triton

@@ -8,7 +8,7 @@ package of ours, only the place of the source.
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from torchrec_checknrun.config import register
+from torchrec_checknrun.hydra_config.config import register
 
 
 class TorchRecCheckNRunPlugin(SearchPathPlugin):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.crash.sabotage import rank, replace, report, train
-from torchrec_checknrun.saver import Begun, Saver
-from torchrec_checknrun.tracking import Marks
+from torchrec_checknrun.model.marks import Marks
+from torchrec_checknrun.run.saver import Begun, Saver
 
 
 def sabotage() -> None:

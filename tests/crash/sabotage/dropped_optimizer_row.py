@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from tests.crash.sabotage import rank, replace, report, train
-from torchrec_checknrun import staged
-from torchrec_checknrun.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.save import staged
 from torchrec_checknrun.shards import RowBlock
 
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from tests.crash.sabotage import attempt, rank, replace, report, train
 from torchrec_checknrun import Checkpointer, CheckpointReport
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.storage import StorageWriter
+from torchrec_checknrun.save.commit import StorageWriter
 
 FAILING = 3  # the baseline is the first
 

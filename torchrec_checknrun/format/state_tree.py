@@ -1,0 +1,131 @@
+"""Checks a stored state's tree before anything is made of it: its depth, its types, its bytes.
+
+What is made of a checked tree takes no more memory than payload and index have bytes, times a small
+factor: every leaf has bytes of its own, and exactly as many as its shape and dtype say.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from reprlib import repr as shown
+from typing import Any
+
+import numpy as np
+
+from torchrec_checknrun.format.checks import LARGEST, as_count, as_flag, list_of, record
+from torchrec_checknrun.format.plain_values import as_float, check_value
+from torchrec_checknrun.format.sets import SETS
+from torchrec_checknrun.format.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
+
+_NUMPY_DTYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
+_HEX_FLOAT = re.compile(r"[-+]?(0x[01]\.[0-9a-f]{1,13}p[-+][0-9]{1,4}|inf|nan)")
+
+
+def check_tree(tree: object, length: int) -> None:
+    """Refuses a tree that ``state.encode_state`` doesn't make.
+
+    Args:
+        length: bytes of the payload that it points into.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    end = _check(tree, 0, 0)
+    if end > length:
+        raise ValueError(f"a leaf ends at byte {end} of {length}")
+
+
+def _check(node: object, end: int, depth: int) -> int:
+    """Checks a node; returns where the bytes of its last leaf end.
+
+    Args:
+        end: where those of the leaf before it ended.
+    """
+    if type(node) is not dict or not node:
+        raise ValueError(f"{shown(node)} is no node")
+    if depth > MOST_DEPTH:
+        raise ValueError(f"nested more than {MOST_DEPTH} deep")
+    letter = next(iter(node))
+    value = node[letter]
+    if letter in ("x", "n"):
+        return _check_array(node, letter, end)
+    if len(node) != 1:
+        raise ValueError(f"{shown(node)} is no node")
+    if letter == "b":
+        return _bytes_after(end, value)[1]
+    if letter == "v" and (value is None or type(value) in (bool, int, str)):
+        return end
+    if letter == "f" and type(value) is str and _HEX_FLOAT.fullmatch(value):
+        as_float(value)
+        return end
+    if letter in ("l", "t", *SETS) and type(value) is list:
+        for item in value:
+            end = _check(item, end, depth + 1)
+            if letter in SETS:
+                _check_member(item)
+        return end
+    if letter == "d" and type(value) is list:
+        keys = set()
+        for item in value:
+            if type(item) is not list or len(item) != 2 or type(item[0]) not in (str, int):
+                raise ValueError(f"{shown(item)} is no key with a node")
+            if item[0] in keys:
+                raise ValueError(f"the key {shown(item[0])} is there twice")
+            keys.add(item[0])
+            end = _check(item[1], end, depth + 1)
+        return end
+    check_value(node)
+    return end
+
+
+def _check_member(node: dict[str, Any]) -> None:
+    """Refuses what no set can hold: it must have a hash, and be equal to itself when read again."""
+    letter = next(iter(node))
+    if letter in ("l", "d", "x", "set", "slice") or (letter == "n" and node["scalar"] is False):
+        raise ValueError(f"a set has {shown(node)} as a member, which has no hash")
+    for item in node["t"] if letter == "t" else ():
+        _check_member(item)
+
+
+def _check_array(node: dict[str, Any], letter: str, end: int) -> int:
+    scalar = {"scalar": as_flag} if letter == "n" else {}
+    shape_of = list_of(as_count)
+    found = record(node, {letter: list, "dtype": str, "shape": shape_of, **scalar})
+    shape = found["shape"]
+    if len(shape) > MOST_DIMENSIONS or math.prod(n for n in shape if n) > LARGEST:
+        raise ValueError(f"the shape {shown(shape)} is too large")
+    start, stop = _bytes_after(end, node[letter])
+    size = math.prod(shape) * _item_bytes(letter, node["dtype"])
+    if size != stop - start:
+        raise ValueError(
+            f"{shown(shape)} of {shown(node['dtype'])} take {size} bytes, not {stop - start}"
+        )
+    return stop
+
+
+def _item_bytes(letter: str, dtype: object) -> int:
+    if type(dtype) is str and letter == "x" and dtype in TORCH_DTYPES:
+        return TORCH_DTYPES[dtype].itemsize
+    if type(dtype) is str and letter == "n" and _NUMPY_DTYPE.fullmatch(dtype):
+        try:
+            return np.dtype(dtype).itemsize
+        except TypeError:
+            pass
+    raise ValueError(f"{shown(dtype)} is no dtype that is stored")
+
+
+def _bytes_after(end: int, span: object) -> tuple[int, int]:
+    """Where a leaf's bytes begin and end. Leaves come in the order of their bytes, so that none has
+    those of another.
+    """
+    offset, length = _pair(span)
+    if offset < end:
+        raise ValueError(f"a leaf at byte {offset}, where another one ends at {end}")
+    return offset, offset + length
+
+
+def _pair(span: object) -> tuple[int, int]:
+    if type(span) is not list or len(span) != 2:
+        raise ValueError(f"{shown(span)} is no offset and length")
+    return as_count(span[0]), as_count(span[1])

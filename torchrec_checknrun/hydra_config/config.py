@@ -1,0 +1,303 @@
+"""The Hydra group ``checkpoint``: one switch between this package, stock DCP and nothing.
+
+An app with this package installed says ``checkpoint: check_n_run`` in its defaults, and
+``hydra.utils.instantiate(cfg.checkpoint, model=…, state=…)`` where it has the model: whatever was
+chosen has the same methods. The configs are structured: a misspelt key fails at start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchrec_checknrun.dense.buffers import Patterns
+    from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer, NoCheckpointer
+    from torchrec_checknrun.root.report import CheckpointReport
+    from torchrec_checknrun.run.checkpointer import Checkpointer
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
+
+GROUP = "checkpoint"
+_QUANTIZATION = (
+    *("bits", "method", "expected_restores", "mean_bits", "offset"),
+    *("optimizer_state", "compress", "exact_below_rows"),
+)
+"""Keys of the config that make its ``Quantization``, beside ``tables``."""
+
+
+class PolicyName(Enum):
+    """Policies that need no parameters, as they are written in a config."""
+
+    full = "full"
+    one_shot = "one_shot"
+    consecutive = "consecutive"
+    intermittent = "intermittent"
+
+
+Resume = Enum("Resume", {"auto": "auto", "must": "must", "never": "never"})
+"""What ``restore()`` does; see ``Checkpointer``."""
+Background = Enum("Background", {"thread": "thread", "process": "process"})
+Staging = Enum("Staging", {"auto": "auto", "copy": "copy", "encode": "encode"})
+WhenBusy = Enum("WhenBusy", {"skip": "skip", "wait": "wait"})
+Bits = Enum("Bits", {"auto": "auto", "2": 2, "3": 3, "4": 4, "8": 8})
+"""Widths, as they are written in a config; null for exact rows."""
+
+
+@dataclass
+class TableConfig:
+    """How the tables that a pattern names are stored; see ``Quantization``."""
+
+    bits: Bits | None = None
+    method: str = "adaptive"
+    mean_bits: float | None = None
+    offset: float | None = None
+    optimizer_state: str = "fp32"
+    compress: bool = False
+
+
+@dataclass
+class CheckNRunConfig:
+    """``checkpoint: check_n_run``. The arguments of ``Checkpointer``, and of its ``Quantization``,
+    as plain values.
+    """
+
+    _target_: str = "torchrec_checknrun.hydra_config.config.make_check_n_run"
+    root: str = MISSING
+    every_steps: int | None = 1000
+    policy: PolicyName = PolicyName.intermittent
+    bits: Bits | None = None
+    method: str = "adaptive"
+    expected_restores: float | None = None
+    mean_bits: float | None = None
+    offset: float | None = None
+    optimizer_state: str = "fp32"
+    compress: bool = False
+    exact_below_rows: int = 1000
+    tables: dict[str, TableConfig] = field(default_factory=dict)
+    every_seconds: float | None = None
+    at_end: bool = False
+    on_sigterm: bool = False
+    grace_seconds: float = 25.0
+    background: Background = Background.thread
+    staging: Staging = Staging.auto
+    memory_budget: int | None = None
+    when_busy: WhenBusy = WhenBusy.skip
+    max_failures: int = 0
+    keep: int | None = 2
+    keep_every_hours: float | None = None
+    resume: Resume = Resume.auto
+    timeout_seconds: float = 1800.0
+
+
+@dataclass
+class DcpConfig:
+    """``checkpoint: dcp``: ``dcp.save`` and ``dcp.load`` of everything, as they come with torch."""
+
+    _target_: str = "torchrec_checknrun.hydra_config.config.make_dcp"
+    root: str = MISSING
+    every_steps: int = 1000
+    asynchronous: bool = False
+    resume: Resume = Resume.auto
+
+
+@dataclass
+class OffConfig:
+    """``checkpoint: off``: no checkpoints; keeps the keys that switches elsewhere may set."""
+
+    _target_: str = "torchrec_checknrun.hydra_config.config.make_off"
+    root: str | None = None
+    every_steps: int | None = None
+    resume: Resume = Resume.auto
+
+
+def register() -> None:
+    """Puts the group into Hydra's ConfigStore (the package's Hydra plugin calls this)."""
+    store = ConfigStore.instance()
+    options: dict[str, Any] = {
+        "check_n_run": CheckNRunConfig,
+        "dcp": DcpConfig,
+        "dcp_async": DcpConfig(asynchronous=True),
+        "off": OffConfig,
+    }
+    for name, node in options.items():
+        store.store(group=GROUP, name=name, node=node, provider="torchrec_checknrun")
+
+
+def make_check_n_run(
+    *,
+    root: str,
+    every_steps: int | None,
+    policy: PolicyName,
+    tables: Mapping[str, Mapping[str, Any]],
+    every_seconds: float | None,
+    at_end: bool,
+    on_sigterm: bool,
+    grace_seconds: float,
+    background: Background,
+    staging: Staging,
+    memory_budget: int | None,
+    when_busy: WhenBusy,
+    max_failures: int,
+    keep: int | None,
+    keep_every_hours: float | None,
+    resume: Resume,
+    timeout_seconds: float,
+    model: nn.Module,
+    state: Mapping[str, Any],
+    per_rank_buffers: Patterns = (),
+    callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
+    **others: Any,
+) -> Checkpointer:
+    """Make a ``Checkpointer`` of a ``CheckNRunConfig`` and what only the app has.
+
+    Args:
+        others: the quantization's keys.
+
+    Raises:
+        TypeError: an argument is unknown.
+        ValueError: as ``Checkpointer``; or ``keep_every_hours`` is given, and all are kept.
+    """
+    import torchrec_checknrun as package
+    from torchrec_checknrun.root.policy import POLICIES
+
+    def choice(values: Mapping[str, Any], **more: Any) -> package.Quantization:
+        named = {**values, **more}
+        optimizer, bits = named.pop("optimizer_state"), named.pop("bits")
+        return package.Quantization(bits=bits and bits.value, optimizer=optimizer, **named)
+
+    quantization = {name: others.pop(name) for name in _QUANTIZATION if name in others}
+    _refuse_unknown(others, "check_n_run")
+    if keep is None and keep_every_hours is not None:
+        raise ValueError(
+            f"checkpoint.keep=null keeps all checkpoints, and keep_every_hours={keep_every_hours} "
+            "would say nothing: give a number to keep, such as keep=2, or leave keep_every_hours "
+            "out"
+        )
+
+    triggers: list[package.Trigger] = []
+    if every_seconds is not None:
+        triggers.append(package.EverySeconds(every_seconds))
+    if at_end:
+        triggers.append(package.AtEnd())
+    if on_sigterm:
+        triggers.append(package.OnSigterm(grace_seconds))
+    return package.Checkpointer(
+        root,
+        model=model,
+        state=_objects(state),
+        per_rank_buffers=_buffers(per_rank_buffers),
+        policy=POLICIES[policy.value](),
+        quantization=choice(
+            quantization, tables={pattern: choice(values) for pattern, values in tables.items()}
+        ),
+        every_steps=every_steps,
+        triggers=triggers,
+        background=background.value,
+        staging=staging.value,
+        memory_budget=memory_budget,
+        when_busy=when_busy.value,
+        max_failures=max_failures,
+        retention=None if keep is None else package.Retention(keep, keep_every_hours),
+        resume=resume.value,
+        timeout_seconds=timeout_seconds,
+        callbacks=callbacks,
+    )
+
+
+def make_dcp(
+    *,
+    root: str,
+    every_steps: int,
+    asynchronous: bool,
+    resume: Resume,
+    model: nn.Module,
+    state: Mapping[str, Any],
+    per_rank_buffers: Patterns = (),
+    callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
+    **unknown: Any,
+) -> DcpCheckpointer:
+    """Make a checkpointer on stock DCP with the same methods.
+
+    Args:
+        per_rank_buffers: for a switch between configs; stock DCP keeps one rank's buffers, which a
+            warning says.
+
+    Raises:
+        TypeError: an argument is unknown.
+    """
+    from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer
+
+    _refuse_unknown(unknown, "dcp")
+    if per_rank_buffers:
+        logger.warning(
+            "checkpoint=dcp ignores per_rank_buffers: stock DCP stores one rank's buffers, and "
+            "restores them on all ranks"
+        )
+    return DcpCheckpointer(
+        root,
+        model=model,
+        state=_objects(state),
+        every_steps=every_steps,
+        asynchronous=asynchronous,
+        resume=resume.value,
+        callbacks=callbacks,
+    )
+
+
+def make_off(
+    *,
+    root: str | None = None,
+    every_steps: int | None = None,
+    resume: Resume = Resume.auto,
+    model: nn.Module,
+    state: Mapping[str, Any],
+    per_rank_buffers: Patterns = (),
+    callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
+    **unknown: Any,
+) -> NoCheckpointer:
+    """Make a checkpointer that does nothing, with the same methods.
+
+    Raises:
+        TypeError: an argument is unknown.
+    """
+    from torchrec_checknrun.hydra_config.baselines import NoCheckpointer
+
+    _refuse_unknown(unknown, "off")
+    return NoCheckpointer()
+
+
+def _refuse_unknown(unknown: Mapping[str, Any], chosen: str) -> None:
+    for name in unknown:
+        raise TypeError(
+            f"checkpoint={chosen} has no key {name!r}, and hydra.utils.instantiate takes beside "
+            "its keys only model, state, per_rank_buffers and callbacks: see help(Checkpointer)"
+        )
+
+
+def _buffers(patterns: Any) -> Any:
+    """Return the patterns as they were given to ``instantiate``, which makes configs of lists."""
+    return OmegaConf.to_container(patterns) if OmegaConf.is_config(patterns) else patterns
+
+
+def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state objects as they were given to ``instantiate``.
+
+    Raises:
+        ValueError: one is a dataclass: Hydra has made a config, and so a copy, of it.
+    """
+    for name, item in state.items():
+        if OmegaConf.is_config(item):
+            raise ValueError(
+                f"state {name!r} is a dataclass or a dict, which hydra.utils.instantiate copies "
+                "into a config: pass state=types.MappingProxyType({...}), which it leaves alone"
+            )
+    return dict(state)

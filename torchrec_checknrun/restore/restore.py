@@ -1,0 +1,243 @@
+"""From a root of checkpoints to a restored model: find the newest whole chain, check it, apply it.
+
+Nothing is changed before manifests, sizes, indexes and the layout were checked on all ranks. Should
+the storage fail after that, everything is written again from the next whole chain, or the caller is
+told that the model is no longer one state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
+from torchrec_checknrun.dense.parameters import DenseStates
+from torchrec_checknrun.dense.state_objects import StateObjects
+from torchrec_checknrun.errors import (
+    ChainBroken,
+    CheckNRunError,
+    ClaimDamaged,
+    CorruptCheckpoint,
+    ModelPartlyRestored,
+    StorageUnreachable,
+)
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.model.progress import OptimizerProgress
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.ranks import Ranks, own_error
+from torchrec_checknrun.restore.copied_values import copied, load_copied
+from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.plan import LoadPlanner, Merge
+from torchrec_checknrun.root.chain import Chain, newest, resolve
+from torchrec_checknrun.root.claims import latest_claim
+from torchrec_checknrun.root.counting import is_newest
+from torchrec_checknrun.run.agreement import require_shared
+from torchrec_checknrun.save.commit import StorageReader
+from torchrec_checknrun.save.snapshot import MODEL
+from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Restored:
+    """What the model was restored from.
+
+    Attributes:
+        converted: rows lie in other column ranges than stored, on any rank.
+        passed_over: newer checkpoints that could not be used, and why.
+        skipped: what only the checkpoint or only the model has.
+        forks: newer checkpoints are left behind.
+    """
+
+    chain: Chain
+    converted: bool
+    passed_over: list[str]
+    skipped: list[str]
+    forks: bool
+
+
+@dataclass
+class Target:
+    """What is to be restored.
+
+    Attributes:
+        model: None: only the tables, not the dense parameters.
+        per_rank: merge functions of the states that each rank has its own of.
+        replicated: names of states of which rank 0's content is stored.
+        buffers: the model's buffers that each rank has its own of.
+        fit: what may differ between checkpoint and model.
+    """
+
+    model: nn.Module | None
+    tracked: TrackedModel
+    states: Mapping[str, Stateful]
+    per_rank: Mapping[str, Merge | None]
+    fit: Fit = field(default_factory=Fit)
+    replicated: frozenset[str] = frozenset()
+    buffers: PerRankBuffers = field(default_factory=PerRankBuffers)
+
+
+def restore(
+    root: Folder, target: Target, ranks: Ranks, checkpoint: str | None, verify_all: bool
+) -> Restored | None:
+    """Restores ``checkpoint``, or the newest whole chain; None if the root has no checkpoint.
+
+    Args:
+        checkpoint: an id; then there is no falling back to another one.
+        verify_all: read and decode everything once before anything is changed.
+
+    Raises:
+        CheckNRunError: as documented in ``Checkpointer.restore``, the same on all ranks.
+    """
+    passed_over: list[str] = []
+    unusable: set[str] = set()
+    changed = False
+    optimizers = DenseStates(target.model, target.states, target.tracked)
+    others = {n: state for n, state in target.states.items() if n not in optimizers}
+    objects = StateObjects(others)
+    while True:
+        chain, problems, at_the_top = ranks.from_rank_0(lambda: _find(root, checkpoint, unusable))
+        passed_over += [problem for problem in problems if problem not in passed_over]
+        if chain is None and changed:
+            raise ModelPartlyRestored(
+                "a restore failed half-way and no other whole chain is left; the model is no "
+                f"longer one state. Start again from a new model. {'; '.join(passed_over)}"
+            )
+        if chain is None and passed_over:
+            raise ChainBroken(
+                f"{root} holds checkpoints, but none can be restored: {'; '.join(passed_over)}. "
+                "Mend the storage, or start a fresh run with another root"
+            )
+        if chain is None:
+            return None
+        if not passed_over:
+            require_shared(root, ranks, chain.head.id, MANIFEST_NAME)
+        try:
+            converted = False
+            for dry_run in (True, False) if verify_all else (False,):
+                planner = LoadPlanner(
+                    target.tracked,
+                    per_rank=target.per_rank,
+                    fit=target.fit,
+                    buffers=target.buffers,
+                    objects=objects,
+                    optimizers=optimizers,
+                    dry_run=dry_run,
+                )
+                try:
+                    with optimizers.fitted(undo=dry_run):
+                        live = _load(root, chain, target, ranks, planner)
+                finally:
+                    changed = changed or any(ranks.gather(planner.began))
+                converted = any(ranks.gather(planner.converted))
+        except (CorruptCheckpoint, ChainBroken, OSError) as error:
+            # Of storage that doesn't answer nothing is known to be damaged.
+            if checkpoint is not None or isinstance(error, StorageUnreachable):
+                if changed:
+                    raise ModelPartlyRestored(
+                        f"{chain.head.id} failed half-way: {error}. The model is no longer one "
+                        "state: restore another checkpoint, or start again"
+                    ) from error
+                raise
+            unusable.add(chain.head.id)
+            passed_over.append(f"{chain.head.id}: {error}")
+            continue
+        except CheckNRunError as error:
+            if changed:
+                raise ModelPartlyRestored(str(error)) from error
+            raise
+        _hand_back(target, live, optimizers, planner.progress, ranks)
+        forks = bool(passed_over) or not at_the_top
+        return Restored(chain, converted, passed_over, sorted(set(planner.skipped)), forks)
+
+
+def _find(
+    root: Folder, checkpoint: str | None, unusable: set[str]
+) -> tuple[Chain | None, list[str], bool]:
+    """The chain, why newer ones were passed over, and whether no newer one counts."""
+    if checkpoint is None:
+        return *newest(root, unusable), True
+    chain = resolve(root, checkpoint)
+    try:
+        return chain, [], is_newest(root, latest_claim(root), chain.head)
+    except ClaimDamaged:  # nothing can be written here now, but what was asked for can be read
+        return chain, [], is_newest(root, None, chain.head)
+
+
+def _load(
+    root: Folder, chain: Chain, target: Target, ranks: Ranks, planner: LoadPlanner
+) -> dict[str, Any]:
+    live: dict[str, Any] = {}
+
+    def read_live() -> None:
+        target.tracked.flush()
+        if target.model is not None:
+            live[MODEL] = target.model.state_dict()
+        live.update((name, stateful.state_dict()) for name, stateful in target.states.items())
+
+    ranks.everywhere(read_live)
+    unasked = chain.head.states.keys() - live.keys() - {BUFFERS}
+    for name in unasked if target.model is not None else ():
+        logger.warning(
+            "%s holds state %r, which is not restored: it was not given to the Checkpointer",
+            chain.head.id,
+            name,
+        )
+    reader = StorageReader(root / chain.head.id, chain)
+    try:
+        dcp.load(
+            live,
+            storage_reader=reader,
+            planner=planner,
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
+    except CheckpointException as error:
+        raise own_error(error) from error
+    return live
+
+
+def _hand_back(
+    target: Target,
+    live: dict[str, Any],
+    optimizers: DenseStates,
+    progress: Mapping[str, OptimizerProgress],
+    ranks: Ranks,
+) -> None:
+    """Give the state objects their content, and the tables' optimizers their progress; the model's
+    was written in place, but for what its state dict only has copies of.
+    """
+    content = live.get(MODEL)
+
+    def find() -> bool:
+        return target.model is not None and bool(copied(target.model, content, target.tracked))
+
+    def hand_back() -> None:
+        if any_copied:
+            assert target.model is not None
+            load_copied(target.model, content, target.tracked)
+        for name, stateful in target.states.items():
+            if name in optimizers:
+                optimizers.load(name, live[name])
+            else:
+                stateful.load_state_dict(live[name])
+        optimizers.finish()
+        target.tracked.set_progress(progress)
+        target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
+
+    try:
+        any_copied = any(ranks.everywhere(find))  # loading may be a collective
+        ranks.everywhere(hand_back)
+    except Exception as error:
+        raise ModelPartlyRestored(
+            f"the model or a state object refused what was restored: {error!r}. The model is no "
+            "longer one state: start again from a new model"
+        ) from error

@@ -1,0 +1,149 @@
+"""The checkpoints that descend from each other through what was really restored and committed.
+
+Plain bookkeeping, the same on every rank: what the next checkpoint's parent is, and when it must be
+full whatever the policy says.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchrec_checknrun.format.manifest import Header, Link, Manifest, new_id
+from torchrec_checknrun.root.chain import Chain, narrow
+from torchrec_checknrun.root.policy import Decision, Policy
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Rank 0's decision on one checkpoint, for all ranks."""
+
+    id: str
+    header: Header
+    decision: Decision
+
+
+class Lineage:
+    """What was committed or restored last, and the history since the last full checkpoint.
+
+    Attributes:
+        history: the last full checkpoint and those upon it, oldest first.
+        lossy_restores: how often this lineage was restored from a lossy checkpoint.
+        id: names it; rank 0's counts until the first commit.
+    """
+
+    def __init__(self) -> None:
+        self.history: tuple[Manifest, ...] = ()
+        self.lossy_restores = 0
+        self.id = secrets.token_hex(8)
+        self._converted = False
+        self._widths: dict[str, int] = {}
+        """Of the history, as ``Chain.widths``: not found anew while training waits, lest it wait
+        longer with each checkpoint."""
+
+    @property
+    def previous(self) -> Manifest | None:
+        return self.history[-1] if self.history else None
+
+    @property
+    def chain_length(self) -> int:
+        """How many checkpoints a restore of the last one reads."""
+        by_id = {manifest.id: manifest for manifest in self.history}
+        length, manifest = 0, self.previous
+        while manifest is not None:
+            length += 1
+            manifest = by_id.get(manifest.parent.id) if manifest.parent else None
+        return length
+
+    def propose(
+        self,
+        policy: Policy,
+        bits: int | None,
+        widths: Mapping[str, int],
+        step: int,
+        sequence: int,
+        epoch: int,
+    ) -> Proposal:
+        """Decides on the next checkpoint (on rank 0).
+
+        Args:
+            bits: the quantization asked for, None for exact.
+            value_bits: the width that means.
+            sequence: its sequence number, used by no attempt before.
+            epoch: the writer's.
+
+        Raises:
+            TypeError: the policy decides something else than a ``Decision``.
+        """
+        decision = Decision.FULL if self._must_be_full(widths) else policy.decide(self.history)
+        if not isinstance(decision, Decision):
+            raise TypeError(
+                f"the policy {policy!r} decided {decision!r}: decide() must return a Decision"
+            )
+        parent: Link | None = None
+        if decision is Decision.SINCE_BASELINE:
+            parent = self.history[0].link
+        elif decision is Decision.SINCE_LAST:
+            parent = self.history[-1].link
+        header = Header(
+            kind="differential" if parent else "full",
+            step=step,
+            sequence=sequence,
+            parent=parent,
+            previous=self.previous.link if self.previous else None,
+            lossy_restores=self.lossy_restores,
+            bits=bits,
+            earlier_fractions=self._fractions() if parent else (),
+            lineage=self.id,
+            epoch=epoch,
+        )
+        return Proposal(new_id(sequence, step), header, decision)
+
+    def committed(self, manifest: Manifest) -> None:
+        """A proposed checkpoint exists now; to be told again changes nothing."""
+        if self.previous is not None and self.previous.link == manifest.link:
+            return
+        self.id = manifest.lineage
+        full = manifest.kind == "full"
+        self._widths = {} if full else self._widths
+        narrow(self._widths, manifest)
+        # In one go: whoever prunes looks at it meanwhile.
+        self.history = (manifest,) if full else (*self.history, manifest)
+        self._converted = False
+
+    def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
+        """The model is in a checkpoint's state now.
+
+        Args:
+            forks: there is a newer one, which is left behind.
+            converted: rows lie in other column ranges than stored, on any rank.
+        """
+        self.history, self._widths = chain.manifests, chain.widths
+        self.lossy_restores = chain.head.lossy_restores + int(chain.lossy)
+        self.id = secrets.token_hex(8) if forks else chain.head.lineage
+        self._converted = converted
+
+    def must_begin_anew(self) -> None:
+        """The next checkpoint can't be differential: rows lie in other column ranges than in those
+        so far, or one of these is damaged.
+        """
+        self._converted = True
+
+    def holds(self, step: int, widths: Mapping[str, int]) -> bool:
+        """Whether the last checkpoint is of this step, as one that is made now would be."""
+        last = self.previous
+        return last is not None and last.step == step and not self._must_be_full(widths)
+
+    def _fractions(self) -> tuple[float, ...]:
+        """Sizes of the differential checkpoints since the last full one, for the next to name."""
+        last, baseline = self.history[-1], self.history[0]
+        if last.kind == "full":
+            return ()
+        return (*last.earlier_fractions, last.fraction_of(baseline))
+
+    def _must_be_full(self, widths: Mapping[str, int]) -> bool:
+        if not self.history or self._converted:
+            return True
+        # Rows not written again would stay in the fewer bits they have now.
+        return any(bits > self._widths.get(table, bits) for table, bits in widths.items())

@@ -1,0 +1,211 @@
+"""What SIGTERM means, and that the process ends in time: a preemption, or a peer that has died.
+
+A preempted job may save once more, and all its ranks are there to do so. But torchrun sends SIGTERM
+to the workers that are left when one has died, and they may be stuck waiting for the dead one. So
+the ranks call the roll, again and again, in threads that no collective can block.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch.distributed import DistError, Store
+
+from torchrec_checknrun.run.sigterm import EXIT_CODE, Sigterm
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 1.5
+"""How long a roll call waits for an answer. With the time to say goodbye, less than 2 seconds."""
+_PAUSE_SECONDS = 0.5
+"""Between two looks whether another rank got SIGTERM, and between two roll calls."""
+_GOODBYE_SECONDS = 0.3
+_TICK_SECONDS = 0.1
+
+
+class Preemption:
+    """Listens for SIGTERM, on any rank, and ends this process in time.
+
+    From the first SIGTERM on, a rank that doesn't answer for ``PATIENCE_SECONDS`` makes the others
+    exit, and so does the end of the grace time; both with SIGTERM's exit code, and without
+    unwinding the main thread, which may be stuck. Only ``end`` unwinds it.
+
+    Made on all ranks at once; the signal is heard only where this is the main thread.
+
+    Args:
+        store: for a thread of its own; its keys are used by nobody else. None: one rank alone.
+        grace_seconds: from the signal to the exit.
+    """
+
+    def __init__(self, store: Store | None, world_size: int, grace_seconds: float) -> None:
+        self._world_size = world_size
+        self._grace_seconds = grace_seconds
+        self._lock = threading.Lock()
+        self._heard = threading.Event()
+        self._all_here = threading.Event()
+        self._news = threading.Event()  # SIGTERM was heard, or the roll is not to be called
+        self._no_more_rolls = threading.Event()
+        self._leaves = False
+        self._closed = False
+        self._clock_stopped = False
+        self._answers = 0
+        self._grace_ends = math.inf
+        self._lost_at = math.inf
+        self._sigterm = Sigterm()
+        self._roll_call: threading.Thread | None = None
+        if store is not None:
+            self._roll_call = _thread("checknrun-roll-call", self._call_roll, store)
+            # A thread that comes back from C++ while the interpreter ends would abort the process.
+            atexit.register(self._stop_roll_call)
+        _thread("checknrun-sigterm", self._keep_time)
+
+    @property
+    def heard(self) -> bool:
+        """Whether some rank has got SIGTERM, as far as known here."""
+        return self._heard.is_set()
+
+    @property
+    def all_here(self) -> bool:
+        """Whether some rank has got SIGTERM and all have answered since: they can still save."""
+        return self._all_here.is_set()
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Of the grace time; infinite before any SIGTERM."""
+        return max(0.0, self._grace_ends - time.monotonic())
+
+    def end(self) -> None:
+        """Ends the process as SIGTERM would have: runs the handler that was there before.
+
+        Should that return, the process is its own again. Without one, the grace time still holds
+        for whatever the exit runs.
+
+        Raises:
+            SystemExit: there was no Python handler.
+        """
+        self._stop_roll_call(leaves=True)
+        self._sigterm.restore()
+        self._sigterm.act()
+        self._stop_clock()
+
+    def close(self, failed: bool = False) -> None:
+        """Gives SIGTERM back; if one has come, ends the process as ``end`` does.
+
+        Args:
+            failed: an exception is on its way out and ends the process in its own way. Should it
+                not, after a SIGTERM, then the grace time does.
+
+        Raises:
+            SystemExit: as ``end``.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._sigterm.restore()
+        if self.heard and not failed:
+            self.end()
+        elif not self.heard:
+            self._stop_roll_call(leaves=not failed)
+            self._stop_clock()
+
+    def _hear(self, to_whom: str) -> None:
+        with self._lock:
+            if self.heard:
+                return
+            now = time.monotonic()
+            self._grace_ends = now + self._grace_seconds
+            if self._roll_call is None:
+                self._all_here.set()
+            else:
+                self._lost_at = now + PATIENCE_SECONDS
+            self._heard.set()
+        self._news.set()
+        self._sigterm.wake()
+        # Not in this thread: the main one may be stuck with the lock of a stream.
+        _thread("checknrun-log", logger.warning, "SIGTERM to %s: calling the roll", to_whom)
+
+    def _keep_time(self) -> None:
+        """One thread: hears the signal, and exits at a deadline. It asks nobody for anything."""
+        while not self._clock_stopped:
+            if self._sigterm.wait(_TICK_SECONDS if self.heard else None):
+                self._hear("this process")
+            now = time.monotonic()
+            if now >= self._lost_at:
+                _exit(f"only {self._answers} of {self._world_size} ranks answer after SIGTERM")
+            if now >= self._grace_ends:
+                _exit(f"SIGTERM was {self._grace_seconds:g} seconds ago")
+        self._sigterm.dispose()
+
+    def _call_roll(self, store: Store) -> None:
+        """The other thread: it may wait for the store, and the first one acts on its silence."""
+        with suppress(DistError):  # the store's process has ended
+            while not self._news.wait(_PAUSE_SECONDS):
+                if store.check(["sigterm"]):
+                    self._hear("another rank")
+            if self.heard:
+                store.set("sigterm", "")
+            number = 0
+            while not self._no_more_rolls.is_set():
+                store.add(f"here/{number}", 1)
+                self._await_answers(store, f"here/{number}")
+                self._no_more_rolls.wait(_PAUSE_SECONDS)
+                number += 1
+            if self._leaves:
+                if number:
+                    store.add(f"here/{number - 1}", -1)  # not to be counted twice
+                store.add("left", 1)
+
+    def _await_answers(self, store: Store, roll: str) -> None:
+        while True:
+            self._answers = store.add(roll, 0) + store.add("left", 0)
+            if self._answers >= self._world_size:
+                break
+            if self._no_more_rolls.wait(_TICK_SECONDS / 2):
+                return
+        with self._lock:
+            if not self._no_more_rolls.is_set():
+                self._lost_at = time.monotonic() + _PAUSE_SECONDS + PATIENCE_SECONDS
+                self._all_here.set()
+
+    def _stop_roll_call(self, leaves: bool = False) -> None:
+        """``leaves``: the others hear that this rank's silence is no loss."""
+        atexit.unregister(self._stop_roll_call)
+        with self._lock:
+            self._leaves = self._leaves or leaves
+            self._no_more_rolls.set()
+            self._lost_at = math.inf
+        self._news.set()
+        if self._roll_call is not None:
+            self._roll_call.join(_GOODBYE_SECONDS)
+
+    def _stop_clock(self) -> None:
+        self._clock_stopped = True
+        self._sigterm.wake()
+
+
+def _thread(name: str, run: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=run, name=name, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _exit(reason: str) -> None:
+    """Exits at once; logs, as far as nobody holds the locks of the streams."""
+
+    def say_goodbye() -> None:
+        logger.critical("exiting at once: %s", reason)
+        for handler in logging.getLogger().handlers + logger.handlers:
+            handler.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    _thread("checknrun-goodbye", say_goodbye).join(_GOODBYE_SECONDS)
+    os._exit(EXIT_CODE)

@@ -1,0 +1,83 @@
+"""Wait for a checkpoint that is written in the background, as long as anything is heard of it.
+
+Calls to the storage and collectives end by themselves (``deadlines``, gloo's timeout), and so does
+the save they are part of. What else could keep it from ending ends here: training, ``close`` and
+the interpreter's exit go on without it, and it is never committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.save.background import Save
+from torchrec_checknrun.store.deadlines import EXIT_SECONDS, longest_silence
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
+
+_LOOK_SECONDS = 0.2
+_MARGIN = 0.1
+"""Of the timeout, and a second: whoever notices first what is wrong is to say so."""
+
+
+def await_save(save: Save) -> None:
+    """Return when it is known what became of a save; give it up if it doesn't move any more."""
+    limit = save.patience.timeout_seconds * (1 + _MARGIN) + 1
+    started = time.monotonic()
+    while not save.wait(_LOOK_SECONDS):
+        seconds = time.monotonic() - max(started, save.patience.heard)
+        if seconds > limit:
+            save.give_up(_given_up(save, seconds), force=seconds > 2 * limit)
+
+
+def await_at_exit(save: Save) -> None:
+    """Return as ``await_save``, and as soon as the storage leaves one call unanswered for
+    ``EXIT_SECONDS``: a process that is to end does so in seconds.
+    """
+    limit = min(EXIT_SECONDS, save.patience.timeout_seconds)
+    started = time.monotonic()
+    while not save.wait(_LOOK_SECONDS):
+        silence, _ = longest_silence()
+        seconds = min(silence, time.monotonic() - started)
+        if seconds > limit:
+            save.give_up(_given_up(save, silence), force=True)
+        elif time.monotonic() - max(started, save.patience.heard) > save.patience.timeout_seconds:
+            save.give_up(_given_up(save, save.patience.timeout_seconds), force=True)
+
+
+def last_words(save: Save) -> None:
+    """At the exit of a script that ended without ``close``: see that what it began becomes durable,
+    or tell.
+    """
+    if getattr(sys, "last_value", None) is not None:
+        return  # it ended by an error: the other ranks may never come
+    await_at_exit(save)
+    try:
+        save.result()
+    except Exception:
+        logger.exception("the last checkpoint was not committed")
+    else:
+        save.leave()
+
+
+def still_hanging(step: int, ranks: list[int]) -> SaveFailed:
+    """Return the error of a save that can't begin, since an earlier one hasn't ended on ``ranks``
+    although it was given up.
+    """
+    return SaveFailed(
+        f"step {step}: an earlier checkpoint was given up, and what it waits for on ranks {ranks} "
+        "has not come back yet. Nothing can be saved until then; if it never does, restart the "
+        "job: it goes on from its last checkpoint"
+    )
+
+
+def _given_up(save: Save, seconds: float) -> SaveFailed:
+    silence, what = longest_silence()
+    waits = f"{what}: no answer for {silence:.3g} s" if what else "waiting for the other ranks"
+    return SaveFailed(
+        f"the checkpoint at step {save.proposal.header.step} was given up: nothing was heard of it "
+        f"for {seconds:.3g} s (timeout_seconds={save.patience.timeout_seconds:g}); {waits}. Its "
+        "rows are kept for the next one; look at the storage and the other ranks, and save again"
+    )

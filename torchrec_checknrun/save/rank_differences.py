@@ -1,0 +1,113 @@
+"""State that should be the same on all ranks, and isn't: only one content of it can be stored.
+
+Of a state object that is an error, unless it was declared; a model's buffers, and parameters that
+nothing keeps alike, default to the lowest rank's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchrec_checknrun.dense.digest import Digest
+from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.format.state import Tree
+from torchrec_checknrun.model.progress import OptimizerProgress
+from torchrec_checknrun.ranks import listed, ranks_text
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
+
+_MOST_NAMES = 8
+_RATES = "learning rates of tables"
+
+Held = Sequence[tuple[int, Digest]]
+"""A state's digest on each rank that has it, in rank order."""
+
+
+@dataclass
+class RankDifferences:
+    """What is needed to judge differences, on rank 0.
+
+    Attributes:
+        trees: rank 0's state objects, encoded, by name.
+        models: names of states that are a model's.
+        buffers: names of buffers in a model's state.
+        told: names that a warning was given of; shared by all saves of one run.
+    """
+
+    trees: Mapping[str, Tree] = field(default_factory=dict)
+    models: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
+    told: set[str] = field(default_factory=set)
+
+    def differing(self, states: Mapping[str, Held]) -> set[str]:
+        """Find the states whose content differs between ranks: the lowest rank's is to be stored.
+
+        Raises:
+            UnsupportedState: one is no model's; names it, the ranks, and values that differ.
+        """
+        found = {n for n, held in states.items() if len({d.alike for _, d in held}) > 1}
+        for name in sorted(found - self.models):
+            first, others, values = self._compare(name, states[name])
+            at = f" (in {listed(values)})" if values else ""
+            raise UnsupportedState(
+                f"state {name!r} was not declared and differs between rank {first} and "
+                f"{ranks_text(others)}{at}: one content is stored for all ranks. Declare it as "
+                "PerRank(object, merge=…) if each rank needs its own, or as Replicated(object) if "
+                "rank 0's is right for all (dcp.save: SavePlanner(per_rank=…, replicated=…)). "
+                "Rows are kept for the next checkpoint"
+            )
+        for name in sorted(found & self.models):
+            self._warn(name, states[name])
+        return found
+
+    def progress(
+        self, of_ranks: Sequence[Mapping[str, OptimizerProgress]]
+    ) -> dict[str, OptimizerProgress]:
+        """Choose each table's optimizer progress: the lowest rank's. Warn once of learning rates
+        that differ between the ranks that hold a table.
+        """
+        chosen: dict[str, OptimizerProgress] = {}
+        differing: dict[str, None] = {}
+        for of_rank in of_ranks:
+            for table, own in of_rank.items():
+                if chosen.setdefault(table, own).learning_rate != own.learning_rate:
+                    differing[table] = None
+        if differing and _RATES not in self.told:
+            self.told.add(_RATES)
+            logger.warning(
+                "tables %s have other learning rates on other ranks; the lowest rank's are stored "
+                "and restored on all: set the rate, or step its scheduler, on all ranks",
+                listed(list(differing)),
+            )
+        return chosen
+
+    def _warn(self, name: str, held: Held) -> None:
+        """Warn once of a model's parameters; its buffers may differ."""
+        first, others, values = self._compare(name, held)
+        parameters = [value for value in values if value not in self.buffers]
+        if (values and not parameters) or name in self.told:
+            return
+        self.told.add(name)
+        logger.warning(
+            "dense parameters differ between rank %d and %s: %s. Rank %d's are stored and restored "
+            "on all ranks; broadcast them before training, or wrap their module with "
+            "DistributedDataParallel",
+            first,
+            ranks_text(others),
+            listed(parameters) or "not among the first of them",
+            first,
+        )
+
+    def _compare(self, name: str, held: Held) -> tuple[int, list[int], list[str]]:
+        """The lowest rank, those that differ from it, and the values in which they do."""
+        (first, own), *others = held
+        differing = [(rank, digest) for rank, digest in others if digest.alike != own.alike]
+        tree = self.trees.get(name)
+        values: dict[str, None] = {}
+        # Of thousands of ranks a few name the values.
+        if tree is not None and first == 0:
+            for _, digest in differing[:_MOST_NAMES]:
+                values.update(dict.fromkeys(own.differing(digest, tree)))
+        return first, [rank for rank, _ in differing], [value or "its keys" for value in values]
