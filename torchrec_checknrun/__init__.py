@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from torchrec_checknrun.version import __version__
 
 if TYPE_CHECKING:
-    from torchrec_checknrun.codecs.bitwidth import expected_restores
-    from torchrec_checknrun.codecs.quantization import Quantization
+    from torchrec_checknrun.codecs.quantization import Quantization, expected_restores
     from torchrec_checknrun.model.marks import Consumer
     from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard, track
     from torchrec_checknrun.restore.plan import LoadPlanner
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     )
     from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
     from torchrec_checknrun.root.retention import Retention
+    from torchrec_checknrun.run.arguments import PerRank, Replicated
     from torchrec_checknrun.run.checkpointer import Checkpointer
-    from torchrec_checknrun.run.per_rank import PerRank, Replicated
     from torchrec_checknrun.run.triggers import (
         AtEnd,
         EverySeconds,

@@ -5,8 +5,11 @@ An error on one rank becomes an error on all, so that none is left waiting in th
 
 from __future__ import annotations
 
+import pickle
 import secrets
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -14,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.picklable import picklable
 
 T = TypeVar("T")
 
@@ -121,3 +123,27 @@ def own_error(error: CheckpointException) -> Exception:
             return failure
     first = failures[0]
     return first if isinstance(first, Exception) else RuntimeError(repr(first))
+
+
+def picklable(error: Exception) -> Exception:
+    """The error itself, or one that says the same: an ``OSError`` stays one."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:
+        pass  # whatever the class does
+    text = traceback.format_exception_only(error)[-1].strip()
+    kind = OSError if isinstance(error, OSError) else RuntimeError
+    return kind(text).with_traceback(error.__traceback__)
+
+
+@contextmanager
+def picklable_errors() -> Iterator[None]:
+    """Errors leave the block in a form in which they reach other ranks."""
+    try:
+        yield
+    except Exception as error:
+        raised = picklable(error)
+        if raised is error:
+            raise
+        raise raised from error

@@ -6,10 +6,12 @@ optimizer rows as views of memory, and ids that are global. Shard-local ids end 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+from torchrec_checknrun.errors import InvalidPlan
 
 
 @dataclass(frozen=True, order=True)
@@ -188,3 +190,36 @@ class LocalShard:
         self.weight.index_copy_(0, local, rows.weight.to(self.weight))
         for name, state in rows.optimizer.items():
             self.optimizer[name].index_copy_(0, local, state.to(self.optimizer[name]))
+
+
+def check_coverage(name: str, whole: TableShape, held: Iterable[tuple[Rectangle, int]]) -> None:
+    """Refuses parts that overlap or leave something of the whole out.
+
+    Args:
+        name: what errors call the whole.
+        held: the parts, each with its rank.
+
+    Raises:
+        InvalidPlan: names the ranks and parts.
+    """
+    parts = sorted(part for part in held if part[0].area)
+    for i, (one, rank) in enumerate(parts):
+        for j in range(i + 1, len(parts)):
+            other, other_rank = parts[j]
+            if other.row_start >= one.row_stop:
+                break
+            if one.intersect(other):
+                raise InvalidPlan(
+                    f"{name}: ranks {rank} and {other_rank} would both write {one} ∩ {other}"
+                )
+    covered = sum(part.area for part, _ in parts)
+    if covered != whole.rows * whole.dim:
+        raise InvalidPlan(
+            f"{name}: the ranks hold {covered} of {whole.rows} × {whole.dim} values, as "
+            f"{[str(part) for part, _ in parts]}; every rank must take part in the save, with the "
+            "process group the model is sharded over"
+        )
+
+
+CHUNK_BYTES = 32 << 20
+"""Memory for a chunk's rows while they are saved or restored, with every copy of them."""

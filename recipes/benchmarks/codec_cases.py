@@ -28,7 +28,7 @@ from torchrec_checknrun.codecs import (
     Rowwise,
     fallback,
 )
-from torchrec_checknrun.codecs.kernel import WIDTHS, row_bytes
+from torchrec_checknrun.codecs.base import WIDTHS, row_bytes
 from torchrec_checknrun.codecs.kmeans import KMeans
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES, decode_state, encode_state
 from torchrec_checknrun.format import row_ids

@@ -43,8 +43,8 @@ from recipes.figures import plots
 from recipes.figures.small_job import SmallJob, State, small_job
 from torchrec_checknrun import Checkpointer, Quantization
 from torchrec_checknrun.codecs import ImportanceWeighted, RowContext
+from torchrec_checknrun.codecs.base import WIDTHS, row_bytes
 from torchrec_checknrun.codecs.budget import Survey
-from torchrec_checknrun.codecs.kernel import WIDTHS, row_bytes
 
 METHODS = ("asymmetric", "adaptive")
 BUDGETS = (3, 4, 8)

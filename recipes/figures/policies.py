@@ -43,7 +43,7 @@ from recipes.figures import plots
 from recipes.figures.lookups import Lookups, batches_until, read_slots
 from recipes.figures.simulated_run import Checkpoint, Run
 from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot, Policy
-from torchrec_checknrun.codecs.kernel import WIDTHS
+from torchrec_checknrun.codecs.base import WIDTHS
 
 POLICIES: dict[str, Policy] = {
     "Full": Full(),

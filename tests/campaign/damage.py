@@ -36,9 +36,8 @@ from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format import reader as read_chunks
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.root.chain import committed, read_manifest
-from torchrec_checknrun.root.pins import pin
 from torchrec_checknrun.root.prune import prune
-from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.root.retention import Retention, pin
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 

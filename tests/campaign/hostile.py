@@ -33,14 +33,13 @@ from torchrec_checknrun.format import reader as read_chunks
 from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.index import parse_index
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, RankFile, parse_manifest
-from torchrec_checknrun.format.reader import read_content
 from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import committed, newest, resolve
-from torchrec_checknrun.root.pins import pin
 from torchrec_checknrun.root.prune import prune
-from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.root.retention import Retention, pin
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.compact import compact

@@ -27,9 +27,10 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.chunk import EncodedChunk, state_tree
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC
-from torchrec_checknrun.format.reader import read_chunk, read_content
+from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.restore.blocks import BlockRestore, saved_blocks
+from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.restore.content_tree import with_blocks
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import committed, newest, resolve

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from torchrec_checknrun.errors import StoreUnreachable
 from torchrec_checknrun.run import appointments
-from torchrec_checknrun.run.appointments import LEAD, Appointments
+from torchrec_checknrun.run.schedule import LEAD, Appointments
 
 WORDS = ["save", "end"]
 

@@ -13,8 +13,9 @@ from tests.examples import examples
 from tests.unit.boxes import tilings
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, InvalidPlan
+from torchrec_checknrun.format.block_chunk import Path, block_header
 from torchrec_checknrun.format.chunk import EncodedChunk
-from torchrec_checknrun.model.blocks import Block, BlockSummary, Path, block_header, check_blocks
+from torchrec_checknrun.model.blocks import Block, BlockSummary, check_blocks
 from torchrec_checknrun.restore.blocks import BlockRestore, SavedBlocks, saved_blocks
 
 PATH: Path = ("model", 3, "ids")

@@ -26,9 +26,8 @@ from torchrec_checknrun.root.claims import FOLDER, Claim, _read_claims, latest_c
 from torchrec_checknrun.root.counting import counting_ids
 from torchrec_checknrun.root.holder import Holder
 from torchrec_checknrun.root.lease import Lease
-from torchrec_checknrun.root.pins import PINNED, pin
 from torchrec_checknrun.root.prune import prune
-from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.root.retention import PINNED, Retention, pin
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools import takeover
 from torchrec_checknrun.tools.control_records import find_damage

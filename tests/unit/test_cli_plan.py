@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.console import Console
-from torchrec_checknrun.codecs.kernel import row_bytes
+from torchrec_checknrun.codecs.base import row_bytes
 from torchrec_checknrun.tools.forecast import POLICIES, Job, forecast, stored_row_bytes
 
 # 8 columns exact and 4 bytes of state: 36 bytes a row; 100 bytes of ids in a differential one.

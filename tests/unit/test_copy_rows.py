@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun import copy_rows as module
-from torchrec_checknrun.codecs.kernel import has_extension
-from torchrec_checknrun.copy_rows import Chosen, can_copy, copy_rows
+from torchrec_checknrun.native import Chosen, can_copy, copy_rows, has_extension
 
 COMPILED = [False, True] if has_extension() else [False]
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from torchrec_checknrun.codecs import fallback
-from torchrec_checknrun.codecs.kernel import Method, Refusal, has_extension, row_bytes
+from torchrec_checknrun.codecs.base import Method, Refusal, row_bytes
+from torchrec_checknrun.native import has_extension
 
 WIDTHS = (2, 3, 4, 8)
 NUM_BINS, RATIO = 25, 0.5

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from torchrec_checknrun.garbage import paused
+from torchrec_checknrun.threads import paused
 
 
 @pytest.fixture(autouse=True)

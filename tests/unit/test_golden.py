@@ -14,7 +14,8 @@ import torch
 from tests.golden.make import DIM, ENCODINGS, RANKS, ROWS, STATE, STATES, make
 from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.manifest import FORMAT_VERSION
-from torchrec_checknrun.format.reader import ReadableChunk, read_chunk, read_content
+from torchrec_checknrun.format.reader import read_chunk
+from torchrec_checknrun.restore.chunks import ReadableChunk, read_content
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.chain import newest

@@ -25,9 +25,9 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format import row_ids, sealed
 from torchrec_checknrun.format.checks import INDEX_BYTES, VALUES, parse_json, require_limits
+from torchrec_checknrun.format.chunk import DECODED_BYTES
 from torchrec_checknrun.format.index import CHUNK_BYTES, index_bytes, require_chunk_size
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
-from torchrec_checknrun.format.sections import DECODED_BYTES
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.lease import FOLDER, Lease, latest_claim

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from torchrec_checknrun import Quantization
 from torchrec_checknrun.codecs import ImportanceWeighted, RowContext
-from torchrec_checknrun.codecs.budget import Survey, constants, survey, with_constant
-from torchrec_checknrun.row_set import RowSet
+from torchrec_checknrun.codecs.budget import Survey, constants, with_constant
+from torchrec_checknrun.row_sets import RowSet
+from torchrec_checknrun.save.plan import survey
 from torchrec_checknrun.save.snapshot import ShardSnapshot
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 

@@ -26,7 +26,7 @@ from tests.unit.quantized_rows import (
     threads,
 )
 from torchrec_checknrun.codecs import kernel
-from torchrec_checknrun.codecs.kernel import Method, row_bytes
+from torchrec_checknrun.codecs.base import Method, row_bytes
 
 pytestmark = pytest.mark.skipif(
     not kernel.has_extension(), reason="the extension was not built: there was no compiler"

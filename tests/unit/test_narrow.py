@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun.codecs.narrow import Bf16, Fp16, Narrow
+from torchrec_checknrun.codecs.plain import Bf16, Fp16, Narrow
 from torchrec_checknrun.errors import UnsupportedFormat
 
 CODECS = (Fp16(), Bf16())

@@ -32,9 +32,8 @@ from torchrec_checknrun.root.counting import counting_ids
 from torchrec_checknrun.root.holder import Holder
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.lineage import Lineage
-from torchrec_checknrun.root.pins import PINNED, is_pinned, pin, pin_problem
 from torchrec_checknrun.root.prune import prune
-from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.root.retention import PINNED, Retention, is_pinned, pin, pin_problem
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.run import agreement
 from torchrec_checknrun.run.missing_root import protect_existing

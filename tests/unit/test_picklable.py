@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from torchrec_checknrun.errors import SaveFailed, StorageFailed
-from torchrec_checknrun.picklable import picklable, picklable_errors
+from torchrec_checknrun.ranks import picklable, picklable_errors
 
 
 class TwoArguments(Exception):

@@ -13,9 +13,8 @@ from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoi
 from torchrec_checknrun.root.chain import committed, newest, resolve
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.lease import FOLDER, Holder, Lease
-from torchrec_checknrun.root.pins import pin, unpin
 from torchrec_checknrun.root.prune import prune
-from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.root.retention import Retention, pin, unpin
 from torchrec_checknrun.store.folder import Folder
 
 ROWS = 20

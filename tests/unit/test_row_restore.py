@@ -32,10 +32,10 @@ from tests.unit.chains import (
     write_chain,
 )
 from torchrec_checknrun.codecs import KMeans, Rowwise
-from torchrec_checknrun.codecs.kernel import has_extension
 from torchrec_checknrun.codecs.quantization import Encoding
-from torchrec_checknrun.done_rows import DoneRows
 from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.shards import LocalShard, Rectangle
 from torchrec_checknrun.store.folder import Folder
 
@@ -223,7 +223,7 @@ def test_done_rows(rows: int, data: st.DataObject, block: int, compiled: bool) -
     compiled = compiled and has_extension()
     done, plain = DoneRows(rows), np.zeros(rows, dtype=bool)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_checknrun.done_rows._BLOCK", block)
+        patch.setattr("torchrec_checknrun.row_sets._BLOCK", block)
         patch.setattr("torchrec_checknrun.done_rows.has_extension", lambda: compiled)
         for _ in range(4):
             if data.draw(st.booleans()):

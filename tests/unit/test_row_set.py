@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun import row_set
-from torchrec_checknrun.codecs.kernel import has_extension
-from torchrec_checknrun.row_set import RowSet
+from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.row_sets import RowSet
 
 
 @settings(max_examples=examples(250), deadline=None)

@@ -33,7 +33,7 @@ from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.model import marks
 from torchrec_checknrun.root.report import CheckpointReport
-from torchrec_checknrun.row_set import RowSet
+from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save import background
 
 Write = Callable[..., Any]

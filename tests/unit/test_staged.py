@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun.codecs import Rowwise
-from torchrec_checknrun.codecs.kernel import has_extension
 from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.save import staged as module
 from torchrec_checknrun.save.staged import StagedRows, rows_size
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape

@@ -7,11 +7,12 @@ from tests.unit.plain_states import cause, load, save
 from torchrec_checknrun import Quantization
 from torchrec_checknrun.errors import ChainBroken, IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, Link, Manifest
-from torchrec_checknrun.format.reader import read_chunk, read_content
+from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.format.row_reader import decode_rows
+from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.root.report import Progress, checkpoint_report
-from torchrec_checknrun.row_set import RowSet
+from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save.items import Items
 from torchrec_checknrun.save.plan import CheckpointPlanner, Prepared, summarize
 from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot

@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.run import preemption
-from torchrec_checknrun.run.appointments import LEAD
-from torchrec_checknrun.run.preemption import Preemption
-from torchrec_checknrun.run.schedule import Schedule
-from torchrec_checknrun.run.sigterm import EXIT_CODE, Sigterm
+from torchrec_checknrun.run.preemption import EXIT_CODE, Preemption, Sigterm
+from torchrec_checknrun.run.schedule import LEAD, Schedule
 from torchrec_checknrun.run.triggers import (
     AtEnd,
     EverySeconds,

@@ -14,7 +14,7 @@ import torch
 
 from tests.unit.quantized_rows import METHODS, WIDTHS, random_rows, spoil
 from torchrec_checknrun.codecs import kernel
-from torchrec_checknrun.codecs.kernel import Method, row_bytes
+from torchrec_checknrun.codecs.base import Method, row_bytes
 
 DIMS = (1, 13, 64)
 

@@ -16,9 +16,9 @@ from torch import nn, optim
 from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
 from torchrec_checknrun import Checkpointer
-from torchrec_checknrun.dense.parameters import DenseStates
 from torchrec_checknrun.errors import IncompatibleCheckpoint, SaveFailed
 from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.model.dense_states import DenseStates
 
 Made = tuple[nn.Module, Any]
 Make = Callable[[], Made]

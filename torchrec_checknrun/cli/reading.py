@@ -62,7 +62,7 @@ def cat(
 ) -> None:
     """Shows values of rows."""
     wanted = parse_rows(rows)
-    from torchrec_checknrun.format.reader import read_content
+    from torchrec_checknrun.restore.chunks import read_content
     from torchrec_checknrun.tools.tables import ChunkCache, TableReader, find_table
 
     folder = open_root(root)

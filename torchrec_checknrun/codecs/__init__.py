@@ -13,14 +13,13 @@ from torchrec_checknrun.codecs.base import (
     Codec,
     CodecSpec,
     Encoded,
+    Method,
     Parameters,
     RowContext,
 )
-from torchrec_checknrun.codecs.exact import Exact
 from torchrec_checknrun.codecs.importance import ImportanceWeighted
-from torchrec_checknrun.codecs.kernel import Method
 from torchrec_checknrun.codecs.kmeans import KMeans
-from torchrec_checknrun.codecs.narrow import Bf16, Fp16
+from torchrec_checknrun.codecs.plain import Bf16, Exact, Fp16
 from torchrec_checknrun.codecs.rowwise import Rowwise
 from torchrec_checknrun.errors import UnsupportedFormat
 

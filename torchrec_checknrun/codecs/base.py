@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import ClassVar, Protocol
 
 import torch
@@ -174,3 +175,36 @@ def require_version(spec: CodecSpec, name: str, known: int) -> None:
             f"codec {name!r} version {version!r} is unknown (this release reads 1 to {known}): "
             "upgrade torchrec_checknrun"
         )
+
+
+WIDTHS = (2, 3, 4, 8)
+
+
+class Method(IntEnum):
+    """How a row's scale and bias are found (Check-N-Run, section 4.2)."""
+
+    ASYMMETRIC = 0
+    """From its minimum to its maximum, as FBGEMM does."""
+    SYMMETRIC = 1
+    """From minus to plus its largest magnitude."""
+    GREEDY = 2
+    """The paper's search: cuts the range at either end, a bin at a time."""
+    ADAPTIVE = 3
+    """Ours: fits scale and bias to the codes, from several ranges."""
+
+
+class Refusal(IntEnum):
+    """Why a row was not encoded."""
+
+    NONE = 0
+    NOT_FINITE = 1
+    TOO_LARGE = 2
+    TOO_SMALL = 3
+
+
+def row_bytes(dim: int, bits: int) -> int:
+    """Bytes of a fused row: codes, then scale and bias (fp32 at 8 bit, otherwise fp16)."""
+    if bits == 8:
+        return dim + 8
+    codes = -(-dim * bits // 8) if bits == 3 else -(-dim * bits // 16) * 2
+    return codes + 4

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.codecs.importance import BORDERS, WIDTHS, ImportanceWeighted, importance
-from torchrec_checknrun.codecs.quantization import Encoding, Quantization
-from torchrec_checknrun.save.snapshot import ShardSnapshot
+from torchrec_checknrun.codecs.quantization import Encoding
 
-_SAMPLE_ROWS = 4096
+SAMPLE_ROWS = 4096
 _RANGE, _PER_BIT = 64, 16
 _BINS = 2 * _RANGE * _PER_BIT
 _CENTRES = (np.arange(_BINS) + 0.5) / _PER_BIT - _RANGE
@@ -73,26 +72,6 @@ class Survey:
         return low
 
 
-def survey(shards: Iterable[ShardSnapshot], quantization: Quantization) -> dict[Key, Survey]:
-    """Of this rank's rows that are to be written with importance-weighted width."""
-    found: dict[Key, Survey] = {}
-    for snapshot in shards:
-        shard = snapshot.shard
-        codec = quantization.for_table(shard.table, shard.shape.rows).codec
-        state = shard.optimizer.get("momentum1")
-        if not isinstance(codec, ImportanceWeighted) or state is None or state.dim() != 1:
-            continue
-        positions, rows = snapshot.sample(_SAMPLE_ROWS)
-        if rows:
-            positions = positions.to(shard.weight.device)
-            found.setdefault(_key(codec), Survey()).add(
-                shard.weight.index_select(0, positions),
-                state.index_select(0, positions),
-                rows / len(positions),
-            )
-    return found
-
-
 def constants(surveys: Iterable[Mapping[Key, Survey]]) -> dict[Key, float]:
     """Of all ranks' surveys."""
     sums: dict[Key, Survey] = {}
@@ -105,12 +84,12 @@ def constants(surveys: Iterable[Mapping[Key, Survey]]) -> dict[Key, float]:
 def with_constant(encoding: Encoding, found: Mapping[Key, float]) -> Encoding:
     """The encoding with its codec's constant, if it has one."""
     codec = encoding.codec
-    if isinstance(codec, ImportanceWeighted) and _key(codec) in found:
-        return replace(encoding, codec=codec.at(found[_key(codec)]))
+    if isinstance(codec, ImportanceWeighted) and key_of(codec) in found:
+        return replace(encoding, codec=codec.at(found[key_of(codec)]))
     return encoding
 
 
-def _key(codec: ImportanceWeighted) -> Key:
+def key_of(codec: ImportanceWeighted) -> Key:
     return codec.offset, codec.mean_bits
 
 

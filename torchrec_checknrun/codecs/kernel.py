@@ -7,46 +7,14 @@ host.
 
 from __future__ import annotations
 
-import functools
 import logging
-from enum import IntEnum
-from pathlib import Path
 
 import torch
 
+from torchrec_checknrun.codecs.base import Method
+from torchrec_checknrun.native import has_extension
+
 logger = logging.getLogger(__name__)
-
-WIDTHS = (2, 3, 4, 8)
-
-
-class Method(IntEnum):
-    """How a row's scale and bias are found (Check-N-Run, section 4.2)."""
-
-    ASYMMETRIC = 0
-    """From its minimum to its maximum, as FBGEMM does."""
-    SYMMETRIC = 1
-    """From minus to plus its largest magnitude."""
-    GREEDY = 2
-    """The paper's search: cuts the range at either end, a bin at a time."""
-    ADAPTIVE = 3
-    """Ours: fits scale and bias to the codes, from several ranges."""
-
-
-class Refusal(IntEnum):
-    """Why a row was not encoded."""
-
-    NONE = 0
-    NOT_FINITE = 1
-    TOO_LARGE = 2
-    TOO_SMALL = 3
-
-
-def row_bytes(dim: int, bits: int) -> int:
-    """Bytes of a fused row: codes, then scale and bias (fp32 at 8 bit, otherwise fp16)."""
-    if bits == 8:
-        return dim + 8
-    codes = -(-dim * bits // 8) if bits == 3 else -(-dim * bits // 16) * 2
-    return codes + 4
 
 
 def encode_rows(
@@ -112,22 +80,3 @@ def decode_rows(
 
         part = data if positions is None else data[positions]
         decode_plainly(part, bits, factor, ids, out)
-
-
-@functools.cache
-def has_extension() -> bool:
-    """Whether the compiled kernel is there; says so once if it isn't."""
-    for library in sorted(Path(__file__).parents[1].glob("_C*.so")):
-        try:
-            torch.ops.load_library(library)
-        except OSError as error:
-            logger.warning("%s can't be loaded: %s", library, error)
-            continue
-        if hasattr(torch.ops.checknrun, "stage_rows"):
-            return True
-        logger.warning("%s is of an earlier version of this package", library)
-    logger.warning(
-        "rows are quantized by NumPy, which is several times slower: install "
-        "torchrec_checknrun where there is a C++ compiler (g++) to have the compiled kernel"
-    )
-    return False

@@ -25,7 +25,7 @@ from torchrec_checknrun.codecs.base import (
     require_version,
     select_rows,
 )
-from torchrec_checknrun.codecs.narrow import lost_rows
+from torchrec_checknrun.codecs.plain import lost_rows
 from torchrec_checknrun.errors import UnsupportedFormat
 
 WIDTHS = (2, 3, 4, 8)

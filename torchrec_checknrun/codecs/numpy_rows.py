@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_checknrun.codecs.kernel import Method, Refusal
+from torchrec_checknrun.codecs.base import Method, Refusal
 from torchrec_checknrun.threads import Threads
 
 _ENCODED_AT_ONCE = 2**19

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from torchrec_checknrun.codecs.kernel import Method, Refusal
+from torchrec_checknrun.codecs.base import Method, Refusal
 from torchrec_checknrun.codecs.numpy_rows import (
     CUTS,
     LEAST_RANGES,

@@ -34,7 +34,7 @@ from torchrec_checknrun.dense.tree import Node, all_nodes, nodes, own_parameters
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.state import Tree, decode_state, empty_state, tree_items
-from torchrec_checknrun.model.state_dict import leaves
+from torchrec_checknrun.format.state_tree import leaves
 
 logger = logging.getLogger(__name__)
 

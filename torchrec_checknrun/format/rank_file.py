@@ -22,7 +22,7 @@ from torchrec_checknrun.format.chunk import EncodedChunk, Entry
 from torchrec_checknrun.format.index import index_bytes, require_chunk_size
 from torchrec_checknrun.format.manifest import RankFile, TableTotals
 from torchrec_checknrun.format.state import TORCH_DTYPES
-from torchrec_checknrun.picklable import picklable_errors
+from torchrec_checknrun.ranks import picklable_errors
 from torchrec_checknrun.store.deadlines import Patience, silent
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.new_file import NewFile

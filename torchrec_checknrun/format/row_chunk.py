@@ -33,9 +33,16 @@ from torchrec_checknrun.format.checks import (
     list_of,
     record,
 )
-from torchrec_checknrun.format.chunk import EncodedChunk, Entry, dtype_name
+from torchrec_checknrun.format.chunk import (
+    DECODED_BYTES,
+    EncodedChunk,
+    Entry,
+    Section,
+    Sections,
+    decoded_most,
+    dtype_name,
+)
 from torchrec_checknrun.format.row_values import EncodedRows
-from torchrec_checknrun.format.sections import DECODED_BYTES, Section, Sections, decoded_most
 from torchrec_checknrun.format.state import raw_bytes
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 

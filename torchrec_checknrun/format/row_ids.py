@@ -15,8 +15,8 @@ import numpy as np
 import zstandard
 
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.sections import decompress
-from torchrec_checknrun.row_set import RowSet
+from torchrec_checknrun.format.chunk import decompress
+from torchrec_checknrun.row_sets import RowSet
 
 Encoding = Literal["range", "bitmap", "offsets", "gaps", "bitmap_zstd", "gaps_zstd"]
 ENCODINGS: tuple[Encoding, ...] = (

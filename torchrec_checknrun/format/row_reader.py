@@ -14,13 +14,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from torchrec_checknrun.copy_rows import Chosen, can_copy, copy_rows, part_of
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format import row_ids
-from torchrec_checknrun.format.chunk import Entry
+from torchrec_checknrun.format.chunk import Entry, open_sections
 from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
 from torchrec_checknrun.format.row_values import EncodedRows, EncodedState
-from torchrec_checknrun.format.sections import open_sections
+from torchrec_checknrun.native import Chosen, can_copy, copy_rows, part_of
 from torchrec_checknrun.shards import LocalShard, Rows
 
 _NONE = np.empty(0, dtype=np.int64)

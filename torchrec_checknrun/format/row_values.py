@@ -14,7 +14,7 @@ import torch
 
 from torchrec_checknrun.codecs import Codec, Exact, Parameters, Rowwise, row_state
 from torchrec_checknrun.codecs.base import require_size
-from torchrec_checknrun.copy_rows import BLOCK_BYTES, Chosen
+from torchrec_checknrun.native import BLOCK_BYTES, Chosen
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, UnsupportedState
-from torchrec_checknrun.format.plain_values import DTYPES, decode_value, encode_value
-from torchrec_checknrun.format.sets import SETS, set_of, sorted_members
+from torchrec_checknrun.format.plain_values import (
+    DTYPES,
+    SETS,
+    decode_value,
+    encode_value,
+    set_of,
+    sorted_members,
+)
 from torchrec_checknrun.placements import dtype_of
 
 Tree = dict[str, Any]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from reprlib import repr as shown
 from typing import Any
 
 import numpy as np
 
+from torchrec_checknrun.format.block_chunk import Path
 from torchrec_checknrun.format.checks import LARGEST, as_count, as_flag, list_of, record
-from torchrec_checknrun.format.plain_values import as_float, check_value
-from torchrec_checknrun.format.sets import SETS
+from torchrec_checknrun.format.plain_values import SETS, as_float, check_value
 from torchrec_checknrun.format.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
 
 _NUMPY_DTYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
@@ -129,3 +130,15 @@ def _pair(span: object) -> tuple[int, int]:
     if type(span) is not list or len(span) != 2:
         raise ValueError(f"{shown(span)} is no offset and length")
     return as_count(span[0]), as_count(span[1])
+
+
+def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Find the values of some types in a state dict, with the keys that lead there."""
+    if isinstance(value, kinds):
+        yield path, value
+    elif isinstance(value, dict) and len(path) <= MOST_DEPTH:
+        for key, item in value.items():
+            yield from leaves(item, kinds, (*path, key))
+    elif type(value) in (list, tuple) and len(path) <= MOST_DEPTH:
+        for i, item in enumerate(value):
+            yield from leaves(item, kinds, (*path, i))

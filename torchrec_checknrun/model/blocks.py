@@ -13,17 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from torchrec_checknrun.boxes import Box, Span, overlap, tiles
-from torchrec_checknrun.errors import CorruptCheckpoint, InvalidPlan
-from torchrec_checknrun.format.checks import LARGEST, as_count, as_text, list_of, optional, record
+from torchrec_checknrun.errors import InvalidPlan
+from torchrec_checknrun.format.block_chunk import KIND, BlockHeader, Path, decode_block, name_of
 from torchrec_checknrun.format.chunk import EncodedChunk, Entry, dtype_name
-from torchrec_checknrun.format.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES, raw_bytes
-
-KIND = "block"
-
-Path = tuple[str | int, ...]
-"""The keys that lead to a tensor in a state dict."""
-_LONGEST_NAME = 1000
-"""In an error: a stranger's checkpoint may have longer ones."""
+from torchrec_checknrun.format.state import raw_bytes
 
 
 @dataclass
@@ -104,86 +97,6 @@ class BlockSummary:
     digest: str | None = None
 
 
-@dataclass(frozen=True)
-class BlockHeader:
-    """A piece's index entry, checked."""
-
-    path: Path
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    box: Box
-    shard: Box
-    """The whole part that this is a piece of."""
-
-    @property
-    def kind(self) -> str:
-        """Type and shape of the whole tensor, as errors give them."""
-        return f"{dtype_name(self.dtype)} {list(self.size)}"
-
-
-def block_header(entry: Entry) -> BlockHeader:
-    """Check an index entry.
-
-    Raises:
-        CorruptCheckpoint: a field is missing, of a wrong type or out of range.
-    """
-    try:
-        found = record(entry, _FIELDS, "offset", "length", "checksum")
-        size = tuple(found["size"])
-        if not 1 <= len(found["path"]) <= MOST_DEPTH:
-            raise ValueError(f"a path of {len(found['path'])} keys")
-        if len(size) > MOST_DIMENSIONS or Box.whole([n or 1 for n in size]).volume > LARGEST:
-            raise ValueError(f"size {list(size)[:40]} is too large")
-        if found["dtype"] not in TORCH_DTYPES:
-            raise ValueError(f"dtype {found['dtype']!r}")
-        dtype = TORCH_DTYPES[found["dtype"]]
-        shard = _box_within(found["shard"], Box.whole(size))
-        box = _box_within(found["part"], shard)
-        length = found.get("length", box.volume * dtype.itemsize)
-        if length != box.volume * dtype.itemsize:
-            raise ValueError(f"{length} bytes for {box} of {dtype}")
-        return BlockHeader(tuple(found["path"]), dtype, size, box, shard)
-    except ValueError as error:
-        raise CorruptCheckpoint(f"index entry of a block is malformed: {error!r}") from error
-
-
-def decode_block(header: BlockHeader, payload: memoryview) -> torch.Tensor:
-    """Make a piece's bytes a tensor of its box's shape."""
-    if not len(payload):
-        return torch.empty(header.box.shape, dtype=header.dtype, device="cpu")
-    # Of memory of its own: tensors must be writable, and the bytes may be anywhere.
-    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return data.view(header.dtype).view(header.box.shape)
-
-
-def _box_within(spans: list[tuple[int, int]], whole: Box) -> Box:
-    if len(spans) != len(whole.spans):
-        raise ValueError(f"{len(spans)} spans for {len(whole.spans)} dimensions")
-    for (start, stop), (first, last) in zip(spans, whole.spans, strict=True):
-        if not first <= start <= stop <= last:
-            raise ValueError(f"{start} to {stop} is not within {first} to {last}")
-    return Box(tuple(spans))
-
-
-def _as_key(value: object) -> str | int:
-    return as_count(value) if type(value) is int else as_text(value)
-
-
-def _as_span(value: object) -> tuple[int, int]:
-    start, stop = list_of(as_count)(value)
-    return start, stop
-
-
-_FIELDS = {
-    **dict.fromkeys(("kind", "dtype"), as_text),
-    **dict.fromkeys(("offset", "length"), as_count),
-    "size": list_of(as_count),
-    **dict.fromkeys(("part", "shard"), list_of(_as_span)),
-    "checksum": optional(as_text),
-    "path": list_of(_as_key),
-}
-
-
 def check_blocks(path: Path, parts: list[tuple[BlockSummary, int]]) -> set[int]:
     """Refuse a sharded tensor that ranks see differently, or write twice or in part.
 
@@ -235,9 +148,3 @@ def check_blocks(path: Path, parts: list[tuple[BlockSummary, int]]) -> set[int]:
         f"{[str(box) for box, _ in held]}; every rank must take part in the save, with the process "
         "group the model is sharded over"
     )
-
-
-def name_of(path: Path) -> str:
-    """A path as errors call it."""
-    name = ".".join(str(key) for key in path)
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}…"

@@ -9,7 +9,7 @@ again; other sharded tensors are blocks, and what remains is the dense part.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 from torchrec_checknrun.boxes import Box, Span
 from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.format.block_chunk import Path, name_of
 from torchrec_checknrun.format.chunk import dtype_name
 from torchrec_checknrun.format.state import MOST_DEPTH, SHARDED, TORCH_DTYPES, is_sharded
-from torchrec_checknrun.model.blocks import Block, Path, name_of
+from torchrec_checknrun.format.state_tree import leaves
+from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 
@@ -257,18 +259,6 @@ def write_whole(value: Any, whole: torch.Tensor) -> None:
         part.tensor.copy_(whole[part.box.slices(Box.whole(whole.shape))])
 
 
-def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Find the values of some types in a state dict, with the keys that lead there."""
-    if isinstance(value, kinds):
-        yield path, value
-    elif isinstance(value, dict) and len(path) <= MOST_DEPTH:
-        for key, item in value.items():
-            yield from leaves(item, kinds, (*path, key))
-    elif type(value) in (list, tuple) and len(path) <= MOST_DEPTH:
-        for i, item in enumerate(value):
-            yield from leaves(item, kinds, (*path, i))
-
-
 def _collect(value: Any, path: Path, found: list[_Sharded]) -> None:
     for place, leaf in leaves(value, SHARDED, path):
         # A ShardedTensor's own size() goes through torch's dispatcher: ten times as slow.
@@ -295,3 +285,7 @@ def _layout(value: Any) -> tuple[Span, ...] | None:
     shards = value.metadata().shards_metadata
     rows = {(s.shard_offsets[0], s.shard_offsets[0] + s.shard_sizes[0]) for s in shards}
     return tuple(sorted(rows))
+
+
+MODEL = "model"
+"""The state that holds the model's dense parameters."""

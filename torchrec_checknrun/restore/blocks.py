@@ -7,9 +7,10 @@ from typing import Any
 
 from torchrec_checknrun.boxes import Span, tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from torchrec_checknrun.format.block_chunk import BlockHeader, Path, block_header, name_of
 from torchrec_checknrun.format.chunk import Entry, dtype_name
 from torchrec_checknrun.format.state import are_convertible
-from torchrec_checknrun.model.blocks import Block, BlockHeader, Path, block_header, name_of
+from torchrec_checknrun.model.blocks import Block
 
 SavedBlocks = dict[Path, dict[str, BlockHeader]]
 """A checkpoint's pieces: by the tensor's path and the name of the chunk."""

@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
-from torchrec_checknrun.dense.parameters import DenseStates
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import Entry, decode_state_chunk, state_tree
-from torchrec_checknrun.format.reader import ChainContent, ReadableChunk, StoredChunk
+from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.format.row_chunk import KIND as ROWS
 from torchrec_checknrun.format.state import (
     SHARDED,
@@ -34,24 +33,26 @@ from torchrec_checknrun.format.state import (
     merge_state,
     tree_items,
 )
+from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model import blocks, collisions
+from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.marks import Consumer
 from torchrec_checknrun.model.progress import OptimizerProgress
 from torchrec_checknrun.model.state_dict import (
+    MODEL,
     StoredTables,
     find_blocks,
     find_shards,
-    leaves,
     plain_targets,
     write_whole,
 )
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.restore.blocks import BlockRestore, SavedBlocks, saved_blocks
+from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.content_tree import conversions, tensor_paths, with_blocks
 from torchrec_checknrun.restore.fit import Fit, match_tables
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.save.planner import DirectInterval
-from torchrec_checknrun.save.snapshot import MODEL
 from torchrec_checknrun.shards import LocalShard, TableShape
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
-from torchrec_checknrun.dense.parameters import DenseStates
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import (
     ChainBroken,
@@ -29,7 +28,9 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
 )
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.progress import OptimizerProgress
+from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import Ranks, own_error
 from torchrec_checknrun.restore.copied_values import copied, load_copied
@@ -40,7 +41,6 @@ from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.counting import is_newest
 from torchrec_checknrun.run.agreement import require_shared
 from torchrec_checknrun.save.commit import StorageReader
-from torchrec_checknrun.save.snapshot import MODEL
 from torchrec_checknrun.store.folder import Folder
 
 logger = logging.getLogger(__name__)

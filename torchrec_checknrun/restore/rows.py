@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from torchrec_checknrun.copy_rows import Chosen
-from torchrec_checknrun.done_rows import DoneRows
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.reader import ChainContent, ReadableChunk
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
+from torchrec_checknrun.native import Chosen
+from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.conversion import Conversion, is_converted
 from torchrec_checknrun.restore.fit import Fit, check_rows, common_states, is_rounded
+from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 
 if TYPE_CHECKING:

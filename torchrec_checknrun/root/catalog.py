@@ -20,8 +20,7 @@ from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
 from torchrec_checknrun.root.chain import committed, misfit, read_manifest
 from torchrec_checknrun.root.claims import FOLDER, Claim, Claims, read_claims, require_claim
 from torchrec_checknrun.root.liveness import seems_alive
-from torchrec_checknrun.root.pins import is_pinned
-from torchrec_checknrun.root.retention import left_behind
+from torchrec_checknrun.root.retention import is_pinned, left_behind
 from torchrec_checknrun.store.folder import Folder
 
 Status = Literal["restorable", "abandoned", "ignored", "undecided", "broken", "uncommitted"]

@@ -29,8 +29,14 @@ from torchrec_checknrun.root.counting import counting, counting_ids, highest_epo
 from torchrec_checknrun.root.deletion import Deletion, with_parents
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.liveness import clean_up, is_abandoned, standing_of
-from torchrec_checknrun.root.pins import PINNED, is_pinned
-from torchrec_checknrun.root.retention import Retention, Verdict, judge, original_of
+from torchrec_checknrun.root.retention import (
+    PINNED,
+    Retention,
+    Verdict,
+    is_pinned,
+    judge,
+    original_of,
+)
 from torchrec_checknrun.store.folder import Folder
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.manifest import Manifest, sequence_of
-from torchrec_checknrun.root.chain import age, is_copy, misfit
+from torchrec_checknrun.format.sealed import seal, unseal
+from torchrec_checknrun.root.chain import age, is_copy, misfit, read_manifest
+from torchrec_checknrun.store.folder import Folder
 
 
 @dataclass(frozen=True)
@@ -195,3 +198,59 @@ def _first_of_each(points: Sequence[Manifest], seconds: float) -> Iterable[Manif
         when = datetime.fromisoformat(manifest.created_at).timestamp()
         first[int(when // seconds)] = manifest
     return first.values()
+
+
+PINNED = "pinned"
+"""The file in a checkpoint's directory that keeps it."""
+
+
+_MOST_BYTES = 1 << 16
+
+
+def pin(root: Folder, id: str) -> None:
+    """Keep a checkpoint, and what it needs, until it is unpinned.
+
+    Raises:
+        CheckpointNotFound, CorruptCheckpoint: there is no such checkpoint.
+    """
+    read_manifest(root, id)
+    write_pin(root, id)
+
+
+def write_pin(root: Folder, id: str) -> None:
+    """Write a checkpoint's pin, in the place of a damaged one as well."""
+    (root / id).put(PINNED, seal("pin", {"id": id}))
+
+
+def unpin(root: Folder, id: str) -> None:
+    """Take a pin away, if there is one."""
+    (root / id).delete(PINNED)
+
+
+def is_pinned(folder: Folder) -> bool:
+    """Return whether a checkpoint's directory holds a pin, or anything else under its name."""
+    try:
+        return PINNED in folder.names()
+    except CorruptCheckpoint:  # the directory itself is a link: nothing in there is the root's
+        return False
+
+
+def pin_problem(root: Folder, id: str) -> str | None:
+    """Say what is wrong with a checkpoint's pin; None if there is none, or a sound one.
+
+    Raises:
+        StorageFailed: the storage refused.
+    """
+    try:
+        data = (root / id).read(PINNED, 0, _MOST_BYTES + 1)
+        if unseal(data, "pin", _MOST_BYTES) == {"id": id}:
+            return None
+        what = "it is another checkpoint's"
+    except FileNotFoundError:
+        return None
+    except (ValueError, CorruptCheckpoint) as error:
+        what = str(error)
+    return (
+        f"{root}/{id}/{PINNED}: {what}. It keeps the checkpoint nevertheless; `checknrun repair "
+        f"{root}` writes it anew, `checknrun unpin` takes it away"
+    )

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
+from torchrec_checknrun.model.state_dict import MODEL
+from torchrec_checknrun.restore.plan import Merge
 from torchrec_checknrun.root.policy import POLICIES, Intermittent, Policy
 from torchrec_checknrun.root.retention import Retention
-from torchrec_checknrun.run.per_rank import PerRank, Replicated
 from torchrec_checknrun.run.triggers import EverySteps, Trigger
 from torchrec_checknrun.save.background import BackgroundKind
-from torchrec_checknrun.save.snapshot import MODEL
 from torchrec_checknrun.save.staging import StagingMode
 from torchrec_checknrun.store.folder import Folder
 
@@ -339,3 +339,30 @@ def _describe(value: object) -> str:
     parts = fields(value) if hasattr(value, "__dataclass_fields__") else ()  # type: ignore[arg-type]
     inside = ", ".join(f"{part.name}={_describe(getattr(value, part.name))}" for part in parts)
     return f"{type(value).__qualname__}({inside})"
+
+
+class PerRank:
+    """Declares that a state object differs between ranks: each rank's own is saved.
+
+    Attributes:
+        state: the object.
+        merge: makes one rank's state dict of the list of all that were saved, in rank order; needed
+            only to restore on another number of ranks, which is an error without it.
+    """
+
+    # No dataclass: hydra.utils.instantiate would make a config of it.
+    def __init__(self, state: Stateful, merge: Merge | None = None) -> None:
+        self.state = state
+        self.merge = merge
+
+
+class Replicated:
+    """Declares that rank 0's content of a state object is right for all ranks: only that is saved,
+    and the ranks' contents are not compared.
+
+    Attributes:
+        state: the object.
+    """
+
+    def __init__(self, state: Stateful) -> None:
+        self.state = state

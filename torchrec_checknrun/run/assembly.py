@@ -19,8 +19,7 @@ from torchrec_checknrun.placements import local_bytes
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.run.agreement import agreed
-from torchrec_checknrun.run.arguments import Arguments, is_timeout
-from torchrec_checknrun.run.per_rank import PerRank, Replicated
+from torchrec_checknrun.run.arguments import Arguments, PerRank, Replicated, is_timeout
 from torchrec_checknrun.run.unsharded import refuse_unsharded
 from torchrec_checknrun.save.background import Background
 

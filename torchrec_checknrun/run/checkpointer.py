@@ -25,17 +25,16 @@ from torchrec_checknrun.restore.restore import restore
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
 from torchrec_checknrun.root.retention import Retention
-from torchrec_checknrun.run.arguments import Arguments, Resume
+from torchrec_checknrun.run.arguments import Arguments, PerRank, Replicated, Resume
 from torchrec_checknrun.run.assembly import Assembly
 from torchrec_checknrun.run.missing_root import protect_existing, start_anew
-from torchrec_checknrun.run.per_rank import PerRank, Replicated
 from torchrec_checknrun.run.restore_report import report_restored
 from torchrec_checknrun.run.saver import Begun, Callback, Saver
 from torchrec_checknrun.run.schedule import Schedule
 from torchrec_checknrun.run.triggers import EverySteps, Trigger
 from torchrec_checknrun.save.background import BackgroundKind
-from torchrec_checknrun.save.snapshot import CHUNK_BYTES
 from torchrec_checknrun.save.staging import StagingMode
+from torchrec_checknrun.shards import CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
 

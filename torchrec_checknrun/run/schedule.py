@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+from torch.distributed import DistError, Store
+
+from torchrec_checknrun.errors import StoreUnreachable
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.run.appointments import Appointments
 from torchrec_checknrun.run.preemption import Preemption
 from torchrec_checknrun.run.triggers import AtEnd, Moment, OnSigterm, Trigger
 
@@ -113,3 +116,150 @@ class Schedule:
         answers = [trigger.due(now) for trigger in self._asked]
         self._wanted = self._wanted or any(answers)
         return _SAVE if self._wanted else None
+
+
+LEAD = 3
+"""Steps ahead: as many batches as TorchRec's pipelines have in flight, so that a rank's Python code
+is hardly ever further on than rank 0's."""
+
+
+_FURTHEST = 1 << 16
+
+
+_URGENT_SECONDS = 1.0
+
+
+_OFF = "off"
+
+
+class Appointments:
+    """One rank's view of the steps that all ranks act at.
+
+    Args:
+        store: used by this thread alone; its keys are used by nobody else.
+        lead: how many steps ahead rank 0 announces; doubled whenever that was too few.
+        patience: seconds that a rank waits for rank 0's word before it calls the appointment off.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        lead: int = LEAD,
+        patience: float = 60.0,
+        urgent_patience: float = _URGENT_SECONDS,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._others = world_size - 1
+        self._lead = self._shortest = lead
+        self._patience = patience
+        self._urgent_patience = urgent_patience
+        self._number = 0
+        self._step: int | None = None
+        """The step announced, once it is known here; on other ranks than 0: and acknowledged."""
+        self._announced_at = 0
+        """On rank 0: the step after which it was."""
+
+    def agreed(self, step: int, wish: str | None, urgent: bool = False) -> str | None:
+        """To be called on all ranks after each step, with the same numbers; these may go back, as
+        they do when an older checkpoint is restored.
+
+        Args:
+            wish: rank 0: what all should do soon, any word; None: nothing (now, or any more). The
+                other ranks': ignored.
+            urgent: rank 0: steps may be slow, and the next one is better than the third; worth
+                a wait of a second for the others.
+
+        Returns:
+            Rank 0's wish at the step that all ranks have agreed on, the same on all; else None.
+
+        Raises:
+            StoreUnreachable: rank 0, or whoever keeps the store, is gone.
+        """
+        try:
+            return self._invite(step, wish, urgent) if self._rank == 0 else self._follow(step)
+        except DistError as error:
+            raise StoreUnreachable(
+                "the store through which ranks agree on a checkpoint can't be reached: the process "
+                f"that keeps it (rank 0 or torchrun's agent) has ended or is cut off: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """This rank comes to no appointment any more: the others need not wait for it."""
+        if self._step is not None:
+            with suppress(DistError):
+                self._settle(_OFF)
+
+    def _invite(self, step: int, wish: str | None, urgent: bool) -> str | None:
+        if self._step is not None and step <= self._announced_at:
+            self._settle(_OFF)  # it would be kept only when training has come there again
+        if self._step is not None and step >= self._step:
+            on_time = step == self._step
+            complete = on_time and self._acknowledged(self._urgent_patience if urgent else 0.0)
+            word = self._settle(wish if wish is not None and complete else _OFF)
+            if word != _OFF:
+                self._lead = max(self._lead // 2, self._shortest)
+                return word
+            if wish is not None:
+                self._lead = min(2 * self._lead, _FURTHEST)
+        if self._step is None and wish is not None:
+            self._announced_at = step
+            self._step = step + (1 if urgent and self._lead == self._shortest else self._lead)
+            self._store.set(self._key("step"), str(self._step))
+        return None
+
+    def _follow(self, step: int) -> str | None:
+        while True:
+            if self._step is None:
+                if not self._store.check([self._key("step")]):
+                    return None
+                self._step = int(self._store.get(self._key("step")))
+                if step <= self._step:
+                    self._store.add(self._key("acknowledged"), 1)
+            now = step == self._step
+            if step < self._step and not self._is_off():
+                return None
+            if now:
+                _poll(lambda: self._store.check([self._key("word")]), self._patience)
+            word = self._settle(_OFF)  # unless rank 0's word is there
+            if word != _OFF and now:
+                return word
+
+    def _is_off(self) -> bool:
+        """Whether rank 0 was far enough ahead to miss this rank's acknowledgement."""
+        word = self._key("word")
+        return self._store.check([word]) and self._store.get(word) == _OFF.encode()
+
+    def _acknowledged(self, patience: float) -> bool:
+        """Whether all others have, by now or soon, before any of them calls it off."""
+
+        def settled() -> bool:
+            count = self._store.add(self._key("acknowledged"), 0)
+            return count >= self._others or self._store.check([self._key("word")])
+
+        return _poll(settled, patience)
+
+    def _settle(self, word: str) -> str:
+        """The appointment's one word: this one, if no other came before it."""
+        settled: str = self._store.compare_set(self._key("word"), "", word).decode()
+        self._number += 1
+        self._step = None
+        return settled
+
+    def _key(self, what: str) -> str:
+        return f"{self._number}/{what}"
+
+
+def _poll(condition: Callable[[], bool], patience: float) -> bool:
+    """Asks until it holds, for so many seconds; more and more rarely, but at least once."""
+    deadline = time.monotonic() + patience
+    pause = 0.0005
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True

@@ -47,20 +47,14 @@ from torchrec_checknrun.format.rank_file import (
     add_totals,
     write_rank_file,
 )
-from torchrec_checknrun.format.reader import (
-    ChainContent,
-    ReadableChunk,
-    StoredChunk,
-    read_chunk,
-    read_content,
-)
+from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import KIND as ROWS
-from torchrec_checknrun.garbage import paused
-from torchrec_checknrun.in_order import Turn, work_in_order
-from torchrec_checknrun.root.chain import Chain, check_sizes, highest_sequence, resolve
+from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk, read_content
+from torchrec_checknrun.root.chain import Chain, check_sizes, highest_sequence, last_number, resolve
 from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.save.plan import CheckpointPlanner, GlobalPlan, OwnStorage
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.threads import Turn, paused, work_in_order
 from torchrec_checknrun.version import __version__
 
 
@@ -212,11 +206,6 @@ class StorageWriter(DcpStorageWriter):
 
 
 _numbers: dict[str, int] = {}
-
-
-def last_number(root: Folder) -> int:
-    """The highest sequence number that this process has committed to a root, by whatever way."""
-    return _numbers.get(root.url.rstrip("/"), 0)
 
 
 _THREADS = 8

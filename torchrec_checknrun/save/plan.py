@@ -7,7 +7,7 @@ a table is missing, and says which rank writes what all ranks have alike.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,22 +18,23 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from torchrec_checknrun.codecs.budget import Key, Survey, constants, survey
+from torchrec_checknrun.codecs.budget import SAMPLE_ROWS, Key, Survey, constants, key_of
+from torchrec_checknrun.codecs.importance import ImportanceWeighted
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.coverage import check_coverage
 from torchrec_checknrun.dense.digest import Digest
 from torchrec_checknrun.errors import InvalidPlan
+from torchrec_checknrun.format.block_chunk import Path
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.manifest import Header
 from torchrec_checknrun.format.rank_file import Job
-from torchrec_checknrun.garbage import paused
-from torchrec_checknrun.model.blocks import BlockSummary, Path, check_blocks
+from torchrec_checknrun.model.blocks import BlockSummary, check_blocks
 from torchrec_checknrun.model.progress import OptimizerProgress
-from torchrec_checknrun.picklable import picklable_errors
+from torchrec_checknrun.ranks import picklable_errors
 from torchrec_checknrun.save.items import Constants, Item, Items, block_key, state_key
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
-from torchrec_checknrun.shards import Rectangle, TableShape
+from torchrec_checknrun.shards import Rectangle, TableShape, check_coverage
+from torchrec_checknrun.threads import paused
 
 
 @dataclass
@@ -301,3 +302,23 @@ def _assign_writers(summaries: list[PlanSummary], lowest: Container[str] = ()) -
         load[rank] += sizes[name]
         writers[state_key(name)] = rank
     return writers
+
+
+def survey(shards: Iterable[ShardSnapshot], quantization: Quantization) -> dict[Key, Survey]:
+    """Of this rank's rows that are to be written with importance-weighted width."""
+    found: dict[Key, Survey] = {}
+    for snapshot in shards:
+        shard = snapshot.shard
+        codec = quantization.for_table(shard.table, shard.shape.rows).codec
+        state = shard.optimizer.get("momentum1")
+        if not isinstance(codec, ImportanceWeighted) or state is None or state.dim() != 1:
+            continue
+        positions, rows = snapshot.sample(SAMPLE_ROWS)
+        if rows:
+            positions = positions.to(shard.weight.device)
+            found.setdefault(key_of(codec), Survey()).add(
+                shard.weight.index_select(0, positions),
+                state.index_select(0, positions),
+                rows / len(positions),
+            )
+    return found

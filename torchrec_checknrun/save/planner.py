@@ -18,6 +18,7 @@ from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, Kind, Link
 from torchrec_checknrun.format.state import is_sharded
 from torchrec_checknrun.model.marks import Consumer, Cut
 from torchrec_checknrun.model.state_dict import (
+    MODEL,
     StoredTables,
     drop_tables,
     find_blocks,
@@ -28,8 +29,8 @@ from torchrec_checknrun.root.chain import Chain, read_manifest
 from torchrec_checknrun.save.items import Items
 from torchrec_checknrun.save.plan import CheckpointPlanner, Prepared, summarize
 from torchrec_checknrun.save.rank_differences import RankDifferences
-from torchrec_checknrun.save.snapshot import CHUNK_BYTES, MODEL, ShardSnapshot, Snapshot, take_rows
-from torchrec_checknrun.shards import TableShape
+from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot, take_rows
+from torchrec_checknrun.shards import CHUNK_BYTES, TableShape
 from torchrec_checknrun.store.folder import Folder
 
 

@@ -29,7 +29,7 @@ from fsspec.spec import AbstractFileSystem
 from torchrec_checknrun.errors import SaveFailed, StorageUnreachable
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.rank_file import FileSummary, Job, write_rank_file
-from torchrec_checknrun.picklable import picklable, picklable_errors
+from torchrec_checknrun.ranks import picklable, picklable_errors
 from torchrec_checknrun.save.isolated_start import start
 from torchrec_checknrun.save.memory import StagingMemory
 from torchrec_checknrun.save.staged import Staged, StagedJob

@@ -16,21 +16,16 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
-from torchrec_checknrun.dense.parameters import DenseStates
 from torchrec_checknrun.errors import SaveFailed, UnsupportedState
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.collisions import CollisionState
+from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.marks import Consumer, Cut
 from torchrec_checknrun.model.progress import OptimizerProgress
-from torchrec_checknrun.model.state_dict import StoredTables, drop_tables, find_blocks
+from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
-from torchrec_checknrun.row_set import RowSet
+from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.shards import LocalShard, TableShape
-
-MODEL = "model"
-"""The state that holds the model's dense parameters."""
-CHUNK_BYTES = 32 << 20
-"""Memory for a chunk's rows while they are saved or restored, with every copy of them."""
 
 
 @dataclass

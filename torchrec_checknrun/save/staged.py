@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrec_checknrun.codecs.kernel import has_extension
 from torchrec_checknrun.codecs.quantization import Encoding
-from torchrec_checknrun.copy_rows import can_copy
 from torchrec_checknrun.format.chunk import EncodedChunk, Entry
 from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.native import can_copy, has_extension
 from torchrec_checknrun.save.memory import ALIGNMENT
 from torchrec_checknrun.shards import LocalShard, RowBlock, TableShape
 

@@ -19,7 +19,6 @@ from itertools import groupby
 import numpy as np
 
 from torchrec_checknrun.codecs import Exact
-from torchrec_checknrun.done_rows import DoneRows
 from torchrec_checknrun.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -27,18 +26,19 @@ from torchrec_checknrun.errors import (
     RootInUse,
 )
 from torchrec_checknrun.format import row_ids
-from torchrec_checknrun.format.chunk import EncodedChunk, Entry
+from torchrec_checknrun.format.chunk import DECODED_BYTES, EncodedChunk, Entry, Sections
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, new_id
 from torchrec_checknrun.format.rank_file import FileSummary, Job, add_totals, write_rank_file
-from torchrec_checknrun.format.reader import ChainContent, StoredChunk, read_chunk, read_content
+from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import KIND, RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.format.sections import DECODED_BYTES, Sections
 from torchrec_checknrun.format.state import raw_bytes
+from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.root.chain import Chain, check_sizes, newest_required, resolve
 from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoint_report
+from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.version import __version__
 

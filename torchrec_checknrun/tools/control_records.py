@@ -15,7 +15,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.chain import committed, read_manifest
 from torchrec_checknrun.root.claims import FOLDER, claim_epoch, read_claims, require_claim
-from torchrec_checknrun.root.pins import pin_problem
+from torchrec_checknrun.root.retention import pin_problem
 from torchrec_checknrun.store.folder import Folder
 
 

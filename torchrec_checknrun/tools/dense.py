@@ -15,10 +15,10 @@ import torch
 
 from torchrec_checknrun.boxes import Box, tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from torchrec_checknrun.format.block_chunk import KIND as BLOCK
+from torchrec_checknrun.format.block_chunk import BlockHeader, block_header, decode_block, name_of
 from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
-from torchrec_checknrun.model.blocks import KIND as BLOCK
-from torchrec_checknrun.model.blocks import BlockHeader, block_header, decode_block, name_of
 from torchrec_checknrun.store.folder import Folder
 
 MODEL = "model"

@@ -21,10 +21,9 @@ import torch
 
 from torchrec_checknrun.errors import CheckpointExists, IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import is_plain_name
-from torchrec_checknrun.format.plain_values import readable
-from torchrec_checknrun.format.reader import ChainContent, read_content
-from torchrec_checknrun.format.sets import sorted_members
+from torchrec_checknrun.format.plain_values import readable, sorted_members
 from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import read_dense

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.codecs import Exact, Rowwise
-from torchrec_checknrun.done_rows import DoneRows
-from torchrec_checknrun.format.reader import ChainContent, StoredChunk, read_chunk
+from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
+from torchrec_checknrun.restore.chunks import ChainContent
+from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
 
 Columns = tuple[int, int]

@@ -17,7 +17,8 @@ import torch
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.format.reader import ChainContent, ReadableChunk, StoredChunk, read_chunk
+from torchrec_checknrun.format.reader import StoredChunk, read_chunk
+from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape

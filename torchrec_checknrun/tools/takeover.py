@@ -29,7 +29,7 @@ from torchrec_checknrun.root.claims import (
 from torchrec_checknrun.root.counting import counting_ids, highest_epoch
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.liveness import Standing, clean_up, is_fresh, standing_of
-from torchrec_checknrun.root.pins import PINNED, write_pin
+from torchrec_checknrun.root.retention import PINNED, write_pin
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.control_records import Damage, find_damage
 

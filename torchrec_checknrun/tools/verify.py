@@ -11,7 +11,6 @@ from itertools import groupby
 
 import numpy as np
 
-from torchrec_checknrun.done_rows import DoneRows
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointNotFound,
@@ -19,16 +18,18 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
+from torchrec_checknrun.format.block_chunk import KIND as BLOCK
+from torchrec_checknrun.format.block_chunk import block_header, decode_block
 from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import read_footer
-from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_indexes, table_problems
+from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_indexes
 from torchrec_checknrun.format.row_chunk import KIND, rows_header
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.model.blocks import KIND as BLOCK
-from torchrec_checknrun.model.blocks import block_header, decode_block
+from torchrec_checknrun.restore.chunks import table_problems
 from torchrec_checknrun.root.chain import check_sizes, committed, read_manifest, resolve
 from torchrec_checknrun.root.claims import FOLDER
+from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.control_records import find_damage
 from torchrec_checknrun.tools.dense import piece_problems

@@ -6,10 +6,13 @@ the processor's cache until it is written to its rows.
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 import numpy as np
 import torch
 
-from torchrec_checknrun.codecs.kernel import has_extension
+from torchrec_checknrun.codecs.kernel import logger
 
 BLOCK_BYTES = 1 << 19
 """Of rows that are handled together."""
@@ -80,3 +83,22 @@ def _items(tensor: torch.Tensor, rows: int) -> np.ndarray:
     if len(data) % rows:
         raise ValueError(f"{len(data)} bytes aren't {rows} rows")
     return data.view(f"V{len(data) // rows}")
+
+
+@functools.cache
+def has_extension() -> bool:
+    """Whether the compiled kernel is there; says so once if it isn't."""
+    for library in sorted(Path(__file__).parents[1].glob("_C*.so")):
+        try:
+            torch.ops.load_library(library)
+        except OSError as error:
+            logger.warning("%s can't be loaded: %s", library, error)
+            continue
+        if hasattr(torch.ops.checknrun, "stage_rows"):
+            return True
+        logger.warning("%s is of an earlier version of this package", library)
+    logger.warning(
+        "rows are quantized by NumPy, which is several times slower: install "
+        "torchrec_checknrun where there is a C++ compiler (g++) to have the compiled kernel"
+    )
+    return False
