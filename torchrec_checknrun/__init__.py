@@ -13,8 +13,10 @@ from torchrec_checknrun.version import __version__
 
 if TYPE_CHECKING:
     from torchrec_checknrun.codecs.quantization import Quantization, expected_restores
+    from torchrec_checknrun.dcp import SavePlanner
     from torchrec_checknrun.model.marks import Consumer
     from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard, track
+    from torchrec_checknrun.restore.chunks import StorageReader
     from torchrec_checknrun.restore.plan import LoadPlanner
     from torchrec_checknrun.restore.warm_start import load_tables
     from torchrec_checknrun.root.policy import (
@@ -37,8 +39,7 @@ if TYPE_CHECKING:
         OnSigterm,
         Trigger,
     )
-    from torchrec_checknrun.save.commit import StorageReader, StorageWriter
-    from torchrec_checknrun.save.planner import SavePlanner
+    from torchrec_checknrun.save.commit import StorageWriter
     from torchrec_checknrun.tools.compact import compact
     from torchrec_checknrun.tools.verify import verify
 

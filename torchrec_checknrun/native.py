@@ -7,12 +7,13 @@ the processor's cache until it is written to its rows.
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from torchrec_checknrun.codecs.kernel import logger
+logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 19
 """Of rows that are handled together."""
@@ -88,7 +89,7 @@ def _items(tensor: torch.Tensor, rows: int) -> np.ndarray:
 @functools.cache
 def has_extension() -> bool:
     """Whether the compiled kernel is there; says so once if it isn't."""
-    for library in sorted(Path(__file__).parents[1].glob("_C*.so")):
+    for library in sorted(Path(__file__).parent.glob("_C*.so")):
         try:
             torch.ops.load_library(library)
         except OSError as error:

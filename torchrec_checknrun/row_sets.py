@@ -16,6 +16,8 @@ from torchrec_checknrun.native import has_extension
 
 _BLOCK = 1 << 20
 """Rows looked at together; a multiple of 8, so that blocks begin at a byte."""
+_DONE_BLOCK = 1 << 18
+"""Likewise, where bits are unpacked to be changed: these stay in the processor's cache."""
 
 
 class RowSet:
@@ -107,10 +109,6 @@ class RowSet:
             start = end
 
 
-_BLOCK = 1 << 18
-"""Rows looked at together; a multiple of 8, so that blocks begin at a byte."""
-
-
 class DoneRows(RowSet):
     """A growing set of row positions in ``[0, rows)``."""
 
@@ -121,8 +119,8 @@ class DoneRows(RowSet):
 
     def hold(self, start: int, stop: int) -> bool:
         """Whether all rows of a range have come."""
-        for begin in range(start, stop, _BLOCK):
-            end = min(begin + _BLOCK, stop)
+        for begin in range(start, stop, _DONE_BLOCK):
+            end = min(begin + _DONE_BLOCK, stop)
             if not self._unpacked(begin, end)[begin % 8 : begin % 8 + end - begin].all():
                 return False
         return True
@@ -142,7 +140,7 @@ class DoneRows(RowSet):
         at = 0
         while at < len(rows):
             begin = int(rows[at]) & ~7
-            stop = at + int(np.searchsorted(rows[at:], begin + _BLOCK))
+            stop = at + int(np.searchsorted(rows[at:], begin + _DONE_BLOCK))
             end = int(rows[stop - 1]) + 1
             unpacked = self._unpacked(begin, end)
             inside: np.ndarray | slice = rows[at:stop] - begin

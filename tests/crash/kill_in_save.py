@@ -23,11 +23,12 @@ from recipes.dlrm_criteo.train import main
 from tests.crash import kills
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.restore.chunks import StorageReader
 from torchrec_checknrun.restore.plan import LoadPlanner
 from torchrec_checknrun.root import prune
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.run import saver
-from torchrec_checknrun.save.commit import StorageReader, StorageWriter
+from torchrec_checknrun.save.commit import StorageWriter
 from torchrec_checknrun.save.staged import StagedJob
 from torchrec_checknrun.save.staging import Staging
 from torchrec_checknrun.store.folder import Folder

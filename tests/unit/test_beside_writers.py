@@ -21,9 +21,8 @@ from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
 from torchrec_checknrun.root import chain
 from torchrec_checknrun.root import prune as pruning
 from torchrec_checknrun.root.chain import committed, newest
-from torchrec_checknrun.root.claims import latest_claim
+from torchrec_checknrun.root.claims import Holder, latest_claim
 from torchrec_checknrun.root.counting import counting_ids
-from torchrec_checknrun.root.holder import Holder
 from torchrec_checknrun.root.lease import FOLDER, Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention

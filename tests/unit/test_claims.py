@@ -22,9 +22,15 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root import claims
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import committed, newest, read_manifest
-from torchrec_checknrun.root.claims import FOLDER, Claim, _read_claims, latest_claim, read_claims
+from torchrec_checknrun.root.claims import (
+    FOLDER,
+    Claim,
+    Holder,
+    _read_claims,
+    latest_claim,
+    read_claims,
+)
 from torchrec_checknrun.root.counting import counting_ids
-from torchrec_checknrun.root.holder import Holder
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import PINNED, Retention, pin

@@ -18,8 +18,7 @@ import pytest
 from tests.unit.console import Console
 from torchrec_checknrun.errors import RootInUse
 from torchrec_checknrun.root import liveness
-from torchrec_checknrun.root.claims import FOLDER, Claim, latest_claim
-from torchrec_checknrun.root.holder import Holder
+from torchrec_checknrun.root.claims import FOLDER, Claim, Holder, latest_claim
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.store.folder import Folder
 

@@ -24,12 +24,12 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, is_plain_name
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.restore.chunks import StorageReader
 from torchrec_checknrun.root import holder, lease, liveness
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import committed, has_manifest, newest, read_manifest
-from torchrec_checknrun.root.claims import FOLDER
+from torchrec_checknrun.root.claims import FOLDER, Holder
 from torchrec_checknrun.root.counting import counting_ids
-from torchrec_checknrun.root.holder import Holder
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.root.prune import prune
@@ -37,7 +37,6 @@ from torchrec_checknrun.root.retention import PINNED, Retention, is_pinned, pin,
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.run import agreement
 from torchrec_checknrun.run.missing_root import protect_existing
-from torchrec_checknrun.save.commit import StorageReader
 from torchrec_checknrun.store import deadlines, local
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.local import LocalStore

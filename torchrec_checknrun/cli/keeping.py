@@ -17,10 +17,11 @@ from torchrec_checknrun.cli.output import (
     size,
 )
 from torchrec_checknrun.errors import CheckpointNotFound
-from torchrec_checknrun.root import pins
 from torchrec_checknrun.root import prune as pruning
 from torchrec_checknrun.root.empty_root import require_root
 from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.root.retention import pin as pin_checkpoint
+from torchrec_checknrun.root.retention import unpin as unpin_checkpoint
 
 
 def prune(
@@ -71,7 +72,7 @@ def prune(
 
 def pin(root: Root, id: Id) -> None:
     """Keeps a checkpoint, and what it needs, until it is unpinned."""
-    pins.pin(open_root(root), id)
+    pin_checkpoint(open_root(root), id)
     say(f"{id} stays until it is unpinned")
 
 
@@ -80,5 +81,5 @@ def unpin(root: Root, id: Id) -> None:
     folder = open_root(root)
     if id not in folder.names():
         raise CheckpointNotFound(f"no checkpoint {id!r} in {folder}: see `checknrun ls`")
-    pins.unpin(folder, id)
+    unpin_checkpoint(folder, id)
     say(f"{id} is not pinned")

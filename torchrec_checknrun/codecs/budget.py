@@ -90,6 +90,7 @@ def with_constant(encoding: Encoding, found: Mapping[Key, float]) -> Encoding:
 
 
 def key_of(codec: ImportanceWeighted) -> Key:
+    """Name a codec among those that surveys are made for."""
     return codec.offset, codec.mean_bits
 
 

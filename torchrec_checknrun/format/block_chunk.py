@@ -1,4 +1,4 @@
-"""Describe a piece of a sharded tensor in a rank file's index, and check what an index says of one."""
+"""Describe pieces of sharded tensors in a rank file's index, and check what an index says."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from torchrec_checknrun.errors import CorruptCheckpoint, InvalidPlan, UnsupportedFormat
-from torchrec_checknrun.format import row_chunk
+from torchrec_checknrun.format import block_chunk, row_chunk
 from torchrec_checknrun.format.checks import (
     INDEX_BYTES,
     as_count,
@@ -28,7 +28,6 @@ from torchrec_checknrun.format.chunk import Entry
 from torchrec_checknrun.format.manifest import RankFile
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.state_tree import check_tree
-from torchrec_checknrun.model import blocks
 
 CHUNK_BYTES = 2 << 30
 """What a chunk may have at most, unless it is a state object, which is one chunk whatever it has.
@@ -64,7 +63,7 @@ def require_chunk_size(entry: Entry, length: int) -> None:
     Raises:
         InvalidPlan: it is too large.
     """
-    if entry["kind"] in (row_chunk.KIND, blocks.KIND) and length > CHUNK_BYTES:
+    if entry["kind"] in (row_chunk.KIND, block_chunk.KIND) and length > CHUNK_BYTES:
         raise InvalidPlan(
             f"a chunk of {entry.get('table') or entry.get('path')} has {length} bytes; at most "
             f"{CHUNK_BYTES} can be read again: make chunks smaller (chunk_bytes)"
@@ -136,12 +135,12 @@ def _check_entry(entry: Any, end: int) -> RowsHeader | None:
     checksum = entry.get("checksum")
     if type(checksum) is not str or not _CHECKSUM.fullmatch(checksum):
         raise ValueError(f"its checksum is {shown(checksum)}, which is no xxh3-64")
-    if kind in (row_chunk.KIND, blocks.KIND):
+    if kind in (row_chunk.KIND, block_chunk.KIND):
         if length > CHUNK_BYTES:
             raise ValueError(f"it has {length} bytes, more than the {CHUNK_BYTES} that are read")
         if kind == row_chunk.KIND:
             return row_chunk.rows_header(entry)
-        blocks.block_header(entry)
+        block_chunk.block_header(entry)
     else:
         _check_state(entry, length)
     return None

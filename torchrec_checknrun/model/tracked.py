@@ -82,6 +82,9 @@ class TrackedModel:
     """Whether rows were cut into other columns since this was last set to False, on any rank: then
     the next checkpoint must be full."""
 
+    restores: int
+    """How often rows were restored: what was known of earlier checkpoints is void then."""
+
     def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...] = ()) -> None:
         self._model = model
         self._optimizers = optimizers
@@ -92,6 +95,7 @@ class TrackedModel:
         self._cuts_made = 0
         self._collections = Collections(model, self._resharding)
         self.converted = False
+        self.restores = 0
         collections = find_modules(model, (BaseShardedManagedCollisionEmbeddingCollection,))
         self._evictions = [EvictionHook(collection) for _, collection in collections]
         self._find()

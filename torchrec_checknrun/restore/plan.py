@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from torchrec_checknrun.format.block_chunk import KIND as BLOCKS
 from torchrec_checknrun.format.chunk import Entry, decode_state_chunk, state_tree
 from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.format.row_chunk import KIND as ROWS
@@ -34,7 +35,7 @@ from torchrec_checknrun.format.state import (
     tree_items,
 )
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.model import blocks, collisions
+from torchrec_checknrun.model import collisions
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.marks import Consumer
 from torchrec_checknrun.model.progress import OptimizerProgress
@@ -52,7 +53,6 @@ from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.content_tree import conversions, tensor_paths, with_blocks
 from torchrec_checknrun.restore.fit import Fit, match_tables
 from torchrec_checknrun.restore.rows import RowRestore
-from torchrec_checknrun.save.planner import DirectInterval
 from torchrec_checknrun.shards import LocalShard, TableShape
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class LoadPlanner(DcpLoadPlanner):
             )
         self._content = content
         self._state_dict = state_dict
-        self._saved_blocks: SavedBlocks = saved_blocks(self._entries(blocks.KIND))
+        self._saved_blocks: SavedBlocks = saved_blocks(self._entries(BLOCKS))
         self._by_blocks: set[int] = set()
         self._from_trees: set[int] = set()
         if self._tracked is None:
@@ -177,7 +177,7 @@ class LoadPlanner(DcpLoadPlanner):
             self._rows.load(value, self._dry_run)
         elif kind == "state":
             self._load_state(value)
-        elif kind == blocks.KIND:
+        elif kind == BLOCKS:
             payload = value.payload()
             if not self._dry_run:
                 self._blocks.load(value.entry, payload)
@@ -207,7 +207,7 @@ class LoadPlanner(DcpLoadPlanner):
                 shard.mark_all()
         # The others' intervals go on: all that may differ from what they saved last is marked, and
         # forgetting them on those ranks only that hold their rows would set the ranks at odds.
-        DirectInterval.forget(self._tracked)
+        self._tracked.restores += 1
         self._tracked.mark_all()
         self._tracked.clear(Consumer.LAST | Consumer.BASELINE)
 

@@ -33,14 +33,14 @@ from torchrec_checknrun.model.progress import OptimizerProgress
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import Ranks, own_error
+from torchrec_checknrun.restore.chunks import StorageReader
 from torchrec_checknrun.restore.copied_values import copied, load_copied
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.plan import LoadPlanner, Merge
+from torchrec_checknrun.restore.shared_root import require_shared
 from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.counting import is_newest
-from torchrec_checknrun.run.agreement import require_shared
-from torchrec_checknrun.save.commit import StorageReader
 from torchrec_checknrun.store.folder import Folder
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,6 @@ from torchrec_checknrun.format.manifest import (
     sequence_of,
 )
 from torchrec_checknrun.root.claims import FOLDER, read_claims, require_claim
-from torchrec_checknrun.save.commit import _numbers
 from torchrec_checknrun.store.folder import Folder
 
 logger = logging.getLogger(__name__)
@@ -399,8 +398,3 @@ def check_sizes(root: Folder, manifest: Manifest) -> None:
                 f"{folder}/{file.name} should have {file.size} bytes, "
                 + ("but is missing" if size is None else f"but has {size}")
             )
-
-
-def last_number(root: Folder) -> int:
-    """The highest sequence number that this process has committed to a root, by whatever way."""
-    return _numbers.get(root.url.rstrip("/"), 0)

@@ -24,13 +24,13 @@ from torchrec_checknrun.root.claims import (
     LEASE_SECONDS,
     Claim,
     Claims,
+    Holder,
     claim_name,
     epochs,
     latest_claim,
     read_claim,
     read_claims,
 )
-from torchrec_checknrun.root.holder import Holder
 from torchrec_checknrun.root.liveness import clean_up, is_fresh, standing_of
 from torchrec_checknrun.store.deadlines import EXIT_SECONDS
 from torchrec_checknrun.store.folder import Folder

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torchrec_checknrun.format.manifest import Header, Link, Manifest, new_id
 from torchrec_checknrun.root.chain import Chain, narrow
 from torchrec_checknrun.root.policy import Decision, Policy
+from torchrec_checknrun.store.folder import Folder
 
 
 @dataclass(frozen=True)
@@ -147,3 +148,16 @@ class Lineage:
             return True
         # Rows not written again would stay in the fewer bits they have now.
         return any(bits > self._widths.get(table, bits) for table, bits in widths.items())
+
+
+_numbers: dict[str, int] = {}
+
+
+def last_number(root: Folder) -> int:
+    """Return the highest sequence number that this process has committed to a root."""
+    return _numbers.get(root.url.rstrip("/"), 0)
+
+
+def note_number(root: Folder, sequence: int) -> None:
+    """Remember that this process has committed a sequence number to a root."""
+    _numbers[root.url.rstrip("/")] = max(sequence, last_number(root))

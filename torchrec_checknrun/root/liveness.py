@@ -21,10 +21,10 @@ from torchrec_checknrun.root.claims import (
     FOLDER,
     LEASE_SECONDS,
     Claim,
+    Holder,
     read_claims,
     temporary_epoch,
 )
-from torchrec_checknrun.root.holder import Holder
 from torchrec_checknrun.store.folder import Folder
 
 logger = logging.getLogger(__name__)

@@ -15,18 +15,11 @@ from torchrec_checknrun.format.manifest import (
     require_sequence,
     sequence_of,
 )
-from torchrec_checknrun.root.chain import (
-    Chain,
-    committed,
-    highest_sequence,
-    last_number,
-    read_manifest,
-)
-from torchrec_checknrun.root.claims import Claim, latest_claim
+from torchrec_checknrun.root.chain import Chain, committed, highest_sequence, read_manifest
+from torchrec_checknrun.root.claims import Claim, Holder, latest_claim
 from torchrec_checknrun.root.counting import counting_ids, highest_epoch
-from torchrec_checknrun.root.holder import Holder
 from torchrec_checknrun.root.lease import Lease
-from torchrec_checknrun.root.lineage import Lineage
+from torchrec_checknrun.root.lineage import Lineage, last_number
 from torchrec_checknrun.root.prune import Pruned, Pruner, prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.store.folder import Folder

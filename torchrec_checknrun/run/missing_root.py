@@ -8,10 +8,10 @@ import logging
 
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound, RootInUse
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.restore.shared_root import require_nowhere
 from torchrec_checknrun.root.chain import committed, has_manifest, newest
 from torchrec_checknrun.root.empty_root import describe_empty
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.run.agreement import require_nowhere
 from torchrec_checknrun.store.folder import Folder
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")

@@ -215,9 +215,6 @@ def _exit(reason: str) -> None:
     os._exit(EXIT_CODE)
 
 
-logger = logging.getLogger(__name__)
-
-
 Handler = Callable[[int, FrameType | None], Any]
 
 

@@ -23,6 +23,7 @@ from torchrec_checknrun.errors import CheckNRunError, RootInUse, SaveFailed
 from torchrec_checknrun.model.marks import Consumer, Cut
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
+from torchrec_checknrun.restore.shared_root import require_shared
 from torchrec_checknrun.root.chain import Chain, resolve
 from torchrec_checknrun.root.lease import FOLDER, Holder
 from torchrec_checknrun.root.lineage import Lineage, Proposal
@@ -30,7 +31,6 @@ from torchrec_checknrun.root.policy import Decision, Policy
 from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoint_report
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.run.agreement import require_shared
 from torchrec_checknrun.run.facts import Facts
 from torchrec_checknrun.run.waiting import await_save, last_words, still_hanging
 from torchrec_checknrun.save.background import Background, Save

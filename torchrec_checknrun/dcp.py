@@ -164,12 +164,17 @@ class DirectInterval:
     def __init__(self) -> None:
         self._parent: tuple[str, Link] | None = None
         self._pending: tuple[Folder, Cut] | None = None
+        self._restores = 0
         self.widths: dict[str, int] = {}
 
     @classmethod
     def of(cls, tracked: TrackedModel) -> DirectInterval:
         """The one interval of a tracked model; settles what the last save left open."""
         interval = cls._of.setdefault(tracked, cls())
+        if interval._restores != tracked.restores:
+            # Rows are others than the last checkpoint's: the next one can only be full.
+            interval = cls._of[tracked] = cls()
+            interval._restores = tracked.restores
         if interval._pending is not None:
             folder, cut = interval._pending
             try:
@@ -187,11 +192,6 @@ class DirectInterval:
             interval._parent = None  # a differential checkpoint can't follow
             tracked.converted = False
         return interval
-
-    @classmethod
-    def forget(cls, tracked: TrackedModel) -> None:
-        """The model was restored or replaced: the next checkpoint can only be full."""
-        cls._of.pop(tracked, None)
 
     def begin(self, path: str | os.PathLike[str]) -> Link | None:
         """The checkpoint that one at ``path`` can be differential to: the last, if beside it.
