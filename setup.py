@@ -45,6 +45,7 @@ REQUIRES = [
     "omegaconf>=2.3,<2.4",  # the structured configs behind it
     "zstandard>=0.23,<1",  # row ids, and chunks on request
     "tenacity>=9,<10",  # another try after a storage error that may pass
+    "lazy-loader>=0.4,<1",  # public names from one stub, each imported when it is first used
 ]
 
 EXTRAS = {
@@ -75,6 +76,7 @@ EXTRAS = {
     ],
     "test": [
         "hypothesis>=6.100,<7",  # property tests
+        "import-linter>=2.16,<3",  # layers of the rooms
         "mypy==2.4.1",  # types; exact, since another version finds other errors
         "packaging>=23",  # compares version requirements in the tests
         "pytest>=8.3,<10",  # the test runner
@@ -176,7 +178,7 @@ setup(
     # `hydra_plugins` is a namespace that packages share: Hydra looks there for plugins.
     packages=[*find_packages(include=["torchrec_checknrun*"]), "hydra_plugins"],
     package_dir={"hydra_plugins": "torchrec_checknrun/hydra_plugin"},
-    package_data={"torchrec_checknrun": ["py.typed"]},
+    package_data={"torchrec_checknrun": ["py.typed", "*.pyi"]},
     # One library for all versions of Python, since it uses nothing of it.
     ext_modules=[
         Extension(

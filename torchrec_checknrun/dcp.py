@@ -1,4 +1,4 @@
-"""For those who call ``dcp.save`` themselves: the planner that goes with this package's writer."""
+"""Save and load through ``dcp.save`` and ``dcp.load``: this format's planners, writer and reader."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ from torchrec_checknrun.model.state_dict import (
     find_shards,
 )
 from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.restore.chunks import StorageReader
+from torchrec_checknrun.restore.plan import LoadPlanner
 from torchrec_checknrun.root.chain import Chain, read_manifest
+from torchrec_checknrun.save.commit import StorageWriter
 from torchrec_checknrun.save.items import Items
 from torchrec_checknrun.save.plan import CheckpointPlanner, Prepared, summarize
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot, take_rows
 from torchrec_checknrun.shards import CHUNK_BYTES, TableShape
 from torchrec_checknrun.store.folder import Folder
+
+__all__ = ["LoadPlanner", "SavePlanner", "StorageReader", "StorageWriter", "models_of"]
 
 
 class SavePlanner(CheckpointPlanner):

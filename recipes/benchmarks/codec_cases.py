@@ -26,7 +26,7 @@ from torchrec_checknrun.codecs import (
     Method,
     RowContext,
     Rowwise,
-    fallback,
+    numpy_rows,
 )
 from torchrec_checknrun.codecs.base import WIDTHS, row_bytes
 from torchrec_checknrun.codecs.kmeans import KMeans
@@ -137,10 +137,10 @@ def encode_cases(rows: torch.Tensor, slow_rows: int) -> Iterator[Case]:
             out = buffer[: len(few) * size].view(len(few), size)
             search = Method.ASYMMETRIC if bits == 8 else Method.ADAPTIVE
             arguments = (few, None, bits, int(search), 1, 0.0, 1.0, out, refused)
-            fallback.encode_rows(*arguments)
+            numpy_rows.encode_rows(*arguments)
             decoded = torch.empty(few.shape)
-            fallback.decode_rows(out, bits, 1.0, None, decoded)
-            plain = partial(fallback.encode_rows, *arguments)
+            numpy_rows.decode_rows(out, bits, 1.0, None, decoded)
+            plain = partial(numpy_rows.encode_rows, *arguments)
             error = error_of(few, decoded)
             yield case("fallback", search.name.lower(), bits, few.nbytes, plain, size, error)
         for bits in (2, 4) if HAS_KMEANS else ():
@@ -197,7 +197,7 @@ def decode_cases(rows: torch.Tensor) -> Iterator[Case]:
         call = partial(codec.decode, data, {}, len(rows), 0, values)
         yield case(OURS, "rowwise", bits, call=call)
         part = data[: len(few)]
-        slow = partial(fallback.decode_rows, part, bits, 1.0, None, few)
+        slow = partial(numpy_rows.decode_rows, part, bits, 1.0, None, few)
         yield Case("decode", "fallback", "rowwise", bits, few.nbytes, slow)
         if bits == 3:
             continue

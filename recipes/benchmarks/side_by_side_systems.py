@@ -23,15 +23,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from recipes.benchmarks.side_by_side_model import Job
 from recipes.benchmarks.side_by_side_store import committed
 from recipes.benchmarks.side_by_side_synced import synced_snapshot
-from torchrec_checknrun import (
-    Checkpointer,
-    Consecutive,
-    Full,
-    Intermittent,
-    Policy,
-    Quantization,
-    track,
-)
+from torchrec_checknrun import Checkpointer, Consecutive, Full, Intermittent, Quantization
+from torchrec_checknrun.policy import Policy
+from torchrec_checknrun.tracking import track
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "full": Full,

@@ -50,10 +50,10 @@ from recipes.dlrm_criteo import sharding
 from recipes.dlrm_criteo.model import Architecture, initialise_dense
 from recipes.dlrm_criteo.reader import Reader
 from recipes.dlrm_criteo.synthetic import Synthetic
-from torchrec_checknrun import track
 from torchrec_checknrun.model.kernels import find_kernels
 from torchrec_checknrun.model.marks import Consumer
 from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.tracking import track
 
 TIME_TARGET = 0.005  # of the median step
 MEMORY_TARGET = 1.0  # bytes per row

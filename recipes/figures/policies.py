@@ -42,8 +42,9 @@ from recipes.dlrm_criteo.train import CONFIGS
 from recipes.figures import plots
 from recipes.figures.lookups import Lookups, batches_until, read_slots
 from recipes.figures.simulated_run import Checkpoint, Run
-from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot, Policy
+from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot
 from torchrec_checknrun.codecs.base import WIDTHS
+from torchrec_checknrun.policy import Policy
 
 POLICIES: dict[str, Policy] = {
     "Full": Full(),

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from recipes.figures.lookups import Lookups, Window
-from torchrec_checknrun import Decision, Policy
 from torchrec_checknrun.codecs.quantization import Encoding, Quantization
 from torchrec_checknrun.format.manifest import Header, Manifest, RankFile, TableTotals
 from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.policy import Decision, Policy
 from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.shards import RowBlock, TableShape
 

@@ -38,7 +38,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.distributed import references
 from tests.distributed.models import CPU, gather, local_bytes
 from tests.distributed.zoo import Net, Zoo, ZooBatch, shard_net
-from torchrec_checknrun import Checkpointer, Consecutive, SavePlanner, StorageWriter, errors
+from torchrec_checknrun import Checkpointer, Consecutive, errors
+from torchrec_checknrun.dcp import SavePlanner, StorageWriter
 from torchrec_checknrun.model.kernels import find_modules
 
 DIM, SAMPLES = 4, 6

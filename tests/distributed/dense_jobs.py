@@ -14,7 +14,8 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from tests.distributed.fused_on_cpu import any_fused_optimizer
 from tests.distributed.layouts import Layout, LayoutJob, build
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
-from torchrec_checknrun import Checkpointer, Consecutive, Policy
+from torchrec_checknrun import Checkpointer, Consecutive
+from torchrec_checknrun.policy import Policy
 
 SPEC = ModelSpec(
     (CollectionSpec("a", (TableSpec("t0", 29, 8, ("f0",)), TableSpec("t1", 24, 8, ("f1",)))),)

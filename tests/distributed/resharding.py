@@ -18,7 +18,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from tests.distributed.models import CPU
 from tests.distributed.zoo import Rows, changed_rows, table_arrays
-from torchrec_checknrun import Checkpointer, Consumer, TrackedModel
+from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.tracking import Consumer, TrackedModel
 
 Change = dict[str, list[int]]
 """By table, the ranks that its columns go to, in equal parts."""

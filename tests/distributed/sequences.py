@@ -31,13 +31,13 @@ from torchrec_checknrun import (
     Full,
     Intermittent,
     OneShot,
-    Policy,
     Quantization,
 )
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.model.marks import Consumer
 from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.policy import Policy
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.run import checkpointer

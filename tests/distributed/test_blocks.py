@@ -21,13 +21,8 @@ from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from tests.distributed.damage import chunks_of, index_of
 from tests.distributed.models import Job, random_spec, uniform_plan
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun import (
-    Checkpointer,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
+from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 Workers = Callable[[int], WorkerPool]
 Corner = tuple[int, ...]

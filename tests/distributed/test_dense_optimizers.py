@@ -26,14 +26,9 @@ from tests.distributed.dense_jobs import (
 )
 from tests.distributed.layouts import LayoutJob
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun import (
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    track,
-)
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.tracking import track
 
 Workers = Callable[[int], WorkerPool]
 

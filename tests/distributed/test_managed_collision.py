@@ -33,7 +33,8 @@ from tests.distributed.models import CPU, gather
 from tests.distributed.test_tracking_zoo import no_streams
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import ZooBatch, changed_rows, stored_rows, table_arrays
-from torchrec_checknrun import LoadPlanner, SavePlanner, StorageReader, StorageWriter, track
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from torchrec_checknrun.tracking import track
 
 Workers = Callable[[int], WorkerPool]
 

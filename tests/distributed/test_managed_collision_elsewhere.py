@@ -28,7 +28,8 @@ from tests.distributed.collisions import (
 from tests.distributed.models import gather, local_bytes
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import changed_rows, stored_rows, table_arrays
-from torchrec_checknrun import LoadPlanner, StorageReader, errors
+from torchrec_checknrun import errors
+from torchrec_checknrun.dcp import LoadPlanner, StorageReader
 
 Workers = Callable[[int], WorkerPool]
 

@@ -22,17 +22,10 @@ from tests.distributed.layouts import (
 )
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec, local_bytes
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun import (
-    Checkpointer,
-    Consumer,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    load_tables,
-    track,
-)
+from torchrec_checknrun import Checkpointer, load_tables
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.tracking import Consumer, track
 
 Workers = Callable[[int], WorkerPool]
 

@@ -26,15 +26,8 @@ from tests.distributed.models import (
 )
 from tests.distributed.worker_pool import WorkerPool
 from tests.examples import examples
-from torchrec_checknrun import (
-    Checkpointer,
-    Consecutive,
-    Full,
-    Intermittent,
-    OneShot,
-    Policy,
-    Quantization,
-)
+from torchrec_checknrun import Checkpointer, Consecutive, Full, Intermittent, OneShot, Quantization
+from torchrec_checknrun.policy import Policy
 
 Workers = Callable[[int], WorkerPool]
 

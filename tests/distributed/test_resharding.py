@@ -30,17 +30,10 @@ from tests.distributed.zoo import (
     stored_rows,
     table_arrays,
 )
-from torchrec_checknrun import (
-    Checkpointer,
-    Consecutive,
-    Consumer,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    track,
-)
+from torchrec_checknrun import Checkpointer, Consecutive
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import SaveDeferred, SaveFailed, UnsupportedTable
+from torchrec_checknrun.tracking import Consumer, track
 
 Workers = Callable[[int], WorkerPool]
 TABLES = {"t0": "table_wise:0", "t1": "table_wise:1", "t2": "table_wise:1"}

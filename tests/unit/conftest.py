@@ -14,9 +14,9 @@ from torch import nn
 from tests.unit.chains import one_thread
 from tests.unit.console import Console
 from tests.unit.tracked_model import make_model
-from torchrec_checknrun import TrackedModel, track
 from torchrec_checknrun.codecs import kernel
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tracking import TrackedModel, track
 
 
 @pytest.fixture(params=["disk", "memory"])

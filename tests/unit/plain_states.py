@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_checknrun import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.save.plan import CheckpointPlanner
 from torchrec_checknrun.store.folder import Folder

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun.errors import StoreUnreachable
-from torchrec_checknrun.run import appointments
+from torchrec_checknrun.run import schedule
 from torchrec_checknrun.run.schedule import LEAD, Appointments
 
 WORDS = ["save", "end"]
@@ -83,7 +83,7 @@ def virtual_time() -> Iterator[None]:
         now[0] += seconds
 
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    with mock.patch.object(appointments, "time", clock):
+    with mock.patch.object(schedule, "time", clock):
         yield
 
 

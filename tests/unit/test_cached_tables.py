@@ -14,18 +14,10 @@ import torch
 from torch import nn
 
 from tests.unit.tracked_model import TALL, WIDE, make_model, train
-from torchrec_checknrun import (
-    Checkpointer,
-    Consecutive,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    TrackedModel,
-    load_tables,
-    track,
-)
+from torchrec_checknrun import Checkpointer, Consecutive, load_tables
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.model.kernels import find_kernels
+from torchrec_checknrun.tracking import TrackedModel, track
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -10,15 +10,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.unit.tracked_model import DIM, ROWS, WIDE, make_model, modified, table, train
-from torchrec_checknrun import (
-    LoadPlanner,
-    Quantization,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    TrackedModel,
-    track,
-)
+from torchrec_checknrun import Quantization
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from torchrec_checknrun.tracking import TrackedModel, track
 
 pytestmark = pytest.mark.usefixtures("group")
 

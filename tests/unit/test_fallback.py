@@ -8,7 +8,7 @@ import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
 import pytest
 import torch
 
-from torchrec_checknrun.codecs import fallback
+from torchrec_checknrun.codecs import numpy_rows
 from torchrec_checknrun.codecs.base import Method, Refusal, row_bytes
 from torchrec_checknrun.native import has_extension
 
@@ -36,7 +36,7 @@ def encode(
     if kernel:
         count = torch.ops.checknrun.encode_rows(rows, ids, *options, "")
     else:
-        count = fallback.encode_rows(rows, ids, *options)
+        count = numpy_rows.encode_rows(rows, ids, *options)
     assert count == int((refused > 0).sum())
     return out, refused
 
@@ -53,7 +53,7 @@ def decode(
     if kernel:
         torch.ops.checknrun.decode_rows(data, bits, factor, None, out, "")
     else:
-        fallback.decode_rows(data, bits, factor, None, out)
+        numpy_rows.decode_rows(data, bits, factor, None, out)
     return out
 
 
@@ -212,7 +212,7 @@ def test_ids_factor_and_dtypes(bits: int, dtype: torch.dtype) -> None:
     assert torch.equal(decoded, (decode(plain, bits, 24) / 1024).to(dtype))
     target = torch.zeros_like(table)
     unique = torch.tensor([0, 1, 2, 4])
-    fallback.decode_rows(data[unique], bits, 1 / 1024, ids[unique], target)
+    numpy_rows.decode_rows(data[unique], bits, 1 / 1024, ids[unique], target)
     assert torch.equal(target[ids[unique]], decoded[unique])
     assert target.count_nonzero(dim=1).count_nonzero() == 4
 
@@ -226,7 +226,7 @@ def test_blocks_and_threads_change_nothing(
     whole, _ = encode(rows, bits, Method.ADAPTIVE)
     decoded = decode(whole, bits, 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(fallback, "_ENCODED_AT_ONCE", 20 * 33)
-    monkeypatch.setattr(fallback, "_DECODED_AT_ONCE", 20 * 7)
+    monkeypatch.setattr(numpy_rows, "_ENCODED_AT_ONCE", 20 * 33)
+    monkeypatch.setattr(numpy_rows, "_DECODED_AT_ONCE", 20 * 7)
     assert torch.equal(encode(rows, bits, Method.ADAPTIVE)[0], whole)
     assert torch.equal(decode(whole, bits, 20), decoded)

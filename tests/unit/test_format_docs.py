@@ -28,7 +28,7 @@ from torchrec_checknrun.codecs import (
 )
 from torchrec_checknrun.codecs.quantization import Encoding
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
-from torchrec_checknrun.format import checks, index, row_ids, sections, state
+from torchrec_checknrun.format import checks, index, row_ids, state
 from torchrec_checknrun.format.chunk import Entry
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, RankFile, TableTotals
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC, write_rank_file
@@ -212,7 +212,7 @@ def test_everything_is_named() -> None:
     names: set[str] = {*ENCODINGS, *_CODECS, *STATE_SCHEMES, *STATES}
     for kind in (Manifest, RankFile, TableTotals):
         names |= set(kind.__dataclass_fields__)
-    names |= set(index.row_chunks._FIELDS) | set(index.blocks._FIELDS)
+    names |= set(index.row_chunk._FIELDS) | set(index.block_chunk._FIELDS)
     names |= {"rows", "block", "state", "collisions", MAGIC.decode()}
     missing = {name for name in names if f"`{name}`" not in FORMAT}
     assert missing - {"exp_avg"} == set()
@@ -220,7 +220,7 @@ def test_everything_is_named() -> None:
         checks.MANIFEST_BYTES >> 20,
         checks.INDEX_BYTES >> 20,
         index.CHUNK_BYTES >> 20,
-        sections.DECODED_BYTES >> 20,
+        chunk.DECODED_BYTES >> 20,
     ):
         assert f"{limit:,} MiB" in FORMAT
     assert f"{checks.VALUES:,} values" in FORMAT

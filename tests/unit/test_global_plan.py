@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from tests.unit.plain_states import State, cause, example
-from torchrec_checknrun import SavePlanner, StorageWriter
 from torchrec_checknrun.boxes import Box
+from torchrec_checknrun.dcp import SavePlanner, StorageWriter
 from torchrec_checknrun.errors import CheckNRunError, InvalidPlan
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, Link
 from torchrec_checknrun.model.blocks import BlockSummary

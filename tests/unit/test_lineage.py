@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun import Consecutive, Decision, Full, Intermittent, OneShot, Policy
+from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot
 from torchrec_checknrun.format.manifest import Manifest, TableTotals, sequence_of
+from torchrec_checknrun.policy import Decision, Policy
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.root.lineage import Lineage, Proposal
 

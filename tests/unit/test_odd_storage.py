@@ -24,8 +24,9 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, is_plain_name
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.restore import shared_root
 from torchrec_checknrun.restore.chunks import StorageReader
-from torchrec_checknrun.root import holder, lease, liveness
+from torchrec_checknrun.root import claims, lease, liveness
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import committed, has_manifest, newest, read_manifest
 from torchrec_checknrun.root.claims import FOLDER, Holder
@@ -35,7 +36,6 @@ from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import PINNED, Retention, is_pinned, pin, pin_problem
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.run import agreement
 from torchrec_checknrun.run.missing_root import protect_existing
 from torchrec_checknrun.store import deadlines, local
 from torchrec_checknrun.store.folder import Folder
@@ -269,8 +269,8 @@ def test_a_directory_in_the_place_of_a_pin(root: Folder) -> None:
 def test_hidden_processes_may_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """``/proc`` with hidepid=2 shows only one's own."""
     here = Holder.this_process()
-    real = holder._seen
-    monkeypatch.setattr(holder, "_seen", lambda pid: real(pid) if pid == here.pid else None)
+    real = claims._seen
+    monkeypatch.setattr(claims, "_seen", lambda pid: real(pid) if pid == here.pid else None)
     other = Holder("a run", 0, here.host, here.machine, os.getppid(), 7)
     assert not other.gone
     assert not other.alive_here
@@ -312,8 +312,8 @@ def test_adopt_looks_before_it_speaks(root: Folder, console: Console) -> None:
 
 def test_a_rank_that_cannot_look_says_why(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(root)
-    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", -1.0)
-    assert agreement._sees(root, "nothing") is False
+    monkeypatch.setattr(shared_root, "PATIENCE_SECONDS", -1.0)
+    assert shared_root._sees(root, "nothing") is False
 
     def refuse(*_: object) -> bytes:
         raise StorageFailed(errno.EACCES, "permission was refused")
@@ -330,7 +330,7 @@ def test_a_rank_that_cannot_look_says_why(root: Folder, monkeypatch: pytest.Monk
             return act()
 
     with pytest.raises(StorageFailed, match=r"rank 1 on .* permission was refused"):
-        agreement.require_shared(root, TwoRanks(timedelta(seconds=5)), "some", MANIFEST_NAME)
+        shared_root.require_shared(root, TwoRanks(timedelta(seconds=5)), "some", MANIFEST_NAME)
 
 
 class Attempt:

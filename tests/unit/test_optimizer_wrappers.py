@@ -31,15 +31,10 @@ from tests.distributed.optimizer_nests import (
     warm,
 )
 from tests.unit.chains import one_thread
-from torchrec_checknrun import (
-    Checkpointer,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    track,
-)
+from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.tracking import track
 
 TABLES = layout("table_wise:0", "table_wise:0", ranks=1)
 MIXED = layout("data_parallel", "row_wise", ranks=1)

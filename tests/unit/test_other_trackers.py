@@ -29,19 +29,10 @@ from tests.unit.tracked_model import (
     table,
     train,
 )
-from torchrec_checknrun import (
-    Checkpointer,
-    Consecutive,
-    Consumer,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    TrackedModel,
-    load_tables,
-    track,
-)
+from torchrec_checknrun import Checkpointer, Consecutive, load_tables
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import IncompatibleCheckpoint, ModelPartlyRestored
+from torchrec_checknrun.tracking import Consumer, TrackedModel, track
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun import Consecutive, Decision, Full, Intermittent, OneShot, Policy
+from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot
 from torchrec_checknrun.format.manifest import Manifest, RankFile, TableTotals
+from torchrec_checknrun.policy import Decision, Policy
 
 BASELINE = Manifest("seq-1", 1, 10, "full", None, None, 1, "", "", 0, None, {}, {}, 0, ()).sealed()
 HISTORIES = st.integers(1, 30).map(

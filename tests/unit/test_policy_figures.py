@@ -20,8 +20,9 @@ from recipes.figures.policies import POLICIES, simulate
 from recipes.figures.simulated_run import Run
 from recipes.figures.small_job import small_job
 from tests.examples import examples
-from torchrec_checknrun import Checkpointer, Decision, Quantization
+from torchrec_checknrun import Checkpointer, Quantization
 from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.policy import Decision
 from torchrec_checknrun.root.chain import committed, read_manifest
 from torchrec_checknrun.store.folder import Folder
 

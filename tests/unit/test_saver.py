@@ -24,10 +24,8 @@ from torchrec_checknrun import (
     Full,
     OneShot,
     Retention,
-    SavePlanner,
-    StorageWriter,
-    track,
 )
+from torchrec_checknrun.dcp import SavePlanner, StorageWriter
 from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
@@ -35,6 +33,7 @@ from torchrec_checknrun.model import marks
 from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save import background
+from torchrec_checknrun.tracking import track
 
 Write = Callable[..., Any]
 
@@ -305,7 +304,7 @@ def test_another_process_s_number_is_seen_before_the_commit(
         train(job, saver)
         saver.save()
         save_by_dcp(tmp_path / "weekly", job)
-        monkeypatch.setattr("torchrec_checknrun.save.commit._numbers", {})
+        monkeypatch.setattr("torchrec_checknrun.root.lineage._numbers", {})
         train(job, saver)
         with pytest.raises(SaveFailed, match=r"weekly was committed .* the next one gets a higher"):
             saver.save()

@@ -13,10 +13,10 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, d
 from torchrec.distributed.types import ShardingPlan
 
 from tests.unit.tracked_model import Model, modified, train
-from torchrec_checknrun import TrackedModel, track
 from torchrec_checknrun.dense.optimizers import is_same_memory
 from torchrec_checknrun.model.hand_written import _Seen
 from torchrec_checknrun.model.marks import DataParallelHook, Marks, PendingRows
+from torchrec_checknrun.tracking import TrackedModel, track
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from tests.unit.plain_states import Counter, cause, example, load, save
-from torchrec_checknrun import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import CheckpointExists, CheckpointNotFound, InvalidPlan
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.root.chain import read_manifest

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.unit.plain_states import State, cause, example, load, save
-from torchrec_checknrun import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,

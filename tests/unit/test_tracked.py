@@ -22,9 +22,9 @@ from tests.unit.tracked_model import (
     table,
     train,
 )
-from torchrec_checknrun import Consumer, TrackedModel, track
 from torchrec_checknrun.model import kernels
 from torchrec_checknrun.shards import Rectangle, TableShape
+from torchrec_checknrun.tracking import Consumer, TrackedModel, track
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -18,7 +18,7 @@ from tests.unit.tracked_model import (
     table,
     train,
 )
-from torchrec_checknrun import Consumer, TrackedModel, track
+from torchrec_checknrun.tracking import Consumer, TrackedModel, track
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -17,7 +17,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_checknrun import Consumer, TrackedModel, TrackedShard
+from torchrec_checknrun.tracking import Consumer, TrackedModel, TrackedShard
 
 ROWS, DIM = 30, 8
 WIDE, TALL, SPLIT = (f"ebc.embedding_bags.{name}" for name in ("wide", "tall", "split"))

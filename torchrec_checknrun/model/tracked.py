@@ -24,14 +24,8 @@ from torchrec_checknrun.dense.optimizers import torch_optimizers
 from torchrec_checknrun.model.collisions import Collisions
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.kernels import Kernel, find_kernels, find_modules
-from torchrec_checknrun.model.marks import (
-    Consumer,
-    Cut,
-    DataParallelHook,
-    EvictionHook,
-    KernelHook,
-    Marks,
-)
+from torchrec_checknrun.model.marks import Consumer, Cut, DataParallelHook, KernelHook, Marks
+from torchrec_checknrun.model.resets import EvictionHook
 from torchrec_checknrun.model.progress import (
     OptimizerProgress,
     set_table_progress,

@@ -1,0 +1,21 @@
+"""Choose between full and differential checkpoints: all policies, and the base of your own."""
+
+from torchrec_checknrun.codecs.quantization import expected_restores
+from torchrec_checknrun.root.policy import (
+    Consecutive,
+    Decision,
+    Full,
+    Intermittent,
+    OneShot,
+    Policy,
+)
+
+__all__ = [
+    "Consecutive",
+    "Decision",
+    "Full",
+    "Intermittent",
+    "OneShot",
+    "Policy",
+    "expected_restores",
+]
