@@ -1,4 +1,4 @@
-"""Save and load through ``dcp.save`` and ``dcp.load``: this format's planners, writer and reader."""
+"""Save and load through ``dcp.save`` and ``dcp.load``: planners, writer, reader of this format."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class SavePlanner(CheckpointPlanner):
             shards = [ShardSnapshot(shard, None) for shard in local]
         else:
             self._tracked.check_writes()
-            self._tracked.unite()
+            self._tracked.all_reduce_marks()
             self._tracked.refresh()
             interval = DirectInterval.of(self._tracked)
             beside = interval.begin(path)

@@ -68,7 +68,7 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def everywhere(self, act: Callable[[], T]) -> list[T]:
+    def on_all_ranks(self, act: Callable[[], T]) -> list[T]:
         """Runs ``act`` on all ranks and gives all results to all.
 
         Raises:
@@ -89,7 +89,7 @@ class Ranks:
 
     def from_rank_0(self, decide: Callable[[], T]) -> T:
         """Runs ``decide`` on rank 0 only and gives its result, or its error, to all ranks."""
-        decided = self.everywhere(lambda: [decide()] if self.rank == 0 else [])
+        decided = self.on_all_ranks(lambda: [decide()] if self.rank == 0 else [])
         return decided[0][0]
 
     def store(self) -> dist.Store | None:

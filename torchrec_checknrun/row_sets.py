@@ -117,7 +117,7 @@ class DoneRows(RowSet):
         self._bits = torch.zeros((rows + 7) // 8, dtype=torch.uint8, device="cpu")
         self._packed = self._bits.numpy()
 
-    def hold(self, start: int, stop: int) -> bool:
+    def contains_range(self, start: int, stop: int) -> bool:
         """Whether all rows of a range have come."""
         for begin in range(start, stop, _DONE_BLOCK):
             end = min(begin + _DONE_BLOCK, stop)

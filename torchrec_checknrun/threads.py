@@ -98,7 +98,7 @@ def _do(act: Callable[[], Any], done: Future[Any]) -> None:
 
 
 @contextmanager
-def paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No collection meanwhile, in any thread; what has no references left goes all the same."""
     if not gc.isenabled():
         yield
@@ -122,7 +122,7 @@ Stage = tuple[Hashable, Hashable]
 """A lane and a step in it: turns of a lane come step by step, within a step in any order."""
 
 
-def work_in_order(
+def run_in_order(
     work: Work, sizes: Sequence[int], stages: Sequence[Stage], most: int, threads: int
 ) -> None:
     """Does things 0 to ``len(sizes) - 1``, each by whichever of some threads is free.

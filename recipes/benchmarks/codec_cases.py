@@ -30,7 +30,7 @@ from torchrec_checknrun.codecs import (
 )
 from torchrec_checknrun.codecs.base import WIDTHS, row_bytes
 from torchrec_checknrun.codecs.kmeans import KMeans
-from torchrec_checknrun.codecs.row_state import STATE_SCHEMES, decode_state, encode_state
+from torchrec_checknrun.codecs.row_state import STATE_SCHEMES, decode_row_state, encode_row_state
 from torchrec_checknrun.format import row_ids
 
 METHODS = ("asymmetric", "symmetric", "greedy", "adaptive")
@@ -256,13 +256,13 @@ def row_state_cases(rows: int) -> Iterator[Case]:
     values = torch.linspace(-53, -4, rows).exp2_()[torch.randperm(rows)]
     copy = torch.zeros_like(values)
     for scheme in STATE_SCHEMES:
-        data, parameters = encode_state(values, scheme)
-        decoded = decode_state(data, parameters, rows, values.dtype)
+        data, parameters = encode_row_state(values, scheme)
+        decoded = decode_row_state(data, parameters, rows, values.dtype)
         error = float(((decoded - values).abs() / values).mean())
         case = partial(Case, method=scheme, bits=None, nbytes=values.nbytes)
         calls: dict[str, Callable[[], object]] = {
-            "encode row state": partial(encode_state, values, scheme),
-            "decode row state": partial(decode_state, data, parameters, rows, values.dtype),
+            "encode row state": partial(encode_row_state, values, scheme),
+            "decode row state": partial(decode_row_state, data, parameters, rows, values.dtype),
         }
         for part, call in calls.items():
             yield case(part, OURS, call=call, row_bytes=data.numel() / rows, error=error)

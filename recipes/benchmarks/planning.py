@@ -34,7 +34,7 @@ from tqdm import tqdm
 from recipes.benchmarks import machine
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, RankFile, TableTotals
 from torchrec_checknrun.format.rank_file import FileSummary
-from torchrec_checknrun.model.progress import OptimizerProgress
+from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.save.commit import StorageWriter
 from torchrec_checknrun.save.plan import CheckpointPlanner, OwnStorage, PlanSummary, Prepared
 from torchrec_checknrun.shards import Rectangle, TableShape
@@ -120,7 +120,7 @@ def _plan(names: Sequence[str], rank: int, ranks: int) -> SavePlan:
         tables={name: TableShape(shape.rows, shape.dim) for name in names},
         shards=[(name, _rows_of(name, rank)) for name in names],
         fp32_bytes=dict.fromkeys(names, 4 * ROWS_PER_RANK * (DIM + 1)),
-        progress={name: OptimizerProgress(1, 0.1) for name in names},
+        progress={name: OptimizerClock(1, 0.1) for name in names},
         replicated={"model": _STATE_BYTES, "optimizer": _STATE_BYTES},
         per_rank=(),
     )

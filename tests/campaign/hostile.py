@@ -31,8 +31,8 @@ from tests.unit.fuzz import bounded_memory
 from torchrec_checknrun.errors import CheckNRunError, StorageFailed
 from torchrec_checknrun.format import reader as read_chunks
 from torchrec_checknrun.format.chunk import decode_state_chunk
-from torchrec_checknrun.format.index import parse_index
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, RankFile, parse_manifest
+from torchrec_checknrun.format.rank_file import parse_index
 from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.restore.chunks import read_content

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from torchrec_checknrun.codecs import Codec, Exact, Fp16, ImportanceWeighted, Rowwise
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.format.chunk import EncodedChunk, Entry, state_chunk
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, checkpoint_id
 from torchrec_checknrun.format.rank_file import add_totals, write_rank_file
@@ -28,7 +28,7 @@ from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import LocalShard, Rectangle, RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.threads import Turn, work_in_order
+from torchrec_checknrun.threads import Turn, run_in_order
 
 TABLE, DIM = "ebc.embedding_bags.t", 8
 STATES = {"momentum1": True, "exp_avg": False}
@@ -69,7 +69,7 @@ class Part:
     ids: list[int]
     size: int
     states: tuple[str, ...] = tuple(STATES)
-    encoding: Encoding = field(default_factory=lambda: Encoding(Exact()))
+    encoding: TableEncoding = field(default_factory=lambda: TableEncoding(Exact()))
 
 
 @dataclass
@@ -199,7 +199,7 @@ def random_parts(
                     ids,
                     draw(st.integers(1, 30)),
                     () if age < without else tuple(STATES),
-                    Encoding(
+                    TableEncoding(
                         draw(st.sampled_from(list(codecs))),
                         draw(st.sampled_from(["fp32", "bf16", "log8"])),
                         draw(st.booleans()),
@@ -269,7 +269,7 @@ def restore(
             load(number, nullcontext())
     else:
         stages = [(chunks[key].entry["table"], chunks[key].checkpoint) for key in keys]
-        work_in_order(load, [1] * len(keys), stages, len(keys), threads)
+        run_in_order(load, [1] * len(keys), stages, len(keys), threads)
     rows.finish(dry_run)
     return marks, were_read
 
@@ -322,7 +322,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def chain_of_three(root: Folder) -> list[Manifest]:
     """A full one of two ranks' files and two upon it, 4 bit but for the last."""
-    rows, encoding = CHAIN_ROWS, Encoding(Rowwise(4))
+    rows, encoding = CHAIN_ROWS, TableEncoding(Rowwise(4))
     full = write(root, rows, [Part((0, DIM), list(range(rows)), 10, encoding=encoding)], ranks=2)
     second = write(root, rows, [Part((0, DIM), [1, 2], 10, encoding=encoding)], full)
     return [full, second, write(root, rows, [Part((0, DIM), [3], 10)], second)]

@@ -16,7 +16,7 @@ import xxhash
 from tests.unit.chains import DIM, TABLE, Part, make_shards, new_root, restore, write
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.codecs import Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckpointNotFound,
@@ -122,13 +122,13 @@ def pieces_of(tensor: torch.Tensor) -> list[EncodedChunk]:
 def example() -> list[Forged]:
     """A full checkpoint and two upon it: several codecs, ids encodings, states."""
     root = new_root()
-    packed = Encoding(Rowwise(4), "log8", compress=True)
+    packed = TableEncoding(Rowwise(4), "log8", compress=True)
     first = write(
         root,
         ROWS,
         [
             Part((0, 4), list(range(ROWS)), 40, encoding=packed),
-            Part((4, DIM), list(range(ROWS)), 60, encoding=Encoding(Exact(), compress=True)),
+            Part((4, DIM), list(range(ROWS)), 60, encoding=TableEncoding(Exact(), compress=True)),
         ],
         ranks=2,
     )
@@ -137,12 +137,12 @@ def example() -> list[Forged]:
         root,
         ROWS,
         [
-            Part((0, 4), every_third, 60, encoding=Encoding(ImportanceWeighted(), "bf16")),
-            Part((4, DIM), [0, 40, 41, 59], 4, encoding=Encoding(Fp16())),
+            Part((0, 4), every_third, 60, encoding=TableEncoding(ImportanceWeighted(), "bf16")),
+            Part((4, DIM), [0, 40, 41, 59], 4, encoding=TableEncoding(Fp16())),
         ],
         first,
     )
-    encoding = Encoding(KMeans(2))
+    encoding = TableEncoding(KMeans(2))
     part = Part((0, 4), list(range(20, 30)), 10, encoding=encoding)
     write(root, ROWS, [part], second, dense=VALUES, sharded=pieces_of(SHARDED))
     return load(root)

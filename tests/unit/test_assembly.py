@@ -19,10 +19,10 @@ def test_a_background_that_another_rank_could_not_make(
 ) -> None:
     made: list[Background] = []
     closed: list[Background] = []
-    real = Ranks.everywhere
+    real = Ranks.on_all_ranks
     init, close = Background.__init__, Background.close
 
-    def everywhere(self: Ranks, act: Callable[[], Any]) -> list[Any]:
+    def on_all_ranks(self: Ranks, act: Callable[[], Any]) -> list[Any]:
         before = len(made)
         found = real(self, act)
         if len(made) > before:
@@ -37,7 +37,7 @@ def test_a_background_that_another_rank_could_not_make(
         closed.append(self)
         close(self)
 
-    monkeypatch.setattr(Ranks, "everywhere", everywhere)
+    monkeypatch.setattr(Ranks, "on_all_ranks", on_all_ranks)
     monkeypatch.setattr(Background, "__init__", noted)
     monkeypatch.setattr(Background, "close", closing)
     with pytest.raises(MemoryError, match="of rank 1"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, RowContext, Rowwise
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat, UnsupportedTable
 from torchrec_checknrun.format import row_values
 from torchrec_checknrun.format.chunk import EncodedChunk, decode_state_chunk, state_chunk
@@ -34,7 +34,7 @@ CODECS: list[Codec] = [
 
 
 def encode(shard: LocalShard, rows: Rows, codec: Codec) -> EncodedChunk:
-    return encode_rows(shard.block(rows.ids), Encoding(codec))
+    return encode_rows(shard.block(rows.ids), TableEncoding(codec))
 
 
 def make_shard(
@@ -180,7 +180,9 @@ def test_blocks_are_parts_of_the_whole(block_rows: int, monkeypatch: pytest.Monk
     shard.weight[::9] = float("inf")
     shard.optimizer["momentum1"].abs_()
     for codec in CODECS:
-        chunk = encode_rows(shard.block(torch.arange(40)), Encoding(codec, "log8", compress=True))
+        chunk = encode_rows(
+            shard.block(torch.arange(40)), TableEncoding(codec, "log8", compress=True)
+        )
         entry, payload = stored(chunk)
         whole = decode_rows(entry, payload)
         blocks = []
@@ -199,8 +201,10 @@ def test_compression_only_where_it_makes_a_chunk_smaller() -> None:
     alike = make_shard(200, 16)
     alike.weight[:] = alike.weight[0]
     for shard in (noise, alike):
-        plain = encode_rows(shard.block(torch.arange(200)), Encoding(Rowwise(8)))
-        packed = encode_rows(shard.block(torch.arange(200)), Encoding(Rowwise(8), compress=True))
+        plain = encode_rows(shard.block(torch.arange(200)), TableEncoding(Rowwise(8)))
+        packed = encode_rows(
+            shard.block(torch.arange(200)), TableEncoding(Rowwise(8), compress=True)
+        )
         assert len(packed.getvalue()) <= len(plain.getvalue())
         assert same_bits(decode_rows(*stored(packed)).weight, decode_rows(*stored(plain)).weight)
     assert len(packed.getvalue()) < len(plain.getvalue()) / 10

@@ -17,7 +17,7 @@ from torchrec_checknrun.errors import (
     CorruptCheckpoint,
     RootInUse,
 )
-from torchrec_checknrun.format import sealed
+from torchrec_checknrun.format import checks
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root import claims
 from torchrec_checknrun.root.catalog import inventory
@@ -310,7 +310,7 @@ def test_what_cannot_be_read_now_counts_later(disk: Folder) -> None:
     assert chain.head.id == made.id
 
 
-@pytest.mark.parametrize("data", [b"", b"junk", sealed.seal("pin", {"id": "another"})])
+@pytest.mark.parametrize("data", [b"", b"junk", checks.seal("pin", {"id": "another"})])
 def test_a_damaged_pin_keeps_and_is_told(disk: Folder, data: bytes) -> None:
     made = [full(disk, 1) for _ in range(3)]
     pin(disk, made[0].id)

@@ -36,7 +36,7 @@ from tests.unit.console import Console
 from tests.unit.forgery import load, seal
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.codecs import Codec, Exact, Fp16, Rowwise
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CheckpointExists, CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import state_chunk
 from torchrec_checknrun.format.rank_file import write_rank_file
@@ -145,7 +145,7 @@ def test_safetensors_hold_what_a_restore_gives(
 
 def chain_in(codec: Codec, columns: tuple[tuple[int, int], ...], rows: int = 90) -> Folder:
     root = new_root()
-    encoding = Encoding(codec)
+    encoding = TableEncoding(codec)
     full = write(root, rows, [Part(c, list(range(rows)), 40, encoding=encoding) for c in columns])
     ids = list(range(0, rows, 2))
     write(root, rows, [Part(c, ids, 40, encoding=encoding) for c in columns], full)
@@ -207,8 +207,8 @@ def test_tables_that_have_no_fused_rows_are_written_in_full(
     tmp_path: Path, codecs: tuple[Codec, Codec], why: str
 ) -> None:
     root = new_root()
-    full = write(root, 60, [Part(WHOLE, list(range(60)), 60, encoding=Encoding(codecs[0]))])
-    part = Part(WHOLE, list(range(20)), 60, encoding=Encoding(codecs[1]))
+    full = write(root, 60, [Part(WHOLE, list(range(60)), 60, encoding=TableEncoding(codecs[0]))])
+    part = Part(WHOLE, list(range(20)), 60, encoding=TableEncoding(codecs[1]))
     head = write(root, 60, [part], full)
     done = export_safetensors(root, resolve(root, head.id), tmp_path, rows="fused")
     assert done.tables == {TABLE: why}

@@ -31,7 +31,7 @@ from tests.unit.chains import (
 )
 from tests.unit.console import Console
 from torchrec_checknrun.codecs import Rowwise
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format import reader as read_chunks
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
@@ -237,7 +237,7 @@ class TestConsole:
     @pytest.fixture
     def root(self) -> Folder:
         root = new_root()
-        encoding = Encoding(Rowwise(4))
+        encoding = TableEncoding(Rowwise(4))
         full = write(root, 50, [Part(WHOLE, list(range(50)), 20, encoding=encoding)], ranks=2)
         write(root, 50, [Part(WHOLE, [1, 5, 30], 20, encoding=encoding)], full, ranks=2)
         return root

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.format.collision_chunk import CollisionState, Facts
 from torchrec_checknrun.model.blocks import Span
-from torchrec_checknrun.model.collisions import CollisionRestore, CollisionState, Facts, make_up
+from torchrec_checknrun.restore.collisions import CollisionRestore, make_up
 
 
 def equal(ranks: int, rows: int = 24) -> tuple[Span, ...]:

@@ -35,7 +35,7 @@ from tests.unit.chains import (
 )
 from torchrec_checknrun import CheckpointReport, compact
 from torchrec_checknrun.codecs import KMeans, Rowwise
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckpointNotFound,
@@ -125,7 +125,7 @@ def test_random_chains(data: st.DataObject, rows: int, ranks: int) -> None:
     )
 
 
-def small_chain(root: Folder, encoding: Encoding | None = None) -> str:
+def small_chain(root: Folder, encoding: TableEncoding | None = None) -> str:
     options: dict[str, Any] = {"encoding": encoding} if encoding else {}
     chain = [
         [Part(WHOLE, list(range(100)), 10, **options)],
@@ -172,7 +172,7 @@ def test_it_is_the_newest_and_needs_no_other(root: Folder) -> None:
 
 def test_whole_chunks_are_copied_byte_by_byte(root: Folder) -> None:
     """And those that are superseded are not even read."""
-    head = small_chain(root, Encoding(Rowwise(4), "log8", compress=True))
+    head = small_chain(root, TableEncoding(Rowwise(4), "log8", compress=True))
     content = content_of(root, head)
     superseded = [c for c in content.chunks[1] if c.entry["kind"] == "rows"][1:]
     for chunk in superseded:

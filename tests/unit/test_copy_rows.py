@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun import copy_rows as module
+from torchrec_checknrun import native as module
 from torchrec_checknrun.native import Chosen, can_copy, copy_rows, has_extension
 
 COMPILED = [False, True] if has_extension() else [False]

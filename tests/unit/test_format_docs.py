@@ -26,9 +26,17 @@ from torchrec_checknrun.codecs import (
     KMeans,
     Rowwise,
 )
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
-from torchrec_checknrun.format import checks, index, row_ids, state
+from torchrec_checknrun.format import (
+    block_chunk,
+    checks,
+    chunk,
+    rank_file,
+    row_chunk,
+    row_ids,
+    state,
+)
 from torchrec_checknrun.format.chunk import Entry
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, RankFile, TableTotals
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC, write_rank_file
@@ -82,7 +90,7 @@ def ids_of_every_kind(rows: int) -> list[list[int]]:
 @pytest.mark.parametrize("codec", READABLE, ids=name_of)
 def test_the_reader(tmp_path: Path, codec: Codec, compress: bool) -> None:
     root = Folder(tmp_path)
-    encoding = Encoding(codec, compress=compress)
+    encoding = TableEncoding(codec, compress=compress)
     split = [(0, 3), (3, DIM)]
     manifest, every = None, list(range(ROWS))
     seen = set()
@@ -117,7 +125,7 @@ def test_the_reader(tmp_path: Path, codec: Codec, compress: bool) -> None:
     ids=["importance", "4 bit k-means", "2 bit k-means", "blocks", "newer", "unknown"],
 )
 def test_the_reader_refuses_what_it_does_not_decode(tmp_path: Path, codec: Codec) -> None:
-    part = Part((0, DIM), list(range(24)), 24, encoding=Encoding(codec))
+    part = Part((0, DIM), list(range(24)), 24, encoding=TableEncoding(codec))
     manifest = write(Folder(tmp_path), 24, [part])
     with pytest.raises(ValueError, match=rf"stored as .*'{codec.name}'.*`checknrun export`"):
         read_rows(tmp_path, manifest.id, TABLE, decompress)
@@ -131,7 +139,9 @@ def test_all_codecs_are_read_or_refused() -> None:
     assert all(said.index("refuses") < said.index(f"`{name}`") for name in refused)
 
 
-def one_chunk(path: Path, weight: torch.Tensor, encoding: Encoding) -> tuple[Entry, torch.Tensor]:
+def one_chunk(
+    path: Path, weight: torch.Tensor, encoding: TableEncoding
+) -> tuple[Entry, torch.Tensor]:
     """A checkpoint ``one`` of a table ``t``: its chunk's entry, and what the package reads."""
     n, dim = weight.shape
     block = RowBlock("t", TableShape(n, dim), (0, dim), torch.arange(n), weight, None, {})
@@ -151,7 +161,7 @@ def test_tables_of_other_types(tmp_path: Path, dtype: torch.dtype, codec: Codec)
     """Exceptions among them, which are stored in the table's type."""
     weight = torch.randn((50, 5)).to(dtype)
     weight[7] = torch.inf
-    entry, expected = one_chunk(tmp_path, weight, Encoding(codec, compress=True))
+    entry, expected = one_chunk(tmp_path, weight, TableEncoding(codec, compress=True))
     stored = entry["weight"]["codec"]["name"]  # exact where the codec's bytes aren't fewer
     held = {"exact": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}.get(stored)
     assert ("exceptions" in entry["weight"]) == (held is not dtype)
@@ -162,7 +172,7 @@ def test_tables_of_other_types(tmp_path: Path, dtype: torch.dtype, codec: Codec)
 
 def test_rows_that_were_scaled(tmp_path: Path) -> None:
     """All of them so small that fp16 would lose their scale."""
-    entry, expected = one_chunk(tmp_path, torch.randn((50, DIM)) * 1e-7, Encoding(Rowwise(4)))
+    entry, expected = one_chunk(tmp_path, torch.randn((50, DIM)) * 1e-7, TableEncoding(Rowwise(4)))
     assert "exponent" in entry["weight"]["parameters"]
     _, weights = read_rows(tmp_path, "one", "t")
     np.testing.assert_array_max_ulp(weights, expected.numpy(), 1)
@@ -212,14 +222,14 @@ def test_everything_is_named() -> None:
     names: set[str] = {*ENCODINGS, *_CODECS, *STATE_SCHEMES, *STATES}
     for kind in (Manifest, RankFile, TableTotals):
         names |= set(kind.__dataclass_fields__)
-    names |= set(index.row_chunk._FIELDS) | set(index.block_chunk._FIELDS)
+    names |= set(row_chunk._FIELDS) | set(block_chunk._FIELDS)
     names |= {"rows", "block", "state", "collisions", MAGIC.decode()}
     missing = {name for name in names if f"`{name}`" not in FORMAT}
     assert missing - {"exp_avg"} == set()
     for limit in (
         checks.MANIFEST_BYTES >> 20,
         checks.INDEX_BYTES >> 20,
-        index.CHUNK_BYTES >> 20,
+        rank_file.LARGEST_CHUNK >> 20,
         chunk.DECODED_BYTES >> 20,
     ):
         assert f"{limit:,} MiB" in FORMAT

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from torchrec_checknrun.threads import paused
+from torchrec_checknrun.threads import gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -15,16 +15,16 @@ def collector() -> None:
 
 
 def test_paused_within() -> None:
-    with paused():
+    with gc_paused():
         assert not gc.isenabled()
-        with paused():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_an_error_ends_the_pause() -> None:
-    with pytest.raises(KeyError), paused():
+    with pytest.raises(KeyError), gc_paused():
         raise KeyError
     assert gc.isenabled()
 
@@ -32,7 +32,7 @@ def test_an_error_ends_the_pause() -> None:
 def test_who_has_none_gets_none() -> None:
     gc.disable()
     try:
-        with paused():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:

@@ -23,11 +23,11 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
     UnsupportedState,
 )
-from torchrec_checknrun.format import row_ids, sealed
+from torchrec_checknrun.format import checks, row_ids
 from torchrec_checknrun.format.checks import INDEX_BYTES, VALUES, parse_json, require_limits
 from torchrec_checknrun.format.chunk import DECODED_BYTES
-from torchrec_checknrun.format.index import CHUNK_BYTES, index_bytes, require_chunk_size
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.rank_file import LARGEST_CHUNK, index_bytes, require_chunk_size
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.lease import FOLDER, Lease, latest_claim
@@ -490,11 +490,11 @@ CLAIM: dict[str, Any] = {
 def test_claims(change: dict[str, Any]) -> None:
     """What is no claim is a damaged one, also under a checksum of its own."""
     root = new_root()
-    (root / FOLDER).put("epoch-00000001.json", sealed.seal("claim", CLAIM))
+    (root / FOLDER).put("epoch-00000001.json", checks.seal("claim", CLAIM))
     claim = latest_claim(root)
     assert claim is not None
     assert claim.released
-    (root / FOLDER).put("epoch-00000001.json", sealed.seal("claim", {**CLAIM, **change}))
+    (root / FOLDER).put("epoch-00000001.json", checks.seal("claim", {**CLAIM, **change}))
     with pytest.raises(ClaimDamaged, match=r"writers/epoch-00000001\.json"):
         latest_claim(root)
 
@@ -529,8 +529,8 @@ class TestWriters:
 
     def test_a_chunk_that_is_too_large(self) -> None:
         with pytest.raises(InvalidPlan, match=r"a chunk of t has .* make chunks smaller"):
-            require_chunk_size({"kind": "rows", "table": "t"}, CHUNK_BYTES + 1)
-        require_chunk_size({"kind": "state", "name": "model"}, CHUNK_BYTES + 1)
+            require_chunk_size({"kind": "rows", "table": "t"}, LARGEST_CHUNK + 1)
+        require_chunk_size({"kind": "state", "name": "model"}, LARGEST_CHUNK + 1)
 
     def test_many_keys_of_which_one_is_there_twice(self) -> None:
         keys = [f'"{key}":0' for key in [*range(300_000), 299_999]]

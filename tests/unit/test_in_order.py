@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun.threads import Stage, Turn, Work, work_in_order
+from torchrec_checknrun.threads import Stage, Turn, Work, run_in_order
 
 
 def run(
@@ -27,7 +27,7 @@ def run(
 ) -> None:
     """Without stages all turns are in order."""
     stages = [("lane", number) for number in range(count)] if stages is None else stages
-    work_in_order(work, sizes or [1] * count, stages, most, threads)
+    run_in_order(work, sizes or [1] * count, stages, most, threads)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

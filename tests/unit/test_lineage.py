@@ -175,11 +175,11 @@ def test_a_converting_restore_needs_a_full_checkpoint(policy: Policy) -> None:
 def test_other_columns_need_a_full_checkpoint(policy: Policy) -> None:
     run = Run(policy)
     run.save()
-    run.lineage.must_begin_anew()
+    run.lineage.force_full()
     assert run.propose().decision is Decision.FULL
     assert run.save().kind == "full"  # the one proposed before failed
     assert run.propose().decision is policy.decide(run.lineage.history)
-    run.lineage.must_begin_anew()
+    run.lineage.force_full()
     run.lineage.restored(
         Chain(run.lineage.history), converted=False, forks=False
     )  # into those columns

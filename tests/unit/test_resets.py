@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from torchrec_checknrun.model.resets import ResetHook
+from torchrec_checknrun.model.hooks import ResetHook
 
 Told = list[tuple[int, list[int]]]
 

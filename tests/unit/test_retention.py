@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun.format.manifest import Manifest, checkpoint_id
-from torchrec_checknrun.root.retention import Retention, judge, left_behind
+from torchrec_checknrun.root.retention import Retention, abandoned_ids, judge
 
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -149,7 +149,7 @@ def test_a_compacted_checkpoint_is_no_fork() -> None:
     made = [first, second, compacted(second), third]
     assert kept(made, Retention(1)) == [1, 2, 3]
     assert kept(made, Retention(2)) == [1, 2, 2, 3]
-    assert not left_behind(made)
+    assert not abandoned_ids(made)
     # Nothing but the copy is left of a chain that no other needs.
     assert judge(made[:3], Retention(1)).delete == {
         second.id: f"compacted into {made[2].id}",
@@ -175,7 +175,7 @@ def test_a_copy_of_one_that_a_user_has_named() -> None:
     # Also where nothing but the copy is left: the run went on with its own, then went back.
     third = make(3, None, weekly)
     fork = make(4, None, weekly)
-    assert left_behind([copy, third, fork]) == {third.id}
+    assert abandoned_ids([copy, third, fork]) == {third.id}
 
 
 def test_a_compacted_checkpoint_is_no_other_point() -> None:
@@ -183,13 +183,13 @@ def test_a_compacted_checkpoint_is_no_other_point() -> None:
     second = make(2, first, first)
     third = make(3, None, second)
     made = [first, second, third, compacted(second)]
-    assert not left_behind(made)
+    assert not abandoned_ids(made)
     assert kept(made, Retention(1)) == [3]
     assert kept(made, Retention(2)) == [2, 3]
     assert kept(made, Retention(3)) == [1, 2, 3]
     # A run that was restored from it builds on it; the fork that it left is seen.
     fork = make(4, made[3], made[3])
-    assert left_behind([*made, fork]) == {third.id}
+    assert abandoned_ids([*made, fork]) == {third.id}
     assert kept([*made, fork], Retention(1)) == [2, 4]
 
 

@@ -32,7 +32,7 @@ from tests.unit.chains import (
     write_chain,
 )
 from torchrec_checknrun.codecs import KMeans, Rowwise
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.row_sets import DoneRows
@@ -182,9 +182,9 @@ class TestHowRowsAreWritten:
     """Into memory of other kinds than the usual one."""
 
     PARTS = (
-        [Part((0, DIM), list(range(50)), 20, encoding=Encoding(Rowwise(4), "log8"))],
+        [Part((0, DIM), list(range(50)), 20, encoding=TableEncoding(Rowwise(4), "log8"))],
         [Part((0, DIM), list(range(3, 50, 4)), 7)],
-        [Part((0, DIM), list(range(11, 29)), 50, encoding=Encoding(KMeans(2, block_rows=5)))],
+        [Part((0, DIM), list(range(11, 29)), 50, encoding=TableEncoding(KMeans(2, block_rows=5)))],
     )
 
     def check(self, root: Folder, shards: list[LocalShard]) -> None:
@@ -236,14 +236,14 @@ def test_done_rows(rows: int, data: st.DataObject, block: int, compiled: bool) -
             assert (new is None) == (len(wanted) == len(ids))
             plain[ids] = True
             start, stop = sorted(data.draw(st.tuples(*[st.integers(0, rows)] * 2)))
-            assert done.hold(start, stop) == bool(plain[start:stop].all())
+            assert done.contains_range(start, stop) == bool(plain[start:stop].all())
     assert len(done) == plain.sum()
     assert done.positions(0, rows).tolist() == np.flatnonzero(plain).tolist()
 
 
 def test_the_chains_are_not_trivial(root: Folder) -> None:
     """The plain reader finds random rows, and rows stored exactly among encoded ones."""
-    part = Part((0, DIM), list(range(60)), 60, encoding=Encoding(Rowwise(4)))
+    part = Part((0, DIM), list(range(60)), 60, encoding=TableEncoding(Rowwise(4)))
     head = write_chain(root, 60, [[part]])
     (chunk,) = [c for c in content_of(root, head).chunks[0] if c.entry["kind"] == "rows"]
     assert chunk.entry["table"] == TABLE

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun import row_set
+from torchrec_checknrun import row_sets
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.row_sets import RowSet
 
@@ -36,8 +36,8 @@ def test_it_holds_what_the_marks_say(
     wanted = np.flatnonzero(np.array(marks, np.uint8) & bits)
     compiled = compiled and has_extension()
     with (
-        patch.object(row_set, "_BLOCK", block),
-        patch.object(row_set, "has_extension", lambda: compiled),
+        patch.object(row_sets, "_BLOCK", block),
+        patch.object(row_sets, "has_extension", lambda: compiled),
     ):
         live = torch.tensor(marks, dtype=torch.uint8)
         rows = RowSet(live, bits, take)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from torchrec_checknrun.codecs.row_state import (
     STATE_SCHEMES,
-    decode_state,
-    encode_state,
+    decode_row_state,
+    encode_row_state,
     state_row_bytes,
 )
 
@@ -37,13 +37,13 @@ def adagrad_state(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def round_trip(values: torch.Tensor, scheme: str) -> tuple[torch.Tensor, str]:
-    data, parameters = encode_state(values, scheme)
+    data, parameters = encode_row_state(values, scheme)
     assert data.dtype == torch.uint8
     assert data.dim() == 1
     assert data.device.type == "cpu"
     parameters = json.loads(json.dumps(parameters, allow_nan=False))
     assert len(data) == len(values) * state_row_bytes(parameters, values.dtype)
-    decoded = decode_state(data, parameters, len(values), values.dtype)
+    decoded = decode_row_state(data, parameters, len(values), values.dtype)
     assert decoded.dtype == values.dtype
     assert decoded.shape == values.shape
     return decoded, parameters["scheme"]
@@ -179,8 +179,8 @@ def test_counters_stay_exact(scheme: str) -> None:
 def test_views_and_parameters_are_encoded_as_their_values(scheme: str) -> None:
     state = adagrad_state(60)
     for view in (state[::3], state[7:], state.view(6, 10)[:, 2], torch.nn.Parameter(state)):
-        data, parameters = encode_state(view, scheme)
-        wanted, wanted_parameters = encode_state(view.detach().clone(), scheme)
+        data, parameters = encode_row_state(view, scheme)
+        wanted, wanted_parameters = encode_row_state(view.detach().clone(), scheme)
         assert torch.equal(data, wanted)
         assert parameters == wanted_parameters
         assert not data.requires_grad
@@ -191,19 +191,19 @@ def test_views_and_parameters_are_encoded_as_their_values(scheme: str) -> None:
 def test_a_run_of_rows_is_decoded_alone(scheme: str, offset: int) -> None:
     """Also from bytes that begin at an odd address."""
     values = adagrad_state(100)
-    data, parameters = encode_state(values, scheme)
-    whole = decode_state(data, parameters, 100, torch.float32)
+    data, parameters = encode_row_state(values, scheme)
+    whole = decode_row_state(data, parameters, 100, torch.float32)
     size = state_row_bytes(parameters, torch.float32)
     moved = torch.cat([torch.zeros(offset, dtype=torch.uint8), data])
     part = moved[offset + 30 * size : offset + 70 * size]
-    assert torch.equal(decode_state(part, parameters, 40, torch.float32), whole[30:70])
+    assert torch.equal(decode_row_state(part, parameters, 40, torch.float32), whole[30:70])
 
 
 @pytest.mark.parametrize("scheme", STATE_SCHEMES)
 def test_decoding_gives_memory_of_its_own(scheme: str) -> None:
     values = adagrad_state(10)
-    data, parameters = encode_state(values.clone(), scheme)
-    decoded = decode_state(data, parameters, 10, torch.float32)
+    data, parameters = encode_row_state(values.clone(), scheme)
+    decoded = decode_row_state(data, parameters, 10, torch.float32)
     kept = decoded.clone()
     data.zero_()
     assert torch.equal(decoded, kept)
@@ -212,7 +212,7 @@ def test_decoding_gives_memory_of_its_own(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["fp16", "exact", "", "LOG8"])
 def test_other_schemes(scheme: str) -> None:
     with pytest.raises(ValueError, match="fp32, bf16, log8"):
-        encode_state(torch.ones(3), scheme)
+        encode_row_state(torch.ones(3), scheme)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_other_schemes(scheme: str) -> None:
 )
 def test_damaged_parameters(parameters: dict[str, object], n: int, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"stored as|range from"):
-        decode_state(torch.zeros(4, dtype=torch.uint8), parameters, n, dtype)
+        decode_row_state(torch.zeros(4, dtype=torch.uint8), parameters, n, dtype)
 
 
 @pytest.mark.gpu
@@ -247,7 +247,7 @@ def test_damaged_parameters(parameters: dict[str, object], n: int, dtype: torch.
 @pytest.mark.parametrize("scheme", STATE_SCHEMES)
 def test_the_same_bytes_from_a_gpu(scheme: str) -> None:
     values = adagrad_state(10_000)
-    wanted, wanted_parameters = encode_state(values, scheme)
-    data, parameters = encode_state(values.cuda(), scheme)
+    wanted, wanted_parameters = encode_row_state(values, scheme)
+    data, parameters = encode_row_state(values.cuda(), scheme)
     assert torch.equal(data, wanted)
     assert parameters == wanted_parameters

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun.codecs import Rowwise
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.save import staged as module
 from torchrec_checknrun.save.staged import StagedRows, rows_size
@@ -52,7 +52,7 @@ def test_rows_are_copied_with_their_states(
     )
     stop = offset + rows_size(shard, n)
     memory = torch.full((stop + 64,), 7, dtype=torch.uint8)
-    staged = StagedRows.plan(shard, n, Encoding(Rowwise(4)), offset)
+    staged = StagedRows.plan(shard, n, TableEncoding(Rowwise(4)), offset)
     with patch.object(module, "has_extension", lambda: compiled):
         staged.copy(shard, positions, memory)
     assert staged.ids.at(memory).tolist() == [first + row for row in positions.tolist()]

@@ -38,7 +38,7 @@ def test_pieces_in_use_never_overlap(sizes: list[int], size: int, seed: int) -> 
     for wanted in sizes:
         while ring._find(max(ALIGNMENT, -(-wanted // ALIGNMENT) * ALIGNMENT)) is None:
             given_back = draw.choice(sorted(used))
-            ring.give_back(given_back)
+            ring.release(given_back)
             del used[given_back]
         offset = ring.take(wanted)
         assert offset % ALIGNMENT == 0
@@ -48,7 +48,7 @@ def test_pieces_in_use_never_overlap(sizes: list[int], size: int, seed: int) -> 
             assert offset + max(wanted, 1) <= other or other + max(length, 1) <= offset
         used[offset] = wanted
     for offset in list(used):
-        ring.give_back(offset)
+        ring.release(offset)
     assert ring.take(size) == 0  # everything is free again
 
 
@@ -59,10 +59,10 @@ def test_take_waits_for_memory() -> None:
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(ring.take(ALIGNMENT)), daemon=True)
     thread.start()
-    ring.give_back(second)  # not the first: in a ring it can't be used yet
+    ring.release(second)  # not the first: in a ring it can't be used yet
     thread.join(0.2)
     assert thread.is_alive()
-    ring.give_back(first)
+    ring.release(first)
     thread.join(10)
     assert found == [0]
     assert ring.waited

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_checknrun.dense.digest import Digest
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
 from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.save.digest import Digest
 
 
 def chunk_of(value: Any) -> EncodedChunk:

@@ -15,7 +15,8 @@ from torchrec.distributed.types import ShardingPlan
 from tests.unit.tracked_model import Model, modified, train
 from torchrec_checknrun.dense.optimizers import is_same_memory
 from torchrec_checknrun.model.hand_written import _Seen
-from torchrec_checknrun.model.marks import DataParallelHook, Marks, PendingRows
+from torchrec_checknrun.model.hooks import DataParallelHook
+from torchrec_checknrun.model.marks import Marks, PendingRows
 from torchrec_checknrun.tracking import TrackedModel, track
 
 pytestmark = pytest.mark.usefixtures("group")

@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from recipes.dlrm_criteo.job import is_alive
 from torchrec_checknrun.codecs import Rowwise
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.rank_file import Job, write_rank_file
 from torchrec_checknrun.save.memory import StagingMemory
@@ -62,7 +62,7 @@ def jobs(
     size = rows_size(shard, ROWS)
     for i in range(CHUNKS):
         each(i)
-        staged = StagedRows.plan(shard, ROWS, Encoding(Rowwise(4)), i * size)
+        staged = StagedRows.plan(shard, ROWS, TableEncoding(Rowwise(4)), i * size)
         staged.copy(shard, torch.arange(i * ROWS, (i + 1) * ROWS), memory.bytes)
         yield StagedJob(staged, memory.bytes, partial(closed.append, i))
 

@@ -11,11 +11,11 @@ import typer
 
 from torchrec_checknrun.cli import (
     claiming,
-    keeping,
     listing,
     planning,
     reading,
     reporting,
+    retention,
     verifying,
     writing,
 )
@@ -37,9 +37,9 @@ app.command()(reading.diff)
 app.command()(reading.cat)
 app.command()(writing.compact)
 app.command()(writing.export)
-app.command()(keeping.prune)
-app.command()(keeping.pin)
-app.command()(keeping.unpin)
+app.command()(retention.prune)
+app.command()(retention.pin)
+app.command()(retention.unpin)
 app.command()(claiming.unlock)
 app.command()(claiming.repair)
 app.command()(claiming.adopt)

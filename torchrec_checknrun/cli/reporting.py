@@ -32,9 +32,9 @@ from torchrec_checknrun.format.checks import (
     as_count,
     as_measure,
     as_text,
+    check_object,
     dict_of,
     optional,
-    record,
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
@@ -161,7 +161,7 @@ def read_log(path: Path) -> dict[str, dict[str, Any]]:
         try:
             if not isinstance(event, dict) or event.get("event", "checkpoint") != "checkpoint":
                 continue
-            fields = record({name: event[name] for name in _LOGGED if name in event}, _LOGGED)
+            fields = check_object({name: event[name] for name in _LOGGED if name in event}, _LOGGED)
             spent = {part: fields["bytes"].get(part, 0) for part in PARTS[:-1]}
             spent["other"] = sum(fields["bytes"].values()) - sum(spent.values())
             found[fields["id"]] = {**fields, "bytes": spent, "there": False}

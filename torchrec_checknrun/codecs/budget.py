@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.codecs.importance import BORDERS, WIDTHS, ImportanceWeighted, importance
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 
 SAMPLE_ROWS = 4096
 _RANGE, _PER_BIT = 64, 16
@@ -81,7 +81,7 @@ def constants(surveys: Iterable[Mapping[Key, Survey]]) -> dict[Key, float]:
     return {key: whole.constant(ImportanceWeighted(*key)) for key, whole in sums.items()}
 
 
-def with_constant(encoding: Encoding, found: Mapping[Key, float]) -> Encoding:
+def with_constant(encoding: TableEncoding, found: Mapping[Key, float]) -> TableEncoding:
     """The encoding with its codec's constant, if it has one."""
     codec = encoding.codec
     if isinstance(codec, ImportanceWeighted) and key_of(codec) in found:

@@ -34,7 +34,7 @@ would be seen, and each of their rows is looked up often.
 
 
 @dataclass(frozen=True)
-class Encoding:
+class TableEncoding:
     """How one table's rows become bytes.
 
     Attributes:
@@ -48,7 +48,7 @@ class Encoding:
     compress: bool = False
 
 
-EXACT = Encoding(Exact())
+EXACT = TableEncoding(Exact())
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Quantization:
         }
         return replace(resolved, tables=overrides)
 
-    def for_table(self, table: str, rows: int) -> Encoding:
+    def for_table(self, table: str, rows: int) -> TableEncoding:
         """How a table is stored, by its name and its number of rows."""
         for pattern, choice in self.tables.items():
             if fnmatchcase(table, pattern):
@@ -184,8 +184,8 @@ class Quantization:
     def _is_narrow(self) -> bool:
         return self.method == "importance" or self.width is not None
 
-    def _encoding(self) -> Encoding:
-        return Encoding(self._codec(), self.optimizer, self.compress)
+    def _encoding(self) -> TableEncoding:
+        return TableEncoding(self._codec(), self.optimizer, self.compress)
 
     def _codec(self) -> Codec:
         if self.method == "importance":

@@ -21,7 +21,7 @@ STATE_SCHEMES: tuple[StateScheme, ...] = get_args(StateScheme)
 _LEVELS = 255  # of log8, beside the code 0
 
 
-def encode_state(values: torch.Tensor, scheme: str) -> tuple[torch.Tensor, Parameters]:
+def encode_row_state(values: torch.Tensor, scheme: str) -> tuple[torch.Tensor, Parameters]:
     """Encodes a chunk's row-wise state.
 
     - ``fp32``: the values' own bytes, whatever their dtype; exact.
@@ -41,7 +41,7 @@ def encode_state(values: torch.Tensor, scheme: str) -> tuple[torch.Tensor, Param
 
     Returns:
         The bytes (1-D uint8, on the CPU; of ``fp32`` they may be the values' own memory) and the
-        parameters for ``decode_state``: ``scheme``, and for log8 ``low`` and ``high``.
+        parameters for ``decode_row_state``: ``scheme``, and for log8 ``low`` and ``high``.
 
     Raises:
         ValueError: there is no such scheme.
@@ -62,7 +62,7 @@ def encode_state(values: torch.Tensor, scheme: str) -> tuple[torch.Tensor, Param
     return _bytes(values), {"scheme": "fp32"}
 
 
-def decode_state(
+def decode_row_state(
     data: torch.Tensor, parameters: Parameters, n: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """The ``n`` values again, ``(n,)`` of ``dtype``, on the CPU.
@@ -71,7 +71,7 @@ def decode_state(
 
     Args:
         data: 1-D uint8 on the CPU.
-        parameters: what ``encode_state`` returned.
+        parameters: what ``encode_row_state`` returned.
         dtype: of the values that were encoded.
 
     Raises:

@@ -8,7 +8,14 @@ import torch
 
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.checks import LARGEST, as_count, as_text, list_of, optional, record
+from torchrec_checknrun.format.checks import (
+    LARGEST,
+    as_count,
+    as_text,
+    check_object,
+    list_of,
+    optional,
+)
 from torchrec_checknrun.format.chunk import Entry, dtype_name
 from torchrec_checknrun.format.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
 
@@ -47,7 +54,7 @@ def block_header(entry: Entry) -> BlockHeader:
         CorruptCheckpoint: a field is missing, of a wrong type or out of range.
     """
     try:
-        found = record(entry, _FIELDS, "offset", "length", "checksum")
+        found = check_object(entry, _FIELDS, "offset", "length", "checksum")
         size = tuple(found["size"])
         if not 1 <= len(found["path"]) <= MOST_DEPTH:
             raise ValueError(f"a path of {len(found['path'])} keys")

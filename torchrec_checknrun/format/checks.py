@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from reprlib import repr as shown
 from typing import Any
 
+import xxhash
+
 MANIFEST_BYTES = 32 << 20
 INDEX_BYTES = 64 << 20
 LARGEST = 2**63 - 1
@@ -59,7 +61,7 @@ def require_limits(data: bytes | bytearray, most: int) -> None:
         raise ValueError(f"it has {values} values, more than the {VALUES} that are read")
 
 
-def record(value: object, checks: Mapping[str, Check], *optional: str) -> dict[str, Any]:
+def check_object(value: object, checks: Mapping[str, Check], *optional: str) -> dict[str, Any]:
     """An object with exactly these fields, each checked.
 
     Args:
@@ -184,3 +186,40 @@ def _finite(text: str) -> float:
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number")
+
+
+def canonical(content: dict[str, Any]) -> bytes:
+    """Encode an object as JSON with sorted keys and no spaces, UTF-8."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """Return the checksum of an object's canonical bytes: xxh3, 128 bit, hex."""
+    return xxhash.xxh3_128_hexdigest(canonical(content))
+
+
+def seal(kind: str, content: dict[str, Any]) -> bytes:
+    """Return a record's file."""
+    return canonical({"checksum": checksum(content), kind: content})
+
+
+def unseal(data: bytes, kind: str, most: int) -> dict[str, Any]:
+    """Return the content of a record's file.
+
+    Args:
+        most: bytes that the file may have.
+
+    Raises:
+        ValueError: the file is damaged, or no record of that kind.
+    """
+    document = parse_json(data, most)
+    if type(document) is not dict or document.keys() != {"checksum", kind}:
+        raise ValueError(f"it is no checksummed {kind}")
+    content = document[kind]
+    try:
+        whole = type(content) is dict and seal(kind, content) == data
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not whole:
+        raise ValueError("its checksum, or the way it is written, doesn't fit its content")
+    return content

@@ -25,15 +25,15 @@ from torchrec_checknrun.format.checks import (
     as_number,
     as_options,
     as_text,
+    check_object,
     dict_of,
     list_of,
     optional,
     parse_json,
-    record,
     require_limits,
+    seal,
 )
-from torchrec_checknrun.format.sealed import checksum as _checksum
-from torchrec_checknrun.format.sealed import seal
+from torchrec_checknrun.format.checks import checksum as _checksum
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -320,7 +320,7 @@ def _checked(content: object) -> dict[str, Any]:
     Raises:
         ValueError: one is missing, unknown, or not what it should be.
     """
-    fields = record(content, _FIELDS)
+    fields = check_object(content, _FIELDS)
     kind, parent = fields["kind"], fields["parent"]
     if kind not in ("full", "differential") or (kind == "full") != (parent is None):
         raise ValueError(f"kind {kind!r} with parent {parent!r}")
@@ -347,15 +347,15 @@ def _as_name(value: object) -> str:
 
 
 def _as_link(value: object) -> Link:
-    return Link(**record(value, {"id": _as_name, "checksum": as_text}))
+    return Link(**check_object(value, {"id": _as_name, "checksum": as_text}))
 
 
 def _as_rank_file(value: object) -> RankFile:
-    return RankFile(**record(value, _RANK_FILE))
+    return RankFile(**check_object(value, _RANK_FILE))
 
 
 def _as_table(value: object) -> TableTotals:
-    return TableTotals(**record(value, _TABLE, "optimizer_options"))
+    return TableTotals(**check_object(value, _TABLE, "optimizer_options"))
 
 
 _RANK_FILE: dict[str, Check] = {

@@ -16,9 +16,8 @@ from tenacity import (
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.checks import INDEX_BYTES
 from torchrec_checknrun.format.chunk import Entry
-from torchrec_checknrun.format.index import parse_index
 from torchrec_checknrun.format.manifest import Manifest, RankFile
-from torchrec_checknrun.format.rank_file import FOOTER
+from torchrec_checknrun.format.rank_file import FOOTER, parse_index
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.store.folder import Folder
 

@@ -20,7 +20,7 @@ from torchrec_checknrun.codecs import (
     codec_from_spec,
     row_state,
 )
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.checks import (
@@ -30,8 +30,8 @@ from torchrec_checknrun.format.checks import (
     as_measure,
     as_options,
     as_text,
+    check_object,
     list_of,
-    record,
 )
 from torchrec_checknrun.format.chunk import (
     DECODED_BYTES,
@@ -94,7 +94,7 @@ class RowsHeader:
         return self.count == self.rectangle.rows
 
 
-def encode_rows(block: RowBlock, encoding: Encoding) -> EncodedChunk:
+def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     """Encodes rows; one that the codec can't hold (NaN, infinity, too large) is stored exactly
     beside the others, since a lost row is the worst error.
 
@@ -139,7 +139,7 @@ def encode_rows(block: RowBlock, encoding: Encoding) -> EncodedChunk:
     optimizer = []
     for name, state in states.items():
         scheme = encoding.optimizer if state.dim() == 1 else "fp32"
-        data, parameters = row_state.encode_state(state.reshape(-1), scheme)
+        data, parameters = row_state.encode_row_state(state.reshape(-1), scheme)
         optimizer.append(
             {
                 "name": name,
@@ -182,7 +182,7 @@ def rows_header(entry: Entry) -> RowsHeader:
         UnsupportedFormat: the codec is unknown to this release.
     """
     try:
-        return _header(record(entry, _FIELDS, "error", "offset", "length", "checksum"))
+        return _header(check_object(entry, _FIELDS, "error", "offset", "length", "checksum"))
     except ValueError as error:
         raise CorruptCheckpoint(f"index entry of a rows chunk is malformed: {error}") from error
 
@@ -253,7 +253,7 @@ def _as_parameters(value: object) -> Parameters:
 
 def _as_section(checks: dict[str, Check], *optional: str) -> Check:
     checks = {**checks, "bytes": as_count, "raw": as_count}
-    return lambda value: record(value, checks, "raw", *optional)
+    return lambda value: check_object(value, checks, "raw", *optional)
 
 
 _FIELDS: dict[str, Check] = {
@@ -261,10 +261,10 @@ _FIELDS: dict[str, Check] = {
     **dict.fromkeys(("table_rows", "table_dim", "first", "last", "count"), as_count),
     **dict.fromkeys(("offset", "length"), as_count),
     "columns": list_of(as_count),
-    "error": lambda value: record(
+    "error": lambda value: check_object(
         value, {"mean": as_measure, "max": as_measure, "sampled_rows": as_count}
     ),
-    "ids": lambda value: record(value, {"encoding": as_text, "bytes": as_count}),
+    "ids": lambda value: check_object(value, {"encoding": as_text, "bytes": as_count}),
     "weight": _as_section(
         {
             "codec": as_options,

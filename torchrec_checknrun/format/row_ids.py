@@ -18,8 +18,8 @@ from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.chunk import decompress
 from torchrec_checknrun.row_sets import RowSet
 
-Encoding = Literal["range", "bitmap", "offsets", "gaps", "bitmap_zstd", "gaps_zstd"]
-ENCODINGS: tuple[Encoding, ...] = (
+IdEncoding = Literal["range", "bitmap", "offsets", "gaps", "bitmap_zstd", "gaps_zstd"]
+ENCODINGS: tuple[IdEncoding, ...] = (
     "range",  # nothing: all rows from first to last
     "bitmap",  # one bit per row of the span, least significant bit first
     "offsets",  # uint32 little-endian distances to the first id; read, but not written any more
@@ -44,7 +44,7 @@ _BLOCK_BITS = 1 << 18
 _BLOCK_GAPS = 1 << 16
 
 
-def encode(ids: np.ndarray) -> tuple[Encoding, bytes]:
+def encode(ids: np.ndarray) -> tuple[IdEncoding, bytes]:
     """Encodes sorted distinct ``ids`` (int64, at least one); the first id is kept by the caller.
 
     Returns:
@@ -55,7 +55,7 @@ def encode(ids: np.ndarray) -> tuple[Encoding, bytes]:
         return "range", b""
     compress = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress
     gaps = _gaps(ids)
-    candidates: list[tuple[Encoding, bytes]] = [("gaps", gaps), ("gaps_zstd", compress(gaps))]
+    candidates: list[tuple[IdEncoding, bytes]] = [("gaps", gaps), ("gaps_zstd", compress(gaps))]
     least = min(len(gaps), len(candidates[1][1]))
     dense = 8 * (least - _SMALL_BYTES) <= _SPARSE_GAPS_BITS * len(ids)
     if dense and (span + 7) // 8 <= _BITMAP_BYTES_PER_ROW * len(ids):

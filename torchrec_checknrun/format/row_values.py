@@ -186,7 +186,7 @@ class EncodedState:
         size = self.width * row_state.state_row_bytes(self.parameters, self.dtype)
         n = chosen.stop - chosen.start
         data = self.data[chosen.start * size : chosen.stop * size]
-        values = row_state.decode_state(data, self.parameters, n * self.width, self.dtype)
+        values = row_state.decode_row_state(data, self.parameters, n * self.width, self.dtype)
         return values if self.rowwise else values.view(n, self.width)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from torchrec_checknrun.format.block_chunk import Path
-from torchrec_checknrun.format.checks import LARGEST, as_count, as_flag, list_of, record
+from torchrec_checknrun.format.checks import LARGEST, as_count, as_flag, check_object, list_of
 from torchrec_checknrun.format.plain_values import SETS, as_float, check_value
 from torchrec_checknrun.format.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
 
@@ -92,7 +92,7 @@ def _check_member(node: dict[str, Any]) -> None:
 def _check_array(node: dict[str, Any], letter: str, end: int) -> int:
     scalar = {"scalar": as_flag} if letter == "n" else {}
     shape_of = list_of(as_count)
-    found = record(node, {letter: list, "dtype": str, "shape": shape_of, **scalar})
+    found = check_object(node, {letter: list, "dtype": str, "shape": shape_of, **scalar})
     shape = found["shape"]
     if len(shape) > MOST_DIMENSIONS or math.prod(n for n in shape if n) > LARGEST:
         raise ValueError(f"the shape {shown(shape)} is too large")

@@ -168,6 +168,7 @@ def make_check_n_run(
     """
     import torchrec_checknrun as package
     from torchrec_checknrun.root.policy import POLICIES
+    from torchrec_checknrun.run.triggers import Trigger
 
     def choice(values: Mapping[str, Any], **more: Any) -> package.Quantization:
         named = {**values, **more}
@@ -183,7 +184,7 @@ def make_check_n_run(
             "out"
         )
 
-    triggers: list[package.Trigger] = []
+    triggers: list[Trigger] = []
     if every_seconds is not None:
         triggers.append(package.EverySeconds(every_seconds))
     if at_end:

@@ -34,7 +34,7 @@ _CORRECTS_BIAS = frozenset(
 
 
 @dataclass(frozen=True)
-class OptimizerProgress:
+class OptimizerClock:
     """What a table's optimizer knows besides the rows' state.
 
     Attributes:
@@ -48,26 +48,24 @@ class OptimizerProgress:
     options: Options = field(default_factory=dict)
 
 
-def table_progress(kernels: Iterable[Kernel]) -> dict[str, OptimizerProgress]:
+def table_progress(kernels: Iterable[Kernel]) -> dict[str, OptimizerClock]:
     """By table with a shard here, how far its optimizer is; not where none is known."""
-    found: dict[str, OptimizerProgress] = {}
+    found: dict[str, OptimizerClock] = {}
     for kernel in kernels:
         if kernel.data_parallel:
             for shard, optimizer, group in _dense_groups(kernel):
                 step = state_of([optimizer], shard.weight).get("step")
                 counter = None if step is None else int(step)
-                found[shard.table] = OptimizerProgress(counter, float(group["lr"]))
+                found[shard.table] = OptimizerClock(counter, float(group["lr"]))
         elif (tbe := kernel.module._emb_module).optimizer != EmbOptimType.NONE:
             group = kernel.module.fused_optimizer.param_groups[0]
             options = kernel_options(tbe, group)
-            progress = OptimizerProgress(int(tbe.iter[0]), float(group["lr"]), options)
+            progress = OptimizerClock(int(tbe.iter[0]), float(group["lr"]), options)
             found.update({shard.table: progress for shard in kernel.shards})
     return found
 
 
-def set_table_progress(
-    kernels: Iterable[Kernel], progress: Mapping[str, OptimizerProgress]
-) -> None:
+def set_table_progress(kernels: Iterable[Kernel], progress: Mapping[str, OptimizerClock]) -> None:
     """Makes the optimizers as far as that, for the tables that are named.
 
     A kernel has one counter: of tables that were at different steps, the furthest counts. A
@@ -81,7 +79,7 @@ def set_table_progress(
             _set_fused(kernel, progress)
 
 
-def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerProgress]) -> None:
+def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
     tbe = kernel.module._emb_module
     tables = list(dict.fromkeys(s.table for s in kernel.shards if s.table in progress))
     steps = {step for table in tables if (step := progress[table].step) is not None}
@@ -107,7 +105,7 @@ def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerProgress]) -> Non
     set_kernel_options(tbe, group, {table: progress[table].options for table in tables})
 
 
-def _set_dense(kernel: Kernel, progress: Mapping[str, OptimizerProgress]) -> None:
+def _set_dense(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
     by_group: dict[int, tuple[dict[str, Any], list[LocalShard]]] = {}
     for shard, optimizer, group in _dense_groups(kernel):
         if shard.table not in progress:

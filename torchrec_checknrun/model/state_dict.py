@@ -92,7 +92,7 @@ class StoredTables:
             tensor.untyped_storage().data_ptr() for shard in shards for tensor in shard.tensors
         }
 
-    def hold(self, tensor: torch.Tensor) -> bool:
+    def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a local tensor is a view of that memory (one without elements needs none)."""
         return not tensor.numel() or tensor.untyped_storage().data_ptr() in self._memory
 
@@ -101,7 +101,7 @@ class StoredTables:
         data-parallel table or its optimizer state.
         """
         return is_sharded(value) or (
-            isinstance(value, torch.Tensor) and value.numel() > 0 and self.hold(value)
+            isinstance(value, torch.Tensor) and value.numel() > 0 and self.holds(value)
         )
 
     def name(self, key: object) -> bool:
@@ -151,7 +151,7 @@ def find_blocks(
     _collect(state_dict, (), found)
     blocks = []
     for sharded in found:
-        if sharded.placed is None and all(stored.hold(tensor) for _, tensor in sharded.shards):
+        if sharded.placed is None and all(stored.holds(tensor) for _, tensor in sharded.shards):
             continue
         if any(stored.name(key) for key in sharded.path[-2:]):
             if sharded.path[0] in optimizers:

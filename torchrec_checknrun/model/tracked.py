@@ -23,11 +23,11 @@ from torchrec.distributed.mc_embedding_modules import (
 from torchrec_checknrun.dense.optimizers import torch_optimizers
 from torchrec_checknrun.model.collisions import Collisions
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
+from torchrec_checknrun.model.hooks import DataParallelHook, EvictionHook, KernelHook
 from torchrec_checknrun.model.kernels import Kernel, find_kernels, find_modules
-from torchrec_checknrun.model.marks import Consumer, Cut, DataParallelHook, KernelHook, Marks
-from torchrec_checknrun.model.resets import EvictionHook
+from torchrec_checknrun.model.marks import Consumer, Cut, Marks
 from torchrec_checknrun.model.progress import (
-    OptimizerProgress,
+    OptimizerClock,
     set_table_progress,
     table_progress,
 )
@@ -205,7 +205,7 @@ class TrackedModel:
         """Whether gradients of data-parallel tables wait for their optimizer."""
         return any(hook.waiting for hook in self._hooks if isinstance(hook, DataParallelHook))
 
-    def unite(self, group: dist.ProcessGroup | None = None) -> None:
+    def all_reduce_marks(self, group: dist.ProcessGroup | None = None) -> None:
         """Makes every rank's marks of data-parallel tables the union over ranks; a collective.
 
         Args:
@@ -298,7 +298,7 @@ class TrackedModel:
                 shards += found
             return all_states_moved([shard.local for shard in gone]), frozenset(own)
 
-        facts = ranks.everywhere(find)
+        facts = ranks.on_all_ranks(find)
         unknown = carry(
             [Part(shard.place, shard.marks.raw) for shard in gone],
             [Part(shard.place, shard.marks.raw) for shard in new],
@@ -333,11 +333,11 @@ class TrackedModel:
         for watch in WriteWatch.of(kernel.module for kernel in self._kernels()):
             watch.acknowledge()
 
-    def progress(self) -> dict[str, OptimizerProgress]:
+    def progress(self) -> dict[str, OptimizerClock]:
         """Step counter and learning rate of the tables' optimizers, by table with a shard here."""
         return table_progress(self._kernels())
 
-    def set_progress(self, progress: Mapping[str, OptimizerProgress]) -> None:
+    def set_progress(self, progress: Mapping[str, OptimizerClock]) -> None:
         """Sets them; see ``set_table_progress``."""
         set_table_progress(self._kernels(), progress)
 

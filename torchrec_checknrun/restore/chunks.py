@@ -30,7 +30,7 @@ from torchrec_checknrun.format.row_chunk import KIND
 from torchrec_checknrun.format.row_chunk import KIND as ROWS
 from torchrec_checknrun.root.chain import Chain, resolve
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.threads import Turn, work_in_order
+from torchrec_checknrun.threads import Turn, run_in_order
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class StorageReader(DcpStorageReader):
         sizes = [_memory(chunk) for _, chunk in rows]
         most = _CHUNKS_AT_ONCE * max((_decoded(chunk) for _, chunk in rows), default=0)
         stages = [(chunk.entry["table"], chunk.checkpoint) for _, chunk in rows]
-        work_in_order(load, sizes, stages, most, self._threads)
+        run_in_order(load, sizes, stages, most, self._threads)
         for item, chunk in items:
             if chunk.entry["kind"] != ROWS:
                 self._load(item, chunk, planner, nullcontext(), None)

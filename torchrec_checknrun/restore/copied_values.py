@@ -37,7 +37,7 @@ def copied(
     return {
         name: locals_
         for name, locals_ in found.items()
-        if any(_address(local) not in memory and not stored.hold(local) for local in locals_)
+        if any(_address(local) not in memory and not stored.holds(local) for local in locals_)
     }
 
 

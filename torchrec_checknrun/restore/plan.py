@@ -23,6 +23,7 @@ from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.block_chunk import KIND as BLOCKS
 from torchrec_checknrun.format.chunk import Entry, decode_state_chunk, state_tree
+from torchrec_checknrun.format.collision_chunk import KIND as COLLISIONS
 from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.format.row_chunk import KIND as ROWS
 from torchrec_checknrun.format.state import (
@@ -35,10 +36,9 @@ from torchrec_checknrun.format.state import (
     tree_items,
 )
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.model import collisions
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.marks import Consumer
-from torchrec_checknrun.model.progress import OptimizerProgress
+from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import (
     MODEL,
     StoredTables,
@@ -50,6 +50,7 @@ from torchrec_checknrun.model.state_dict import (
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.restore.blocks import BlockRestore, SavedBlocks, saved_blocks
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
+from torchrec_checknrun.restore.collisions import CollisionRestore, check_names
 from torchrec_checknrun.restore.content_tree import conversions, tensor_paths, with_blocks
 from torchrec_checknrun.restore.fit import Fit, match_tables
 from torchrec_checknrun.restore.rows import RowRestore
@@ -181,7 +182,7 @@ class LoadPlanner(DcpLoadPlanner):
             payload = value.payload()
             if not self._dry_run:
                 self._blocks.load(value.entry, payload)
-        elif kind == collisions.KIND:
+        elif kind == COLLISIONS:
             self._collisions.load(value.entry, value.payload())
         with self._lock:
             self._left -= 1
@@ -234,13 +235,13 @@ class LoadPlanner(DcpLoadPlanner):
                 self._tracked.set_progress(self.progress)
 
     @property
-    def progress(self) -> dict[str, OptimizerProgress]:
+    def progress(self) -> dict[str, OptimizerClock]:
         """The tables' optimizer counters and learning rates at the head, by the model's tables."""
         if not self._fit.optimizer:
             return {}
         tables = self._content.chain.head.tables
         return {
-            into: OptimizerProgress(
+            into: OptimizerClock(
                 table.optimizer_step, table.learning_rate, dict(table.optimizer_options)
             )
             for name, into in self._targets.items()
@@ -356,14 +357,14 @@ class LoadPlanner(DcpLoadPlanner):
         sharded = dict(leaves(self._state_dict, SHARDED))
         self._from_trees = {id(sharded[path]) for path in whole}
         self._blocks = BlockRestore(wanted, saved, self._fit.strict)
-        self._collisions = collisions.CollisionRestore(
+        self._collisions = CollisionRestore(
             self._tracked.collisions if self._tracked is not None else None
         )
         renamed = {old: new for old, new in self._targets.items() if old != new}
-        collisions.check_names(wanted, renamed)
+        check_names(wanted, renamed)
         yield from self._blocks.plan(where, self._state_dict, sharded, self._objects)
         self.skipped += self._blocks.skipped
-        modules = self._entries(collisions.KIND)
+        modules = self._entries(COLLISIONS)
         yield from self._collisions.plan(modules, self._blocks.blocks(), where)
 
     def _warn_of_conversions(self, current: Any, tree: Tree, name: str) -> None:

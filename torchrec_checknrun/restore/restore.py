@@ -29,7 +29,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.model.dense_states import DenseStates
-from torchrec_checknrun.model.progress import OptimizerProgress
+from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import Ranks, own_error
@@ -183,7 +183,7 @@ def _load(
             live[MODEL] = target.model.state_dict()
         live.update((name, stateful.state_dict()) for name, stateful in target.states.items())
 
-    ranks.everywhere(read_live)
+    ranks.on_all_ranks(read_live)
     unasked = chain.head.states.keys() - live.keys() - {BUFFERS}
     for name in unasked if target.model is not None else ():
         logger.warning(
@@ -209,7 +209,7 @@ def _hand_back(
     target: Target,
     live: dict[str, Any],
     optimizers: DenseStates,
-    progress: Mapping[str, OptimizerProgress],
+    progress: Mapping[str, OptimizerClock],
     ranks: Ranks,
 ) -> None:
     """Give the state objects their content, and the tables' optimizers their progress; the model's
@@ -234,8 +234,8 @@ def _hand_back(
         target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
 
     try:
-        any_copied = any(ranks.everywhere(find))  # loading may be a collective
-        ranks.everywhere(hand_back)
+        any_copied = any(ranks.on_all_ranks(find))  # loading may be a collective
+        ranks.on_all_ranks(hand_back)
     except Exception as error:
         raise ModelPartlyRestored(
             f"the model or a state object refused what was restored: {error!r}. The model is no "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,15 +17,13 @@ import torch
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
+from torchrec_checknrun.model.marks import Consumer, Marks
 from torchrec_checknrun.native import Chosen
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.conversion import Conversion, is_converted
 from torchrec_checknrun.restore.fit import Fit, check_rows, common_states, is_rounded
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
-
-if TYPE_CHECKING:
-    from torchrec_checknrun.model.marks import Marks
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +214,9 @@ class RowRestore:
         own = self._shards[i].rectangle
         common = own.intersect(header.rectangle)
         assert common is not None
-        return self._done[i].hold(common.row_start - own.row_start, common.row_stop - own.row_start)
+        return self._done[i].contains_range(
+            common.row_start - own.row_start, common.row_stop - own.row_start
+        )
 
     def _within(self, i: int, rows: StoredRows) -> slice:
         """Those of a chunk's rows that are in a shard."""
@@ -244,8 +243,6 @@ class RowRestore:
             return
         self._write(i, rows, within)
         if self._marks is not None and age > 0:
-            from torchrec_checknrun.model.marks import Consumer  # see `_mark`
-
             local = rows.ids[within] - shard.rectangle.row_start
             self._marks[i].add(torch.from_numpy(local), Consumer.BASELINE)
 
@@ -266,7 +263,4 @@ class RowRestore:
         for i in self._unmarked.intersection(into):
             self._unmarked.remove(i)
             if self._marks is not None:
-                # Brings TorchRec, which reading rows without a model can do without.
-                from torchrec_checknrun.model.marks import Consumer
-
                 self._marks[i].merge(self._done[i], Consumer.BASELINE)

@@ -65,7 +65,7 @@ def require_nowhere(root: Folder, ranks: Ranks) -> None:
         names = (name for name in committed(root) if has_manifest(root, name))
         return socket.gethostname(), list(islice(names, 1))
 
-    found = ranks.everywhere(look)
+    found = ranks.on_all_ranks(look)
     others = [rank for rank, (_, names) in enumerate(found) if names]
     if others and not found[0][1]:
         host, names = found[others[0]]

@@ -17,10 +17,10 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
 )
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.root.chain import committed, misfit, read_manifest
+from torchrec_checknrun.root.chain import committed, incompatibility, read_manifest
 from torchrec_checknrun.root.claims import FOLDER, Claim, Claims, read_claims, require_claim
 from torchrec_checknrun.root.liveness import seems_alive
-from torchrec_checknrun.root.retention import is_pinned, left_behind
+from torchrec_checknrun.root.retention import abandoned_ids, is_pinned
 from torchrec_checknrun.store.folder import Folder
 
 Status = Literal["restorable", "abandoned", "ignored", "undecided", "broken", "uncommitted"]
@@ -106,7 +106,7 @@ def inventory(root: Folder) -> Inventory:
         older = ids[ids.index(lost[0]) :]
         counts |= {id: None for id in older if counts.get(id)}
     counting = {id: manifest for id, manifest in manifests.items() if counts[id] is not False}
-    abandoned = left_behind(counting.values(), problems)
+    abandoned = abandoned_ids(counting.values(), problems)
     found = []
     for id in ids:
         manifest, own = manifests.get(id), files[id]
@@ -180,7 +180,7 @@ def _chain(
         if parent is None:
             why = f"can't be read: {problems[link.id]}" if link.id in problems else "is missing"
             return [], f"{chain[-1].id} needs {link.id}, which {why}"
-        problem = misfit(chain[-1], parent)
+        problem = incompatibility(chain[-1], parent)
         if problem is not None:
             return [], problem
         if link.id in problems:

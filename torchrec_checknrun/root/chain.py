@@ -240,7 +240,7 @@ def _is_checkpoint(root: Folder, name: str, error: CheckNRunError) -> bool:
     )
 
 
-def misfit(child: Manifest, parent: Manifest) -> str | None:
+def incompatibility(child: Manifest, parent: Manifest) -> str | None:
     """Why a checkpoint can't build on the one that is where its parent was; None if it can."""
     link = child.parent
     assert link is not None, f"{child.id} is full"
@@ -281,7 +281,7 @@ def resolve(root: Folder, name: str) -> Chain:
             raise ChainBroken(
                 f"{child.id} needs {link.id}, which can't be used: {error}"
             ) from error
-        problem = misfit(child, parent)
+        problem = incompatibility(child, parent)
         if problem is not None:
             raise ChainBroken(problem)
         manifests.append(parent)

@@ -27,11 +27,12 @@ from torchrec_checknrun.format.checks import (
     as_flag,
     as_measure,
     as_text,
+    check_object,
     list_of,
     optional,
-    record,
+    seal,
+    unseal,
 )
-from torchrec_checknrun.format.sealed import seal, unseal
 from torchrec_checknrun.store.folder import Folder
 
 FOLDER = "writers"
@@ -199,7 +200,7 @@ def read_claim(root: Folder, epoch: int) -> Claim:
         ValueError, CorruptCheckpoint: it is damaged.
     """
     data = (root / FOLDER).read(claim_name(epoch), 0, _MOST_BYTES + 1)
-    fields = record(unseal(data, "claim", _MOST_BYTES), _CLAIM)
+    fields = check_object(unseal(data, "claim", _MOST_BYTES), _CLAIM)
     if fields["epoch"] != epoch:
         raise ValueError(f"it is the claim of epoch {fields['epoch']}: it was renamed or copied")
     return Claim(**fields)
@@ -269,7 +270,7 @@ _HOLDER: dict[str, Check] = {
 }
 _CLAIM: dict[str, Check] = {
     **dict.fromkeys(("epoch", "renewals"), as_count),
-    "holder": lambda value: Holder(**record(value, _HOLDER)),
+    "holder": lambda value: Holder(**check_object(value, _HOLDER)),
     "seconds": _as_lease,
     "idle": as_measure,
     "released": as_flag,

@@ -125,7 +125,7 @@ class Lineage:
         self.id = secrets.token_hex(8) if forks else chain.head.lineage
         self._converted = converted
 
-    def must_begin_anew(self) -> None:
+    def force_full(self) -> None:
         """The next checkpoint can't be differential: rows lie in other column ranges than in those
         so far, or one of these is damaged.
         """

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.format.checks import seal, unseal
 from torchrec_checknrun.format.manifest import Manifest, sequence_of
-from torchrec_checknrun.format.sealed import seal, unseal
-from torchrec_checknrun.root.chain import age, is_copy, misfit, read_manifest
+from torchrec_checknrun.root.chain import age, incompatibility, is_copy, read_manifest
 from torchrec_checknrun.store.folder import Folder
 
 
@@ -117,7 +117,7 @@ def judge(
     return Verdict(reasons, delete)
 
 
-def left_behind(manifests: Iterable[Manifest], damaged: Collection[str] = ()) -> set[str]:
+def abandoned_ids(manifests: Iterable[Manifest], damaged: Collection[str] = ()) -> set[str]:
     """Ids of checkpoints on forks that the run didn't go on from; arguments as of ``judge``."""
     return _History.of(manifests, damaged).abandoned
 
@@ -165,7 +165,7 @@ def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] 
     found: list[Manifest] = []
     while (link := manifest.parent) is not None:
         parent = by_id.get(link.id)
-        if parent is None or misfit(manifest, parent) is not None:
+        if parent is None or incompatibility(manifest, parent) is not None:
             return None
         found.append(parent)
         manifest = parent

@@ -79,7 +79,7 @@ class RootWriter:
         previous = self._lineage.previous
         if previous is not None and not self._is_whole(previous):
             logger.warning("%s was deleted meanwhile: the next checkpoint is full", previous.id)
-            self._lineage.must_begin_anew()
+            self._lineage.force_full()
 
     def progressed(self) -> None:
         """Note that training goes on, for those who would have the root."""
@@ -138,7 +138,7 @@ class RootWriter:
         """
         self.lease.check()
         if (gone := self._gone(header.parent)) is not None:
-            self._lineage.must_begin_anew()
+            self._lineage.force_full()
             raise SaveFailed(
                 f"{gone}, which this checkpoint builds on, was deleted from {self._root}, or files "
                 "of it: the next one is full. Leave deleting to `retention` or `checknrun prune`"

@@ -36,7 +36,7 @@ def agreed(ranks: Ranks, make: Callable[[], T], describe: Callable[[T], Mapping[
         return describe(made[0])
 
     try:
-        require_agreement(ranks.everywhere(act))
+        require_agreement(ranks.on_all_ranks(act))
     except BaseException:
         for each in made:
             getattr(each, "close", lambda: None)()

@@ -82,7 +82,7 @@ class Assembly:
             raise
         return cls(arguments, ranks, background_ranks, target, background)
 
-    def everywhere(self, make: Callable[[], T], close: Callable[[T], None]) -> T:
+    def on_all_ranks(self, make: Callable[[], T], close: Callable[[T], None]) -> T:
         """Make something of these parts on all ranks, or raise one rank's error on all of them and
         close whatever was made until then, and the parts; a collective.
         """
@@ -94,7 +94,7 @@ class Assembly:
 
         results: list[T] = []
         try:
-            self.ranks.everywhere(lambda: results.append(made()))
+            self.ranks.on_all_ranks(lambda: results.append(made()))
         except BaseException:
             for closer in reversed(self._closers):
                 closer()
@@ -159,7 +159,7 @@ def _background(
         )
 
     try:
-        ranks.everywhere(make)
+        ranks.on_all_ranks(make)
     except BaseException:  # perhaps on another rank only
         for background in made:
             background.close()

@@ -165,11 +165,11 @@ class Checkpointer:
             max_failures=max_failures,
             callbacks=callbacks,
         )
-        self._saver = parts.everywhere(saver, Saver.close)
+        self._saver = parts.on_all_ranks(saver, Saver.close)
         self._when_busy = when_busy
         steps = [] if arguments.every_steps is None else [EverySteps(arguments.every_steps)]
         schedule = partial(Schedule, [*steps, *arguments.triggers], self._ranks)
-        self._schedule = parts.everywhere(schedule, lambda made: made.close(failed=True))
+        self._schedule = parts.on_all_ranks(schedule, lambda made: made.close(failed=True))
         self._partly_restored: str | None = None
         self._closed = False
 
@@ -385,7 +385,7 @@ class Checkpointer:
         try:
             self._saver.settle(wait=True)
             wanted = self._schedule.at_end and self._partly_restored is None
-            if wanted and self._saver.is_behind(self.steps):
+            if wanted and self._saver.has_unsaved_steps(self.steps):
                 self._forget_failure()  # its rows are part of this one
                 if self._begin() is Begun.DEFERRED:
                     raise SaveFailed(

@@ -109,7 +109,7 @@ class Saver:
         self.writer = RootWriter(root, self.lineage, retention)
         self._claimed = self._claimed_early = self._seen = False
         self._running: Save | None = None
-        self._last_words: Callable[[], None] = lambda: None
+        self._finish_at_exit: Callable[[], None] = lambda: None
         self._skipped = False
         self._waited = 0.0
         """Seconds, for the checkpoint before the one that may be begun now."""
@@ -190,7 +190,7 @@ class Saver:
             partly: something was skipped: the checkpoint doesn't hold all that there is.
         """
         self.lineage.restored(chain, converted, forks)
-        self._ranks.everywhere(lambda: self.writer.restored(chain))  # rank 0 writes to the root
+        self._ranks.on_all_ranks(lambda: self.writer.restored(chain))  # rank 0 writes to the root
         self._last = checkpoint_report(chain.head, self.lineage.chain_length, Progress())
         self._fingerprint = None
         if not partly:
@@ -202,12 +202,12 @@ class Saver:
         assert self._last is not None
         return replace(self._last, unchanged=True)
 
-    def is_behind(self, step: int) -> bool:
+    def has_unsaved_steps(self, step: int) -> bool:
         """Tell whether there is anything that the last checkpoint doesn't hold; a collective."""
         previous = self.lineage.previous
         if not self._ranks.from_rank_0(lambda: step > 0):
             return False
-        self._ranks.everywhere(self._target.tracked.refresh)
+        self._ranks.on_all_ranks(self._target.tracked.refresh)
         own = previous is None or previous.step != step
         if any(self._ranks.gather(own or self._target.tracked.is_modified(Consumer.LAST))):
             return True
@@ -227,7 +227,7 @@ class Saver:
         self.writer.progressed()
         try:
             self.claim()
-            facts = self._ranks.everywhere(lambda: self._look(step))
+            facts = self._ranks.on_all_ranks(lambda: self._look(step))
         except OSError as error:
             self._note(SaveFailed(f"nothing can be saved to {self._root}: {error}"), tell)
             return Begun.FAILED
@@ -268,7 +268,7 @@ class Saver:
         if previous is not None and previous.link != proposal.header.previous:
             # This rank has dropped its marks for a commit that rank 0 never heard of.
             self._target.tracked.mark_all()
-        self._target.tracked.unite(self._ranks.group)
+        self._target.tracked.all_reduce_marks(self._ranks.group)
         self._must_tell = tell
         self._take(proposal, started)
         return Begun.YES
@@ -350,7 +350,7 @@ class Saver:
         self.writer.close(failed)
 
     def _forget_running(self) -> None:
-        atexit.unregister(self._last_words)
+        atexit.unregister(self._finish_at_exit)
         self._running = None
 
     def _look(self, step: int) -> Facts:
@@ -364,7 +364,7 @@ class Saver:
         # So it is on all ranks. Not while one is on its way, whose commit would end the need for a
         # full one.
         if tracked.converted and not busy:
-            self.lineage.must_begin_anew()
+            self.lineage.force_full()
             tracked.converted = False
         previous = self.lineage.previous
         # Looked for only where it matters, since it takes a look at every mark. Who never calls
@@ -400,7 +400,7 @@ class Saver:
             resolve(self._root, self.lineage.history[-1].id)
         except CheckNRunError as error:
             logger.warning("the last checkpoint is damaged, the next one is full: %s", error)
-            self.lineage.must_begin_anew()
+            self.lineage.force_full()
             return False
         return True
 
@@ -439,8 +439,8 @@ class Saver:
                 before_commit=check,
                 after_commit=self.writer.after_commit,
             )
-            self._running, self._last_words = save, partial(last_words, save)
-            atexit.register(self._last_words)
+            self._running, self._finish_at_exit = save, partial(last_words, save)
+            atexit.register(self._finish_at_exit)
         except BaseException:
             if cut is not None:
                 self._target.tracked.merge(cut)

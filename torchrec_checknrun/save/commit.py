@@ -44,7 +44,7 @@ from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.lineage import note_number
 from torchrec_checknrun.save.plan import CheckpointPlanner, GlobalPlan, OwnStorage
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.threads import paused
+from torchrec_checknrun.threads import gc_paused
 from torchrec_checknrun.version import __version__
 
 
@@ -126,7 +126,7 @@ class StorageWriter(DcpStorageWriter):
         done.set_result([WriteResult(index, summary.file.size, summary)])
         return done
 
-    @paused()
+    @gc_paused()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: everything is durable by now, and the manifest makes the checkpoint exist."""
         plan: GlobalPlan = metadata.planner_data

@@ -14,21 +14,21 @@ import torch.distributed as dist
 
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.codecs.budget import Key, with_constant
-from torchrec_checknrun.codecs.quantization import Encoding, Quantization
-from torchrec_checknrun.dense.digest import Digest, joint_digest
+from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.format.state import Tree, encode_state
 from torchrec_checknrun.model.blocks import Block
-from torchrec_checknrun.model.progress import OptimizerProgress
+from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.save.digest import Digest, joint_digest
 from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
 
 Constants = Mapping[Key, float]
 """What importance-weighted codecs add to every row's bits, from the global plan."""
 
-Fingerprint = tuple[Mapping[str, bytes], Mapping[str, OptimizerProgress]]
+Fingerprint = tuple[Mapping[str, bytes], Mapping[str, OptimizerClock]]
 
 
 class Item(Protocol):
@@ -51,7 +51,7 @@ class RowsItem:
     start: int
     stop: int
     count: int
-    encoding: Encoding
+    encoding: TableEncoding
 
     def positions(self) -> torch.Tensor:
         """The rows, by position in the shard, sorted, int64."""
@@ -158,7 +158,7 @@ class Items:
 
 
 def fingerprint(
-    digests: Mapping[str, Digest], progress: Mapping[str, OptimizerProgress]
+    digests: Mapping[str, Digest], progress: Mapping[str, OptimizerClock]
 ) -> Fingerprint:
     """Tell by little what a checkpoint holds beside table rows, to see whether that has changed."""
     return {name: digest.whole for name, digest in digests.items()}, dict(progress)

@@ -162,7 +162,7 @@ class Ring:
             self._by_offset[offset] = piece
             return offset
 
-    def give_back(self, offset: int) -> None:
+    def release(self, offset: int) -> None:
         """The bytes taken there are free."""
         with self._changed:
             self._by_offset.pop(offset).free = True

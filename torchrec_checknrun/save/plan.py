@@ -21,20 +21,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torchrec_checknrun.codecs.budget import SAMPLE_ROWS, Key, Survey, constants, key_of
 from torchrec_checknrun.codecs.importance import ImportanceWeighted
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.dense.digest import Digest
 from torchrec_checknrun.errors import InvalidPlan
 from torchrec_checknrun.format.block_chunk import Path
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.manifest import Header
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.model.blocks import BlockSummary, check_blocks
-from torchrec_checknrun.model.progress import OptimizerProgress
+from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.ranks import picklable_errors
+from torchrec_checknrun.save.digest import Digest
 from torchrec_checknrun.save.items import Constants, Item, Items, block_key, state_key
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.shards import Rectangle, TableShape, check_coverage
-from torchrec_checknrun.threads import paused
+from torchrec_checknrun.threads import gc_paused
 
 
 @dataclass
@@ -50,7 +50,7 @@ class PlanSummary:
     tables: dict[str, TableShape]
     shards: list[tuple[str, Rectangle]]
     fp32_bytes: dict[str, int]
-    progress: dict[str, OptimizerProgress]
+    progress: dict[str, OptimizerClock]
     replicated: dict[str, int]
     """Bytes of each state that all ranks have alike: only one of them will write it."""
     per_rank: tuple[str, ...]
@@ -88,7 +88,7 @@ class GlobalPlan:
     header: Header
     tables: dict[str, TableShape]
     fp32_bytes: dict[str, int]
-    progress: dict[str, OptimizerProgress]
+    progress: dict[str, OptimizerClock]
     states: dict[str, bool]
     """By name, whether each rank has its own."""
     chunks: tuple[int, ...]
@@ -164,7 +164,7 @@ class CheckpointPlanner(SavePlanner):
         ]
         return SavePlan(items, planner_data=self._prepared.summary)
 
-    @paused()
+    @gc_paused()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         summaries: list[PlanSummary] = [plan.planner_data for plan in all_plans]
         _check_agreement(summaries)

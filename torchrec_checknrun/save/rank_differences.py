@@ -10,11 +10,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchrec_checknrun.dense.digest import Digest
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.state import Tree
-from torchrec_checknrun.model.progress import OptimizerProgress
+from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.ranks import listed, ranks_text
+from torchrec_checknrun.save.digest import Digest
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -63,12 +63,12 @@ class RankDifferences:
         return found
 
     def progress(
-        self, of_ranks: Sequence[Mapping[str, OptimizerProgress]]
-    ) -> dict[str, OptimizerProgress]:
+        self, of_ranks: Sequence[Mapping[str, OptimizerClock]]
+    ) -> dict[str, OptimizerClock]:
         """Choose each table's optimizer progress: the lowest rank's. Warn once of learning rates
         that differ between the ranks that hold a table.
         """
-        chosen: dict[str, OptimizerProgress] = {}
+        chosen: dict[str, OptimizerClock] = {}
         differing: dict[str, None] = {}
         for of_rank in of_ranks:
             for table, own in of_rank.items():

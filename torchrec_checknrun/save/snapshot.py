@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.errors import SaveFailed, UnsupportedState
+from torchrec_checknrun.format.collision_chunk import CollisionState
 from torchrec_checknrun.model.blocks import Block
-from torchrec_checknrun.model.collisions import CollisionState
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.marks import Consumer, Cut
-from torchrec_checknrun.model.progress import OptimizerProgress
+from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
 from torchrec_checknrun.row_sets import RowSet
@@ -102,7 +102,7 @@ class Snapshot:
     replicated: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
-    progress: Mapping[str, OptimizerProgress] = field(default_factory=dict)
+    progress: Mapping[str, OptimizerClock] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     collisions: CollisionState | None = None
 

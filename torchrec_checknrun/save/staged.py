@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrec_checknrun.codecs.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.format.chunk import EncodedChunk, Entry
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.native import can_copy, has_extension
@@ -66,10 +66,10 @@ class StagedRows:
     ids: StagedTensor
     weight: StagedTensor
     optimizer: Mapping[str, StagedTensor]
-    encoding: Encoding
+    encoding: TableEncoding
 
     @classmethod
-    def plan(cls, shard: LocalShard, rows: int, encoding: Encoding, offset: int) -> StagedRows:
+    def plan(cls, shard: LocalShard, rows: int, encoding: TableEncoding, offset: int) -> StagedRows:
         """Where so many rows of a shard will be, each part behind the other from ``offset`` on."""
         at = offset
 
@@ -171,7 +171,7 @@ class StagedJob:
         self.release()
 
 
-def with_encoding(staged: Staged, encoding: Encoding) -> Staged:
+def with_encoding(staged: Staged, encoding: TableEncoding) -> Staged:
     """The same rows, to be encoded in another way; chunks stay as they are."""
     if isinstance(staged, StagedRows):
         return dataclasses.replace(staged, encoding=encoding)

@@ -21,10 +21,10 @@ import torch
 
 from torchrec_checknrun.codecs.budget import with_constant
 from torchrec_checknrun.codecs.importance import ImportanceWeighted
-from torchrec_checknrun.codecs.quantization import Encoding, Quantization
-from torchrec_checknrun.dense.digest import Digest, joint_digest
+from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.save.digest import Digest, joint_digest
 from torchrec_checknrun.save.items import BlockItem, ChunkItem, Constants, Item, Items, RowsItem
 from torchrec_checknrun.save.memory import Ring, StagingAborted, StagingMemory
 from torchrec_checknrun.save.staged import (
@@ -190,7 +190,7 @@ class Staging:
         with self._changed:
             self._wanted = names
             for name in self._staged.keys() - names:
-                self._ring.give_back(self._staged.pop(name)[1])
+                self._ring.release(self._staged.pop(name)[1])
 
     def job(self, name: str, constants: Constants) -> StagedJob:
         """What was staged, as soon as it is.
@@ -209,12 +209,12 @@ class Staging:
         item = self._items[name]
         if isinstance(item, RowsItem):
             staged = with_encoding(staged, with_constant(item.encoding, constants))
-        return StagedJob(staged, self._memory.bytes, lambda: self._ring.give_back(offset))
+        return StagedJob(staged, self._memory.bytes, lambda: self._ring.release(offset))
 
     def _publish(self, name: str, staged: tuple[Staged, int, torch.cuda.Event | None]) -> None:
         with self._changed:
             if self._wanted is not None and name not in self._wanted:
-                self._ring.give_back(staged[1])
+                self._ring.release(staged[1])
                 return
             self._staged[name] = staged
             self._changed.notify_all()
@@ -283,7 +283,7 @@ def idle_threads() -> int:
     return max(0, min(_MOST_THREADS, processors // torch.get_num_threads()) - 1)
 
 
-def encoded_size(shard: LocalShard, rows: int, encoding: Encoding) -> int:
+def encoded_size(shard: LocalShard, rows: int, encoding: TableEncoding) -> int:
     """About what rows take that are encoded while they are staged; no more than as a copy."""
     width = 8 * shard.weight.element_size()
     fewer = max(0, width - encoding.codec.value_bits)
@@ -326,7 +326,7 @@ def encoded_while_staged(
     return frozenset(chosen)
 
 
-def _encodes_as_fast(shard: LocalShard, encoding: Encoding) -> bool:
+def _encodes_as_fast(shard: LocalShard, encoding: TableEncoding) -> bool:
     """Whether rows are encoded in no more time than they are copied: the best of three trials.
     Several threads copy, as they do in a stall; of those one at a time encodes.
     """

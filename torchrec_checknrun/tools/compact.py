@@ -227,7 +227,7 @@ class _Compaction:
         done = DoneRows(rows)
         for chunk, header in chunks:
             start, stop = header.rectangle.row_start, header.rectangle.row_stop
-            if not done.hold(start, stop):
+            if not done.contains_range(start, stop):
                 payload = read_chunk(self._root, chunk)
                 stored = StoredRows(header, payload)
                 new = done.add(stored.ids)
@@ -236,7 +236,7 @@ class _Compaction:
                 elif len(new):
                     yield _Job(select(stored, chunk.entry, new))
             self._step(chunk)
-        if not done.hold(0, rows):
+        if not done.contains_range(0, rows):
             raise CorruptCheckpoint(
                 f"{self._chain.baseline.id} and what builds on it hold {len(done)} of the {rows} "
                 f"rows of {table}, columns {columns[0]} to {columns[1] - 1}: it is not full"

@@ -107,7 +107,7 @@ def _newest(
     ids = [np.empty(0, dtype=np.int64)]
     exact = [torch.empty((0, header.rectangle.cols), dtype=header.dtype, device="cpu")]
     for chunk, header in chunks:
-        if done.hold(header.rectangle.row_start, header.rectangle.row_stop):
+        if done.contains_range(header.rectangle.row_start, header.rectangle.row_stop):
             continue
         stored = StoredRows(header, read_chunk(root, chunk))
         new = done.add(stored.ids)

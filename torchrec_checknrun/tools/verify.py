@@ -21,6 +21,8 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.block_chunk import KIND as BLOCK
 from torchrec_checknrun.format.block_chunk import block_header, decode_block
 from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.collision_chunk import KIND as COLLISIONS
+from torchrec_checknrun.format.collision_chunk import collision_facts
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import read_footer
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_indexes
@@ -301,10 +303,8 @@ def _decode(chunk: StoredChunk, payload: memoryview) -> np.ndarray | None:
     if entry["kind"] == BLOCK:
         decode_block(block_header(entry), payload)
         return None
-    if entry["kind"] == "collisions":
-        from torchrec_checknrun.model.collisions import CollisionRestore  # it brings TorchRec
-
-        CollisionRestore(None).plan({chunk.key: entry}, (), chunk.checkpoint)
+    if entry["kind"] == COLLISIONS:
+        collision_facts(entry)
     decode_state_chunk(entry, payload)
     return None
 
