@@ -164,6 +164,7 @@ class Sweep:
             self._job.train()
             if self._phase is not Phase.FIRST:
                 saver.save()
+                _wait_for_pruner(saver)  # its operations are none of the next save's
                 old = gather(self._job)
                 self._job.train()
             new = gather(self._job)
