@@ -24,7 +24,7 @@ from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
-GOLDEN = sorted(path for path in (Path(__file__).parents[1] / "golden").glob("v*"))
+GOLDEN = sorted(path for path in (Path(__file__).parents[2] / "golden").glob("v*"))
 
 
 def restored(root: Folder) -> dict[str, np.ndarray]:

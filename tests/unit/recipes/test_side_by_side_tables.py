@@ -12,7 +12,7 @@ from recipes.benchmarks.side_by_side_bytes import Series
 from recipes.benchmarks.side_by_side_systems import ASYNC, COPY, DCP, NONE, PROCESS, SNAPSHOT
 from recipes.benchmarks.side_by_side_tables import tables as terminal
 from recipes.benchmarks.side_by_side_targets import Target, evaluate
-from tests.unit.test_side_by_side import REPOSITORY, a_result, a_save, stored_of
+from tests.unit.recipes.test_side_by_side import REPOSITORY, a_result, a_save, stored_of
 
 KEPT = f"{ASYNC}, DTensor, kept stager"
 

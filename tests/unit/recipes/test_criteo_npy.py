@@ -17,7 +17,7 @@ from recipes.dlrm_criteo.criteo_tsv import CriteoFormatError
 from recipes.dlrm_criteo.samples import Samples
 from tests.unit.streams import SIZES, Row, assert_equal, expected, join, random_rows
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def preprocess(rows: list[Row], folder: Path, name: str) -> None:

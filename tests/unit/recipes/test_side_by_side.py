@@ -26,7 +26,7 @@ from recipes.benchmarks.side_by_side_systems import ASYNC, CASES, COPY, DCP, NON
 from recipes.benchmarks.side_by_side_tables import more_memory
 from recipes.benchmarks.side_by_side_trace import Trace, promised
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 ROWS = [200_000, 3, 1000, 80_000]
 
 

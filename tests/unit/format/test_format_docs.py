@@ -46,7 +46,7 @@ from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 FORMAT = (DOCS / "format.md").read_text()
 READER = DOCS / "read_rows.py"
 ROWS = 3000

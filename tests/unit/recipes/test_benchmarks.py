@@ -18,7 +18,7 @@ from recipes.benchmarks.memory import Case, measure, peak_of
 from recipes.benchmarks.paired import paired
 from recipes.benchmarks.tracking import Cost, interval, meets_target
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def test_tracking(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.chains import Part, write
 from tests.unit.console import Console
-from tests.unit.test_pruning import leftover, write_full
+from tests.unit.root.test_prune import leftover, write_full
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,

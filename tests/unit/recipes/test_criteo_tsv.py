@@ -33,7 +33,7 @@ from tests.unit.streams import (
     take,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def write(path: Path, lines: Sequence[bytes], end: bytes = b"\n") -> str:

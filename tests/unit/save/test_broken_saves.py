@@ -15,7 +15,7 @@ import pytest
 
 from tests.crash.save_sweep import alone
 from tests.distributed.models import Job, gather
-from tests.unit.test_saver import checkpointer, make_job, restored, train
+from tests.unit.run.test_saver import checkpointer, make_job, restored, train
 from torchrec_checknrun import AtEnd, Checkpointer
 from torchrec_checknrun.errors import ModelPartlyRestored, SaveFailed
 from torchrec_checknrun.model.tracked import TrackedModel

@@ -13,8 +13,8 @@ from hydra.errors import InstantiationException
 from torch import nn
 
 from tests.crash.save_sweep import alone
-from tests.unit import test_config
-from tests.unit.test_config import made
+from tests.unit.hydra_config import test_config
+from tests.unit.hydra_config.test_config import made
 from torchrec_checknrun import Retention
 from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer
 

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from tests.crash.save_sweep import alone
 from tests.distributed.models import Job
-from tests.unit.test_saver import checkpointer, make_job, train
+from tests.unit.run.test_saver import checkpointer, make_job, train
 from torchrec_checknrun import (
     Checkpointer,
     Consecutive,

@@ -10,8 +10,8 @@ import torch
 from hydra.errors import HydraException
 
 from tests.crash.save_sweep import alone
-from tests.unit import test_config
-from tests.unit.test_config import chosen, made
+from tests.unit.hydra_config import test_config
+from tests.unit.hydra_config.test_config import chosen, made
 from torchrec_checknrun.errors import CheckpointNotFound
 
 app = test_config.app

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.chains import Part, write
 from tests.unit.console import Console
-from tests.unit.test_pruning import leftover
+from tests.unit.root.test_prune import leftover
 from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
     RootInUse,
