@@ -71,6 +71,16 @@ EXTRAS = {
         "safetensors>=0.5,<1",  # `checknrun export --format safetensors`
         "typer>=0.15,<1",  # commands, options, shell completion
     ],
+    "lightning": [
+        "lightning>=2.2,<3",  # its Trainer calls integrations/lightning.py
+    ],
+    "torchtnt": [
+        "setuptools<81",  # TorchTNT imports pkg_resources, which later versions don't have
+        "torchtnt>=0.2.4,<0.3",  # its loops call integrations/torchtnt.py
+    ],
+    "torchdata": [
+        "torchdata>=0.11,<0.12",  # StatefulDataLoader of examples/data_position.py
+    ],
     "s3": [
         "s3fs>=2024.6",  # fsspec's driver for s3:// and what speaks its protocol
     ],
