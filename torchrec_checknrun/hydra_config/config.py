@@ -14,15 +14,19 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, EnumNode, OmegaConf
+from omegaconf.errors import ValidationError
+from omegaconf.nodes import AnyNode
 
 if TYPE_CHECKING:
     from torch import nn
 
     from torchrec_checknrun.dense.buffers import Patterns
     from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer, NoCheckpointer
+    from torchrec_checknrun.root.policy import Policy
     from torchrec_checknrun.root.report import CheckpointReport
     from torchrec_checknrun.run.checkpointer import Checkpointer
+    from torchrec_checknrun.run.triggers import Trigger
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -71,9 +75,10 @@ class CheckNRunConfig:
     """
 
     _target_: str = "torchrec_checknrun.hydra_config.config.make_check_n_run"
+    _convert_: str = "partial"  # lists of objects stay lists of these very objects
     root: str = MISSING
     every_steps: int | None = 1000
-    policy: PolicyName = PolicyName.intermittent
+    policy: Any = PolicyName.intermittent  # a ``PolicyName``, or ``{_target_: my.Policy, ...}``
     bits: Bits | None = None
     method: str = "adaptive"
     expected_restores: float | None = None
@@ -83,6 +88,7 @@ class CheckNRunConfig:
     compress: bool = False
     exact_below_rows: int = 1000
     tables: dict[str, TableConfig] = field(default_factory=dict)
+    triggers: list[Any] = field(default_factory=list)  # ``{_target_: my.Trigger, ...}`` each
     every_seconds: float | None = None
     at_end: bool = False
     on_sigterm: bool = False
@@ -119,11 +125,46 @@ class OffConfig:
     resume: Resume = Resume.auto
 
 
+class _NameOrObject(AnyNode):
+    """A config's value that is one of an enum's names, or a mapping that Hydra makes an object of.
+
+    OmegaConf has no type for that. With this node a misspelt name fails when a config is composed,
+    as with an enum.
+    """
+
+    def __init__(self, names: type[Enum], value: object, key: str, parent: Any) -> None:
+        self.names = names
+        super().__init__(value=value, key=key, parent=parent)
+        self._metadata.optional = False
+
+    def _validate_and_convert_impl(self, value: Any) -> Any:
+        if not isinstance(value, (str, int, float, bool, bytes, Enum)):
+            raise ValidationError(
+                f"Value {value!r} is no name of {[name.name for name in self.names]}, and no "
+                "mapping with _target_"
+            )
+        return EnumNode.validate_and_convert_to_enum(self.names, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NameOrObject:
+        copied = _NameOrObject.__new__(_NameOrObject)
+        copied.names = self.names
+        self._deepcopy_impl(copied, memo)
+        return copied
+
+
+def _check_n_run() -> DictConfig:
+    """Return the node of ``check_n_run``, whose policy is a name or an object."""
+    node: DictConfig = OmegaConf.structured(CheckNRunConfig)
+    policy = _NameOrObject(PolicyName, node.policy, "policy", node)
+    node.__dict__["_content"]["policy"] = policy
+    return node
+
+
 def register() -> None:
-    """Puts the group into Hydra's ConfigStore (the package's Hydra plugin calls this)."""
+    """Fill Hydra's ConfigStore with the group (the package's Hydra plugin calls this)."""
     store = ConfigStore.instance()
     options: dict[str, Any] = {
-        "check_n_run": CheckNRunConfig,
+        "check_n_run": _check_n_run(),
         "dcp": DcpConfig,
         "dcp_async": DcpConfig(asynchronous=True),
         "off": OffConfig,
@@ -136,8 +177,9 @@ def make_check_n_run(
     *,
     root: str,
     every_steps: int | None,
-    policy: PolicyName,
+    policy: PolicyName | Policy,
     tables: Mapping[str, Mapping[str, Any]],
+    triggers: Sequence[Trigger],
     every_seconds: float | None,
     at_end: bool,
     on_sigterm: bool,
@@ -164,11 +206,11 @@ def make_check_n_run(
 
     Raises:
         TypeError: an argument is unknown.
-        ValueError: as ``Checkpointer``; or ``keep_every_hours`` is given, and all are kept.
+        ValueError: as ``Checkpointer``; ``keep_every_hours`` is given, and all are kept; or a
+            policy or trigger is a mapping without ``_target_``.
     """
     import torchrec_checknrun as package
     from torchrec_checknrun.root.policy import POLICIES
-    from torchrec_checknrun.run.triggers import Trigger
 
     def choice(values: Mapping[str, Any], **more: Any) -> package.Quantization:
         named = {**values, **more}
@@ -184,24 +226,27 @@ def make_check_n_run(
             "out"
         )
 
-    triggers: list[Trigger] = []
+    _require_objects("policy", policy)
+    for trigger in triggers:
+        _require_objects("triggers", trigger)
+    wanted = list(triggers)
     if every_seconds is not None:
-        triggers.append(package.EverySeconds(every_seconds))
+        wanted.append(package.EverySeconds(every_seconds))
     if at_end:
-        triggers.append(package.AtEnd())
+        wanted.append(package.AtEnd())
     if on_sigterm:
-        triggers.append(package.OnSigterm(grace_seconds))
+        wanted.append(package.OnSigterm(grace_seconds))
     return package.Checkpointer(
         root,
         model=model,
         state=_objects(state),
         per_rank_buffers=_buffers(per_rank_buffers),
-        policy=POLICIES[policy.value](),
+        policy=POLICIES[policy.value]() if isinstance(policy, PolicyName) else policy,
         quantization=choice(
             quantization, tables={pattern: choice(values) for pattern, values in tables.items()}
         ),
         every_steps=every_steps,
-        triggers=triggers,
+        triggers=wanted,
         background=background.value,
         staging=staging.value,
         memory_budget=memory_budget,
@@ -281,6 +326,29 @@ def _refuse_unknown(unknown: Mapping[str, Any], chosen: str) -> None:
         raise TypeError(
             f"checkpoint={chosen} has no key {name!r}, and hydra.utils.instantiate takes beside "
             "its keys only model, state, per_rank_buffers and callbacks: see help(Checkpointer)"
+        )
+
+
+_OBJECTS = {
+    "policy": "{_target_: my_package.MyPolicy}, or one of the names "
+    + ", ".join(PolicyName.__members__),
+    "triggers": "[{_target_: my_package.MyTrigger, every: 3}]",
+}
+"""Examples of keys that take objects."""
+
+
+def _require_objects(key: str, value: object) -> None:
+    """Refuse what Hydra has made no object of.
+
+    Raises:
+        ValueError: a mapping has no ``_target_``, or an object was a dataclass.
+    """
+    if OmegaConf.is_config(value) or isinstance(value, (Mapping, list)):
+        shown = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        raise ValueError(
+            f"checkpoint.{key} must name a class by _target_, as {_OBJECTS[key]}, not {shown!r} "
+            "(an object of a dataclass can't be passed to hydra.utils.instantiate, which makes a "
+            "mapping of such an object: name the class in the config)"
         )
 
 

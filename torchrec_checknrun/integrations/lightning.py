@@ -97,9 +97,9 @@ class CheckNRun(Callback):  # type: ignore[misc]  # the library's types may be m
         ahead = getattr(fetcher, "prefetch_batches", 0)
         if self._state and ahead and getattr(fetcher, "length", 0) is None:
             logger.warning(
-                "the training data has no length, so Lightning reads %d batch ahead: a reader among "
-                "the state objects (%s) would skip as many batches after a restore; give the data "
-                "a __len__",
+                "the training data has no length, so Lightning reads %d batch ahead: a reader "
+                "among the state objects (%s) would skip as many batches after a restore; give "
+                "the data a __len__",
                 ahead,
                 ", ".join(map(repr, self._state)),
             )
