@@ -2,7 +2,7 @@
 
 The stub beside this file is the one list of public names. Each is imported when it is first used:
 Hydra looks at this package in every app of an environment that has it, and must not pay for torch
-and TorchRec there. The modules ``dcp``, ``elastic``, ``integrations``, ``policy``,
+and TorchRec there. The modules ``codecs``, ``dcp``, ``elastic``, ``integrations``, ``policy``,
 ``tracking`` and ``triggers`` hold the rest of the public interface; all other modules are private.
 """
 

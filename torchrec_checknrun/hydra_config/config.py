@@ -33,7 +33,7 @@ logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 GROUP = "checkpoint"
 _QUANTIZATION = (
     *("bits", "method", "expected_restores", "mean_bits", "offset"),
-    *("optimizer_state", "compress", "exact_below_rows"),
+    *("optimizer_state", "compress", "exact_below_rows", "codec"),
 )
 """Keys of the config that make its ``Quantization``, beside ``tables``."""
 
@@ -66,6 +66,7 @@ class TableConfig:
     offset: float | None = None
     optimizer_state: str = "fp32"
     compress: bool = False
+    codec: Any = None  # ``{_target_: my.Codec, ...}``, in place of bits and method
 
 
 @dataclass
@@ -87,6 +88,7 @@ class CheckNRunConfig:
     optimizer_state: str = "fp32"
     compress: bool = False
     exact_below_rows: int = 1000
+    codec: Any = None  # ``{_target_: my.Codec, ...}``, in place of bits and method
     tables: dict[str, TableConfig] = field(default_factory=dict)
     triggers: list[Any] = field(default_factory=list)  # ``{_target_: my.Trigger, ...}`` each
     every_seconds: float | None = None
@@ -207,7 +209,7 @@ def make_check_n_run(
     Raises:
         TypeError: an argument is unknown.
         ValueError: as ``Checkpointer``; ``keep_every_hours`` is given, and all are kept; or a
-            policy or trigger is a mapping without ``_target_``.
+            policy, trigger or codec is a mapping without ``_target_``.
     """
     import torchrec_checknrun as package
     from torchrec_checknrun.root.policy import POLICIES
@@ -215,6 +217,7 @@ def make_check_n_run(
     def choice(values: Mapping[str, Any], **more: Any) -> package.Quantization:
         named = {**values, **more}
         optimizer, bits = named.pop("optimizer_state"), named.pop("bits")
+        _require_objects("codec", named.get("codec"))
         return package.Quantization(bits=bits and bits.value, optimizer=optimizer, **named)
 
     quantization = {name: others.pop(name) for name in _QUANTIZATION if name in others}
@@ -332,6 +335,7 @@ def _refuse_unknown(unknown: Mapping[str, Any], chosen: str) -> None:
 _OBJECTS = {
     "policy": "{_target_: my_package.MyPolicy}, or one of the names "
     + ", ".join(PolicyName.__members__),
+    "codec": "{_target_: my_package.MyCodec}",
     "triggers": "[{_target_: my_package.MyTrigger, every: 3}]",
 }
 """Examples of keys that take objects."""

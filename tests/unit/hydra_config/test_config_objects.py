@@ -16,6 +16,7 @@ from tests.crash.save_sweep import alone
 from tests.unit.hydra_config import test_config
 from tests.unit.hydra_config.test_config import chosen, made
 from torchrec_checknrun import EverySeconds
+from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.policy import Decision
 from torchrec_checknrun.triggers import Moment
 
@@ -77,6 +78,13 @@ class TestNamed:
         assert (first, third) == (Once(5), EverySeconds(9))
         assert type(second) is Plain
 
+    def test_codecs(self) -> None:
+        codec = "{_target_:torchrec_checknrun.codecs.Rowwise,bits:4,method:symmetric}"
+        tables = f"+checkpoint.tables={{t0:{{codec:{codec}}}}}"
+        quantization = made(*GIVEN, f"checkpoint.codec={codec}", tables).arguments["quantization"]
+        assert quantization.codec.spec() == Rowwise(4, "symmetric").spec()
+        assert quantization.tables["t0"].codec.spec() == quantization.codec.spec()
+
     def test_a_name_is_still_a_name(self) -> None:
         cfg = chosen(*GIVEN, "checkpoint.policy=full")
         again = OmegaConf.create(OmegaConf.to_yaml(cfg))
@@ -94,6 +102,9 @@ def test_other_values_fail_at_compose_or_by_name(policy: str) -> None:
     [
         ("checkpoint.policy={count:7}", r"checkpoint.policy must name a class by _target_, as .*7"),
         ("checkpoint.triggers=[{step:7}]", r"checkpoint.triggers must name a class by _target_"),
+        ("checkpoint.codec={bits:7}", r"checkpoint.codec must name a class by _target_"),
+        ("checkpoint.codec=fp16", "codec must be an object of a class that inherits"),
+        (f"checkpoint.codec={{_target_:{HERE}.Plain}}", "codec must be an object of a class"),
         ("checkpoint.policy={_target_:no.such.Policy}", r"no.such.Policy(.|\n)*checkpoint.policy"),
         (f"checkpoint.policy={{_target_:{HERE}.Plain}}", "policy must be an object such as Full()"),
         (f"checkpoint.policy={{_target_:{HERE}.FullEvery,x:1}}", r"FullEvery(.|\n)*'x'"),
