@@ -1,8 +1,8 @@
 """What the package is called, what it needs and what goes into its wheel.
 
 TorchRec and FBGEMM are missing from the requirements on purpose: TorchRec's own metadata asks for
-the CUDA build of FBGEMM, which a machine without a GPU must not have. recipes/install.py brings
-both, in the build that fits the machine.
+the CUDA build of FBGEMM, which a machine without a GPU must not have. torchrec_checknrun/install.py
+brings both, in the build that fits the machine.
 
 The compiled kernel in csrc is built against the torch that is installed, so torch has to be there
 before this package and the build must not be isolated from it. Without torch or a C++ compiler the
@@ -152,9 +152,10 @@ class BuildKernel(build_ext):
         folder = Path(torch.__file__).parent
         ext.include_dirs.append(str(folder / "include"))
         ext.extra_link_args.append(f"-L{folder / 'lib'}")
-        ext.define_macros.append(
-            ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi())))
-        )
+        ext.define_macros += [
+            ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi()))),
+            ("CHECKNRUN_TORCH", f'"{torch.__version__}"'),  # read before the library is loaded
+        ]
 
     def copy_extensions_to_source(self) -> None:
         # A library of an earlier build would go on being used; and one in use must not be

@@ -19,21 +19,19 @@ class SqliteFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]  # fssp
     def _do(self, path: str, sql: str, *values: object) -> list[Any]:
         database, _, key = self._strip_protocol(path).partition(".db")
         with sqlite3.connect(f"{database}.db", timeout=60) as rows:  # commits, or rolls back
-            rows.execute("create table if not exists files (key text primary key, data blob)")
+            rows.execute("create table if not exists files (k text primary key, data blob)")
             return rows.execute(sql, [key.rstrip("/"), *values]).fetchall()
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         at, found = self._strip_protocol(path), {}
-        sql = (
-            "select substr(key, length(?1)+2), length(data) from files where instr(key, ?1||'/')=1"
-        )
+        sql = "select substr(k, length(?1)+2), length(data) from files where instr(k, ?1||'/') = 1"
         for name, n in self._do(path, sql):
             top, rest, _ = name.partition("/")
             found[top] = {"name": f"{at}/{top}", "size": n, "type": "directory" if rest else "file"}
         return list(found.values()) if detail else [entry["name"] for entry in found.values()]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
-        for (data,) in self._do(path, "select data from files where key = ?"):
+        for (data,) in self._do(path, "select data from files where k = ?"):
             return bytes(data[start:end])
         raise FileNotFoundError(path)
 
@@ -43,7 +41,7 @@ class SqliteFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]  # fssp
         self._do(path, "insert or replace into files values (?, ?)", value)
 
     def rm_file(self, path: str) -> None:
-        self._do(path, "delete from files where key = ?")
+        self._do(path, "delete from files where k = ?")
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> "NewFile":
         return NewFile(self, path, mode)
