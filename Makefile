@@ -21,7 +21,7 @@ GROUPS := tests/crash tests/distributed other-tests
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test test-full soak campaign clean $(GROUPS)
+.PHONY: help env demo check test test-full soak campaign versions clean $(GROUPS)
 
 help:
 	@echo 'make demo        the main job with a killed rank, see README; DATA=train.txt: on real Criteo data'
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-full   the slow tests too, and all examples of property tests'
 	@echo 'make soak        1,000 checkpoints with random faults; nothing may grow or be lost'
 	@echo 'make campaign    kills, storage faults, damage, hostile inputs: most of an hour; docs/reliability.md'
+	@echo 'make versions    the tests with other releases of torch, FBGEMM and TorchRec; ARGS=--quick: some'
 	@echo 'make check       ruff and mypy alone'
 	@echo 'make env         the environment in .venv alone'
 	@echo 'make clean       removes all of that'
@@ -94,6 +95,9 @@ soak: $(STAMP)
 campaign: $(STAMP)
 	$(PY) -m tests.campaign --json recipes/results/campaign.json
 	$(PY) -m tests.campaign --markdown recipes/results/campaign.json --docs docs/reliability.md
+
+versions: $(STAMP)
+	$(PY) -m recipes.versions $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info torchrec_checknrun/_C*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
