@@ -203,7 +203,7 @@ def _nearest(x: Floats, top: np.float32) -> Floats:
 
 
 def _signed_low(x: Floats, low: Floats) -> Floats:
-    """The minimum; for a zero, the one whose sign FBGEMM stores.
+    """The minimum; for a zero, the one whose sign FBGEMM up to 1.8 stores.
 
     That is, of eight lanes, in the first that has a zero, the last one.
     """

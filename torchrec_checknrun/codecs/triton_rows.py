@@ -240,7 +240,7 @@ def _greedy_search(
 
 @triton.jit
 def _signed_low(x: tl.tensor, column: tl.tensor, dim: tl.tensor, low: tl.tensor) -> tl.tensor:
-    """The minimum; for a zero, the one whose sign FBGEMM stores.
+    """The minimum; for a zero, the one whose sign FBGEMM up to 1.8 stores.
 
     That is, of eight lanes, in the first that has a zero, the last one.
     """
