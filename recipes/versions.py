@@ -59,6 +59,12 @@ found = {d.metadata["Name"].lower().replace("_", "-"): d.version
          for d in importlib.metadata.distributions()}
 print(json.dumps({"kernel": has_extension(), **{n: found[n] for n in names if n in found}}))
 """
+# Triton's interpreter, which runs the GPU's codecs in the tests, needs NumPy < 2.4 before 3.7.
+OLDER_NUMPY = """
+import importlib.metadata, subprocess, sys
+if [int(part) for part in importlib.metadata.version("triton").split(".")[:2]] < [3, 7]:
+    subprocess.check_call([sys.executable, "-m", "pip", "install", "numpy<2.4"])
+"""
 
 
 class StackError(Exception):
@@ -82,6 +88,7 @@ def install(folder: Path, stack: Stack) -> Path:
         _run(folder, "venv.log", [sys.executable, "-m", "venv", str(folder / "env")])
     options = ["--device", "cpu", "--extras", EXTRAS, "--editable", "--stack", ",".join(stack)]
     _run(folder, "install.log", [str(interpreter), "torchrec_checknrun/install.py", *options])
+    _run(folder, "numpy.log", [str(interpreter), "-c", OLDER_NUMPY])
     return interpreter
 
 
