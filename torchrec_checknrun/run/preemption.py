@@ -322,3 +322,6 @@ def _restore_in_child() -> None:
     # Its signals would be heard by the parent: the socket is the same one.
     for sigterm in list(_installed):
         sigterm.restore()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
