@@ -291,7 +291,7 @@ def unseen(root: str) -> dict[str, int]:
         reshard(zoo, {"t0": [1]}, by="collection", seen=False)
         watch.check()
     assert len(watch.stored) == sum(ROWS.values())
-    assert sum("sharded anew" in line for line in said) == 1
+    assert sum("was resharded" in line for line in said) == 1
     zoo.train(1)
     reshard(zoo, {"t0": [0]})
     watch.check()
