@@ -1,8 +1,8 @@
-"""Walk through optimizers that wrap or combine others, from TorchRec or a user.
+"""Walk through optimizers that wrap or combine others, TorchRec's or a user's.
 
-TorchRec nests them freely, and its state dicts show the innermost ones' state only: warm-up around
-a combined optimizer, say, leaves no trace of the warm-up. Users' own optimizers (Lookahead, SAM)
-hold another one in any attribute, and torch's state dict shows the outermost one's state only.
+TorchRec nests optimizers freely, and its state dicts show only the innermost ones' state: warm-up
+around a combined optimizer, say, leaves no trace. Users' own optimizers (Lookahead, SAM) hold
+another one in any attribute, and torch's state dict shows only the outermost one's state.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 _TORCHS = frozenset({"state", "param_groups", "params", "defaults"})
-"""Attributes of every optimizer, in which others are not looked for."""
+"""Attributes of every optimizer that are not searched for others."""
 _DEEPEST = 3
-"""Levels of lists and dicts in which optimizers are looked for."""
+"""Levels of lists and dicts that are searched for optimizers."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Node:
     """One optimizer in a nest.
 
     Attributes:
-        identity: its class with the keys of the combined optimizers around it, and a number where
-            that is ambiguous. Wrappers that come or go around it don't change it.
-        prefix: what its parameters' names begin with in the outermost state dict.
+        identity: the class with the keys of the combined optimizers around it, and a number if
+            that is ambiguous. Adding or removing a wrapper around it doesn't change it.
+        prefix: the prefix of its parameters' names in the outermost state dict.
         keyed: the ``KeyedOptimizer`` that names its parameters: itself, or the wrapper around it.
-        fused: whether it updates tables inside kernels, and nothing else.
-        steps: whether it keeps parameters' state itself.
-        wraps: whether it holds other optimizers.
+        fused: whether the optimizer updates only tables inside kernels.
+        steps: whether the optimizer keeps parameters' state itself.
+        wraps: whether the optimizer holds other optimizers.
     """
 
     optimizer: Optimizer
@@ -51,10 +51,10 @@ class Node:
 
 @dataclass(frozen=True)
 class _Place:
-    """A place in a walk: a node, and where its state is.
+    """A place in a walk: a node, and the optimizer whose state dict shows its state.
 
     Attributes:
-        root: identity of the outermost optimizer whose state dict shows this one's state.
+        root: identity and attribute of the outermost such optimizer; empty if it is the walk's.
     """
 
     node: Node
@@ -62,8 +62,9 @@ class _Place:
 
 
 def nodes(optimizer: Optimizer) -> list[Node]:
-    """List the optimizers whose state one state dict shows, the innermost first; of fused ones only
-    the outermost. Those in ``hidden_optimizers`` are left out.
+    """List the optimizers whose state one state dict shows, the innermost first.
+
+    Of fused optimizers only the outermost is listed; ``hidden_optimizers`` are left out.
     """
     return [place.node for place in _walk(optimizer) if not place.root][::-1]
 
@@ -90,8 +91,7 @@ def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers that one holds itself: parts, attributes, and items of lists and dicts
-    there.
+    """Return the optimizers that one holds: parts, attributes, items of lists and dicts.
 
     Returns:
         The optimizers by attribute (``base``, ``parts[0]``) or key in a combined optimizer.
@@ -106,19 +106,19 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer updates tables inside kernels, and nothing else."""
+    """Return whether an optimizer updates only tables inside kernels."""
     if isinstance(optimizer, CombinedOptimizer):
         return all(is_fused(part) for _, part in optimizer.optimizers)
     return isinstance(optimizer, FusedOptimizer)
 
 
 def own_parameters(node: Node) -> dict[str, torch.Tensor]:
-    """Return the parameters that a wrapper made for itself, by name: they are in no group.
+    """Return the parameters that a wrapper made for itself, by name; no group has them.
 
     ``WarmupOptimizer`` keeps its counters as the state of such a parameter.
     """
     if isinstance(node.optimizer, CombinedOptimizer):
-        return {}  # its parts'
+        return {}  # its parts have their own
     params = getattr(node.optimizer, "params", None)
     if not isinstance(params, Mapping):
         return {}
@@ -127,7 +127,7 @@ def own_parameters(node: Node) -> dict[str, torch.Tensor]:
 
 
 def _walk(optimizer: Optimizer) -> Iterator[_Place]:
-    """Yield each optimizer in a nest once, the outer ones first."""
+    """Yield each optimizer in a nest once, outer ones first."""
     identities: Counter[str] = Counter()
     seen: set[int] = set()
 
@@ -152,7 +152,7 @@ def _walk(optimizer: Optimizer) -> Iterator[_Place]:
         shown = {name for name, each in inner.items() if _shows(optimizer, name, each)}
         steps = not (combines or shown)
         yield _Place(Node(optimizer, identity, prefix, keyed, False, steps, bool(inner)), root)
-        # Those shown first: one may also be inside a hidden one.
+        # Shown ones first: a shown optimizer may also be inside a hidden one.
         for name, each in sorted(inner.items(), key=lambda item: item[0] not in shown):
             if combines:
                 yield from walk(each, CombinedOptimizer.prepend_opt_key(name, prefix), None, root)
@@ -165,7 +165,7 @@ def _walk(optimizer: Optimizer) -> Iterator[_Place]:
 
 
 def _shows(outer: Optimizer, name: str, inner: Optimizer) -> bool:
-    """Tell whether an optimizer's state dict shows the state of one that it holds."""
+    """Return whether an optimizer's state dict shows the state of one that it holds."""
     if name == "_optimizer" and isinstance(outer, KeyedOptimizer):  # TorchRec's wrappers
         return True
     return outer.state is inner.state

@@ -231,7 +231,7 @@ def test_any_value_of_a_constructor(
     with caplog.at_level(logging.WARNING):
         live = restore(tmp_path, making(lambda inner: Holding(inner, value))())
     assert repr(live.value) == repr(value)
-    assert "goes on with" not in caplog.text
+    assert "continues with" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["value", "other"])
@@ -261,7 +261,7 @@ def test_what_is_not_saved_is_told_once(tmp_path: Path, caplog: pytest.LogCaptur
     assert sorted(line.split(", ")[0] for line in lines) == [
         "Holding.among['clock']",
         "Holding.clock",
-        "Holding.place_rank = 17 is taken for the process's place among others",
+        "Holding.place_rank = 17 is taken for the process's rank or world size",
     ]
 
 
@@ -273,12 +273,12 @@ def test_what_can_not_be_put_back_is_told(
     tmp_path: Path, saved: Any, live: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = repr(live)
-    kind: Any = type("Holding", (Holding,), {})  # a class that nothing was told of
+    kind: Any = type("Holding", (Holding,), {})  # a class without warnings so far
     save(tmp_path, making(lambda inner: kind(inner, saved)))
     with caplog.at_level(logging.WARNING):
         wrapper = restore(tmp_path, making(lambda inner: kind(inner, live))())
     assert repr(wrapper.value) == before
-    assert "Holding.value keeps the value" in caplog.text
+    assert "Holding.value keeps its present value" in caplog.text
 
 
 def test_attributes_of_wrappers_that_are_gone_are_told(
