@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from torchrec_checknrun.dense.param_groups import GROUPS, Group, Key, SavedGroups
-from torchrec_checknrun.dense.tree import Node, own_parameters
+from torchrec_checknrun.dense.param_groups import GROUPS, Group, SavedGroups
+from torchrec_checknrun.dense.tree import Key, Node, own_parameters
 from torchrec_checknrun.dense.wrappers import WRAPPERS, without_takers
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.state import Tree, tree_items

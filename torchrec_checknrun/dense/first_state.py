@@ -61,8 +61,8 @@ def first_state(
         except Exception:  # a user's optimizer may raise anything
             continue
         made: dict[str, Any] = twin.state.get(stand_in, {})
-        beside = any(group.get(option) for option in _DEVICE_STEP)
-        return {name: _zeros(value, parameter.device, beside) for name, value in made.items()}
+        on_device = any(group.get(option) for option in _DEVICE_STEP)
+        return {name: _zeros(value, parameter.device, on_device) for name, value in made.items()}
     return None
 
 
@@ -141,11 +141,11 @@ class _Empty:
     """A plain object, for the size of one without slots."""
 
 
-def _zeros(value: Any, device: torch.device, beside: bool) -> Any:
+def _zeros(value: Any, device: torch.device, on_device: bool) -> Any:
     """Return a state value as before any step: zeros, on the device the optimizer would use."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(tensor, device=device if beside or tensor.is_meta else None)
+        return torch.zeros_like(tensor, device=device if on_device or tensor.is_meta else None)
 
     return 0 if type(value) is int else _map(value, zeros)
 

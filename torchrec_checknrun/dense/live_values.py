@@ -96,7 +96,7 @@ def put(
     saved: Any,
     references: References,
     device: torch.device | None,
-    anew: bool = False,
+    fresh: bool = False,
 ) -> Any:
     """Replace a live value by a packed one, for which ``why_not`` returned None.
 
@@ -104,7 +104,7 @@ def put(
 
     Args:
         device: the device of tensors without a live counterpart.
-        anew: make new tensors, lists and dicts of the live ones' types instead: the live ones may
+        fresh: make new tensors, lists and dicts of the live ones' types instead: the live ones may
             belong to the code that made the wrapper.
 
     Returns:
@@ -116,28 +116,28 @@ def put(
     if mark == _ENUM:
         return _member(live, content)
     if mark == _STATE:
-        live.load_state_dict(put(live.state_dict(), content, references, device, anew=True))
+        live.load_state_dict(put(live.state_dict(), content, references, device, fresh=True))
         return live
     if isinstance(saved, torch.Tensor):
-        return _put_tensor(live, saved, device, anew)
+        return _put_tensor(live, saved, device, fresh)
     if isinstance(content, dict):
-        items = {k: put(_item(live, k), v, references, device, anew) for k, v in content.items()}
+        items = {k: put(_item(live, k), v, references, device, fresh) for k, v in content.items()}
         if not isinstance(live, dict):
             return items
         items |= {k: v for k, v in live.items() if k not in items and v in references}
-        target = copy.copy(live) if anew else live
+        target = copy.copy(live) if fresh else live
         target.clear()
         target.update(items)
         return target
     if isinstance(saved, (list, tuple)):
-        found = [put(_item(live, i), v, references, device, anew) for i, v in enumerate(saved)]
+        found = [put(_item(live, i), v, references, device, fresh) for i, v in enumerate(saved)]
         if not isinstance(live, (list, deque)) or not isinstance(saved, list):
             return type(saved)(found)
-        sequence = copy.copy(live) if anew else live
+        sequence = copy.copy(live) if fresh else live
         sequence.clear()
         sequence.extend(found)
         return sequence
-    return copy.deepcopy(saved) if anew else saved
+    return copy.deepcopy(saved) if fresh else saved
 
 
 def _pack_mapping(
@@ -233,11 +233,11 @@ def _item(live: Any, key: Any) -> Any:
 
 
 def _put_tensor(
-    live: Any, saved: torch.Tensor, device: torch.device | None, anew: bool
+    live: Any, saved: torch.Tensor, device: torch.device | None, fresh: bool
 ) -> torch.Tensor:
     if not isinstance(live, torch.Tensor):
         return saved if device is None else saved.to(device)
-    if not anew and (live.shape, live.dtype) == (saved.shape, saved.dtype):
+    if not fresh and (live.shape, live.dtype) == (saved.shape, saved.dtype):
         with torch.no_grad():
             return live.copy_(saved)
     made = saved.to(live.device)

@@ -8,8 +8,7 @@ last.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torchrec_checknrun.dense.param_groups import (
     GROUPS,
     OWNERS,
     Group,
-    Key,
     SavedGroups,
     live_groups,
     options_of,
@@ -31,7 +29,15 @@ from torchrec_checknrun.dense.param_groups import (
 )
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.same_objects import same_objects
-from torchrec_checknrun.dense.tree import Node, all_nodes, nodes, own_parameters
+from torchrec_checknrun.dense.tree import (
+    Key,
+    Node,
+    Parameter,
+    Parameters,
+    all_nodes,
+    nodes,
+    own_parameters,
+)
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.state import Tree, decode_state, empty_state, tree_items
@@ -45,37 +51,6 @@ _FORM = "own_form"
 """Key of the result of a user's own ``state_dict`` in a form of its own."""
 _BESIDE = (GROUPS, OWNERS, _LATE, WRAPPERS)
 """Keys beside ``state`` with no tensor to restore in place."""
-
-
-@dataclass
-class _Parameter:
-    """One parameter of an optimizer.
-
-    Attributes:
-        key: the key that the state is stored under.
-        name: the name in the model, or the key.
-        optimizer: torch's optimizer, which keeps the state.
-        group: the parameter group.
-        sharded: whether the parameter is a sharded table, or this rank's part of one. Its optimizer
-            is in the kernel: the parameter gets no gradient, each rank has other such parameters,
-            and none of them is stored.
-    """
-
-    key: Key
-    name: str
-    parameter: torch.Tensor
-    optimizer: Optimizer
-    group: dict[str, Any]
-    sharded: bool
-
-    @property
-    def state(self) -> dict[str, Any] | None:
-        """The state made for the parameter; None if there is none."""
-        return self.optimizer.state.get(self.parameter) or None
-
-    def first_state(self) -> dict[str, Any] | None:
-        """Return the state that the first step would make; None if unknown."""
-        return first_state(self.optimizer, self.group, self.parameter)
 
 
 class DenseOptimizer:
@@ -106,8 +81,7 @@ class DenseOptimizer:
         self._elsewhere = elsewhere
         self._resized = resized
         self._names = names
-        self._sharded = sharded
-        self._numbered = False
+        self._parameters = Parameters(state, names, sharded)
         self._changed: set[Key] = set()
         self._kept: set[Key] = set()
         self._before: list[tuple[MutableMapping[Any, Any], torch.Tensor, Any]] = []
@@ -116,7 +90,7 @@ class DenseOptimizer:
 
     def stored(self) -> dict[str, Any]:
         """Return the state in the stored form, with the live tensors."""
-        parameters = [p for p in self._parameters() if not p.sharded]
+        parameters = [p for p in self._parameters if not p.sharded]
         content = self._content()
         late = {p.key: type(p.optimizer).__name__ for p in parameters if p.state is None}
         strict = not isinstance(self._state, KeyedOptimizer)
@@ -138,10 +112,10 @@ class DenseOptimizer:
         """
         stored = tree_items(tree)
         self._saved_groups = SavedGroups(stored)
-        self._numbered = self._saved_groups.numbered
+        self._parameters.numbered = self._saved_groups.numbered
         saved = tree_items(stored.get("state"))
         late = {k: decode_state(v, b"") for k, v in tree_items(stored.get(_LATE)).items()}
-        for parameter in self._parameters():
+        for parameter in self._parameters:
             if parameter.sharded:
                 continue
             table = parameter.name.removesuffix(".weight")
@@ -186,7 +160,7 @@ class DenseOptimizer:
         if form is not None:
             with same_objects(all_nodes(self._state)):
                 self._state.load_state_dict(form)
-        for parameter in self._parameters():
+        for parameter in self._parameters:
             if parameter.key not in loaded and parameter.key in restored["state"]:
                 parameter.optimizer.state[parameter.parameter].update(
                     restored["state"][parameter.key]
@@ -226,7 +200,7 @@ class DenseOptimizer:
         self._changed, self._kept = set(), set()
 
     def _fit_parameter(
-        self, parameter: _Parameter, saved: Tree | None, wanted: bool, was_late: bool, strict: bool
+        self, parameter: Parameter, saved: Tree | None, wanted: bool, was_late: bool, strict: bool
     ) -> None:
         """Make a parameter's state, or remove it.
 
@@ -234,7 +208,7 @@ class DenseOptimizer:
         the later comparison of both reports the difference.
         """
         if parameter.state is None and (wanted or (strict and not was_late)):
-            made = parameter.first_state()
+            made = _first_state(parameter)
             if made is None and wanted and saved is not None:
                 made = to_device(parameter.parameter.device, empty_state(saved))
             if made:
@@ -242,7 +216,7 @@ class DenseOptimizer:
         elif parameter.state is not None and was_late and not wanted:
             self._set(parameter, None)
 
-    def _make_for_own_form(self, parameter: _Parameter, path: str) -> None:
+    def _make_for_own_form(self, parameter: Parameter, path: str) -> None:
         """Make the state that a user's own ``load_state_dict`` is about to load.
 
         TorchRec would refuse to load missing state, but only once the tables are restored.
@@ -252,7 +226,7 @@ class DenseOptimizer:
         """
         if parameter.state is not None:
             return
-        made = parameter.first_state()
+        made = _first_state(parameter)
         if made is None:
             raise IncompatibleCheckpoint(
                 f"{path}: {type(self._state).__name__}.state_dict has a form of its own, and state "
@@ -263,13 +237,13 @@ class DenseOptimizer:
         if made:
             self._set(parameter, made)
 
-    def _compare(self, parameter: _Parameter, saved: set[str], by_rows: bool) -> None:
+    def _compare(self, parameter: Parameter, saved: set[str], by_rows: bool) -> None:
         """Note whether a parameter's saved state is of another kind of optimizer.
 
         If so its group keeps the live options, and the parameter keeps its live state if the two
         kinds have no state in common.
         """
-        own = parameter.state if parameter.state is not None else parameter.first_state()
+        own = parameter.state if parameter.state is not None else _first_state(parameter)
         if own is None:
             return
         names = set(row_states(own, parameter.parameter) if by_rows else own)
@@ -278,7 +252,7 @@ class DenseOptimizer:
             if not names & saved - {"step"}:
                 self._kept.add(parameter.key)
 
-    def _set(self, parameter: _Parameter, state: dict[str, Any] | None) -> None:
+    def _set(self, parameter: Parameter, state: dict[str, Any] | None) -> None:
         mapping = parameter.optimizer.state
         self._before.append((mapping, parameter.parameter, parameter.state))
         if state is None:
@@ -293,7 +267,7 @@ class DenseOptimizer:
         wrapped and combined again.
         """
         given = self._state.state_dict()
-        parameters = list(self._parameters())
+        parameters = list(self._parameters)
         made = {p.key: dict(p.state) for p in parameters if p.state is not None}
         if self._is_own_form(given):
             shown = References(value for _, value in leaves({_FORM: given}, (torch.Tensor,)))
@@ -317,7 +291,7 @@ class DenseOptimizer:
         }
 
     def _groups(self) -> list[Group]:
-        keys = {id(p.parameter): p.key for p in self._parameters() if not p.sharded}
+        keys = {id(p.parameter): p.key for p in self._parameters if not p.sharded}
         return live_groups(nodes(self._state), lambda node, parameter: keys.get(id(parameter)))
 
     def _is_own_form(self, given: object) -> bool:
@@ -332,48 +306,16 @@ class DenseOptimizer:
             found += own_parameters(node).values()
             for group in node.optimizer.param_groups:
                 found += group["params"]
-        for parameter in self._parameters():
+        for parameter in self._parameters:
             found.append(parameter.parameter)
             found += (parameter.state or {}).values()
         return References(found)
-
-    def _parameters(self) -> Iterator[_Parameter]:
-        if not isinstance(self._state, KeyedOptimizer):
-            keys = self._keys()
-            for group in self._state.param_groups:
-                for parameter in group["params"]:
-                    yield self._parameter(keys[parameter], parameter, self._state, group)
-            return
-        for node in nodes(self._state):
-            if node.steps and node.keyed is not None:
-                yield from self._of_node(node, node.keyed)
-
-    def _of_node(self, node: Node, keyed: KeyedOptimizer) -> Iterator[_Parameter]:
-        groups = {p: group for group in node.optimizer.param_groups for p in group["params"]}
-        for name, parameter in keyed.params.items():
-            if parameter in groups:
-                group = groups[parameter]
-                yield self._parameter(node.key(name), parameter, node.optimizer, group)
-
-    def _parameter(
-        self, key: Key, parameter: torch.Tensor, optimizer: Optimizer, group: dict[str, Any]
-    ) -> _Parameter:
-        name = self._names.get(parameter, str(key))
-        sharded = name.removesuffix(".weight") in self._sharded
-        return _Parameter(key, name, parameter, optimizer, group, sharded)
-
-    def _keys(self) -> dict[torch.Tensor, Key]:
-        """Return a plain optimizer's parameters in torch's order, with their keys."""
-        parameters = dict.fromkeys(p for g in self._state.param_groups for p in g["params"])
-        if self._numbered or not all(p in self._names for p in parameters):
-            return {parameter: number for number, parameter in enumerate(parameters)}
-        return {parameter: self._names[parameter] for parameter in parameters}
 
     def _by_key(self, content: Mapping[str, Any], back: bool = False) -> dict[str, Any]:
         """Translate a plain optimizer's state dict from torch's numbers to keys, or back."""
         if isinstance(self._state, KeyedOptimizer):
             return dict(content)
-        keys: dict[Key, Key] = dict(enumerate(self._keys().values()))
+        keys: dict[Key, Key] = dict(enumerate(self._parameters.keys().values()))
         if back:
             keys = {key: number for number, key in keys.items()}
         groups = [
@@ -382,6 +324,10 @@ class DenseOptimizer:
         ]
         state = {keys.get(k, k): value for k, value in content["state"].items()}
         return {**content, "state": state, GROUPS: groups}
+
+
+def _first_state(parameter: Parameter) -> dict[str, Any] | None:
+    return first_state(parameter.optimizer, parameter.group, parameter.parameter)
 
 
 def _is_shown(state: Mapping[str, Any], shown: References) -> bool:

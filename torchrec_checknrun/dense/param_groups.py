@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchrec_checknrun.dense.tree import Node
+from torchrec_checknrun.dense.tree import Key, Node
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.state import (
     Tree,
@@ -29,9 +29,6 @@ GROUPS, OWNERS = "param_groups", "param_groups_of"
 """Stored keys: the groups, and for each group its optimizer's identity."""
 _OF_GROUP = ("params", "param_names")
 """Keys of a group's dict that list its parameters; all other keys are options."""
-
-Key = str | int
-"""A parameter's name, or torch's number of it."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class StateObjects:
             name: the object's name.
             current: the object's present state dict.
             tree: the saved tree.
-            covered: tells leaves that are restored in place.
+            covered: recognizes leaves that are restored in place.
 
         Raises:
             IncompatibleCheckpoint: names the key, saved and wanted, or the object.
@@ -98,10 +98,10 @@ class StateObjects:
             name: the object's name.
             current: the object's present state dict.
             saved: the saved content.
-            kept: tells live values that are used in place of the saved ones.
-            covered: tells leaves that are restored in place.
-            of_table: tells keys of a table, under which an optimizer keeps state that depends on
-                the table's sharding: such keys on one side only keep their live content.
+            kept: recognizes live values that are used in place of the saved ones.
+            covered: recognizes leaves that are restored in place.
+            of_table: recognizes keys of a table, under which an optimizer keeps state that depends
+                on the sharding: such keys on one side only keep their live content.
             strict: whether a plain module must match the saved content exactly; if not, only the
                 matching part is loaded.
             skipped: receives a description of each part left out.
@@ -153,8 +153,8 @@ def _with_live(current: Any, saved: Any, kept: Kept, covered: Covered, of_table:
         return saved
     if not isinstance(saved, dict):
         if isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)):
-            beside = zip_longest(saved, current[: len(saved)])
-            return type(saved)(_with_live(live, s, kept, covered, of_table) for s, live in beside)
+            pairs = zip_longest(saved, current[: len(saved)])
+            return type(saved)(_with_live(live, s, kept, covered, of_table) for s, live in pairs)
         return saved
     if not isinstance(current, dict):
         return saved

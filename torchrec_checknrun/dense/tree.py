@@ -1,4 +1,4 @@
-"""Walk through optimizers that wrap or combine others, TorchRec's or a user's.
+"""Walk through optimizers that wrap or combine others, and through their parameters.
 
 TorchRec nests optimizers freely, and its state dicts show only the innermost ones' state: warm-up
 around a combined optimizer, say, leaves no trace. Users' own optimizers (Lookahead, SAM) hold
@@ -8,8 +8,9 @@ another one in any attribute, and torch's state dict shows only the outermost on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -20,6 +21,9 @@ _TORCHS = frozenset({"state", "param_groups", "params", "defaults"})
 """Attributes of every optimizer that are not searched for others."""
 _DEEPEST = 3
 """Levels of lists and dicts that are searched for optimizers."""
+
+Key = str | int
+"""A parameter's name, or torch's number of it."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,87 @@ class Node:
     def key(self, name: str) -> str:
         """Return the outermost state dict's key of a parameter's name."""
         return CombinedOptimizer.prepend_opt_key(name, self.prefix)
+
+
+@dataclass
+class Parameter:
+    """One parameter of an optimizer.
+
+    Attributes:
+        key: the key that the state is stored under.
+        name: the name in the model, or the key.
+        optimizer: torch's optimizer, which keeps the state.
+        group: the parameter group.
+        sharded: whether the parameter is a sharded table, or this rank's part of one. Its optimizer
+            is in the kernel: the parameter gets no gradient, each rank has other such parameters,
+            and none of them is stored.
+    """
+
+    key: Key
+    name: str
+    parameter: torch.Tensor
+    optimizer: Optimizer
+    group: dict[str, Any]
+    sharded: bool
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """The state made for the parameter; None if there is none."""
+        return self.optimizer.state.get(self.parameter) or None
+
+
+class Parameters:
+    """The parameters whose state one state dict shows, with their keys.
+
+    Args:
+        optimizer: the outermost optimizer.
+        names: the model's parameters.
+        sharded: names of the model's tables in fused kernels.
+
+    Attributes:
+        numbered: whether a plain optimizer's keys are torch's numbers in any case; otherwise only
+            if the model doesn't know all parameters.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[torch.Tensor, str], sharded: Collection[str]
+    ) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._sharded = sharded
+        self.numbered = False
+
+    def __iter__(self) -> Iterator[Parameter]:
+        if not isinstance(self._optimizer, KeyedOptimizer):
+            keys = self.keys()
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield self._parameter(keys[parameter], parameter, self._optimizer, group)
+            return
+        for node in nodes(self._optimizer):
+            if node.steps and node.keyed is not None:
+                yield from self._of_node(node, node.keyed)
+
+    def keys(self) -> dict[torch.Tensor, Key]:
+        """Return a plain optimizer's parameters in torch's order, with their keys."""
+        parameters = dict.fromkeys(p for g in self._optimizer.param_groups for p in g["params"])
+        if self.numbered or not all(p in self._names for p in parameters):
+            return {parameter: number for number, parameter in enumerate(parameters)}
+        return {parameter: self._names[parameter] for parameter in parameters}
+
+    def _of_node(self, node: Node, keyed: KeyedOptimizer) -> Iterator[Parameter]:
+        groups = {p: group for group in node.optimizer.param_groups for p in group["params"]}
+        for name, parameter in keyed.params.items():
+            if parameter in groups:
+                group = groups[parameter]
+                yield self._parameter(node.key(name), parameter, node.optimizer, group)
+
+    def _parameter(
+        self, key: Key, parameter: torch.Tensor, optimizer: Optimizer, group: dict[str, Any]
+    ) -> Parameter:
+        name = self._names.get(parameter, str(key))
+        sharded = name.removesuffix(".weight") in self._sharded
+        return Parameter(key, name, parameter, optimizer, group, sharded)
 
 
 @dataclass(frozen=True)

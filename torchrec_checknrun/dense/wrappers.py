@@ -122,8 +122,8 @@ def give_back(
         try:
             why = why_not(live, value, references)
             if why is None:
-                theirs = name.lstrip("_") in arguments or _is_shared(type(optimizer), live)
-                new = put(live, value, references, device, anew=theirs)
+                foreign = name.lstrip("_") in arguments or _is_shared(type(optimizer), live)
+                new = put(live, value, references, device, fresh=foreign)
                 if new is not live:
                     setattr(optimizer, name, new)
         except Exception as error:  # a user's load_state_dict or setter may raise anything
@@ -184,7 +184,7 @@ def _give_back_rest(
         if why := why_not(live, value, references):
             _warn_kept(optimizer, f"{_DEFAULTS}[{name!r}]", why)
         else:
-            optimizer.defaults[name] = put(live, value, references, device, anew=True)
+            optimizer.defaults[name] = put(live, value, references, device, fresh=True)
     state, stored = optimizer.state, saved.get(_STATE, {})
     values = saved.get(_PARAMETERS, {})
     for name, parameter in _own(node).items():

@@ -217,7 +217,7 @@ def carry(held: Sequence[Part], wanted: Sequence[Part], ranks: Ranks) -> list[in
         ranks: the ranks that hold the tables.
 
     Returns:
-        Indices of the wanted parts that the held ones, on all ranks, don't cover wholly.
+        Indices of the wanted parts that the held ones, on all ranks, don't cover completely.
     """
     for i, j, common in _overlaps(_places(held), _places(wanted)):
         wanted[j].add(common, held[i].rows(common))

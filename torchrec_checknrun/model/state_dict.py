@@ -208,7 +208,7 @@ def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str,
         if owner not in weights:
             raise UnsupportedState(
                 f"{sharded.name} is sharded, but the state dict has no table weight {owner!r} that "
-                "it could be the optimizer state of: put the model's state dict beside it"
+                "it could be the optimizer state of: save the model's state dict with it"
             )
         table = owner.removesuffix(_WEIGHT).rsplit(".", 1)[-1]
         states[owner][str(sharded.path[-1]).removeprefix(f"{table}.")] = sharded

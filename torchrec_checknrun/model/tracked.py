@@ -46,7 +46,7 @@ def track(model: nn.Module, optimizers: Iterable[object] = ()) -> TrackedModel:
     """Start to track every sharded embedding (bag) collection under ``model``.
 
     When TorchRec's ``update_shards`` (``model.reshard``) moves shards, marks move with their rows,
-    and ``shards`` holds new objects. TorchRec makes the kernels anew, so the fused optimizers' step
+    and ``shards`` holds new objects. TorchRec makes new kernels, so the fused optimizers' step
     counters and learning rates start over: set them again if they matter (``set_progress``).
 
     Args:
