@@ -37,6 +37,7 @@ from torchrec_checknrun.format.state import (
 )
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.dense_states import DenseStates
+from torchrec_checknrun.model.hand_written import mark_memory
 from torchrec_checknrun.model.marks import Consumer
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import (
@@ -198,7 +199,7 @@ class LoadPlanner(DcpLoadPlanner):
 
     def _mark(self) -> None:
         """Before anything is written: marks it for all who track it. Own marks start anew."""
-        TrackedModel.mark_memory(self._written())
+        mark_memory(self._written())
         if self._tracked is None:
             return
         self._tracked.check_writes()

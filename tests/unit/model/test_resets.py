@@ -1,4 +1,4 @@
-"""Who is told which rows a kernel resets, and for how long."""
+"""Listeners to the rows that a kernel resets: all are told, until removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Told = list[tuple[int, list[int]]]
 
 
 class Kernel(nn.Module):
-    """Has the method that TorchRec calls of a table-batched embedding."""
+    """A stand-in with the method of a table-batched embedding that TorchRec calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Kernel(nn.Module):
 
 
 def reset(kernel: Kernel) -> None:
-    """Rows 7 and 3 of table 2, and 5 of table 0."""
+    """Reset rows 7 and 3 of table 2, and row 5 of table 0."""
     kernel.reset_embedding_weight_momentum(
         pruned_indices=torch.tensor([5, 9, 7, 3]),
         pruned_indices_offsets=torch.tensor([0, 1, 2, 4]),
