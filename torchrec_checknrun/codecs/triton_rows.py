@@ -1,6 +1,6 @@
-"""Fused rows on a GPU, so that no more than the encoded bytes is copied to the host.
+"""Encode fused rows on a GPU, so that only the encoded bytes are copied to the host.
 
-The same layout and algorithms as the compiled kernel's. Division is rounded and nothing is fused
+Layout and algorithms are those of the compiled kernel. Division is rounded and nothing is fused
 (both are otherwise at Triton's discretion), so methods without a search give the same bytes; the
 searches add up in another order.
 """
@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.codecs.base import Method, Refusal
-from torchrec_checknrun.codecs.numpy_rows import (
+from torchrec_checknrun.codecs.limits import (
     CUTS,
     LEAST_RANGES,
     MOST_FLOAT,
     MOST_HALF,
     MOVES,
     SMALL,
-    least,
+    least_magnitude,
 )
 
 try:
@@ -26,12 +26,12 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise ImportError(
-        "rows on a GPU are quantized with Triton, which is not installed: pip install triton, "
-        "in the version that fits this torch"
+        "rows on a GPU are quantized with Triton, which is not installed: pip install triton "
+        "in the version that this torch requires"
     ) from error
 
 _VALUES = 512
-"""Values that a program encodes, where a row has no more: of no more than one row per thread."""
+"""Values that one program encodes, unless a single row has more: at most one row per thread."""
 
 _ASYMMETRIC = tl.constexpr(int(Method.ASYMMETRIC))
 _SYMMETRIC = tl.constexpr(int(Method.SYMMETRIC))
@@ -56,17 +56,18 @@ def encode_rows(
     out: torch.Tensor,
     refused: torch.Tensor,
 ) -> int:
-    """What ``torch.ops.checknrun.encode_rows`` does, see ``kernel.encode_rows``; all on one device.
+    """Encode rows as ``torch.ops.checknrun.encode_rows`` does, with all tensors on one GPU.
 
-    Args:
+    Args: see ``kernel.encode_rows``; and
         out: ``(n, row bytes)`` uint8.
-        refused: ``(n,)`` uint8, filled with a ``Refusal`` per row; their bytes are zero.
+        refused: ``(n,)`` uint8, filled with a ``Refusal`` per row; the bytes of a refused row are
+            zero.
 
     Returns:
-        How many rows were refused.
+        Number of refused rows.
 
     Raises:
-        IndexError: an id is not a row's.
+        IndexError: an id is out of range.
     """
     n, dim = len(out), rows.shape[1]
     if not n:
@@ -92,7 +93,7 @@ def encode_rows(
             METHOD=int(Method.ASYMMETRIC) if bits == 8 and method != Method.SYMMETRIC else method,
             CUT=CUTS.get(bits, 0.0),
             LIMIT=MOST_FLOAT if bits == 8 else MOST_HALF,
-            LEAST=float(least(bits, Method(method))),
+            LEAST=float(least_magnitude(bits, Method(method))),
             LEAST_RANGE=LEAST_RANGES[bits],
             ROWS=block,
             COLUMNS=columns,
@@ -104,7 +105,7 @@ def encode_rows(
 
 @triton.jit
 def _nearest(x: tl.tensor, top: tl.constexpr) -> tl.tensor:
-    """The nearest code, of two the even one: adding 1.5 * 2^23 leaves no bits for a fraction."""
+    """Return the nearest code, ties to even: adding 1.5 * 2^23 leaves no bits for a fraction."""
     return (tl.minimum(tl.maximum(x, 0.0), top) + 12582912.0) - 12582912.0
 
 
@@ -117,7 +118,7 @@ def _half(x: tl.tensor) -> tl.tensor:
 def _stored_error(
     x: tl.tensor, mask: tl.tensor, bias: tl.tensor, scale: tl.tensor, top: tl.constexpr
 ) -> tl.tensor:
-    """Every row's squared error, exactly as it will be encoded and decoded."""
+    """Compute every row's squared error, exactly as it will be encoded and decoded."""
     inverse = tl.div_rn(1.0, scale)
     code = _nearest((x - bias[:, None]) * inverse[:, None], top)
     error = tl.where(mask, x - (code * scale[:, None] + bias[:, None]), 0.0)
@@ -136,10 +137,10 @@ def _fit(
     gain: tl.tensor,
     top: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The better of the best grid so far and the one that fits a grid's codes best (least squares).
+    """Refit a grid to its own codes (least squares); return the better of it and the best so far.
 
-    The rows of x have mean zero; gain is by how much the best one's squared error is below that of
-    no grid.
+    The rows of x have mean zero; gain is the reduction of the squared error that the best grid
+    achieves.
     """
     inverse = tl.div_rn(1.0, scale)
     code = _nearest(x * inverse[:, None] - (bias * inverse)[:, None], top)
@@ -168,7 +169,7 @@ def _move_ends(
     move: tl.constexpr,
     top: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The best of the grid and its four neighbours, either end moved by a part of a step."""
+    """Return the best of the grid and its four neighbours, either end moved by part of a step."""
     by = scale * move
     part = tl.div_rn(by, tl.full(by.shape, top, tl.float32))
     b, s, g = _fit(x, mask, dim, bias + by, scale - part, bias, scale, gain, top)
@@ -187,7 +188,7 @@ def _range_search(
     cut: tl.constexpr,
     top: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Ours: starts from a cut range, then moves either end, twice; of every grid, the best fit."""
+    """Search adaptively: start from a cut range, then move either end, twice; refit every grid."""
     mean = tl.div_rn(tl.sum(x, axis=1), dim)
     centred = tl.where(mask, x - mean[:, None], 0.0)
     width = high - low
@@ -220,7 +221,7 @@ def _greedy_search(
     moves: tl.tensor,
     top: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Check-N-Run's: cuts a bin off the end where that costs less, and keeps the best range."""
+    """Search as Check-N-Run: cut a bin off the end where that costs less; keep the best range."""
     tops = tl.full(low.shape, top, tl.float32)
     step = tl.div_rn(high - low, num_bins.to(tl.float32) + tl.zeros_like(low))
     bias, best = low, tl.div_rn(high - low, tops)
@@ -240,9 +241,9 @@ def _greedy_search(
 
 @triton.jit
 def _signed_low(x: tl.tensor, column: tl.tensor, dim: tl.tensor, low: tl.tensor) -> tl.tensor:
-    """The minimum; for a zero, the one whose sign FBGEMM stores.
+    """Return the minimum, with a zero's sign as FBGEMM stores it.
 
-    That is, of eight lanes, in the first that has a zero, the last one.
+    FBGEMM takes the last zero of the first of eight lanes that has one.
     """
     whole = dim // 8 * 8
     rank = tl.where(column < whole, column % 8 * whole + (whole - column), 8 * whole + column)
@@ -256,7 +257,7 @@ def _signed_low(x: tl.tensor, column: tl.tensor, dim: tl.tensor, low: tl.tensor)
 def _symmetric_grid(
     low: tl.tensor, high: tl.tensor, BITS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The scale keeps so few bits that the bias, -scale * top / 2, is exact."""
+    """Compute the symmetric grid; the scale keeps so few bits that -scale * top / 2 is exact."""
     top: tl.constexpr = 2**BITS - 1
     dropped: tl.constexpr = 8 if BITS == 8 else 13 + BITS
     most = tl.maximum(tl.abs(low), tl.abs(high))
@@ -265,7 +266,7 @@ def _symmetric_grid(
     pattern += (pattern >> dropped & 1) + ((1 << (dropped - 1)) - 1)
     scale = (pattern & -(1 << dropped)).to(tl.float32, bitcast=True)
     if BITS < 8:
-        coarser = (scale + 1.5) - 1.5  # of a subnormal half only these can be halved
+        coarser = (scale + 1.5) - 1.5  # subnormal halves that can be halved
         scale = _half(tl.where(scale < 6.103515625e-5, coarser, scale))
     zero = scale == 0.0
     return tl.where(zero, 0.0, -(scale * (top / 2))), tl.where(zero, 1.0, scale)
@@ -275,7 +276,7 @@ def _symmetric_grid(
 def _min_max_grid(
     low: tl.tensor, high: tl.tensor, top: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """FBGEMM's, to the bit."""
+    """Compute FBGEMM's grid, equal to the bit."""
     bias = _half(low)
     width = high - bias
     scale = tl.div_rn(width, tl.full(low.shape, top, tl.float32))
@@ -285,9 +286,89 @@ def _min_max_grid(
 
 @triton.jit
 def _store_bytes(target: tl.tensor, word: tl.tensor, mask: tl.tensor, count: tl.constexpr) -> None:
-    """Integers, lowest byte first, to wherever: rows of an odd size are aligned to nothing."""
+    """Store integers byte by byte, lowest first: rows of an odd size have no alignment."""
     for i in tl.static_range(count):
         tl.store(target + i, (word >> (8 * i) & 255).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _refuse(
+    x: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    LIMIT: tl.constexpr,
+    LEAST: tl.constexpr,
+    LEAST_RANGE: tl.constexpr,
+) -> tl.tensor:
+    """Decide which rows to refuse, and why."""
+    magnitude = tl.abs(x)
+    finite = tl.min((magnitude <= _LARGEST).to(tl.int32), axis=1) == 1
+    most = tl.max(magnitude, axis=1)
+    small = (most > 0.0) & (most < LEAST)
+    small |= (high > low) & (high - low < LEAST_RANGE) & (most < _SMALL)
+    refusal = tl.where(small, _TOO_SMALL, 0)
+    refusal = tl.where(most > LIMIT, _TOO_LARGE, refusal)
+    return tl.where(finite, refusal, _NOT_FINITE)
+
+
+@triton.jit
+def _searched_grid(
+    x: tl.tensor,
+    mask: tl.tensor,
+    dim: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    num_bins: tl.tensor,
+    moves: tl.tensor,
+    METHOD: tl.constexpr,
+    CUT: tl.constexpr,
+    top: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return FBGEMM's grid, or the one that a search finds, rounded as stored, if better."""
+    bias, scale = _min_max_grid(low, high, top)
+    if METHOD != _ASYMMETRIC:
+        if METHOD == _GREEDY:
+            found, step = _greedy_search(x, mask, low, high, num_bins, moves, top)
+        else:
+            found, step = _range_search(x, mask, dim, low, high, CUT, top)
+        step = _half(step)
+        better = step > 0.0
+        found, step = _half(found), tl.where(better, step, 1.0)
+        # Both end codes must be in use: then a decoded row's own extremes give the same grid
+        # again.
+        inverse = tl.div_rn(1.0, step)
+        better &= (low - found) * inverse < 0.5
+        better &= (high - found) * inverse > top - 0.5
+        plain_error = _stored_error(x, mask, bias, scale, top)
+        better &= _stored_error(x, mask, found, step, top) < plain_error * 0.99999
+        bias, scale = tl.where(better, found, bias), tl.where(better, step, scale)
+    return bias, scale
+
+
+@triton.jit
+def _store_codes(
+    target: tl.tensor,
+    code: tl.tensor,
+    inside: tl.tensor,
+    size: tl.tensor,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Pack and store codes of fewer than 8 bits, ``size`` bytes a row."""
+    # Groups of codes that fill whole bytes; zeros fill the last 16-bit word (3 bits: byte).
+    together: tl.constexpr = 8 if BITS == 3 else 8 // BITS
+    word_bytes: tl.constexpr = 3 if BITS == 3 else 1
+    groups = tl.reshape(code, (ROWS, COLUMNS // together, together))
+    words = tl.sum(groups << (tl.arange(0, together) * BITS)[None, None, :], axis=2)
+    first = tl.arange(0, COLUMNS // together) * word_bytes
+    for i in tl.static_range(word_bytes):
+        _store_bytes(
+            target[:, None] + (first + i)[None, :],
+            words >> (8 * i),
+            inside[:, None] & (first + i < size)[None, :],
+            1,
+        )
 
 
 @triton.jit(do_not_specialize=["n", "dim", "row_bytes", "num_bins", "moves"])
@@ -312,6 +393,7 @@ def _encode(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    """Encode ``ROWS`` rows per program."""
     top: tl.constexpr = 2**BITS - 1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -321,16 +403,9 @@ def _encode(
     at = position[:, None] * row_stride + column[None, :]
     x = tl.load(table + at, mask=mask, other=0.0).to(tl.float32) * factor
 
-    magnitude = tl.abs(x)
-    finite = tl.min((magnitude <= _LARGEST).to(tl.int32), axis=1) == 1
-    most = tl.max(magnitude, axis=1)
     low = tl.min(tl.where(mask, x, float("inf")), axis=1)
     high = tl.max(tl.where(mask, x, float("-inf")), axis=1)
-    small = (most > 0.0) & (most < LEAST)
-    small |= (high > low) & (high - low < LEAST_RANGE) & (most < _SMALL)
-    refusal = tl.where(small, _TOO_SMALL, 0)
-    refusal = tl.where(most > LIMIT, _TOO_LARGE, refusal)
-    refusal = tl.where(finite, refusal, _NOT_FINITE)
+    refusal = _refuse(x, low, high, LIMIT, LEAST, LEAST_RANGE)
     tl.store(refused + row, refusal.to(tl.uint8), mask=inside)
 
     count = dim.to(tl.float32) + tl.zeros_like(low)
@@ -345,23 +420,9 @@ def _encode(
             scale = tl.div_rn(width, tl.full(low.shape, top, tl.float32))
             inverse = tl.div_rn(tl.full(low.shape, top, tl.float32), width + 1e-8)
         else:
-            bias, scale = _min_max_grid(low, high, top)
-            if METHOD != _ASYMMETRIC:
-                if METHOD == _GREEDY:
-                    found, step = _greedy_search(x, mask, low, high, num_bins, moves, top)
-                else:
-                    found, step = _range_search(x, mask, count, low, high, CUT, top)
-                step = _half(step)
-                better = step > 0.0
-                found, step = _half(found), tl.where(better, step, 1.0)
-                # Both end codes must be in use: then a decoded row's own extremes give the same
-                # grid again.
-                inverse = tl.div_rn(1.0, step)
-                better &= (low - found) * inverse < 0.5
-                better &= (high - found) * inverse > top - 0.5
-                plain_error = _stored_error(x, mask, bias, scale, top)
-                better &= _stored_error(x, mask, found, step, top) < plain_error * 0.99999
-                bias, scale = tl.where(better, found, bias), tl.where(better, step, scale)
+            bias, scale = _searched_grid(
+                x, mask, count, low, high, num_bins, moves, METHOD, CUT, top
+            )
             inverse = tl.div_rn(1.0, scale)
 
     kept = refusal == 0
@@ -372,20 +433,8 @@ def _encode(
         _store_bytes(target[:, None] + column[None, :], code, mask, 1)
         size = dim
     else:
-        # As many codes as fill whole bytes, and the last 16-bit word with zeros (3 bit: byte).
-        together: tl.constexpr = 8 if BITS == 3 else 8 // BITS
-        word_bytes: tl.constexpr = 3 if BITS == 3 else 1
         size = row_bytes - 4
-        groups = tl.reshape(code, (ROWS, COLUMNS // together, together))
-        words = tl.sum(groups << (tl.arange(0, together) * BITS)[None, None, :], axis=2)
-        first = tl.arange(0, COLUMNS // together) * word_bytes
-        for i in tl.static_range(word_bytes):
-            _store_bytes(
-                target[:, None] + (first + i)[None, :],
-                words >> (8 * i),
-                inside[:, None] & (first + i < size)[None, :],
-                1,
-            )
+        _store_codes(target, code, inside, size, BITS, ROWS, COLUMNS)
     tail: tl.constexpr = 4 if BITS == 8 else 2
     if BITS == 8:
         scale, bias = scale.to(tl.int32, bitcast=True), bias.to(tl.int32, bitcast=True)
