@@ -47,7 +47,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Grid(NamedTuple):
-    """Bias and scale of ``n`` rows, each ``(n,)`` or ``(c, n)``: ``value = code * scale + bias``."""
+    """Bias and scale of ``n`` rows, ``(n,)`` or ``(c, n)``: ``value = code * scale + bias``."""
 
     bias: Floats
     scale: Floats
@@ -224,10 +224,7 @@ def _min_max_grid(low: Floats, high: Floats, top: np.float32) -> Grid:
 
 
 def _symmetric_grid(low: Floats, high: Floats, bits: int) -> Grid:
-    """Compute the symmetric grid.
-
-    The scale keeps so few bits that the bias, ``-scale * top / 2``, is exact.
-    """
+    """Compute the symmetric grid; scales keep so few bits that ``-scale * top / 2`` is exact."""
     top = np.float32(2**bits - 1)
     scale = 2 * np.maximum(np.abs(low), np.abs(high)) / top
     dropped = 8 if bits == 8 else 13 + bits

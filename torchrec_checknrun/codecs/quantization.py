@@ -20,12 +20,13 @@ from torchrec_checknrun.codecs import (
     KMeans,
     Method,
     Rowwise,
+    Settled,
     codec_from_spec,
+    key_of,
 )
 from torchrec_checknrun.codecs.base import WIDTHS
 from torchrec_checknrun.codecs.kmeans import require_kmeans1d
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
-from torchrec_checknrun.codecs.surveys import Settled, key_of
 from torchrec_checknrun.errors import UnsupportedFormat
 
 _NARROW = ("fp16", "bf16")

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from torchrec_checknrun.boxes import Box
+from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
-from torchrec_checknrun.codecs.surveys import Settled
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
 from torchrec_checknrun.format.rank_file import Job

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.codecs.surveys import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.errors import InvalidPlan
 from torchrec_checknrun.format.block_chunk import Path
 from torchrec_checknrun.format.chunk import EncodedChunk

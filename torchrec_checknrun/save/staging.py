@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
-from torchrec_checknrun.codecs.surveys import Settled
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.save.digest import Digest, joint_digest

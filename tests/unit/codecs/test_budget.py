@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun import Quantization
-from torchrec_checknrun.codecs import ImportanceWeighted, RowContext
+from torchrec_checknrun.codecs import ImportanceWeighted, RowContext, Surveys, settle
 from torchrec_checknrun.codecs.budget import ImportanceSurvey
-from torchrec_checknrun.codecs.surveys import Surveys, settle
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save.plan import survey
 from torchrec_checknrun.save.snapshot import ShardSnapshot

@@ -24,10 +24,13 @@ from torchrec_checknrun.codecs import (
     Rowwise,
     Sample,
     Survey,
+    Surveys,
+    add_survey,
     codec_from_spec,
+    key_of,
     register,
+    settle,
 )
-from torchrec_checknrun.codecs.surveys import Surveys, add_survey, key_of, settle
 from torchrec_checknrun.errors import UnsupportedFormat
 from torchrec_checknrun.format.row_chunk import encode_rows, rows_header
 from torchrec_checknrun.format.row_reader import decode_rows
