@@ -54,7 +54,7 @@ class SaveDeferred(CheckNRunError):
 
 
 class StorageFailed(OSError):
-    """An operation that the storage refused or didn't answer; names it, the path and the remedy."""
+    """An operation that the storage refused or didn't answer; names operation, path and remedy."""
 
 
 class StorageUnreachable(StorageFailed):
@@ -71,7 +71,7 @@ class RootNotShared(CheckNRunError):
 
 class ClaimDamaged(CheckNRunError):
     """A claim (the record of which checkpoints count) that can't be read or was deleted:
-    ``checknrun repair`` shows what is left of it, and rewrites it.
+    ``checknrun repair`` shows the remains and rewrites the claim.
     """
 
 

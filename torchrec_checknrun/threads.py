@@ -78,7 +78,7 @@ class Threads:
         """Wait for the submitted work and end the threads; may be called again.
 
         Args:
-            cancel: drop work that has not begun. Nobody may be waiting for its future.
+            cancel: drop work that has not begun; no thread may be waiting for its future.
             seconds: the longest wait, as a thread may hang; None: until all work is done.
 
         Returns:

@@ -1,6 +1,6 @@
 """Encode fused rows on a GPU, so that only the encoded bytes are copied to the host.
 
-Layout and algorithms are those of the compiled kernel. Division is rounded and nothing is fused
+Layout and algorithms are the compiled kernel's. Division is rounded and nothing is fused
 (both are otherwise at Triton's discretion), so methods without a search give the same bytes; the
 searches add up in another order.
 """

@@ -1,7 +1,7 @@
 // Converts rows to codes and back, CHECKNRUN_LANES rows at a time: a lane is a row, so that the
-// range search needs no horizontal sums. Included once for each instruction set; all builds give the
-// same bytes: every operation is one IEEE operation per lane, in the same order, and the compiler
-// may not contract them (-ffp-contract=off).
+// range search needs no horizontal sums. Included once for each instruction set; all builds give
+// the same bytes: every operation is one IEEE operation per lane, in the same order, and the
+// compiler may not contract them (-ffp-contract=off).
 #include "rows_headers.h"
 #include "rows_lanes.h"
 #include "rows_grids.h"

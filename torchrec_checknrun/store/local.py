@@ -115,7 +115,7 @@ class LocalStore:
         return done
 
     def create(self) -> None:
-        """Make the directory and those above, each new one durable in the directory above it."""
+        """Make the directory and its parents, each new one durable in the directory above it."""
         _require_whole(self._root)
         _make(self._root)
         for number, name in enumerate(self._below):
@@ -145,7 +145,7 @@ class LocalStore:
         return NewFile(DescriptorSink(descriptor), f"{self.path}/{name}")
 
     def put(self, name: str, data: bytes, new: bool) -> None:
-        """Write a whole file durably, so that readers see all of it or none of it.
+        """Write a whole file durable and atomic for readers.
 
         Raises:
             FileExistsError: ``new`` is set and the file exists.
@@ -291,7 +291,7 @@ def _require_whole(path: str) -> None:
 
 
 def _make(path: str) -> None:
-    """Make a directory and those above, each durable in the directory above it."""
+    """Make a directory and its parents, each durable in the directory above it."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)

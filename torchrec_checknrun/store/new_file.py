@@ -128,7 +128,7 @@ class NewFile:
 
 
 def require_all(name: str, wanted: int, found: int | None, where: str) -> None:
-    """Refuse a file of another size than what was written to it.
+    """Refuse a file with another size than the bytes handed over.
 
     Raises:
         StorageFailed: the numbers differ.

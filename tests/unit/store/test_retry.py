@@ -1,4 +1,4 @@
-"""Which storage errors are tried again, and what a user hears of the others."""
+"""Transient storage errors are retried; permanent ones name the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HTTPClientError(Exception):
-    """Has the name of botocore's."""
+    """An error with the name of botocore's."""
 
 
 class ReadTimeoutError(HTTPClientError):
