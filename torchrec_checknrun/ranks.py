@@ -1,6 +1,9 @@
-"""Small agreements between ranks: rank 0 decides and all hear, or all tell and all know.
+"""Let ranks agree: rank 0 decides and all ranks hear, or every rank tells and all ranks know.
 
-An error on one rank becomes an error on all, so that none is left waiting in the next collective.
+An error on one rank becomes an error on all ranks, so that none is left waiting in the next
+collective. On the way there an exception is pickled. One that can't be pickled (of a class made
+within a function, or with a connection in it) would fail in the middle of a collective and leave
+the other ranks waiting, so ``picklable`` replaces it.
 """
 
 from __future__ import annotations
@@ -21,15 +24,17 @@ from torchrec_checknrun.errors import CheckNRunError
 T = TypeVar("T")
 
 _MOST_NAMED = 8
+"""Ranks or names that an error lists."""
 
 
 class Ranks:
-    """The ranks of a job, and a gloo group of their own for control messages.
+    """The ranks of a job, with a gloo group of their own for control messages.
 
-    Made on all ranks at once. Without torch.distributed one rank is there, and agrees with itself.
+    The constructor is a collective call. Without torch.distributed there is one rank, which agrees
+    with itself.
 
     Args:
-        timeout: how long a collective may wait for a rank that doesn't come.
+        timeout: the longest that a collective waits for a rank.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -39,14 +44,15 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
-        """The ranks of a group that exists already; None: this rank alone."""
+        """Use the ranks of an existing group; None: this rank alone."""
         ranks = cls.__new__(cls)
         ranks.group = group
         return ranks
 
     def close(self) -> None:
-        """Gives the group's threads and connections back; nobody may be using it. Waits for no
-        other rank.
+        """Release the group's threads and connections, without waiting for other ranks.
+
+        No other thread may be using the group.
         """
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
@@ -61,7 +67,7 @@ class Ranks:
         return dist.get_world_size(self.group) if self.group else 1
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on all ranks."""
+        """Return every rank's value, in rank order, on all ranks."""
         if self.world_size == 1:
             return [value]
         values: list[T] = [value] * self.world_size
@@ -69,11 +75,11 @@ class Ranks:
         return values
 
     def on_all_ranks(self, act: Callable[[], T]) -> list[T]:
-        """Runs ``act`` on all ranks and gives all results to all.
+        """Run ``act`` on all ranks; return every rank's results, in rank order, on all ranks.
 
         Raises:
-            Exception: the first rank's that failed, on every rank; a ``RuntimeError`` or an
-                ``OSError`` in its place where it can't be sent.
+            Exception: the error of the first rank that failed, on every rank; a ``RuntimeError`` or
+                an ``OSError`` of the same text where the error can't be pickled.
         """
         outcome: list[T] | Exception
         try:
@@ -88,15 +94,15 @@ class Ranks:
         return results
 
     def from_rank_0(self, decide: Callable[[], T]) -> T:
-        """Runs ``decide`` on rank 0 only and gives its result, or its error, to all ranks."""
+        """Run ``decide`` on rank 0 only; return its result, or raise its error, on all ranks."""
         decided = self.on_all_ranks(lambda: [decide()] if self.rank == 0 else [])
         return decided[0][0]
 
     def store(self) -> dist.Store | None:
-        """A connection of its own to the ranks' key-value store; None for one rank alone.
+        """Open a new connection to the ranks' key-value store; None for one rank alone.
 
-        Called on all ranks at once. Its keys are seen by nobody else: not by another call's, nor by
-        the workers that torchrun starts after these, which find the same store.
+        A collective call. Keys are private to this call: neither another call nor the workers that
+        torchrun starts later, which find the same store, see them.
         """
         if self.group is None or self.world_size == 1:
             return None
@@ -116,7 +122,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def own_error(error: CheckpointException) -> Exception:
-    """The error that made DCP fail: the first rank's, preferably one of this package."""
+    """Return the error that made DCP fail: the first rank's, preferably one of this package."""
     failures = [failure for _, (failure, _) in sorted(error.failures.items())]
     for failure in failures:
         if isinstance(failure, (CheckNRunError, OSError)):
@@ -126,12 +132,12 @@ def own_error(error: CheckpointException) -> Exception:
 
 
 def picklable(error: Exception) -> Exception:
-    """The error itself, or one that says the same: an ``OSError`` stays one."""
+    """Return the error, or one of the same text that can be pickled: an ``OSError`` stays one."""
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
     except Exception:
-        pass  # whatever the class does
+        pass  # classes may fail here in any way
     text = traceback.format_exception_only(error)[-1].strip()
     kind = OSError if isinstance(error, OSError) else RuntimeError
     return kind(text).with_traceback(error.__traceback__)
@@ -139,7 +145,7 @@ def picklable(error: Exception) -> Exception:
 
 @contextmanager
 def picklable_errors() -> Iterator[None]:
-    """Errors leave the block in a form in which they reach other ranks."""
+    """Replace an error that leaves the block by one that can be pickled."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,12 @@
-"""Threads that work also while the interpreter ends.
+"""Run work on threads, also while the interpreter ends, and in an order where it matters.
 
-A script's last checkpoint may still be on its way then, and ``concurrent.futures`` takes no work
-any more once the main thread has ended.
+``Threads`` replaces ``concurrent.futures``, which takes no more work once the main thread has
+ended, though a script's last checkpoint may still be on its way then. ``run_in_order`` serves a
+restore: a row that two checkpoints hold must be the newer one's, so threads read and decode chunks
+at their own pace, but claim the rows of a table checkpoint by checkpoint. ``gc_paused`` keeps
+Python's garbage collector from rank 0's plans, millions of objects in a large job: the collector
+would walk all of them again and again with the lock that training needs, and its time grows faster
+than ranks × tables (``recipes.benchmarks.planning`` measures it).
 """
 
 from __future__ import annotations
@@ -22,16 +27,25 @@ import torch
 
 T = TypeVar("T")
 
+Turn = AbstractContextManager[None]
+"""Entered by one thread at a time, once everything before has had its turn."""
+
+Work = Callable[[int, Turn], None]
+"""Does the item of that number; may enter its turn once, or not at all."""
+
+Stage = tuple[Hashable, Hashable]
+"""A lane and a step in it: a lane's turns come step by step, within a step in any order."""
+
 
 class Threads:
-    """Does what is submitted, several things at a time; to be closed.
+    """A pool of daemon threads; must be closed.
 
-    Where the system, or an interpreter that ends (Python 3.12 and later), gives no thread at all,
-    ``submit`` itself does the work.
+    Where the system, or an interpreter that ends (Python 3.12 and later), starts no thread at all,
+    ``submit`` does the work itself.
 
     Args:
-        most: how many threads.
-        name: of theirs.
+        most: number of threads.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -39,7 +53,7 @@ class Threads:
         self._threads: list[threading.Thread] = []
         with contextlib.suppress(RuntimeError):  # no more threads
             for number in range(most):
-                # Daemons: whoever submits may wait for ever, for a rank that never comes.
+                # Daemons: submitted work may wait forever, for a rank that never comes.
                 thread = threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -51,7 +65,7 @@ class Threads:
         self.close()
 
     def submit(self, act: Callable[[], T]) -> Future[T]:
-        """Runs ``act`` as soon as a thread is free."""
+        """Run ``act`` as soon as a thread is free."""
         done: Future[T] = Future()
         work = partial(_do, act, done)
         if self._threads:
@@ -61,14 +75,14 @@ class Threads:
         return done
 
     def close(self, cancel: bool = False, seconds: float | None = None) -> bool:
-        """Wait for what was submitted; may be called again.
+        """Wait for the submitted work and end the threads; may be called again.
 
         Args:
-            cancel: drop what wasn't begun. Nobody may be waiting for it.
-            seconds: how long at most, as a thread may hang; None: until all is done.
+            cancel: drop work that has not begun; no thread may be waiting for its future.
+            seconds: the longest wait, as a thread may hang; None: until all work is done.
 
         Returns:
-            Whether all threads have ended. Those that have not are left to themselves.
+            Whether all threads have ended; a thread that has not is abandoned.
         """
         if cancel:
             with contextlib.suppress(queue.Empty):
@@ -86,7 +100,7 @@ class Threads:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            del work  # and its memory, before the next one comes
+            del work  # frees its memory before the next item comes
 
 
 def _do(act: Callable[[], Any], done: Future[Any]) -> None:
@@ -94,12 +108,12 @@ def _do(act: Callable[[], Any], done: Future[Any]) -> None:
         done.set_result(act())
     except BaseException as error:
         done.set_exception(error)
-        del done  # else it and its error hold each other, and the memory of what has failed
+        del done  # the future and its error would keep each other, and the failed work's memory
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No collection meanwhile, in any thread; what has no references left goes all the same."""
+    """Pause garbage collection in all threads; reference counts still free objects."""
     if not gc.isenabled():
         yield
         return
@@ -110,33 +124,21 @@ def gc_paused() -> Iterator[None]:
         gc.enable()
 
 
-Turn = AbstractContextManager[None]
-"""Entered by one thread at a time, when what comes before has had its turn."""
-
-
-Work = Callable[[int, Turn], None]
-"""Does the thing of that number; it may enter its turn once, or not at all."""
-
-
-Stage = tuple[Hashable, Hashable]
-"""A lane and a step in it: turns of a lane come step by step, within a step in any order."""
-
-
 def run_in_order(
     work: Work, sizes: Sequence[int], stages: Sequence[Stage], most: int, threads: int
 ) -> None:
-    """Does things 0 to ``len(sizes) - 1``, each by whichever of some threads is free.
+    """Do items 0 to ``len(sizes) - 1``, each on the next free thread.
 
     Args:
-        work: called for each.
-        sizes: of the things, in bytes.
-        stages: of the things; a lane's steps are in the order in which they come here first.
-        most: how large those that are being done may be together; one is always done.
-        threads: how many; this one is the first.
+        work: called once per item.
+        sizes: bytes of each item.
+        stages: stage of each item; a lane's steps are in the order of their first appearance.
+        most: bytes of all items in progress together; a single item may exceed it.
+        threads: number of threads, the calling one included.
 
     Raises:
-        Exception: the first failed thing's, in their order, when no thread is at work any more.
-            All before it were done; of those after it, some.
+        Exception: the error of the lowest-numbered item that failed, once no thread is at work any
+            more. All items before it were done, and some of those after it.
     """
     line = _Line(sizes, stages, most)
     helpers = min(threads, len(sizes)) - 1
@@ -149,11 +151,12 @@ def run_in_order(
 
 
 def _with_helpers(line: _Line, work: Work, helpers: int) -> None:
+    """Work on this thread and on helpers, in this thread's CUDA stream and inference mode."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     inference = torch.is_inference_mode_enabled()
 
     def help_out() -> None:
-        torch.set_num_threads(1)  # of this thread's operations
+        torch.set_num_threads(1)  # for this thread's own operations
         with torch.inference_mode(inference), torch.cuda.stream(stream):
             _work(line, work)
 
@@ -178,10 +181,18 @@ def _with_helpers(line: _Line, work: Work, helpers: int) -> None:
 
 
 class _Stopped(Exception):
-    """What came before has failed."""
+    """An earlier item failed, so that this item's turn never comes."""
 
 
 class _Line:
+    """The items that are waiting, in progress and done, shared by all threads.
+
+    Args: see ``run_in_order``.
+
+    Attributes:
+        error: of the lowest-numbered item that failed.
+    """
+
     def __init__(self, sizes: Sequence[int], stages: Sequence[Stage], most: int) -> None:
         self._sizes, self._stages = sizes, stages
         self._free = most
@@ -190,7 +201,7 @@ class _Line:
         self._busy = 0
         self._turn = threading.Lock()
         self._passed: set[int] = set()
-        # By lane, how many things of each step are still to pass; steps that are over are gone.
+        # By lane and step, the number of items that have not passed; finished steps are removed.
         self._left: dict[Hashable, dict[Hashable, int]] = {}
         for lane, step in stages:
             steps = self._left.setdefault(lane, {})
@@ -199,7 +210,7 @@ class _Line:
         self.error: BaseException | None = None
 
     def begin(self) -> int | None:
-        """The next thing, when there is room for it; None: no more."""
+        """Wait until there is room for the next item; return its number, None if there is none."""
         with self._changed:
             while self._begun < min(self._failed, len(self._sizes)):
                 size = self._sizes[self._begun]
@@ -213,6 +224,7 @@ class _Line:
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
+        """Wait for an item's turn; the item passes when the block ends."""
         lane, step = self._stages[number]
         with self._changed:
             self._changed.wait_for(
@@ -225,6 +237,7 @@ class _Line:
         self._pass(number)
 
     def end(self, number: int, error: BaseException | None = None) -> None:
+        """Record that an item is done, or has failed."""
         with self._changed:
             self._free += self._sizes[number]
             self._busy -= 1
@@ -235,12 +248,13 @@ class _Line:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Nothing more is begun, and nobody's turn comes."""
+        """Begin no more items and grant no more turns."""
         with self._changed:
             self._failed = -1
             self._changed.notify_all()
 
     def _pass(self, number: int) -> None:
+        """Let the items of the next step have their turns once this was the last of its step."""
         with self._changed:
             if number in self._passed:
                 return
@@ -254,6 +268,7 @@ class _Line:
 
 
 def _work(line: _Line, work: Work) -> None:
+    """Do items until there are no more."""
     while (number := line.begin()) is not None:
         try:
             work(number, line.turn(number))

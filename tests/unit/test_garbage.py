@@ -1,4 +1,4 @@
-"""The garbage collector is paused only within."""
+"""The garbage collector is paused within the block only."""
 
 from __future__ import annotations
 

@@ -1,39 +1,59 @@
-"""One constant for the widths of all tables' rows, so that bits go where they matter most.
+"""Score rows by importance, and find one constant for all tables so that the widths fit a budget.
 
-What `codecs.importance` adds to every row's bits must be the same in all chunks of a checkpoint:
-a budget for each chunk would give the rows of a table that hardly matters as many bits as those of
-one that decides. So each rank counts how important the rows are that it is about to write (a sample
-of each shard), rank 0 adds the counts up, and what fits the budget is the constant for all.
+The constant that ``ImportanceWeighted`` adds to every row's score must be the same in all chunks of
+a checkpoint: a budget per chunk would give a table that hardly matters as many bits as one that
+decides. So each rank surveys the rows that it is about to write (a sample of each shard), rank 0
+adds the surveys up, and the constant that fits the budget holds for all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from torchrec_checknrun.codecs.importance import BORDERS, WIDTHS, ImportanceWeighted, importance
-from torchrec_checknrun.codecs.quantization import TableEncoding
-
+ROW_WIDTHS = (2, 4, 8)
+"""Bits that a row may get."""
+BORDERS = (3.0, 6.0)
+"""Scores up to which a row gets the first and the second width."""
 SAMPLE_ROWS = 4096
+"""Rows of a shard that a survey looks at."""
+_GATHERED_ROWS = 4096
 _RANGE, _PER_BIT = 64, 16
 _BINS = 2 * _RANGE * _PER_BIT
 _CENTRES = (np.arange(_BINS) + 0.5) / _PER_BIT - _RANGE
 
-Key = tuple[float | None, float | None]
-"""Which codec: its offset and budget. Tables may be given different ones."""
+
+def importance(rows: torch.Tensor, ids: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
+    """Score ``rows[ids]`` by ``log2(G) / 2 + log2(rms(row))``.
+
+    Args:
+        rows: ``(m, dim)`` floating point.
+        ids: ``(n,)`` int64, on the rows' device.
+        accumulator: ``(n,)``, G: row-wise Adagrad's sum of squared gradients of these rows.
+
+    Returns:
+        ``(n,)`` float32 on the CPU; -1e6 for a row that was never trained or is not finite.
+    """
+    squares = [
+        rows.index_select(0, part).to(torch.float32).square().mean(dim=1).cpu()
+        for part in ids.split(_GATHERED_ROWS)
+    ]
+    mean_square = torch.cat(squares) if squares else torch.empty(0, device="cpu")
+    trained = accumulator.detach().to(torch.float32).cpu()
+    score = 0.5 * (torch.log2(trained) + torch.log2(mean_square))
+    return score.nan_to_num(nan=-1e6, posinf=-1e6, neginf=-1e6)
 
 
 @dataclass
-class Survey:
-    """How many values are in rows of what importance.
+class ImportanceSurvey:
+    """Numbers of values by the score of their row.
 
     Attributes:
-        scores: histogram of a row's bits before the constant is added, in 1/16 bit.
+        scores: histogram of scores before the constant is added, in steps of 1/16.
         states: histogram of ``log2(G) / 2``, G the sum of row-wise Adagrad, likewise.
-        untrained: values in rows without a finite importance; these get the least width.
+        untrained: values in rows without a finite score; these get the least width.
     """
 
     scores: np.ndarray = field(default_factory=lambda: np.zeros(_BINS))
@@ -41,7 +61,7 @@ class Survey:
     untrained: float = 0.0
 
     def add(self, rows: torch.Tensor, accumulator: torch.Tensor, weight: float = 1.0) -> None:
-        """Counts rows ``(n, dim)`` and their sums ``(n,)``, each as so many rows."""
+        """Count rows ``(n, dim)`` with their sums ``(n,)``, each as ``weight`` rows."""
         score = importance(rows, torch.arange(len(rows), device=rows.device), accumulator)
         trained = score > -_RANGE
         state = 0.5 * torch.log2(accumulator.detach().to(torch.float32).cpu()[trained])
@@ -50,48 +70,26 @@ class Survey:
         self.states += values * _histogram(state)
         self.untrained += values * float((~trained).sum())
 
-    def merge(self, other: Survey) -> None:
+    def merge(self, other: ImportanceSurvey) -> None:
+        """Add another survey's numbers."""
         self.scores += other.scores
         self.states += other.states
         self.untrained += other.untrained
 
-    def constant(self, codec: ImportanceWeighted) -> float:
-        """What all rows' scores get on top: the most that fits the budget, or the codec's offset
-        to a row with the median sum.
-        """
-        if codec.mean_bits is None:
-            assert codec.offset is not None
-            return codec.offset - _median(self.states)
+    def constant_for_budget(self, mean_bits: float) -> float:
+        """Find the largest constant at which the mean width is at most ``mean_bits``."""
         total = float(self.scores.sum()) + self.untrained
         low, high = -2.0 * _RANGE, 2.0 * _RANGE
         for _ in range(40):
             middle = (low + high) / 2
-            widths = np.asarray(WIDTHS)[np.searchsorted(BORDERS, _CENTRES + middle)]
-            bits = float(self.scores @ widths) + WIDTHS[0] * self.untrained
-            low, high = (middle, high) if bits <= codec.mean_bits * total else (low, middle)
+            widths = np.asarray(ROW_WIDTHS)[np.searchsorted(BORDERS, _CENTRES + middle)]
+            bits = float(self.scores @ widths) + ROW_WIDTHS[0] * self.untrained
+            low, high = (middle, high) if bits <= mean_bits * total else (low, middle)
         return low
 
-
-def constants(surveys: Iterable[Mapping[Key, Survey]]) -> dict[Key, float]:
-    """Of all ranks' surveys."""
-    sums: dict[Key, Survey] = {}
-    for found in surveys:
-        for key, part in found.items():
-            sums.setdefault(key, Survey()).merge(part)
-    return {key: whole.constant(ImportanceWeighted(*key)) for key, whole in sums.items()}
-
-
-def with_constant(encoding: TableEncoding, found: Mapping[Key, float]) -> TableEncoding:
-    """The encoding with its codec's constant, if it has one."""
-    codec = encoding.codec
-    if isinstance(codec, ImportanceWeighted) and key_of(codec) in found:
-        return replace(encoding, codec=codec.at(found[key_of(codec)]))
-    return encoding
-
-
-def key_of(codec: ImportanceWeighted) -> Key:
-    """Name a codec among those that surveys are made for."""
-    return codec.offset, codec.mean_bits
+    def constant_for_offset(self, offset: float) -> float:
+        """Return the constant that scores a row with the median sum by ``offset + log2(rms)``."""
+        return offset - _median(self.states)
 
 
 def _histogram(values: torch.Tensor) -> np.ndarray:

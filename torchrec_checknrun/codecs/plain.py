@@ -1,4 +1,8 @@
-"""The codec that changes nothing: the values' own bytes, little-endian, row after row."""
+"""Store values without a grid: bit for bit (``Exact``), or cast to 16 bits (``Fp16``, ``Bf16``).
+
+All three lay values out little-endian, row after row, and need no parameters. Hardware computes
+with both 16-bit formats: a table kept in one of them is stored exactly by the codec of that name.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 
 from torchrec_checknrun.codecs.base import (
     NO_CONTEXT,
+    Codec,
     CodecSpec,
     Encoded,
     Parameters,
@@ -20,14 +25,17 @@ from torchrec_checknrun.codecs.base import (
     select_rows,
 )
 
+_BLOCK_BYTES = 1 << 19
+"""Of rows cast at a time: still in the processor's cache when they are read again."""
 
-class Exact:
-    """Stores rows bit for bit, in the dtype they have."""
+
+class Exact(Codec):
+    """The codec that changes nothing: rows bit for bit, in their own dtype."""
 
     name: ClassVar[str] = "exact"
     version: ClassVar[int] = 1
     lossy: ClassVar[bool] = False
-    needs_base: ClassVar[bool] = False
+    verbatim: ClassVar[bool] = True
 
     @classmethod
     def from_spec(cls, spec: CodecSpec) -> Exact:
@@ -84,24 +92,20 @@ class Exact:
         return {"name": self.name, "version": self.version}
 
 
-_BLOCK_BYTES = 1 << 19  # of rows: they are still in the processor's cache when read again
-
-
-class Narrow:
-    """Casts rows to ``dtype``, 16 bits a value; decoding and encoding again changes nothing.
+class Narrow(Codec):
+    """Rows cast to ``dtype``, 16 bits a value; encoding decoded rows again changes nothing.
 
     An element's error is at most half a unit in its last place: relative 2**-11 for fp16, 2**-8 for
-    bf16. Rows for which that isn't true are exceptions: with a NaN, an infinity, an element that is
-    out of range (fp16: above 65504), or elements so small that the row would lose more than
-    2**-10 (bf16: 2**-7) of its l2 norm (fp16: elements around 6e-5 and below). Rows that are of the
-    same dtype already have no exceptions: they are kept bit for bit.
+    bf16. Rows that would exceed this are exceptions: rows with a NaN, an infinity, an element out
+    of range (fp16: above 65504), or elements so small that the row would lose more than 2**-10
+    (bf16: 2**-7) of its l2 norm (fp16: elements around 6e-5 and below). Rows that have ``dtype``
+    already are kept bit for bit, without exceptions.
     """
 
     name: ClassVar[str]
     dtype: ClassVar[torch.dtype]
     version: ClassVar[int] = 1
     lossy: ClassVar[bool] = True
-    needs_base: ClassVar[bool] = False
 
     @classmethod
     def from_spec(cls, spec: CodecSpec) -> Narrow:
@@ -175,7 +179,7 @@ class Narrow:
 
 
 class Fp16(Narrow):
-    """IEEE half precision: the smaller error, but only for values up to 65504."""
+    """IEEE half precision: the smaller error, for values up to 65504 only."""
 
     name: ClassVar[str] = "fp16"
     dtype: ClassVar[torch.dtype] = torch.float16
@@ -189,18 +193,27 @@ class Bf16(Narrow):
 
 
 def lost_rows(rows: torch.Tensor, narrowed: torch.Tensor) -> torch.Tensor:
-    """Sorted int64 positions of the rows that ``narrowed`` doesn't hold, see ``Narrow``."""
+    """Find the rows that ``narrowed`` does not hold within ``Narrow``'s error.
+
+    Args:
+        rows: ``(n, dim)`` floating point.
+        narrowed: the same rows, cast to fp16 or bf16.
+
+    Returns:
+        Sorted int64 positions, on the rows' device.
+    """
     if rows.numel() == 0 or rows.dtype == narrowed.dtype:
         return torch.empty(0, dtype=torch.int64, device=rows.device)
     form = torch.finfo(narrowed.dtype)
-    # The norm, one fast pass, decides about nearly all rows: no element is larger, and where it is
-    # a normal number times sqrt(dim), what elements that are too small lose doesn't matter.
+    # One fast pass for the norm decides nearly all rows: no element is larger than the norm, and
+    # where the norm is at least a normal number times sqrt(dim), the loss of subnormal elements
+    # is negligible.
     norm = torch.linalg.vector_norm(rows, dim=1).double()
     safe = math.sqrt(rows.shape[1]) * form.smallest_normal
     doubtful = torch.nonzero(~((norm >= safe) & (norm <= form.max))).view(-1)
     if len(doubtful) == 0:
         return doubtful
-    # Norms relative to the largest element: squares of very small or large ones leave the range.
+    # Relative to the largest element, as squares of very small or large elements leave the range.
     exact = rows[doubtful].double()
     largest = exact.abs().amax(dim=1, keepdim=True)
     unit = torch.where(largest > 0, largest, 1.0)

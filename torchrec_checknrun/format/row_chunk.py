@@ -88,11 +88,6 @@ class RowsHeader:
             row += dtype.itemsize * (1 if rowwise else cols)
         return self.count * row
 
-    @property
-    def covers_range(self) -> bool:
-        """Whether every row from first to last is there."""
-        return self.count == self.rectangle.rows
-
 
 def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     """Encodes rows; one that the codec can't hold (NaN, infinity, too large) is stored exactly

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from torchrec_checknrun.codecs import Codec, Exact, Parameters, Rowwise, row_state
+from torchrec_checknrun.codecs import Codec, Parameters, row_state
 from torchrec_checknrun.codecs.base import require_size
 from torchrec_checknrun.native import BLOCK_BYTES, Chosen
 
@@ -44,7 +44,7 @@ class EncodedRows:
         Raises:
             ValueError: there are more or fewer.
         """
-        if not isinstance(self.codec, Exact) or len(self.exceptions):
+        if not self.codec.verbatim or len(self.exceptions):
             return None
         require_size(self.data, self.count * self.row_bytes, f"{self.count} exact rows")
         return self.data
@@ -91,8 +91,6 @@ class EncodedRows:
             if weight.is_contiguous():
                 self.decode(chosen.start, weight[where])
             return weight.is_contiguous()
-        if not isinstance(self.codec, Rowwise):
-            return False
         positions, ids = _positions(chosen), torch.from_numpy(_positions(where))
         if not self.codec.scatter(
             self.data, self.parameters, self.count, torch.from_numpy(positions), ids, weight

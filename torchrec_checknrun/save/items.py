@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_checknrun.boxes import Box
-from torchrec_checknrun.codecs.budget import Key, with_constant
+from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
@@ -25,16 +25,13 @@ from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.save.digest import Digest, joint_digest
 from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
 
-Constants = Mapping[Key, float]
-"""What importance-weighted codecs add to every row's bits, from the global plan."""
-
 Fingerprint = tuple[Mapping[str, bytes], Mapping[str, OptimizerClock]]
 
 
 class Item(Protocol):
     """A part of a rank's plan."""
 
-    def job(self, constants: Constants) -> Job:
+    def job(self, settled: Settled) -> Job:
         """What is to be written."""
 
 
@@ -57,9 +54,9 @@ class RowsItem:
         """The rows, by position in the shard, sorted, int64."""
         return self.shard.positions(self.start, self.stop)
 
-    def job(self, constants: Constants) -> EncodedChunk:
+    def job(self, settled: Settled) -> EncodedChunk:
         block = self.shard.shard.block(self.positions() + self.shard.shard.rectangle.row_start)
-        return encode_rows(block, with_constant(self.encoding, constants))
+        return encode_rows(block, self.encoding.settled(settled))
 
 
 @dataclass
@@ -69,7 +66,7 @@ class BlockItem:
     block: Block
     piece: Box
 
-    def job(self, constants: Constants) -> EncodedChunk:
+    def job(self, settled: Settled) -> EncodedChunk:
         return self.block.encode(self.piece)
 
 
@@ -79,7 +76,7 @@ class ChunkItem:
 
     chunk: EncodedChunk
 
-    def job(self, constants: Constants) -> EncodedChunk:
+    def job(self, settled: Settled) -> EncodedChunk:
         return self.chunk
 
 

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from torchrec_checknrun.codecs.budget import SAMPLE_ROWS, Key, Survey, constants, key_of
-from torchrec_checknrun.codecs.importance import ImportanceWeighted
+from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.errors import InvalidPlan
 from torchrec_checknrun.format.block_chunk import Path
@@ -30,7 +29,7 @@ from torchrec_checknrun.model.blocks import BlockSummary, check_blocks
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.ranks import picklable_errors
 from torchrec_checknrun.save.digest import Digest
-from torchrec_checknrun.save.items import Constants, Item, Items, block_key, state_key
+from torchrec_checknrun.save.items import Item, Items, block_key, state_key
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.shards import Rectangle, TableShape, check_coverage
@@ -55,7 +54,8 @@ class PlanSummary:
     """Bytes of each state that all ranks have alike: only one of them will write it."""
     per_rank: tuple[str, ...]
     blocks: list[BlockSummary] = field(default_factory=list)
-    importance: dict[Key, Survey] = field(default_factory=dict)
+    surveys: Surveys = field(default_factory=dict)
+    """Of codecs that all ranks must settle before rows are encoded."""
     lowest: tuple[str, ...] = ()
     """States of which the lowest rank's is stored, whatever the others have."""
     digests: dict[str, Digest] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def summarize(
         replicated=items.replicated,
         per_rank=tuple(sorted(snapshot.per_rank)),
         blocks=[block.summary for block in snapshot.blocks],
-        importance=survey(snapshot.shards, quantization),
+        surveys=survey(snapshot.shards, quantization),
         lowest=tuple(sorted(snapshot.replicated)),
     )
 
@@ -139,7 +139,7 @@ class CheckpointPlanner(SavePlanner):
 
     def __init__(self, prepare: Callable[[str], Prepared]) -> None:
         self._prepare = prepare
-        self._constants: Constants = {}
+        self._settled: Settled = {}
         self._differences = RankDifferences()
 
     @picklable_errors()  # DCP sends them to rank 0
@@ -171,7 +171,7 @@ class CheckpointPlanner(SavePlanner):
         again = _check_coverage(summaries)
         differing = self._differences.differing(_held(summaries))
         writers = _assign_writers(summaries, differing | set(summaries[0].lowest))
-        found = constants(summary.importance for summary in summaries)
+        settled = settle(summary.surveys for summary in summaries)
         plans = []
         for rank, plan in enumerate(all_plans):
             items = [
@@ -180,7 +180,7 @@ class CheckpointPlanner(SavePlanner):
                 if writers.get(item.index.fqn, rank) == rank
                 and not item.index.fqn.startswith(again[rank])
             ]
-            plans.append(dataclasses.replace(plan, items=items, planner_data=found or None))
+            plans.append(dataclasses.replace(plan, items=items, planner_data=settled or None))
         progress = self._differences.progress([summary.progress for summary in summaries])
         fp32_bytes = dict.fromkeys(summaries[0].tables, 0)
         for summary in summaries:
@@ -202,13 +202,13 @@ class CheckpointPlanner(SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self._constants = new_plan.planner_data or {}
+        self._settled = new_plan.planner_data or {}
         self._prepared.chosen(frozenset(item.index.fqn for item in new_plan.items))
         return new_plan
 
     def job(self, write_item: WriteItem) -> Job:
         """An item that is to be written, not yet encoded."""
-        return self._prepared.items[write_item.index.fqn].job(self._constants)
+        return self._prepared.items[write_item.index.fqn].job(self._settled)
 
     def resolve_data(self, write_item: WriteItem) -> EncodedChunk:
         return self.job(write_item).encode()
@@ -304,21 +304,14 @@ def _assign_writers(summaries: list[PlanSummary], lowest: Container[str] = ()) -
     return writers
 
 
-def survey(shards: Iterable[ShardSnapshot], quantization: Quantization) -> dict[Key, Survey]:
-    """Of this rank's rows that are to be written with importance-weighted width."""
-    found: dict[Key, Survey] = {}
+def survey(shards: Iterable[ShardSnapshot], quantization: Quantization) -> Surveys:
+    """Survey this rank's rows that are to be written, where their codec asks for it."""
+    found: Surveys = {}
     for snapshot in shards:
         shard = snapshot.shard
         codec = quantization.for_table(shard.table, shard.shape.rows).codec
-        state = shard.optimizer.get("momentum1")
-        if not isinstance(codec, ImportanceWeighted) or state is None or state.dim() != 1:
-            continue
-        positions, rows = snapshot.sample(SAMPLE_ROWS)
-        if rows:
-            positions = positions.to(shard.weight.device)
-            found.setdefault(key_of(codec), Survey()).add(
-                shard.weight.index_select(0, positions),
-                state.index_select(0, positions),
-                rows / len(positions),
-            )
+        if codec.surveys:
+            part = codec.survey(shard.weight, shard.optimizer, snapshot.sample)
+            if part is not None:
+                add_survey(found, codec, part)
     return found

@@ -19,13 +19,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from torchrec_checknrun.codecs.budget import with_constant
-from torchrec_checknrun.codecs.importance import ImportanceWeighted
+from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.save.digest import Digest, joint_digest
-from torchrec_checknrun.save.items import BlockItem, ChunkItem, Constants, Item, Items, RowsItem
+from torchrec_checknrun.save.items import BlockItem, ChunkItem, Item, Items, RowsItem
 from torchrec_checknrun.save.memory import Ring, StagingAborted, StagingMemory
 from torchrec_checknrun.save.staged import (
     Staged,
@@ -192,7 +191,7 @@ class Staging:
             for name in self._staged.keys() - names:
                 self._ring.release(self._staged.pop(name)[1])
 
-    def job(self, name: str, constants: Constants) -> StagedJob:
+    def job(self, name: str, settled: Settled) -> StagedJob:
         """What was staged, as soon as it is.
 
         Raises:
@@ -208,7 +207,7 @@ class Staging:
             event.synchronize()
         item = self._items[name]
         if isinstance(item, RowsItem):
-            staged = with_encoding(staged, with_constant(item.encoding, constants))
+            staged = with_encoding(staged, item.encoding.settled(settled))
         return StagedJob(staged, self._memory.bytes, lambda: self._ring.release(offset))
 
     def _publish(self, name: str, staged: tuple[Staged, int, torch.cuda.Event | None]) -> None:
@@ -271,8 +270,8 @@ class _StagedItem:
     staging: Staging
     name: str
 
-    def job(self, constants: Constants) -> StagedJob:
-        return self.staging.job(self.name, constants)
+    def job(self, settled: Settled) -> StagedJob:
+        return self.staging.job(self.name, settled)
 
 
 def idle_threads() -> int:
@@ -316,7 +315,7 @@ def encoded_while_staged(
     faster: dict[tuple[str, int, torch.device], bool] = {}
     for shard in sorted(shards, key=lambda s: -s.rectangle.rows):
         encoding = quantization.for_table(shard.table, shard.shape.rows)
-        if isinstance(encoding.codec, ImportanceWeighted) or not shard.rectangle.rows:
+        if encoding.codec.surveys or not shard.rectangle.rows:
             continue
         key = (repr(encoding), shard.rectangle.cols, shard.weight.device)
         if mode == "auto" and key not in faster:

@@ -1,4 +1,4 @@
-"""One constant for all tables: the budget is kept over all of them, and goes where it matters."""
+"""One constant for all tables: the budget holds over all of them, and goes where it matters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun import Quantization
-from torchrec_checknrun.codecs import ImportanceWeighted, RowContext
-from torchrec_checknrun.codecs.budget import Survey, constants, with_constant
+from torchrec_checknrun.codecs import ImportanceWeighted, RowContext, Surveys, settle
+from torchrec_checknrun.codecs.budget import ImportanceSurvey
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save.plan import survey
 from torchrec_checknrun.save.snapshot import ShardSnapshot
@@ -31,9 +31,7 @@ def shard(
     modified: int | None = None,
     state: bool = True,
 ) -> ShardSnapshot:
-    """Rows whose sums are spread around ``2**importance``; of which the first ``modified`` are to
-    be written.
-    """
+    """Make rows with sums spread around ``2**importance``; the first ``modified`` are to be written."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, dim, generator=generator) * 0.1
     sums = torch.exp2(importance + 4 * torch.randn(rows, generator=generator))
@@ -51,7 +49,7 @@ def shard(
 
 
 def widths(snapshot: ShardSnapshot, codec: ImportanceWeighted) -> np.ndarray:
-    """Bits of each row that is written."""
+    """Return the bits of each row that is written."""
     local = snapshot.shard
     ids = snapshot.positions(0, local.rectangle.rows)
     context = RowContext({"momentum1": local.optimizer["momentum1"][ids]})
@@ -62,9 +60,16 @@ def widths(snapshot: ShardSnapshot, codec: ImportanceWeighted) -> np.ndarray:
 
 
 def mean_bits(snapshots: list[ShardSnapshot], codec: ImportanceWeighted) -> float:
-    """Per value, over all rows that are written."""
+    """Return the mean bits per value over all rows that are written."""
     parts = [(widths(s, codec), s.shard.shape.dim) for s in snapshots]
     return sum(float(w.sum()) * dim for w, dim in parts) / sum(len(w) * dim for w, dim in parts)
+
+
+def constants(surveys: list[Surveys]) -> dict[tuple[float | None, float | None], float | None]:
+    """Settle all ranks' surveys; return the constants by the codecs' offsets and budgets."""
+    settled = settle(surveys).values()
+    assert all(isinstance(codec, ImportanceWeighted) for codec in settled)
+    return {(c.offset, c.mean_bits): c.constant for c in settled}  # type: ignore[attr-defined]
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -77,18 +82,21 @@ def test_the_budget_is_kept_over_all_tables(seed: int, budget: float, tables: in
     ]
     quantization = Quantization(method="importance", mean_bits=budget, exact_below_rows=0)
     found = constants([survey(snapshots[::2], quantization), survey(snapshots[1::2], quantization)])
-    codec = ImportanceWeighted(mean_bits=budget).at(found[(None, budget)])
+    constant = found[(None, budget)]
+    assert constant is not None
+    codec = ImportanceWeighted(mean_bits=budget).at(constant)
     assert mean_bits(snapshots, codec) == pytest.approx(budget, abs=0.1)
 
 
 def test_a_table_that_matters_more_gets_more() -> None:
-    """A budget for each table, as a codec by itself takes it, would give them the same."""
+    """A budget per table, as a codec takes that was not settled, would give both tables the same."""
     snapshots = [shard("hot", 3000, 16, 0.0), shard("cold", 3000, 16, -20.0)]
     quantization = Quantization(method="importance", mean_bits=4)
-    found = constants([survey(snapshots, quantization)])
+    surveys = [survey(snapshots, quantization)]
+    found, settled = constants(surveys), settle(surveys)
     means = []
     for snapshot in snapshots:
-        encoding = with_constant(quantization.for_table(snapshot.shard.table, 3000), found)
+        encoding = quantization.for_table(snapshot.shard.table, 3000).settled(settled)
         assert isinstance(encoding.codec, ImportanceWeighted)
         assert encoding.codec.spec()["constant"] == found[(None, 4)]
         means.append(mean_bits([snapshot], encoding.codec))
@@ -99,11 +107,13 @@ def test_a_table_that_matters_more_gets_more() -> None:
 
 
 def test_the_budget_is_of_the_rows_that_are_written() -> None:
-    """Of a differential checkpoint, only those that were modified."""
+    """In a differential checkpoint only modified rows count."""
     snapshots = [shard("t", 20_000, 8, 0.0, modified=4000), shard("u", 5000, 8, -10.0, modified=0)]
     quantization = Quantization(method="importance", mean_bits=3)
     found = constants([survey(snapshots, quantization)])
-    codec = ImportanceWeighted(mean_bits=3).at(found[(None, 3)])
+    constant = found[(None, 3)]
+    assert constant is not None
+    codec = ImportanceWeighted(mean_bits=3).at(constant)
     assert mean_bits(snapshots[:1], codec) == pytest.approx(3, abs=0.1)
 
 
@@ -124,10 +134,11 @@ def test_tables_of_different_budgets() -> None:
         },
     )
     snapshots = [shard(name, 2000, 8, 0.0) for name in "abc"]
-    found = constants([survey(snapshots, quantization)])
+    surveys = [survey(snapshots, quantization)]
+    found, settled = constants(surveys), settle(surveys)
     assert set(found) == {(None, 3), (None, 6)}
     for snapshot, bits in zip(snapshots, (3, 6), strict=False):
-        encoding = with_constant(quantization.for_table(snapshot.shard.table, 2000), found)
+        encoding = quantization.for_table(snapshot.shard.table, 2000).settled(settled)
         assert isinstance(encoding.codec, ImportanceWeighted)
         assert mean_bits([snapshot], encoding.codec) == pytest.approx(bits, abs=0.1)
 
@@ -135,22 +146,22 @@ def test_tables_of_different_budgets() -> None:
 def test_rows_never_trained_get_the_least_width() -> None:
     snapshot = shard("t", 4000, 8, 0.0)
     snapshot.shard.optimizer["momentum1"][1000:] = 0
-    counts = Survey()
+    counts = ImportanceSurvey()
     counts.add(snapshot.shard.weight, snapshot.shard.optimizer["momentum1"])
     codec = ImportanceWeighted(mean_bits=3)
-    codec = codec.at(counts.constant(codec))
+    codec = codec.at(counts.constant_for_budget(3))
     assert (widths(snapshot, codec)[1000:] == 2).all()
     assert mean_bits([snapshot], codec) == pytest.approx(3, abs=0.1)
 
 
 def test_no_rows_and_no_state() -> None:
-    """Nothing is found, and codecs decide by themselves."""
+    """Without a survey codecs are not settled."""
     quantization = Quantization(method="importance", mean_bits=4)
     stateless = shard("t", 2000, 8, 0.0, state=False)
     empty = shard("u", 2000, 8, 0.0, modified=0)
-    assert constants([survey([stateless, empty], quantization), {}]) == {}
+    assert settle([survey([stateless, empty], quantization), {}]) == {}
     encoding = quantization.for_table("t", 2000)
-    assert with_constant(encoding, {}) is encoding
+    assert encoding.settled({}) is encoding
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -34,7 +34,7 @@ def round_trip(codec: Narrow, rows: torch.Tensor) -> tuple[torch.Tensor, list[in
 
 
 def is_exception(row: torch.Tensor, dtype: torch.dtype) -> bool:
-    """The rule as it is documented, in Python's floats."""
+    """Apply the documented rule in Python's floats."""
     values = row.double().tolist()
     limit, eps = {torch.float16: (65504.0, 2.0**-10), torch.bfloat16: (3.3895e38, 2.0**-7)}[dtype]
     if not all(abs(v) <= limit for v in values):
@@ -91,7 +91,7 @@ def test_decoding_into_any_dtype(codec: Narrow, out_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_table_of_the_same_dtype_is_kept_bit_for_bit(codec: Narrow) -> None:
-    """Every bit pattern there is: denormals, infinities, NaNs with their payloads."""
+    """All bit patterns are tried: denormals, infinities, NaNs with their payloads."""
     patterns = torch.from_numpy(np.arange(2**16, dtype=np.uint16).view(np.uint8).copy())
     rows = patterns.view(codec.dtype).view(-1, 8)
     encoded = codec.encode(rows)
@@ -147,7 +147,7 @@ def test_views_are_encoded_as_their_values(codec: Narrow) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("offset", [0, 1])
 def test_memory_that_is_given(codec: Narrow, offset: int) -> None:
-    """Used where it is big enough, also if it begins at an odd address."""
+    """Given memory is used if large enough, at odd addresses, too."""
     rows = torch.randn(30, 6)
     wanted = codec.encode(rows).data
     buffer = torch.zeros(400 + offset, dtype=torch.uint8)[offset:]
