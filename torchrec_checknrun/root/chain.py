@@ -101,7 +101,7 @@ def _parse(root: Folder, name: str) -> Manifest:
 def _read_small(root: Folder, name: str) -> bytes:
     """A manifest file's content, or so much of it that it is too large."""
     if not is_plain_name(name):
-        raise CheckpointNotFound(f"{name!r} is no checkpoint's name: give its id, as in {root}")
+        raise CheckpointNotFound(f"{name!r} is not a checkpoint's name: give its id, as in {root}")
     if root.is_link(name):
         raise CorruptCheckpoint(
             f"{root}/{name} is a symbolic link: a checkpoint is a directory of its root; copy it "
@@ -175,7 +175,7 @@ def _sequences(root: Folder, names: Iterable[str]) -> _Found:
             continue
         sequence = sequence_of(name)
         if sequence is None and not _is_unicode(name):
-            logger.warning("%s/%r is passed over: its name is no UTF-8; rename it", root, name)
+            logger.warning("%s/%r is passed over: its name is not UTF-8; rename it", root, name)
             continue
         # Saved through dcp.save under a name of the user's own: only its manifest knows. A link is
         # no directory of this root: perhaps somebody's `latest`.

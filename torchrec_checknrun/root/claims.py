@@ -260,7 +260,7 @@ def temporary_epoch(name: str) -> int | None:
 def _as_lease(value: object) -> float:
     seconds = as_measure(value)
     if not 0 < seconds <= _LONGEST_LEASE:
-        raise ValueError(f"{seconds} is no lease: 0 to {_LONGEST_LEASE:g} seconds are")
+        raise ValueError(f"{seconds} is not a lease: 0 to {_LONGEST_LEASE:g} seconds are")
     return seconds
 
 

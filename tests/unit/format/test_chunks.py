@@ -118,7 +118,6 @@ def test_round_trip(shard_and_rows: tuple[LocalShard, Rows], codec: Codec) -> No
         shard.rectangle.col_stop,
     )
     assert header.count == len(rows.ids)
-    assert header.covers_range == (len(rows.ids) == int(rows.ids[-1] - rows.ids[0]) + 1)
     assert header.dtype == dtype
     assert header.codec.spec() in (codec.spec(), Exact().spec())
     assert header.optimizer == {n: (s.dtype, s.dim() == 1) for n, s in rows.optimizer.items()}

@@ -104,15 +104,15 @@ def nested(depth: int, letter: str = "l") -> Any:
     return tree
 
 
-in_manifest("path_in_id", "id: .* is no plain file name", id="../../etc")
+in_manifest("path_in_id", "id: .* is not a plain file name", id="../../etc")
 in_manifest("other_id", "it was moved or copied", id="elsewhere")
-in_manifest("parent_outside", "is no plain file name", parent={"id": "../x", "checksum": "0"})
+in_manifest("parent_outside", "is not a plain file name", parent={"id": "../x", "checksum": "0"})
 in_manifest(
     "parent_is_absent", "needs gone, which can't be used", parent={"id": "gone", "checksum": "0"}
 )
 in_manifest("negative_step", "step: -1 is not a count", step=-1)
 in_manifest("huge_step", "step: .* is not a count", step=10**300)
-in_manifest("no_time", "created_at: 'yesterday' is no ISO 8601", created_at="yesterday")
+in_manifest("no_time", "created_at: 'yesterday' is not ISO 8601", created_at="yesterday")
 in_manifest("local_time", "with a time zone", created_at="2024-02-03T04:05:06")
 in_manifest("other_sequence", "has sequence number 1", sequence=1)
 in_manifest("fractions_of_text", "earlier_fractions", earlier_fractions=["x"])
@@ -120,23 +120,23 @@ in_manifest("unknown_field", "unknown fields", run_this="rm -rf /")
 in_manifest("states_of_numbers", "states: 1 is neither true nor false", states={"model": 1})
 in_table("negative_rows", "rows: -1 is not a count", rows=-1)
 in_table("other_rows", "hold different tables", rows=HUGE)
-in_table("huge_error", "error_mean: .* is no finite number", error_mean=10**300)
+in_table("huge_error", "error_mean: .* is not a finite number", error_mean=10**300)
 in_table("codec_tree", "codecs: .* is no", codecs=[{"name": [[[]]]}])
-in_rows("no_table", "table: 5 is no text", "table", value=5)
+in_rows("no_table", "table: 5 is not text", "table", value=5)
 in_rows("huge_count", "rows in", "count", value=2**40)
 in_rows("negative_first", "first: -1 is not a count", "first", value=-1)
 in_rows("outside_the_table", "of a table", "last", value=HUGE)
 in_rows("columns_turned", "of a table", "columns", value=[4, 0])
-in_rows("columns_of_three", "is no pair", "columns", value=[0, 1, 2])
+in_rows("columns_of_three", "is not a pair", "columns", value=[0, 1, 2])
 in_rows("offset_before", "-8 is not a count", "offset", value=-8)
-in_rows("offset_of_another", "begins at 7, where the one before it ends at 0", "offset", value=7)
+in_rows("offset_of_another", "begins at 7, but the previous one ends at 0", "offset", value=7)
 in_rows("length_of_a_terabyte", "more than the 2147483648 that are read", "length", value=2**40)
-in_rows("shorter_length", "its parts have", "length", value=8)
-in_rows("no_checksum", "which is no xxh3-64", "checksum", value=["x"])
+in_rows("shorter_length", "the sections have", "length", value=8)
+in_rows("no_checksum", "is not an xxh3-64", "checksum", value=["x"])
 in_rows("other_kind", "chunks of kind 'pickle' are unknown", "kind", value="pickle")
-in_rows("dtype_of_objects", "'object' is no dtype of rows", "weight", "dtype", value="object")
+in_rows("dtype_of_objects", "'object' is not a dtype of rows", "weight", "dtype", value="object")
 in_rows("other_dtype", "was saved as torch.float64", "weight", "dtype", value="float64")
-in_rows("codec_is_a_list", "codec: .* is no small object", "weight", "codec", value=[])
+in_rows("codec_is_a_list", "codec: .* is not a small object", "weight", "codec", value=[])
 in_rows("codec_of_tomorrow", "codec 'eval' is unknown", "weight", "codec", value={"name": "eval"})
 in_rows("codec_bits", "bits must be one of", "weight", "codec", "bits", value=10**18)
 in_rows("exponent", "is no exponent", "weight", "parameters", value={"exponent": 2**62})
@@ -147,18 +147,18 @@ in_rows(
     "more_exceptions", "exact rows of", "weight", "exceptions", value={"rows": 2**40, "bytes": 0}
 )
 in_rows("ids_encoding", "unknown encoding", "ids", "encoding", value="pickle")
-in_rows("state_twice", "is there twice|its parts have", "optimizer", 1, "name", value="momentum1")
+in_rows("state_twice", "appears twice|the sections have", "optimizer", 1, "name", value="momentum1")
 in_rows(
     "state_scheme", "is not stored as|log8", "optimizer", 0, "encoding", value={"scheme": "zip"}
 )
 in_rows("rowwise_of_text", "is neither true nor false", "optimizer", 0, "rowwise", value="no")
 in_state("too_deep", "nested more than 100 deep", nested(101))
 in_state("recursion", "nested too deeply|nested more than 100 deep", nested(400))
-in_state("no_node", "is no node", {"pickle": "x"})
-in_state("two_letters", "is no node", {"v": 1, "f": "0x1.0p+0"})
-in_state("key_twice", "key 'a' is there twice", {"d": [["a", {"v": 1}], ["a", {"v": 2}]]})
-in_state("key_of_list", "is no key with a node", {"d": [[["a"], {"v": 1}]]})
-in_state("huge_float", "is no node", {"f": "0x1.0p+99999999999"})
+in_state("no_node", "is not a node", {"pickle": "x"})
+in_state("two_letters", "is not a node", {"v": 1, "f": "0x1.0p+0"})
+in_state("key_twice", "key 'a' appears twice", {"d": [["a", {"v": 1}], ["a", {"v": 2}]]})
+in_state("key_of_list", "is not a key with a node", {"d": [[["a"], {"v": 1}]]})
+in_state("huge_float", "is not a node", {"f": "0x1.0p+99999999999"})
 in_state("float_beyond", "too large a number", {"f": "0x1.0p+9999"})
 in_state("bytes_nowhere", "x: .* is not iterable", {"x": None, "dtype": "int8", "shape": [1]})
 in_state("outside", "ends at byte", {"b": [0, HUGE]})
@@ -170,31 +170,33 @@ in_state(
 in_state("shape_bytes", "take .* bytes, not", {"x": [0, 8], "dtype": "float32", "shape": [HUGE]})
 in_state("many_dimensions", "is too large", {"x": [0, 8], "dtype": "int8", "shape": [1] * 5000})
 in_state(
-    "dtype_code", "is no dtype", {"n": [0, 8], "dtype": "i4,(9,9)f8", "shape": [1], "scalar": False}
+    "dtype_code",
+    "is not a dtype",
+    {"n": [0, 8], "dtype": "i4,(9,9)f8", "shape": [1], "scalar": False},
 )
-in_state("the_same_bytes", "where another one ends", {"l": [{"b": [0, 4]}, {"b": [0, 4]}]})
+in_state("the_same_bytes", "but the previous one ends", {"l": [{"b": [0, 4]}, {"b": [0, 4]}]})
 in_state("set_of_lists", "has no hash", {"set": [{"l": []}]})
 in_state("set_of_tuples_of_lists", "has no hash", {"set": [{"t": [{"t": [{"d": []}]}]}]})
 in_state("set_of_sets", "has no hash", {"frozenset": [{"set": []}]})
 in_state("set_of_slices", "has no hash", {"set": [{"slice": [{"v": 1}, {"v": 2}, {"v": 3}]}]})
-in_state("set_of_bytes", "is no node", {"set": "abc"})
+in_state("set_of_bytes", "is not a node", {"set": "abc"})
 in_state("member_twice", "2 members make a set of 1", {"set": [{"v": 1}, {"f": "0x1.0p+0"}]})
 in_state("complex_of_one", "are not 2 parts", {"complex": ["0x1.0p+0"]})
-in_state("complex_of_text", "invalid hexadecimal|is no number", {"complex": ["os", "system"]})
+in_state("complex_of_text", "invalid hexadecimal|is not a number", {"complex": ["os", "system"]})
 in_state("complex_beyond", "too large a number", {"complex": ["0x1.0p+9999", "0x1.0p+0"]})
-in_state("dtype_of_a_module", "is no dtype", {"torch.dtype": "load"})
-in_state("dtype_of_a_list", "is no dtype", {"torch.dtype": ["float32"]})
-in_state("size_of_text", "is no integer", {"torch.Size": ["x"]})
-in_state("size_beyond", "is no integer", {"torch.Size": [2**63]})
-in_state("range_beyond", "is no integer", {"range": [0, 2**70, 1]})
+in_state("dtype_of_a_module", "is not a dtype", {"torch.dtype": "load"})
+in_state("dtype_of_a_list", "is not a dtype", {"torch.dtype": ["float32"]})
+in_state("size_of_text", "is not an integer", {"torch.Size": ["x"]})
+in_state("size_beyond", "is not an integer", {"torch.Size": [2**63]})
+in_state("range_beyond", "is not an integer", {"range": [0, 2**70, 1]})
 in_state("range_of_four", "are not 3 parts", {"range": [0, 1, 1, 1]})
 in_state("range_of_no_steps", "steps of 0", {"range": [0, 5, 0]})
-in_state("range_of_flags", "is no integer", {"range": [False, True, True]})
-in_state("slice_of_code", "is no part of a slice", {"slice": [{"v": 1}, {"eval": "1"}, {"v": 1}]})
-in_state("slice_of_slices", "is no part of a slice", {"slice": [{"slice": []}, {"v": 1}, {"v": 1}]})
-in_state("path_of_numbers", "is no node", {"Path": 5})
-in_state("path_of_another_kind", "is no node", {"WindowsPath": "c:"})
-in_state("two_kinds", "is no node", {"complex": ["0x0p+0", "0x0p+0"], "range": [0, 1, 1]})
+in_state("range_of_flags", "is not an integer", {"range": [False, True, True]})
+in_state("slice_of_code", "not a part of a slice", {"slice": [{"v": 1}, {"eval": "1"}, {"v": 1}]})
+in_state("slice_of_slices", "not a part of a slice", {"slice": [{"slice": []}, {"v": 1}, {"v": 1}]})
+in_state("path_of_numbers", "is not a node", {"Path": 5})
+in_state("path_of_another_kind", "is not a node", {"WindowsPath": "c:"})
+in_state("two_kinds", "is not a node", {"complex": ["0x0p+0", "0x0p+0"], "range": [0, 1, 1]})
 
 
 def in_block(name: str, words: str, **fields: Any) -> None:
@@ -221,7 +223,7 @@ in_block("other_dtype", "bytes for", dtype="int8")
 in_block("dtype_of_objects", "dtype 'object'", dtype="object")
 in_block("without_a_path", "a path of 0 keys", path=[])
 in_block("deep_path", "a path of 5000 keys", path=["x"] * 5000)
-in_block("key_of_a_list", "path: .* is no text", path=["model", ["x"]])
+in_block("key_of_a_list", "path: .* is not text", path=["model", ["x"]])
 in_block("long_names", "of several sizes or types|are missing", path=["model", "x" * 4000])
 in_block("other_size", "several sizes or types", size=[4, 3, 9])
 
@@ -249,7 +251,7 @@ def a_file_twice(chain: list[Forged]) -> None:
     chain[-1].change_manifest(lambda manifest: manifest["files"].append(manifest["files"][0]))
 
 
-@named("is no plain file name")
+@named("is not a plain file name")
 def a_file_elsewhere(chain: list[Forged]) -> None:
     chain[-1].change_manifest(lambda manifest: manifest["files"][0].update(name="/etc/passwd"))
 
@@ -264,12 +266,12 @@ def more_chunks(chain: list[Forged]) -> None:
     chain[-1].change_manifest(lambda manifest: manifest["files"][0].update(chunks=10**9))
 
 
-@named("where the one before it ends")
+@named("but the previous one ends")
 def a_chunk_twice(chain: list[Forged]) -> None:
     chain[-1].entries.append(chain[-1].entries[0])
 
 
-@named("its chunks end at")
+@named("the chunks end at")
 def bytes_of_no_chunk(chain: list[Forged]) -> None:
     chain[-1].first.payload += b"more"
 
@@ -279,12 +281,12 @@ def an_index_in_latin_1(chain: list[Forged]) -> None:
     chain[-1].first.raw_index = '{"rank":0,"chunks":["é"]}'.encode("latin-1")
 
 
-@named("the key 'rank' stands there twice")
+@named("the key 'rank' appears twice")
 def a_key_twice(chain: list[Forged]) -> None:
     chain[-1].first.raw_index = b'{"rank":0,"rank":1,"chunks":[]}'
 
 
-@named("NaN is no number")
+@named("NaN is not a number")
 def not_a_number(chain: list[Forged]) -> None:
     chain[-1].first.raw_index = b'{"rank":NaN,"chunks":[]}'
 
@@ -501,7 +503,7 @@ def test_claims(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "/etc", "", ".."])
 def test_names_that_lead_elsewhere(name: str) -> None:
-    with pytest.raises(CheckpointNotFound, match="is no checkpoint's name"):
+    with pytest.raises(CheckpointNotFound, match="is not a checkpoint's name"):
         resolve(new_root(), name)
 
 
@@ -535,7 +537,7 @@ class TestWriters:
     def test_many_keys_of_which_one_is_there_twice(self) -> None:
         keys = [f'"{key}":0' for key in [*range(300_000), 299_999]]
         began = time.process_time()
-        with pytest.raises(ValueError, match="the key '299999' stands there twice"):
+        with pytest.raises(ValueError, match="the key '299999' appears twice"):
             parse_json(("{" + ",".join(keys) + "}").encode(), INDEX_BYTES)
         assert time.process_time() - began < 20  # its square took hours
 

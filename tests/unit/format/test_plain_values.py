@@ -115,7 +115,7 @@ class OwnSet(set[int]):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: {object()}, r"own\.k is a set with a object, which may not be equal"),
+        (lambda: {object()}, r"own\.k is a set with a object, which may not compare equal"),
         (lambda: {torch.zeros(1)}, r"own\.k is a set with a Tensor"),
         (lambda: {(1, (torch.zeros(1),))}, r"own\.k is a set with a Tensor"),
         (lambda: {Level.LOW, "x"}, r"own\.k is a .*Level"),

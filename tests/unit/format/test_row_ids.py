@@ -78,8 +78,6 @@ def test_round_trip_in_the_fewest_bytes(ids: np.ndarray) -> None:
 @given(SORTED_IDS, st.data())
 def test_every_encoding_is_read(ids: np.ndarray, data: st.DataObject) -> None:
     layouts = all_layouts(ids.tolist())
-    if int(ids[-1] - ids[0]) < 2**32:
-        layouts["offsets"] = (ids - ids[0]).astype("<u4").tobytes()
     encoding = data.draw(st.sampled_from(sorted(layouts)))
     content = data.draw(st.sampled_from([bytes, bytearray, memoryview]))(layouts[encoding])
     decoded = row_ids.decode(encoding, content, int(ids[0]), int(ids[-1]), len(ids))
@@ -205,9 +203,7 @@ def test_a_bomb_is_refused_unopened() -> None:
         ("bitmap", b"\x0b", 0, 9, 3),  # too short for the span
         ("bitmap", b"\x0a", 0, 3, 2),  # the first row isn't there
         ("bitmap", b"\x03", 0, 3, 2),  # the last row isn't there
-        ("offsets", bytes([0, 0, 0, 0, 3, 0, 0]), 0, 3, 2),  # cut off
-        ("offsets", bytes([0, 0, 0, 0, 3, 0, 0, 0, 2, 0, 0, 0, 5, 0, 0, 0]), 0, 5, 4),  # unsorted
-        ("offsets", bytes([0, 0, 0, 0, 3, 0, 0, 0, 3, 0, 0, 0]), 0, 3, 3),  # one twice
+        ("offsets", bytes([0, 0, 0, 0, 3, 0, 0, 0]), 0, 3, 2),  # an unknown encoding
         ("offsets", b"", 0, 0, 0),
         ("runs", b"", 0, 0, 1),
         ("range", b"\x00", 0, 3, 4),  # more bytes than none
