@@ -33,7 +33,8 @@ from torchrec_checknrun.restore.blocks import BlockRestore, saved_blocks
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.restore.content_tree import with_blocks
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import committed, newest, resolve
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.lease import latest_claim
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention

@@ -27,7 +27,8 @@ from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_index
 from torchrec_checknrun.format.row_chunk import rows_header
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import table_problems
-from torchrec_checknrun.root.chain import check_sizes, committed, read_manifest, resolve
+from torchrec_checknrun.root.chain import check_sizes, resolve
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import FOLDER
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder

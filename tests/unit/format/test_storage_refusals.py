@@ -20,7 +20,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk, read_indexes
-from torchrec_checknrun.root.chain import read_manifest
+from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
 
 

@@ -18,9 +18,9 @@ from torchrec_checknrun.errors import (
     StorageFailed,
 )
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.root import chain
-from torchrec_checknrun.root import prune as pruning
-from torchrec_checknrun.root.chain import committed, newest
+from torchrec_checknrun.root import chain, deletion
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import Holder, latest_claim
 from torchrec_checknrun.root.counting import counting_ids
 from torchrec_checknrun.root.lease import FOLDER, Lease
@@ -44,7 +44,7 @@ def root(tmp_path: Path) -> Folder:
 def commit(root: Folder, epoch: int = 0) -> Manifest:
     """A full checkpoint after all that there are."""
     there = committed(root)
-    before = chain.read_manifest(root, there[0]) if there else None
+    before = read_manifest(root, there[0]) if there else None
     made = write(root, ROWS, ALL, before, epoch=epoch)
     full = Manifest(**{**vars(made), "kind": "full", "parent": None}).sealed()
     (root / made.id).put(MANIFEST_NAME, full.to_bytes())
@@ -153,7 +153,9 @@ def test_a_leftover_that_is_committed_meanwhile(
     made = [commit(root), commit(root)]
     late = leftover(root, 9)
     monkeypatch.setattr(
-        pruning, "_delete", Once(pruning._delete, lambda: finish(root, late, made[1]))
+        deletion,
+        "delete_checkpoint",
+        Once(deletion.delete_checkpoint, lambda: finish(root, late, made[1])),
     )
     done = prune(root, Retention(1))
     assert list(done.verdict.delete) == [made[0].id]
@@ -169,7 +171,7 @@ def test_a_leftover_that_is_committed_while_it_is_deleted(
     made = commit(root)
     late = leftover(root, 9)
     monkeypatch.setattr(
-        pruning, "_delete_files", Once(pruning._delete_files, lambda: finish(root, late, made))
+        deletion, "_delete_files", Once(deletion._delete_files, lambda: finish(root, late, made))
     )
     done = prune(root, Retention(1))
     assert not done.leftovers

@@ -22,14 +22,8 @@ from torchrec_checknrun.format.manifest import (
     checkpoint_id,
 )
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import (
-    Chain,
-    committed,
-    highest_sequence,
-    newest,
-    read_manifest,
-    resolve,
-)
+from torchrec_checknrun.root.chain import Chain, newest, resolve
+from torchrec_checknrun.root.checkpoints import committed, highest_sequence, read_manifest
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.prune import prune

@@ -21,7 +21,8 @@ from torchrec_checknrun.format import checks
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root import claims
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import committed, newest, read_manifest
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import (
     FOLDER,
     Claim,

@@ -28,7 +28,8 @@ from torchrec_checknrun.restore import shared_root
 from torchrec_checknrun.restore.chunks import StorageReader
 from torchrec_checknrun.root import claims, lease, liveness
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import committed, has_manifest, newest, read_manifest
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.checkpoints import committed, has_manifest, read_manifest
 from torchrec_checknrun.root.claims import FOLDER, Holder
 from torchrec_checknrun.root.counting import counting_ids
 from torchrec_checknrun.root.lease import Lease

@@ -10,7 +10,8 @@ import pytest
 from tests.unit.chains import Part, write
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
-from torchrec_checknrun.root.chain import committed, newest, resolve
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.lease import FOLDER, Holder, Lease
 from torchrec_checknrun.root.prune import prune

@@ -11,7 +11,8 @@ from tests.unit.small_roots import FILE, ids, put
 from torchrec_checknrun.errors import CorruptCheckpoint, StorageFailed, StorageUnreachable
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import committed, newest, resolve
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
