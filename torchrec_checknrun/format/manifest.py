@@ -76,9 +76,9 @@ def require_sequence(sequence: int) -> None:
     """
     if sequence > LAST_SEQUENCE:
         raise CorruptCheckpoint(
-            f"no checkpoint can have the sequence number {sequence}: {LAST_SEQUENCE} is the last "
-            "one, which no run gets to. Look in the root for a directory with that number or a "
-            f"higher one, in its name or as `sequence` in its {MANIFEST_NAME}, and move it away"
+            f"no checkpoint can have the sequence number {sequence}: {LAST_SEQUENCE} is the last, "
+            "which no run reaches. Look in the root for a directory with that number or a higher "
+            f"one, in its name or as `sequence` in its {MANIFEST_NAME}, and move it away"
         )
 
 

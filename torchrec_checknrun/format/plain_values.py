@@ -115,7 +115,7 @@ def check_value(node: Node) -> Node:
     elif name == "range":
         _, _, step = _parts(content, 3, _as_integer)
         if not step:
-            raise ValueError("a range of steps of 0")
+            raise ValueError("a range with steps of 0")
     elif name == "slice":
         _parts(content, 3, _decode_leaf)
     elif name not in _PATHS or type(content) is not str:
@@ -175,7 +175,7 @@ def set_of(members: Sequence[Any], kind: type[set[Any]] | type[frozenset[Any]]) 
     try:
         found = kind(members)
     except TypeError as error:
-        raise CorruptCheckpoint(f"state tree: a set with a member of {error}") from None
+        raise CorruptCheckpoint(f"state tree: a set has a member of {error}") from None
     if len(found) != len(members):
         raise CorruptCheckpoint(f"state tree: {len(members)} members make a set of {len(found)}")
     return found

@@ -79,7 +79,7 @@ def _check_layout(file: RankFile, where: str) -> None:
     if end != file.size or file.index_length > INDEX_BYTES:
         raise CorruptCheckpoint(
             f"{where}: an index of {file.index_length} bytes at {file.index_offset} and a footer "
-            f"don't end a file of {file.size} bytes, or it is larger than {INDEX_BYTES} bytes"
+            f"don't end a file of {file.size} bytes, or the index exceeds {INDEX_BYTES} bytes"
         )
 
 

@@ -186,8 +186,8 @@ def newest(
             return chain, problems if chain is not None else [*problems, *find_forbidden(root)]
     raise StorageFailed(
         errno.EBUSY,
-        f"{root}: checkpoints come and go faster than they can be looked at, so that the newest "
-        "can't be told: end the process that writes there, or try again",
+        f"{root}: checkpoints come and go faster than they can be read, so that the newest is "
+        "unknown: end the process that writes there, or try again",
     )
 
 
@@ -202,7 +202,7 @@ def newest_required(root: Folder, *, answers: bool = False) -> Chain:
     if chain is not None:
         return chain
     if problems:
-        raise ChainBroken(f"{root} holds no whole chain: {'; '.join(problems)}")
+        raise ChainBroken(f"{root} holds no complete chain: {'; '.join(problems)}")
     raise CheckpointNotFound(f"no committed checkpoint in {root}")
 
 

@@ -214,7 +214,7 @@ def _parse(root: Folder, name: str) -> Manifest:
     except FileNotFoundError:
         raise CheckpointNotFound(
             f"no committed checkpoint {name!r} in {root} (no {MANIFEST_NAME}): its "
-            "save was interrupted, or the name or the root is another"
+            "save was interrupted, or the name or the root is wrong"
         ) from None
     return parse_manifest(data, f"{root}/{name}/{MANIFEST_NAME}")
 
@@ -225,8 +225,8 @@ def _read_small(root: Folder, name: str) -> bytes:
         raise CheckpointNotFound(f"{name!r} is not a checkpoint's name: give its id, as in {root}")
     if root.is_link(name):
         raise CorruptCheckpoint(
-            f"{root}/{name} is a symbolic link: a checkpoint is a directory of its root; copy it "
-            "there if it is wanted"
+            f"{root}/{name} is a symbolic link, where a checkpoint is a directory of its root: "
+            "copy the checkpoint there to use it"
         )
     return (root / name).read(MANIFEST_NAME, 0, MANIFEST_BYTES + 1)
 

@@ -178,9 +178,9 @@ class Claims:
             return self.latest
         what = "; ".join(f"{FOLDER}/{name}: {self.damaged[name]}" for name in self.undecided)
         raise ClaimDamaged(
-            f"{self.root} has a damaged claim ({what}), which says which checkpoints count: "
-            "nothing is restored, saved or deleted here until that is settled. A writer that lives "
-            f"writes it anew within a minute; else `checknrun repair {self.root}` does"
+            f"{self.root} has a damaged claim ({what}) that may decide which checkpoints count: "
+            "nothing is restored, saved or deleted here until it is fixed. A live writer rewrites "
+            f"it within a minute; otherwise run `checknrun repair {self.root}`"
         )
 
     def counts(self, id: str, epoch: int) -> bool | None:
@@ -226,7 +226,7 @@ def read_claim(root: Folder, epoch: int) -> Claim:
     data = (root / FOLDER).read(claim_name(epoch), 0, _MOST_BYTES + 1)
     fields = check_object(unseal(data, "claim", _MOST_BYTES), _CLAIM)
     if fields["epoch"] != epoch:
-        raise ValueError(f"it is the claim of epoch {fields['epoch']}: it was renamed or copied")
+        raise ValueError(f"the claim of epoch {fields['epoch']}, renamed or copied")
     return Claim(**fields)
 
 
@@ -244,7 +244,7 @@ def require_claim(root: Folder, id: str, epoch: int) -> None:
         raise ClaimDamaged(
             f"{root}/{id} was committed in epoch {epoch}, but {FOLDER}/ has no claim of that epoch "
             "or a later one: it was deleted, or the checkpoint was copied here. Only that claim "
-            f"says which checkpoints count: `checknrun repair {root}` writes it anew"
+            f"lists the checkpoints that count: run `checknrun repair {root}` to rewrite it"
         ) from None
 
 
@@ -267,7 +267,7 @@ def claim_name(epoch: int) -> str:
     """
     if epoch > LAST_EPOCH:
         raise CorruptCheckpoint(
-            f"{FOLDER}/epoch-{LAST_EPOCH}.json takes up the last number, which no run gets to: if "
+            f"{FOLDER}/epoch-{LAST_EPOCH}.json has the last number, which no run reaches: if "
             "nothing writes to this root, delete it"
         )
     return f"epoch-{epoch:08d}.json"
@@ -288,14 +288,14 @@ def _read_claims(root: Folder, every: bool) -> Claims:
     numbers = epochs(root)
     if not numbers and root.size(FOLDER) is not None:
         raise CorruptCheckpoint(
-            f"{root}/{FOLDER} is a file, where the directory of claims should be, which say what "
-            "counts: put that back, or remove the file and run `checknrun repair`"
+            f"{root}/{FOLDER} is a file, where the directory of claims should be: put the "
+            "directory back, or remove the file and run `checknrun repair`"
         )
     for epoch in reversed(numbers):
         try:
             claim = read_claim(root, epoch)
         except FileNotFoundError:
-            damaged[claim_name(epoch)] = "it is listed, but not there"
+            damaged[claim_name(epoch)] = "listed, but missing"
             continue
         except StorageUnreachable:
             raise
@@ -318,7 +318,7 @@ def _read_claims(root: Folder, every: bool) -> Claims:
 def _as_lease(value: object) -> float:
     seconds = as_measure(value)
     if not 0 < seconds <= _LONGEST_LEASE:
-        raise ValueError(f"{seconds} is not a lease: 0 to {_LONGEST_LEASE:g} seconds are")
+        raise ValueError(f"{seconds} is not a lease of 0 to {_LONGEST_LEASE:g} seconds")
     return seconds
 
 

@@ -98,7 +98,7 @@ class Lease:
         if expected is not None and claims.highest != expected:
             by = self._who(claims.highest)
             raise RootInUse(
-                f"{self._root} was claimed by {by} meanwhile: nothing was changed; look again"
+                f"{self._root} was claimed by {by} meanwhile: nothing was changed; try again"
             )
         # From the same listing: a later claim is either seen, or takes this number.
         number = max(claims.highest, above) + 1
@@ -155,7 +155,8 @@ class Lease:
                 raise RootInUse(f"{self._root} was given up by this process")
             epoch = self.claim.epoch
             if (ours := self._is_ours()) is None:
-                logger.warning("%s/%s is written anew", self._folder, self.claim.name)
+                name = self.claim.name
+                logger.warning("%s/%s was damaged or deleted: rewriting it", self._folder, name)
                 ours = self._write()
         if not ours:
             by = self._who(max([epoch, *self._newer(epoch)]))
@@ -228,8 +229,8 @@ class Lease:
             if is_fresh(self._root, name, watch=True):
                 raise RootInUse(
                     f"{self._folder}/{name} is damaged and was written less than "
-                    f"{LEASE_SECONDS:.0f} s ago, by whoever it was: give this run a root of its "
-                    "own; or, if no other process writes there, start it again in a minute"
+                    f"{LEASE_SECONDS:.0f} s ago: give this run a root of its own; or, if no other "
+                    "process writes there, start this run again in a minute"
                 )
 
     def _refuse_unless_free(self, latest: Claim, holder: Holder) -> None:
@@ -239,8 +240,8 @@ class Lease:
         by = f"{self._root} is written to by {latest.holder}, which {standing.why}"
         if standing.state != "alive":
             raise RootInUse(
-                f"{by}: end that process; or take the right to commit away from it with "
-                f"`checknrun unlock {self._root}`, which says whom that would hurt"
+                f"{by}: end that process; or revoke its right to commit with "
+                f"`checknrun unlock {self._root}`, which names the consequences"
             )
         if latest.holder.alive_here:
             raise RootInUse(f"{by}: give this run a root of its own, or end that process")
@@ -289,7 +290,8 @@ class Lease:
                 return None
         raise StorageFailed(
             errno.ENOENT,
-            f"{self._folder}/{claim_name(epoch)} was written, but can't be found: start again",
+            f"{self._folder}/{claim_name(epoch)} was written, but can't be found: start the run "
+            "again",
         )
 
     def _renew(self) -> None:

@@ -227,7 +227,7 @@ def _deciding_claim(root: Folder, own: Claim | None) -> Claim | None:
     if own is not None and (claim is None or claim.epoch < own.epoch):
         return own  # a listing lags behind
     if own is not None and claim is not None and claim.epoch > own.epoch:
-        raise RootInUse(f"{root} has another writer now: it decides what is deleted")
+        raise RootInUse(f"{root} has another writer now, which decides what is deleted")
     return claim
 
 
@@ -240,7 +240,7 @@ def _may_live(root: Folder, claim: Claim) -> bool:
     except StorageUnreachable:
         raise
     except StorageFailed as error:
-        logger.warning("it can't be told whether %s is written to: %s", root, error)
+        logger.warning("unknown whether a writer is at work in %s: %s", root, error)
         return True
 
 
@@ -256,7 +256,7 @@ def _fence(root: Folder, claim: Claim) -> bool:
     try:
         lease.acquire(lambda before: counting_ids(root, before), above=above, expected=claim.epoch)
     except RootInUse as error:
-        logger.warning("what was never committed stays: %s", error)
+        logger.warning("leftovers of failed saves stay: %s", error)
         return False
     lease.release()
     return True
@@ -301,9 +301,9 @@ def _check_readable(root: Folder, names: Iterable[str]) -> None:
             # It can't be restored, but a pin keeps it, and its parents with it.
             if PINNED in (root / name).names():
                 raise CorruptCheckpoint(
-                    f"nothing is deleted from {root}: {name} is pinned, and nothing tells what it "
-                    f"needs, since its manifest can't be read: {error}. Put that right, or "
-                    f"`checknrun unpin {root} {name}`"
+                    f"nothing is deleted from {root}: {name} is pinned, but the checkpoints that "
+                    f"it needs are unknown, since its manifest can't be read: {error}. Repair the "
+                    f"manifest, or run `checknrun unpin {root} {name}`"
                 ) from error
 
 
@@ -357,7 +357,7 @@ class Pruner:
         try:
             done = self._prune(sequence)
         except Exception as error:
-            logger.warning("old checkpoints were not all deleted, the next try follows: %s", error)
+            logger.warning("pruning failed, the next commit tries again: %s", error)
             return
         for problem in done.problems:
             if problem not in self._told:

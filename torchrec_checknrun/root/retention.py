@@ -44,14 +44,14 @@ class Retention:
     def __post_init__(self) -> None:
         if not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1:
             raise ValueError(
-                f"keep must be at least 1, in whole ones, not {self.keep!r}: to keep all, give "
-                "retention=None"
+                f"keep must be an int of at least 1, not {self.keep!r}: to keep all checkpoints, "
+                "give retention=None"
             )
         hours = self.every_hours
         is_number = isinstance(hours, (int, float)) and not isinstance(hours, bool)
         if hours is not None and not (is_number and hours >= 0.001):
             raise ValueError(
-                f"every_hours must be positive, a number of hours, not {hours!r}: give at least "
+                f"every_hours must be a positive number of hours, not {hours!r}: give at least "
                 "0.001, such as 6, or None"
             )
 
@@ -253,12 +253,12 @@ def pin_problem(root: Folder, id: str) -> str | None:
         data = (root / id).read(PINNED, 0, _MOST_BYTES + 1)
         if unseal(data, "pin", _MOST_BYTES) == {"id": id}:
             return None
-        what = "it is another checkpoint's"
+        what = "the pin of another checkpoint"
     except FileNotFoundError:
         return None
     except (ValueError, CorruptCheckpoint) as error:
         what = str(error)
     return (
         f"{root}/{id}/{PINNED}: {what}. It keeps the checkpoint nevertheless; `checknrun repair "
-        f"{root}` writes it anew, `checknrun unpin` takes it away"
+        f"{root}` rewrites it, `checknrun unpin` removes it"
     )

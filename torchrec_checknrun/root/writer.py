@@ -140,7 +140,8 @@ class RootWriter:
             self._lineage.force_full()
             raise SaveFailed(
                 f"{gone}, which this checkpoint builds on, was deleted from {self._root}, or files "
-                "of it: the next one is full. Leave deleting to `retention` or `checknrun prune`"
+                "of it: the next checkpoint is full. Leave deletions to `retention` or `checknrun "
+                "prune`"
             )
         assert header.sequence is not None, "it was decided"
         if (newer := self._taken(header.sequence)) is not None:
