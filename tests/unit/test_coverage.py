@@ -1,4 +1,4 @@
-"""Parts that make up a whole, beside a count of every value; pieces of a part."""
+"""Parts that make up a whole, compared with a count of every value; pieces of a part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrec_checknrun.boxes import MOST_SPLIT, Box, overlap, tiles
 
 @st.composite
 def parts_within(draw: st.DrawFn) -> tuple[Box, list[Box]]:
-    """Cuts of a whole, some of them then lost, doubled or moved."""
+    """Draw cuts of a whole, some of them then lost, doubled or moved."""
     whole = Box(tuple(draw(st.lists(st.sampled_from([(0, 1), (3, 7), (2, 4)]), max_size=4))))
     parts = draw(tilings(whole))
     for _ in range(draw(st.integers(0, 2))):
@@ -45,7 +45,7 @@ def test_an_overlap_as_large_as_the_gap() -> None:
 
 
 def test_more_cuts_than_can_be_looked_at() -> None:
-    """A stranger's blocks are not to take hours."""
+    """Untrusted blocks must not take hours."""
     halves = [((0, 1), (1, 2))] * (MOST_SPLIT + 1)
     parts: Any = [Box(spans) for spans in product(*halves)]
     assert not tiles(Box.whole([2] * (MOST_SPLIT + 1)), parts)

@@ -25,7 +25,7 @@ class TestDirectSaves:
         return dcp.save({}, storage_writer=StorageWriter(path), planner=planner).planner_data
 
     def check(self, path: Path, model: nn.Module) -> None:
-        """The checkpoint holds what the model holds."""
+        """Check that the checkpoint equals the model."""
         fresh = make_model()
         other = track(fresh)
         for shard in other.shards:
@@ -82,7 +82,7 @@ class TestDirectSaves:
     def test_a_rise_in_width_needs_a_full_checkpoint(
         self, model: nn.Module, tracked: TrackedModel, tmp_path: Path
     ) -> None:
-        """Else rows that are not written again would keep their loss under an exact checkpoint."""
+        """Otherwise rows not written again would keep their loss under an exact checkpoint."""
         kinds = []
         for i, bits in enumerate([8, 4, 8, 8, None, 8, None]):
             train(model, a=[[i]])

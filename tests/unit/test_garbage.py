@@ -1,4 +1,4 @@
-"""The garbage collector is paused only within."""
+"""The garbage collector is paused only within the context."""
 
 from __future__ import annotations
 

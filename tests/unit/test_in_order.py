@@ -1,4 +1,4 @@
-"""Threads that do things at their own pace and pass one point one after the other, step by step."""
+"""Threads that work at their own pace but pass one point in order, step by step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_turns_come_in_order_and_one_at_a_time(threads: int) -> None:
 def test_turns_of_a_lane_come_step_by_step(
     things: list[tuple[int, bool, bool]], threads: int
 ) -> None:
-    """Each thing has a lane, may begin a new step there, and may do without its turn."""
+    """Each task has a lane, may begin a new step there, and may skip its turn."""
     steps = [0, 0, 0]
     stages: list[tuple[int, int]] = []
     for lane, begins, _ in things:
@@ -100,7 +100,7 @@ def test_other_lanes_and_the_same_step_are_not_waited_for(stages: list[Stage]) -
 
 
 def test_a_step_waits_for_the_one_before_the_last() -> None:
-    """Though all of the last one did without their turns."""
+    """Even if all tasks of the last step skipped their turns."""
     passed = []
 
     def work(number: int, turn: Turn) -> None:

@@ -1,4 +1,4 @@
-"""Rows' bytes to other places: what plain indexing of NumPy does, compiled and not."""
+"""Copies of rows equal NumPy's plain indexing, compiled and not."""
 
 from unittest.mock import patch
 

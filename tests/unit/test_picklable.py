@@ -1,4 +1,4 @@
-"""Every error can be sent, if need be as another one that says the same."""
+"""Every error can be sent, if need be as another one with the same message."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchrec_checknrun.ranks import picklable, picklable_errors
 
 
 class TwoArguments(Exception):
-    """Is pickled, but can't be read again."""
+    """An error that can be pickled, but not unpickled."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path}: {why}")
 
 
 class Holds(OSError):
-    """Holds what can't be pickled."""
+    """An error that can't be pickled."""
 
     def __init__(self) -> None:
         super().__init__("connection lost")

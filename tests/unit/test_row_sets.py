@@ -1,4 +1,4 @@
-"""Sets of rows, a bit each: the same rows as plain numpy finds, also over the edges of blocks."""
+"""Sets of rows, a bit each, equal plain NumPy results, also across block edges."""
 
 from unittest.mock import patch
 

@@ -1,4 +1,4 @@
-"""State objects come back as they were, without pickle; what can't is refused by its key."""
+"""State objects return unchanged, without pickle; other objects are refused by their key."""
 
 import json
 import math
@@ -41,7 +41,7 @@ NUMPY_DTYPES = ["?", "i1", "<i2", ">i4", "<i8", "u1", ">u2", "<u8", "<f2", ">f4"
 
 
 def round_trip(value: object) -> Any:
-    """As it goes to storage and back: the tree as JSON in an index, the pieces as bytes."""
+    """Take a value to storage and back: the tree as JSON in an index, the pieces as bytes."""
     tree, pieces = encode_state(value, "state")
     return decode_state(json.loads(json.dumps(tree)), b"".join(pieces))
 
@@ -52,7 +52,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(actual: object, wanted: object) -> None:
-    """Equal to the bit, types included."""
+    """Compare to the bit, types included."""
     if isinstance(wanted, torch.Tensor):
         assert isinstance(actual, torch.Tensor)
         assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)

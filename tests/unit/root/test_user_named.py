@@ -91,7 +91,7 @@ def test_storage_that_fails_is_no_damage(
 
 
 def test_a_directory_of_somebody_else(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As lost+found, which only its owner may look into."""
+    """A directory such as lost+found, which only its owner may look into."""
     first = put(root, 1)
     (root / "lost+found").create()
     (root / "lost+found").put("x", b"")
