@@ -27,7 +27,8 @@ from torchrec_checknrun.model.state_dict import (
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.restore.chunks import StorageReader
 from torchrec_checknrun.restore.plan import LoadPlanner
-from torchrec_checknrun.root.chain import Chain, read_manifest
+from torchrec_checknrun.root.chain import Chain
+from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.save.commit import StorageWriter
 from torchrec_checknrun.save.items import Items
 from torchrec_checknrun.save.plan import CheckpointPlanner, Prepared, summarize

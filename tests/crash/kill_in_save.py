@@ -25,7 +25,7 @@ from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.restore.chunks import StorageReader
 from torchrec_checknrun.restore.plan import LoadPlanner
-from torchrec_checknrun.root import prune
+from torchrec_checknrun.root import deletion
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.run import saver
 from torchrec_checknrun.save.commit import StorageWriter
@@ -130,7 +130,7 @@ class Bomb:
         _replace(StagedJob, "encode", die_or_encode)
 
     def _arm_retention(self) -> None:
-        delete_all, delete = prune._delete, Folder.delete
+        delete_all, delete = deletion.delete_checkpoint, Folder.delete
         deleting: list[Folder] = []
 
         def delete_all_here(folder: Folder) -> None:
@@ -142,7 +142,7 @@ class Bomb:
             if self.kill.point == kills.RETENTION and deleting and name != MANIFEST_NAME:
                 self.explode()
 
-        _replace(prune, "_delete", delete_all_here)
+        _replace(deletion, "delete_checkpoint", delete_all_here)
         _replace(Folder, "delete", delete_and_die)
 
     def _arm_save(self) -> None:

@@ -1,4 +1,4 @@
-"""Plain states through ``dcp.save`` and ``dcp.load`` in one process, and what made them fail."""
+"""Plain states through ``dcp.save`` and ``dcp.load`` in one process, and the errors raised."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ State = dict[str, Any]
 
 
 class Counter:
-    """A Stateful, as DCP knows them."""
+    """A stateful object as DCP expects it."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -64,7 +64,7 @@ def load(root: Folder, name: str, state: State) -> None:
 
 
 def cause(act: Callable[[], object]) -> Exception:
-    """The error that made DCP fail."""
+    """Return the error that made DCP fail."""
     with pytest.raises(CheckpointException) as raised:
         act()
     ((error, _),) = raised.value.failures.values()

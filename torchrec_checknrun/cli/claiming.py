@@ -9,7 +9,7 @@ import typer
 
 from torchrec_checknrun.cli.output import Root, SomeIds, open_root, print_table, say
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.root.empty_root import require_root
+from torchrec_checknrun.root.checkpoints import require_root
 from torchrec_checknrun.tools.control_records import Damage, find_damage
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do it without asking.")]

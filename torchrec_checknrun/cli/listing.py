@@ -18,7 +18,7 @@ from torchrec_checknrun.cli.output import (
 from torchrec_checknrun.errors import CheckpointNotFound
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.root.catalog import Inventory, Listed, inventory
-from torchrec_checknrun.root.chain import read_manifest
+from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format.manifest import sequence_of
-from torchrec_checknrun.root.chain import committed
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import masked
 

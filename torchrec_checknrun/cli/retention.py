@@ -18,7 +18,7 @@ from torchrec_checknrun.cli.output import (
 )
 from torchrec_checknrun.errors import CheckpointNotFound
 from torchrec_checknrun.root import prune as pruning
-from torchrec_checknrun.root.empty_root import require_root
+from torchrec_checknrun.root.checkpoints import require_root
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.retention import pin as pin_checkpoint
 from torchrec_checknrun.root.retention import unpin as unpin_checkpoint

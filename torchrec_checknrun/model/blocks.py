@@ -14,8 +14,8 @@ import torch
 
 from torchrec_checknrun.boxes import Box, Span, overlap, tiles
 from torchrec_checknrun.errors import InvalidPlan
-from torchrec_checknrun.format.block_chunk import KIND, BlockHeader, Path, decode_block, name_of
-from torchrec_checknrun.format.chunk import EncodedChunk, Entry, dtype_name
+from torchrec_checknrun.format.block_chunk import BlockHeader, Path, decode_block, name_of
+from torchrec_checknrun.format.chunk import BLOCK, EncodedChunk, Entry, dtype_name
 from torchrec_checknrun.format.state import raw_bytes
 
 
@@ -66,7 +66,7 @@ class Block:
     def encode(self, piece: Box) -> EncodedChunk:
         """Encode a piece as a chunk, whose bytes are the live memory where possible."""
         entry: Entry = {
-            "kind": KIND,
+            "kind": BLOCK,
             "path": list(self.path),
             "dtype": dtype_name(self.tensor.dtype),
             "size": list(self.size),

@@ -23,11 +23,9 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.chunk import Entry
+from torchrec_checknrun.format.chunk import ROWS, Entry
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk, read_indexes
-from torchrec_checknrun.format.row_chunk import KIND
-from torchrec_checknrun.format.row_chunk import KIND as ROWS
 from torchrec_checknrun.root.chain import Chain, resolve
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import Turn, run_in_order
@@ -87,7 +85,7 @@ def table_problems(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterato
     rows: dict[str, Counter[Columns]] = {name: Counter() for name in manifest.tables}
     for chunk in chunks:
         entry = chunk.entry
-        if entry["kind"] != KIND:
+        if entry["kind"] != ROWS:
             continue
         name, size = entry["table"], (entry["table_rows"], entry["table_dim"])
         table = manifest.tables.get(name)

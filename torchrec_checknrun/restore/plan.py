@@ -21,20 +21,17 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.format.block_chunk import KIND as BLOCKS
-from torchrec_checknrun.format.chunk import Entry, decode_state_chunk, state_tree
-from torchrec_checknrun.format.collision_chunk import KIND as COLLISIONS
-from torchrec_checknrun.format.reader import StoredChunk
-from torchrec_checknrun.format.row_chunk import KIND as ROWS
-from torchrec_checknrun.format.state import (
-    SHARDED,
-    Tree,
-    check_state,
-    common_state,
-    is_sharded,
-    merge_state,
-    tree_items,
+from torchrec_checknrun.format.chunk import (
+    BLOCK,
+    COLLISIONS,
+    ROWS,
+    STATE,
+    Entry,
+    decode_state_chunk,
+    state_tree,
 )
+from torchrec_checknrun.format.reader import StoredChunk
+from torchrec_checknrun.format.state import SHARDED, Tree, is_sharded, tree_items
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.hand_written import mark_memory
@@ -55,6 +52,7 @@ from torchrec_checknrun.restore.collisions import CollisionRestore, check_names
 from torchrec_checknrun.restore.content_tree import conversions, tensor_paths, with_blocks
 from torchrec_checknrun.restore.fit import Fit, match_tables
 from torchrec_checknrun.restore.rows import RowRestore
+from torchrec_checknrun.restore.state_fit import check_state, common_state, merge_state
 from torchrec_checknrun.shards import LocalShard, TableShape
 
 logger = logging.getLogger(__name__)
@@ -133,7 +131,7 @@ class LoadPlanner(DcpLoadPlanner):
             )
         self._content = content
         self._state_dict = state_dict
-        self._saved_blocks: SavedBlocks = saved_blocks(self._entries(BLOCKS))
+        self._saved_blocks: SavedBlocks = saved_blocks(self._entries(BLOCK))
         self._by_blocks: set[int] = set()
         self._from_trees: set[int] = set()
         if self._tracked is None:
@@ -179,7 +177,7 @@ class LoadPlanner(DcpLoadPlanner):
             self._rows.load(value, self._dry_run)
         elif kind == "state":
             self._load_state(value)
-        elif kind == BLOCKS:
+        elif kind == BLOCK:
             payload = value.payload()
             if not self._dry_run:
                 self._blocks.load(value.entry, payload)
@@ -331,7 +329,7 @@ class LoadPlanner(DcpLoadPlanner):
         """The head's state objects: by name and rank (None: all ranks have it alike)."""
         found: dict[str, dict[int | None, StoredChunk]] = {}
         for chunk in self._content.chunks[-1]:
-            if chunk.entry["kind"] == "state":
+            if chunk.entry["kind"] == STATE:
                 found.setdefault(chunk.entry["name"], {})[chunk.entry["rank"]] = chunk
         return found
 

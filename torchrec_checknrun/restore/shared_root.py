@@ -9,7 +9,7 @@ from itertools import islice
 
 from torchrec_checknrun.errors import CheckNRunError, RootNotShared, StorageFailed
 from torchrec_checknrun.ranks import Ranks, listed, ranks_text
-from torchrec_checknrun.root.chain import committed, has_manifest
+from torchrec_checknrun.root.checkpoints import committed, has_manifest
 from torchrec_checknrun.store.folder import Folder
 
 PATIENCE_SECONDS = 40.0

@@ -39,7 +39,8 @@ from torchrec_checknrun.format.rank_file import (
     add_totals,
     write_rank_file,
 )
-from torchrec_checknrun.root.chain import check_sizes, highest_sequence
+from torchrec_checknrun.root.chain import check_sizes
+from torchrec_checknrun.root.checkpoints import highest_sequence
 from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.lineage import note_number
 from torchrec_checknrun.save.plan import CheckpointPlanner, GlobalPlan, OwnStorage

@@ -15,7 +15,7 @@ import xxhash
 
 from torchrec_checknrun.dense.param_groups import OWNERS
 from torchrec_checknrun.dense.wrappers import WRAPPERS
-from torchrec_checknrun.format.chunk import EncodedChunk, Entry
+from torchrec_checknrun.format.chunk import STATE, EncodedChunk, Entry
 from torchrec_checknrun.format.state import Tree, tree_items
 
 _WITH_BYTES = ("b", "x", "n")
@@ -48,7 +48,7 @@ class Digest:
     @classmethod
     def of(cls, chunk: EncodedChunk) -> Digest:
         """Digest a chunk: a state object's tree and payload, any other one's entry and bytes."""
-        if chunk.entry["kind"] != "state":
+        if chunk.entry["kind"] != STATE:
             digest = _plain_digest(chunk.entry, chunk.pieces)
             return cls(digest, b"", digest)
         read = _reader([memoryview(piece) for piece in chunk.pieces])

@@ -26,11 +26,11 @@ from torchrec_checknrun.errors import (
     RootInUse,
 )
 from torchrec_checknrun.format import row_ids
-from torchrec_checknrun.format.chunk import DECODED_BYTES, EncodedChunk, Entry, Sections
+from torchrec_checknrun.format.chunk import DECODED_BYTES, ROWS, EncodedChunk, Entry, Sections
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, new_id
 from torchrec_checknrun.format.rank_file import FileSummary, Job, add_totals, write_rank_file
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
-from torchrec_checknrun.format.row_chunk import KIND, RowsHeader
+from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.format.state import raw_bytes
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
@@ -194,7 +194,7 @@ class _Compaction:
                     parts = self._parts.setdefault(header.table, {})
                     parts.setdefault(columns, []).append((chunk, header))
                     self._bytes += chunk.entry["length"]
-        self._bytes += sum(c.entry["length"] for c in self._head if c.entry["kind"] != KIND)
+        self._bytes += sum(c.entry["length"] for c in self._head if c.entry["kind"] != ROWS)
         self._gone_through = 0
         for table, parts in self._parts.items():
             self._check(table, parts)
@@ -209,7 +209,7 @@ class _Compaction:
             for columns, chunks in parts.items():
                 yield from self._rows(table, columns, chunks)
         for chunk in self._head:
-            if chunk.entry["kind"] != KIND:
+            if chunk.entry["kind"] != ROWS:
                 yield _Job(self._copy(chunk, read_chunk(self._root, chunk)))
                 self._step(chunk)
 

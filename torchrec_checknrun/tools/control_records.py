@@ -13,7 +13,7 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
 )
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.root.chain import committed, read_manifest
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import FOLDER, claim_epoch, read_claims, require_claim
 from torchrec_checknrun.root.retention import pin_problem
 from torchrec_checknrun.store.folder import Folder

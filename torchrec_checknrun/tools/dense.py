@@ -15,9 +15,8 @@ import torch
 
 from torchrec_checknrun.boxes import Box, tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.format.block_chunk import KIND as BLOCK
 from torchrec_checknrun.format.block_chunk import BlockHeader, block_header, decode_block, name_of
-from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.chunk import BLOCK, STATE, decode_state_chunk
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.store.folder import Folder
 
@@ -46,7 +45,7 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
         raise CorruptCheckpoint(problem)
     for chunk in chunks:
         entry = chunk.entry
-        if entry["kind"] == "state":
+        if entry["kind"] == STATE:
             content = decode_state_chunk(entry, read_chunk(root, chunk))
             name = str(entry["name"])
             prefix = name if entry["rank"] is None else f"{name}.rank{entry['rank']}"

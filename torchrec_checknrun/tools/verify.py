@@ -18,18 +18,17 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.block_chunk import KIND as BLOCK
 from torchrec_checknrun.format.block_chunk import block_header, decode_block
-from torchrec_checknrun.format.chunk import decode_state_chunk
-from torchrec_checknrun.format.collision_chunk import KIND as COLLISIONS
+from torchrec_checknrun.format.chunk import BLOCK, COLLISIONS, ROWS, STATE, decode_state_chunk
 from torchrec_checknrun.format.collision_chunk import collision_facts
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import read_footer
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_indexes
-from torchrec_checknrun.format.row_chunk import KIND, rows_header
+from torchrec_checknrun.format.row_chunk import rows_header
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import table_problems
-from torchrec_checknrun.root.chain import check_sizes, committed, read_manifest, resolve
+from torchrec_checknrun.root.chain import check_sizes, resolve
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import FOLDER
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
@@ -205,7 +204,7 @@ class _Verification:
         kinds = dict(self._kinds[manifest.id])
         told = set()
         for chunk in chunks:
-            if chunk.entry["kind"] != KIND:
+            if chunk.entry["kind"] != ROWS:
                 continue
             name, dtype = chunk.entry["table"], chunk.entry["weight"]["dtype"]
             states = frozenset(state["name"] for state in chunk.entry["optimizer"])
@@ -280,7 +279,7 @@ def _missing_states(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterat
     """State objects that a manifest promises and no chunk holds."""
     ranks: dict[str, set[int | None]] = {name: set() for name in manifest.states}
     for chunk in chunks:
-        if chunk.entry["kind"] == "state" and chunk.entry["name"] in ranks:
+        if chunk.entry["kind"] == STATE and chunk.entry["name"] in ranks:
             ranks[chunk.entry["name"]].add(chunk.entry["rank"])
     for name, of_ranks in ranks.items():
         if not manifest.states[name]:
@@ -295,7 +294,7 @@ def _missing_states(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterat
 def _decode(chunk: StoredChunk, payload: memoryview) -> np.ndarray | None:
     """Decodes all of a chunk; returns the ids if it is rows."""
     entry = chunk.entry
-    if entry["kind"] == KIND:
+    if entry["kind"] == ROWS:
         rows = StoredRows(rows_header(entry), payload)
         for _ in rows.blocks(slice(0, rows.header.count)):
             pass
@@ -325,7 +324,7 @@ def _gaps(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
             yield f"{manifest.id}/{file.name}: {file.index_offset - ends} bytes are of no chunk"
     stored = dict.fromkeys(manifest.tables, 0)
     for chunk in chunks:
-        if chunk.entry["kind"] == KIND:
+        if chunk.entry["kind"] == ROWS:
             first, last = chunk.entry["columns"]
             name = chunk.entry["table"]
             stored[name] = stored.get(name, 0) + chunk.entry["count"] * (last - first)

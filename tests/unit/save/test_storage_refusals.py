@@ -1,4 +1,4 @@
-"""What planners and storage refuse: partners, states and files that don't fit, each by its name."""
+"""Planners and storage refuse unsuitable partners, states and files, each by its name."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk, read_indexes
-from torchrec_checknrun.root.chain import read_manifest
+from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
 
 
@@ -40,7 +40,7 @@ class TestPartnersThatDontFit:
         assert MANIFEST_NAME not in (disk / "first").names()
 
     def test_our_planner_with_dcps_writer(self, disk: Folder) -> None:
-        """It would write, but without the index that says what the bytes are."""
+        """Otherwise it would write without the index that describes the bytes."""
         error = cause(
             lambda: dcp.save(
                 example(),
