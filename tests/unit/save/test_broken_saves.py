@@ -254,7 +254,7 @@ def test_a_state_that_can_t_be_asked_is_named(
         train(job, saver)
         with monkeypatch.context() as patch:
             patch.setattr(job, "state_dict", once(job.state_dict, KeyError("cursor")))
-            with pytest.raises(SaveFailed, match=r"'job' .*rank 0 KeyError: 'cursor'\. .*mend"):
+            with pytest.raises(SaveFailed, match=r"'job' .*rank 0 KeyError: 'cursor'\. .*fix"):
                 saver.save()
         saver.save()
         wanted = gather(job)
