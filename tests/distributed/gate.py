@@ -20,9 +20,10 @@ import torch.distributed.checkpoint as dcp
 
 from tests.distributed.sequence_model import Point, Way
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
-from torchrec_checknrun.save.background import Background, Save
+from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.commit import StorageWriter
 from torchrec_checknrun.save.process import WriteProcess
+from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.new_file import NewFile
 

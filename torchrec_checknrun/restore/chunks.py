@@ -1,4 +1,4 @@
-"""Read what a chain holds: its files' indexes, and its chunks by several threads, each verified."""
+"""Read a chain: the indexes of its files, and its chunks by several threads, each one verified."""
 
 from __future__ import annotations
 
@@ -26,31 +26,36 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.chunk import Entry
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk, read_indexes
-from torchrec_checknrun.format.row_chunk import KIND
 from torchrec_checknrun.format.row_chunk import KIND as ROWS
 from torchrec_checknrun.root.chain import Chain, resolve
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import Turn, run_in_order
 
+_THREADS = 8
+_CHUNKS_AT_ONCE = 3
+"""Memory for all threads, in sizes of the largest chunk's decoded rows."""
+_IDS_BYTES = 24
+
 
 @dataclass(frozen=True)
 class ChainContent:
-    """A chain with the index of every file in it, checkpoints oldest first."""
+    """A chain with the chunks of each checkpoint, from the files' indexes, oldest first."""
 
     chain: Chain
     chunks: tuple[tuple[StoredChunk, ...], ...]
 
 
 class ReadableChunk(io.BytesIO):
-    """A stored chunk for the planner, which may find that it needs no byte of it.
+    """A stored chunk to be loaded, whose bytes are read only on demand.
 
-    A BytesIO because DCP's planners are given those.
+    A BytesIO because DCP passes those to planners.
 
     Args:
-        key: which chunk of the chain.
-        read: gives its bytes, verified, in memory that may be used again once it is loaded.
-        turn: entered by what one thread at a time must do, when several load chunks, and after what
-            the plan has of the table's other checkpoints before.
+        key: the chunk's key within the chain.
+        entry: the chunk's index entry.
+        read: returns the verified bytes, in memory that is reused once the chunk is loaded.
+        turn: a context that one thread at a time enters, after the turns of the table's chunks of
+            checkpoints that come before in the plan.
     """
 
     def __init__(self, key: str, entry: Entry, read: Callable[[], memoryview], turn: Turn) -> None:
@@ -62,13 +67,14 @@ class ReadableChunk(io.BytesIO):
 
 
 def read_content(root: Folder, chain: Chain) -> ChainContent:
-    """Reads the chunk indexes of a chain.
+    """Read the chunk indexes of a chain.
 
-    The tables are of the size that the manifests say, so that memory of it may be taken.
+    Checks that the tables have the sizes given in the manifests, so that memory of these sizes may
+    be taken.
 
     Raises:
-        CorruptCheckpoint: an index is missing, or differs from what the manifest says of it or of
-            the tables; or the full checkpoint isn't full.
+        CorruptCheckpoint: an index is missing, or differs from the manifest; or the full checkpoint
+            isn't full.
     """
     content = ChainContent(
         chain, tuple(read_indexes(root, manifest) for manifest in chain.manifests)
@@ -80,14 +86,14 @@ def read_content(root: Folder, chain: Chain) -> ChainContent:
 
 
 def table_problems(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
-    """How tables that a manifest has aren't those of its chunks, as far as indexes tell: at most
-    two lines for each table.
+    """Compare a manifest's tables with the indexes of its chunks; yield at most two problems for
+    each table.
     """
     others: dict[str, str] = {}
     rows: dict[str, Counter[Columns]] = {name: Counter() for name in manifest.tables}
     for chunk in chunks:
         entry = chunk.entry
-        if entry["kind"] != KIND:
+        if entry["kind"] != ROWS:
             continue
         name, size = entry["table"], (entry["table_rows"], entry["table_dim"])
         table = manifest.tables.get(name)
@@ -109,10 +115,10 @@ def table_problems(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterato
 
 
 def _gap(name: str, table: TableTotals, rows: Counter[Columns]) -> str:
-    """Columns of which a full checkpoint has too few rows, or too many.
+    """Describe columns of which a full checkpoint has too few or too many rows; empty if none.
 
     Args:
-        rows: by the columns of chunks, how many rows they have.
+        rows: number of rows by the columns of chunks.
     """
     changes: Counter[int] = Counter()
     for (first, last), count in rows.items():
@@ -131,28 +137,18 @@ def _gap(name: str, table: TableTotals, rows: Counter[Columns]) -> str:
     return ""
 
 
-_THREADS = 8
-
-
-_CHUNKS_AT_ONCE = 3
-"""Of the size that the largest chunk's rows have in memory: what all threads may take."""
-
-
-_IDS_BYTES = 24
-
-
 class StorageReader(DcpStorageReader):
-    """Reads a checkpoint, and the ones it is differential to.
+    """Reads a checkpoint and its parents, for ``dcp.load(…, storage_reader=…)``.
 
     Args:
-        path: the checkpoint's directory, a path or fsspec URL; one that is open is not opened
-            again, and its ``timeout_seconds`` are kept.
-        chain: what a restore needs, if that is decided already; else it is looked up.
-        threads: how many read; None: one for each CPU of this process, up to 8. However many, they
-            take no more memory than a few chunks do.
+        path: the checkpoint's directory, a path or fsspec URL; an open folder keeps its
+            ``timeout_seconds``.
+        chain: the chain to read; None: found by its head.
+        threads: number of reading threads; None: one for each CPU of this process, up to 8. Memory
+            stays at a few chunks, however many threads read.
 
     Raises:
-        ValueError: no thread.
+        ValueError: ``threads`` is less than 1.
     """
 
     def __init__(
@@ -177,7 +173,7 @@ class StorageReader(DcpStorageReader):
             self._folder, self._chain = Folder(checkpoint_id), None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The chain and all chunks in it; the planner raises what went wrong, by its own type."""
+        """Read the chain's indexes; an error is raised by the planner, with its own type."""
         content: ChainContent | CheckNRunError | OSError
         try:
             if self._chain is None:
@@ -185,7 +181,7 @@ class StorageReader(DcpStorageReader):
             content = read_content(self._folder.parent, self._chain)
             self._chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
         except (CheckNRunError, OSError) as error:
-            content = error  # DCP would turn an exception into a message of its own
+            content = error  # DCP would replace an exception by a message of its own
         return Metadata(_ForLoadPlannerOnly(), planner_data=content)
 
     def set_up_storage_reader(
@@ -200,13 +196,13 @@ class StorageReader(DcpStorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Gives the planner its chunks; those of table rows by several threads, each chunk with its
-        turn in the plan's order. Every chunk is verified before the planner sees a byte of it.
+        """Pass the planned chunks to the planner; chunks of rows by several threads, with turns in
+        the plan's order. Every chunk is verified before the planner sees a byte of it.
         """
         items = [(item, self._chunks[item.storage_index.fqn]) for item in plan.items]
         rows = [(item, chunk) for item, chunk in items if chunk.entry["kind"] == ROWS]
         longest = max((chunk.entry["length"] for _, chunk in rows), default=0)
-        # Of these only so many are ever touched as chunks are loaded at once.
+        # As many are touched as chunks are loaded at once.
         free = [np.empty(longest, dtype=np.uint8).data for _ in range(self._threads)]
 
         def load(number: int, turn: Turn) -> None:
@@ -214,7 +210,7 @@ class StorageReader(DcpStorageReader):
             try:
                 self._load(*rows[number], planner, turn, memory)
             except StorageUnreachable:
-                raise  # a read that was given up may still fill it
+                raise  # an abandoned read may still write to the memory
             except BaseException:
                 free.append(memory)
                 raise
@@ -246,19 +242,19 @@ class StorageReader(DcpStorageReader):
 
 
 def _memory(chunk: StoredChunk) -> int:
-    """Bytes that it takes to load a chunk of rows: its own, and their ids in several forms."""
+    """Return the bytes that loading a chunk of rows takes: its own, and the ids in several forms."""
     return int(chunk.entry["length"]) + _IDS_BYTES * int(chunk.entry["count"])
 
 
 def _decoded(chunk: StoredChunk) -> int:
-    """Bytes of a chunk's rows as a table has them."""
+    """Return the bytes of a chunk's decoded rows."""
     first, last = chunk.entry["columns"]
     return max(4 * (last - first) * int(chunk.entry["count"]), _memory(chunk))
 
 
 class _ForLoadPlannerOnly(dict[str, Any]):
-    """DCP's own planner would look for its keys here; without them it loads nothing, or names a
-    missing key where the planner is what is wrong.
+    """State-dict metadata that refuses DCP's own planner, which would otherwise load nothing or
+    name a missing key instead of the wrong planner.
     """
 
     def _refuse(self, *_: object) -> NoReturn:

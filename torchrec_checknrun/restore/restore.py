@@ -1,8 +1,8 @@
-"""From a root of checkpoints to a restored model: find the newest whole chain, check it, apply it.
+"""Restore a model from a root: find the newest whole chain, check it, load it.
 
-Nothing is changed before manifests, sizes, indexes and the layout were checked on all ranks. Should
-the storage fail after that, everything is written again from the next whole chain, or the caller is
-told that the model is no longer one state.
+Nothing is changed before manifests, sizes, indexes and the layout were checked on all ranks. If the
+storage fails after that, everything is restored from the next whole chain, or the caller gets
+``ModelPartlyRestored``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from torchrec_checknrun.ranks import Ranks, own_error
 from torchrec_checknrun.restore.chunks import StorageReader
 from torchrec_checknrun.restore.copied_values import copied, load_copied
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.plan import LoadPlanner, Merge
+from torchrec_checknrun.restore.plan import LoadPlanner
 from torchrec_checknrun.restore.shared_root import require_shared
+from torchrec_checknrun.restore.states import Merge
 from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.counting import is_newest
@@ -48,13 +49,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Restored:
-    """What the model was restored from.
+    """The result of a restore.
 
     Attributes:
-        converted: rows lie in other column ranges than stored, on any rank.
-        passed_over: newer checkpoints that could not be used, and why.
-        skipped: what only the checkpoint or only the model has.
-        forks: newer checkpoints are left behind.
+        chain: the chain that was restored.
+        converted: whether rows lie in other column ranges than stored, on any rank.
+        passed_over: newer checkpoints that could not be used, with the reasons.
+        skipped: descriptions of tables and values on one side only.
+        forks: whether newer checkpoints are abandoned.
     """
 
     chain: Chain
@@ -66,14 +68,16 @@ class Restored:
 
 @dataclass
 class Target:
-    """What is to be restored.
+    """The objects to restore.
 
     Attributes:
-        model: None: only the tables, not the dense parameters.
-        per_rank: merge functions of the states that each rank has its own of.
+        model: the model; None: only the tables, not the dense parameters.
+        tracked: the model's tables.
+        states: state objects by name.
+        per_rank: merge functions of the states of which each rank has its own.
+        fit: allowed differences between checkpoint and model.
         replicated: names of states of which rank 0's content is stored.
-        buffers: the model's buffers that each rank has its own of.
-        fit: what may differ between checkpoint and model.
+        buffers: the model's buffers of which each rank has its own.
     """
 
     model: nn.Module | None
@@ -88,14 +92,17 @@ class Target:
 def restore(
     root: Folder, target: Target, ranks: Ranks, checkpoint: str | None, verify_all: bool
 ) -> Restored | None:
-    """Restores ``checkpoint``, or the newest whole chain; None if the root has no checkpoint.
+    """Restore a checkpoint, or the newest whole chain.
 
     Args:
-        checkpoint: an id; then there is no falling back to another one.
+        checkpoint: an id, which excludes a fallback to another checkpoint; None: the newest.
         verify_all: read and decode everything once before anything is changed.
 
+    Returns:
+        The chain that was restored; None if the root has no checkpoint.
+
     Raises:
-        CheckNRunError: as documented in ``Checkpointer.restore``, the same on all ranks.
+        CheckNRunError: see ``Checkpointer.restore``; the same error on all ranks.
     """
     passed_over: list[str] = []
     unusable: set[str] = set()
@@ -114,7 +121,7 @@ def restore(
         if chain is None and passed_over:
             raise ChainBroken(
                 f"{root} holds checkpoints, but none can be restored: {'; '.join(passed_over)}. "
-                "Mend the storage, or start a fresh run with another root"
+                "Fix the storage, or start a fresh run with another root"
             )
         if chain is None:
             return None
@@ -139,7 +146,7 @@ def restore(
                     changed = changed or any(ranks.gather(planner.began))
                 converted = any(ranks.gather(planner.converted))
         except (CorruptCheckpoint, ChainBroken, OSError) as error:
-            # Of storage that doesn't answer nothing is known to be damaged.
+            # Unreachable storage doesn't mean that the checkpoint is damaged.
             if checkpoint is not None or isinstance(error, StorageUnreachable):
                 if changed:
                     raise ModelPartlyRestored(
@@ -162,13 +169,13 @@ def restore(
 def _find(
     root: Folder, checkpoint: str | None, unusable: set[str]
 ) -> tuple[Chain | None, list[str], bool]:
-    """The chain, why newer ones were passed over, and whether no newer one counts."""
+    """Find the chain; also return why newer ones were passed over, and whether none newer counts."""
     if checkpoint is None:
         return *newest(root, unusable), True
     chain = resolve(root, checkpoint)
     try:
         return chain, [], is_newest(root, latest_claim(root), chain.head)
-    except ClaimDamaged:  # nothing can be written here now, but what was asked for can be read
+    except ClaimDamaged:  # prevents saves to this root, but not a restore
         return chain, [], is_newest(root, None, chain.head)
 
 
@@ -187,7 +194,7 @@ def _load(
     unasked = chain.head.states.keys() - live.keys() - {BUFFERS}
     for name in unasked if target.model is not None else ():
         logger.warning(
-            "%s holds state %r, which is not restored: it was not given to the Checkpointer",
+            "%s holds state %r, which is not restored, since the Checkpointer has no such state",
             chain.head.id,
             name,
         )
@@ -212,8 +219,8 @@ def _hand_back(
     progress: Mapping[str, OptimizerClock],
     ranks: Ranks,
 ) -> None:
-    """Give the state objects their content, and the tables' optimizers their progress; the model's
-    was written in place, but for what its state dict only has copies of.
+    """Give the state objects their content, the tables' optimizers their progress, and the model
+    the values of which its state dict has copies; all else was written in place.
     """
     content = live.get(MODEL)
 
@@ -238,6 +245,6 @@ def _hand_back(
         ranks.on_all_ranks(hand_back)
     except Exception as error:
         raise ModelPartlyRestored(
-            f"the model or a state object refused what was restored: {error!r}. The model is no "
+            f"the model or a state object refused its restored content: {error!r}. The model is no "
             "longer one state: start again from a new model"
         ) from error

@@ -30,7 +30,7 @@ def load_tables(
     """Load some tables' rows from a checkpoint into a model; everything else stays as it is.
 
     Call this on all ranks. The tables' rows count as modified for every tracker of the model, also
-    if an error comes midway.
+    if an error comes half-way.
 
     Args:
         root: a path or fsspec URL that holds the checkpoints.

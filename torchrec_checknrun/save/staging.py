@@ -261,7 +261,7 @@ class Staging:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream shared by all checkpoints: CUDA's allocator keeps separate pools by stream."""
+    """Return one stream for all checkpoints: CUDA's allocator keeps a pool for each stream."""
     return torch.cuda.Stream(device)
 
 
