@@ -10,17 +10,25 @@ import secrets
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_checknrun.errors import CheckNRunError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The error of one rank."""
+
+    error: Exception
 
 
 class Ranks:
@@ -92,6 +100,61 @@ class Ranks:
         decided = self.on_all_ranks(lambda: [decide()] if self.rank == 0 else [])
         return decided[0][0]
 
+    def reduce(self, act: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
+        """Run ``act`` on all ranks, gather the results on rank 0, and broadcast rank 0's decision.
+
+        Only rank 0 ever holds all results, so that this scales to many ranks.
+
+        Args:
+            decide: called on rank 0 with all results, in rank order.
+
+        Raises:
+            Exception: an error of any rank, the same on every rank: the lowest rank's, but errors
+                of this package or of the storage first. A ``RuntimeError`` or an ``OSError`` in its
+                place where it can't be sent, or is no ``Exception``.
+        """
+        own = _attempt(act)
+        decision = self._decide(own, decide)
+        if self.world_size > 1:
+            sent = [decision]
+            dist.broadcast_object_list(sent, group=self.group, group_src=0)
+            decision = sent[0]
+        return _unpacked(own, decision)
+
+    def reduce_scatter(self, act: Callable[[], T], decide: Callable[[list[T]], list[R]]) -> R:
+        """Run ``act`` on all ranks, gather the results on rank 0, and scatter rank 0's answers.
+
+        Args:
+            decide: called on rank 0 with all results, in rank order; returns an answer for each.
+
+        Raises:
+            Exception: see ``reduce``.
+        """
+        own = _attempt(act)
+        decision = self._decide(own, decide)
+        answers = [decision] * self.world_size if isinstance(decision, _Failure) else decision
+        if self.world_size == 1:
+            assert answers is not None
+            return _unpacked(own, answers[0])
+        answer: list[R | _Failure] = [_Failure(RuntimeError("rank 0 gave no answer"))]
+        dist.scatter_object_list(answer, answers, group=self.group, group_src=0)
+        return _unpacked(own, answer[0])
+
+    def _decide(self, own: T | _Failure, decide: Callable[[list[T]], R]) -> R | _Failure | None:
+        """Gather the ranks' results and return rank 0's decision; None on other ranks."""
+        alone = self.world_size == 1
+        gathered: list[T | _Failure] | None = [own] * self.world_size if self.rank == 0 else None
+        if not alone:
+            dist.gather_object(_sendable(own), gathered, group=self.group, group_dst=0)
+        if gathered is None:
+            return None
+        failures = [result.error for result in gathered if isinstance(result, _Failure)]
+        if failures:
+            return _Failure(_foremost(failures))
+        results = [result for result in gathered if not isinstance(result, _Failure)]
+        decision = _attempt(lambda: decide(results))
+        return decision if alone else _sendable(decision)
+
     def store(self) -> dist.Store | None:
         """A connection of its own to the ranks' key-value store; None for one rank alone.
 
@@ -115,14 +178,33 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
 
 
-def own_error(error: CheckpointException) -> Exception:
-    """The error that made DCP fail: the first rank's, preferably one of this package."""
-    failures = [failure for _, (failure, _) in sorted(error.failures.items())]
-    for failure in failures:
-        if isinstance(failure, (CheckNRunError, OSError)):
-            return failure
-    first = failures[0]
-    return first if isinstance(first, Exception) else RuntimeError(repr(first))
+def _attempt(act: Callable[[], T]) -> T | _Failure:
+    try:
+        return act()
+    except Exception as error:
+        return _Failure(error)
+    except BaseException as error:
+        return _Failure(RuntimeError(repr(error)).with_traceback(error.__traceback__))
+
+
+def _sendable(result: T | _Failure) -> T | _Failure:
+    return _Failure(picklable(result.error)) if isinstance(result, _Failure) else result
+
+
+def _unpacked(own: object, answer: T | _Failure | None) -> T:
+    """Return rank 0's answer, or raise its error, with this rank's own error as the cause."""
+    if isinstance(answer, _Failure):
+        cause = own.error if isinstance(own, _Failure) else None
+        if cause is None or cause is answer.error:
+            raise answer.error
+        raise answer.error from cause
+    return cast(T, answer)
+
+
+def _foremost(errors: Sequence[Exception]) -> Exception:
+    """Choose the error to raise: the first of this package or of the storage, else the first."""
+    own = (error for error in errors if isinstance(error, (CheckNRunError, OSError)))
+    return next(own, errors[0])
 
 
 def picklable(error: Exception) -> Exception:

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from reprlib import repr as shown
-from typing import Any, NoReturn
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
-from torch.futures import Future
 
-from torchrec_checknrun.errors import (
-    CheckNRunError,
-    CorruptCheckpoint,
-    InvalidPlan,
-    StorageUnreachable,
-)
+from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
 from torchrec_checknrun.format.chunk import Entry
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk, read_indexes
 from torchrec_checknrun.format.row_chunk import KIND as ROWS
-from torchrec_checknrun.root.chain import Chain, resolve
+from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import Turn, run_in_order
 
@@ -45,25 +34,22 @@ class ChainContent:
     chunks: tuple[tuple[StoredChunk, ...], ...]
 
 
-class ReadableChunk(io.BytesIO):
+@dataclass(frozen=True)
+class ReadableChunk:
     """A stored chunk to be loaded, whose bytes are read only on demand.
 
-    A BytesIO because DCP passes those to planners.
-
-    Args:
+    Attributes:
         key: the chunk's key within the chain.
         entry: the chunk's index entry.
-        read: returns the verified bytes, in memory that is reused once the chunk is loaded.
+        payload: returns the verified bytes, in memory that is reused once the chunk is loaded.
         turn: a context that one thread at a time enters, after the turns of the table's chunks of
             checkpoints that come before in the plan.
     """
 
-    def __init__(self, key: str, entry: Entry, read: Callable[[], memoryview], turn: Turn) -> None:
-        super().__init__()
-        self.key = key
-        self.entry = entry
-        self.payload = read
-        self.turn = turn
+    key: str
+    entry: Entry
+    payload: Callable[[], memoryview]
+    turn: Turn
 
 
 def read_content(root: Folder, chain: Chain) -> ChainContent:
@@ -137,112 +123,56 @@ def _gap(name: str, table: TableTotals, rows: Counter[Columns]) -> str:
     return ""
 
 
-class StorageReader(DcpStorageReader):
-    """Reads a checkpoint and its parents, for ``dcp.load(…, storage_reader=…)``.
+def read_chunks(
+    root: Folder,
+    chunks: Sequence[StoredChunk],
+    load: Callable[[ReadableChunk], object],
+    threads: int | None = None,
+) -> None:
+    """Read chunks and load them; chunks of rows by several threads, with turns in the given order.
+
+    Every chunk is verified before ``load`` sees a byte of it. Memory stays at a few chunks, however
+    many threads read.
 
     Args:
-        path: the checkpoint's directory, a path or fsspec URL; an open folder keeps its
-            ``timeout_seconds``.
-        chain: the chain to read; None: found by its head.
-        threads: number of reading threads; None: one for each CPU of this process, up to 8. Memory
-            stays at a few chunks, however many threads read.
+        load: called for each chunk.
+        threads: number of threads; None: one for each CPU of this process, up to 8.
 
     Raises:
-        ValueError: ``threads`` is less than 1.
+        CorruptCheckpoint: a chunk is damaged.
+        OSError: the storage failed.
     """
+    threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
+    rows = [chunk for chunk in chunks if chunk.entry["kind"] == ROWS]
+    longest = max((chunk.entry["length"] for chunk in rows), default=0)
+    # As many are touched as chunks are loaded at once.
+    free = [np.empty(longest, dtype=np.uint8).data for _ in range(threads)]
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | Folder,
-        chain: Chain | None = None,
-        threads: int | None = None,
-    ) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads must be at least 1, not {threads}")
-        self._folder = path if isinstance(path, Folder) else Folder(path)
-        self._chain = chain
-        self._threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
-        self._chunks: dict[str, StoredChunk] = {}
+    def readable(chunk: StoredChunk, turn: Turn, memory: memoryview | None) -> ReadableChunk:
+        return ReadableChunk(chunk.key, chunk.entry, lambda: read_chunk(root, chunk, memory), turn)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(os.fspath(checkpoint_id))
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self._folder, self._chain = Folder(checkpoint_id), None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the chain's indexes; an error is raised by the planner, with its own type."""
-        content: ChainContent | CheckNRunError | OSError
+    def load_rows(number: int, turn: Turn) -> None:
+        memory = free.pop()
         try:
-            if self._chain is None:
-                self._chain = resolve(self._folder.parent, self._folder.name)
-            content = read_content(self._folder.parent, self._chain)
-            self._chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
-        except (CheckNRunError, OSError) as error:
-            content = error  # DCP would replace an exception by a message of its own
-        return Metadata(_ForLoadPlannerOnly(), planner_data=content)
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Pass the planned chunks to the planner; chunks of rows by several threads, with turns in
-        the plan's order. Every chunk is verified before the planner sees a byte of it.
-        """
-        items = [(item, self._chunks[item.storage_index.fqn]) for item in plan.items]
-        rows = [(item, chunk) for item, chunk in items if chunk.entry["kind"] == ROWS]
-        longest = max((chunk.entry["length"] for _, chunk in rows), default=0)
-        # As many are touched as chunks are loaded at once.
-        free = [np.empty(longest, dtype=np.uint8).data for _ in range(self._threads)]
-
-        def load(number: int, turn: Turn) -> None:
-            memory = free.pop()
-            try:
-                self._load(*rows[number], planner, turn, memory)
-            except StorageUnreachable:
-                raise  # an abandoned read may still write to the memory
-            except BaseException:
-                free.append(memory)
-                raise
+            load(readable(rows[number], turn, memory))
+        except StorageUnreachable:
+            raise  # an abandoned read may still write to the memory
+        except BaseException:
             free.append(memory)
+            raise
+        free.append(memory)
 
-        sizes = [_memory(chunk) for _, chunk in rows]
-        most = _CHUNKS_AT_ONCE * max((_decoded(chunk) for _, chunk in rows), default=0)
-        stages = [(chunk.entry["table"], chunk.checkpoint) for _, chunk in rows]
-        run_in_order(load, sizes, stages, most, self._threads)
-        for item, chunk in items:
-            if chunk.entry["kind"] != ROWS:
-                self._load(item, chunk, planner, nullcontext(), None)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _load(
-        self,
-        item: ReadItem,
-        chunk: StoredChunk,
-        planner: LoadPlanner,
-        turn: Turn,
-        memory: memoryview | None,
-    ) -> None:
-        def read() -> memoryview:
-            return read_chunk(self._folder.parent, chunk, memory)
-
-        planner.load_bytes(item, ReadableChunk(chunk.key, chunk.entry, read, turn))
+    sizes = [_memory(chunk) for chunk in rows]
+    most = _CHUNKS_AT_ONCE * max((_decoded(chunk) for chunk in rows), default=0)
+    stages = [(chunk.entry["table"], chunk.checkpoint) for chunk in rows]
+    run_in_order(load_rows, sizes, stages, most, threads)
+    for chunk in chunks:
+        if chunk.entry["kind"] != ROWS:
+            load(readable(chunk, nullcontext(), None))
 
 
 def _memory(chunk: StoredChunk) -> int:
-    """Return the bytes that loading a chunk of rows takes: its own, and the ids in several forms."""
+    """Return the bytes to load a chunk of rows: its own, and the ids in several forms."""
     return int(chunk.entry["length"]) + _IDS_BYTES * int(chunk.entry["count"])
 
 
@@ -250,17 +180,3 @@ def _decoded(chunk: StoredChunk) -> int:
     """Return the bytes of a chunk's decoded rows."""
     first, last = chunk.entry["columns"]
     return max(4 * (last - first) * int(chunk.entry["count"]), _memory(chunk))
-
-
-class _ForLoadPlannerOnly(dict[str, Any]):
-    """State-dict metadata that refuses DCP's own planner, which would otherwise load nothing or
-    name a missing key instead of the wrong planner.
-    """
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise InvalidPlan(
-            "StorageReader reads checkpoints for this package's LoadPlanner: pass "
-            "planner=LoadPlanner() to dcp.load as well"
-        )
-
-    keys = items = __iter__ = __contains__ = __getitem__ = _refuse

@@ -1,24 +1,18 @@
-"""Plan a restore: find the stored chunks that this rank needs, and load them into live tensors.
+"""Restore a chain into this rank's live tensors: plan which chunks to read, and load them.
 
-Everything that manifests and indexes tell is checked on all ranks before a tensor is touched: DCP's
-planning step fails on every rank if it fails on one.
+``plan`` checks everything that manifests and indexes tell, and changes nothing. Call ``load`` only
+once all ranks have planned without an error.
 """
 
 from __future__ import annotations
 
-import io
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from torchrec_checknrun.dense.buffers import PerRankBuffers
 from torchrec_checknrun.dense.state_objects import StateObjects
-from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.block_chunk import KIND as BLOCKS
 from torchrec_checknrun.format.chunk import Entry
 from torchrec_checknrun.format.collision_chunk import KIND as COLLISIONS
@@ -36,18 +30,19 @@ from torchrec_checknrun.model.state_dict import (
 )
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.restore.blocks import BlockRestore, saved_blocks
-from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
+from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk, read_chunks
 from torchrec_checknrun.restore.collisions import CollisionRestore, check_names
 from torchrec_checknrun.restore.fit import Fit, match_tables
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.restore.states import Merge, StateRestore
 from torchrec_checknrun.shards import LocalShard, TableShape
+from torchrec_checknrun.store.folder import Folder
 
 _AS_SAVED = Fit()
 
 
-class LoadPlanner(DcpLoadPlanner):
-    """Restores a checkpoint of this package's format, for ``dcp.load(…, planner=…)``.
+class ChainRestore:
+    """A restore of a chain on this rank: call ``plan``, then ``load``.
 
     Args:
         tracked: from ``track(model)``: rows are restored into its shards, and its marks start
@@ -56,8 +51,8 @@ class LoadPlanner(DcpLoadPlanner):
             number of ranks; None or absent: such a state is an error on another number of ranks.
         fit: allowed differences between checkpoint and model.
         optimizers: the dense optimizers among the state objects, which are fitted to the
-            checkpoint; the caller gives them what was restored, and then ``progress``. None (in
-            ``dcp.load``): they must have made their state already.
+            checkpoint; the caller gives them their restored state, and then ``progress``. None:
+            they must have made their state already.
         buffers: the model's buffers of which each rank has its own.
         objects: state objects that are given whole what they saved; other states must fit the live
             ones.
@@ -68,6 +63,7 @@ class LoadPlanner(DcpLoadPlanner):
         converted: whether tables differ from the saved ones in more than the ranks that hold their
             rows, so that a differential checkpoint can't follow.
         skipped: descriptions of tables and values on one side only, where ``fit`` allows that.
+        keys: keys of the chunks to read, in reading order.
     """
 
     def __init__(
@@ -88,64 +84,65 @@ class LoadPlanner(DcpLoadPlanner):
         self._buffers = buffers or PerRankBuffers()
         self._objects = objects or StateObjects({})
         self._dry_run = dry_run
-        self._lock = threading.Lock()
         self.began = False
         self.converted = False
         self.skipped: list[str] = []
+        self.keys: list[str] = []
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        content = metadata.planner_data if metadata else None
-        if isinstance(content, Exception):
-            raise content
-        if not isinstance(content, ChainContent):
-            raise IncompatibleCheckpoint(
-                "LoadPlanner reads checkpoints of this package's format: pass "
-                "storage_reader=StorageReader(path) to dcp.load as well"
-            )
+    def plan(self, content: ChainContent, state_dict: dict[str, Any]) -> None:
+        """Check a chain against the live objects, and choose the chunks to read.
+
+        Args:
+            content: the chain.
+            state_dict: the live state dict; ``load`` replaces its values by restored ones.
+
+        Raises:
+            IncompatibleCheckpoint: the checkpoint doesn't fit; names the table or key, the saved
+                and the live one, and the remedy.
+            CorruptCheckpoint: a part of the checkpoint is missing or malformed.
+        """
         self._content, self._state_dict = content, state_dict
-
-    def create_local_plan(self) -> LoadPlan:
         self._match()
         stored = StoredTables(self._tables.keys() | self._saved_tables.keys(), self._shards)
         marks = None if self._tracked is None else [shard.marks for shard in self._tracked.shards]
-        keys = self._rows.plan(self._shards, marks)
+        self.keys = self._rows.plan(self._shards, marks)
         self.converted |= self._rows.converted
-        keys += self._plan_blocks(stored)
-        keys += self._states.plan(stored, self._by_blocks, self._from_trees)
+        self.keys += self._plan_blocks(stored)
+        self.keys += self._states.plan(stored, self._by_blocks, self._from_trees)
         self.skipped += [*self._rows.skipped, *self._blocks.skipped, *self._states.skipped]
         self._states.skipped = self.skipped  # values skipped while states are loaded follow
-        return LoadPlan([_read_item(key) for key in keys])
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
+    def load(self, root: Folder, threads: int | None = None) -> None:
+        """Read the planned chunks and load them; in a dry run change nothing.
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        self._left = len(central_plan.items)
+        Args:
+            root: the folder that holds the chain.
+            threads: see ``read_chunks``.
+
+        Raises:
+            CorruptCheckpoint: a chunk is damaged, or rows are missing.
+            OSError: the storage failed.
+        """
         if not self._dry_run:
             self.began = True
             self._mark()
-        return central_plan
+        chunks = {chunk.key: chunk for part in self._content.chunks for chunk in part}
+        read_chunks(root, [chunks[key] for key in self.keys], self.load_chunk, threads)
+        self._finish()
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a chunk. Thread-safe for chunks of rows."""
-        assert isinstance(value, ReadableChunk)
-        self._load(value)
-        with self._lock:
-            self._left -= 1
-            last = not self._left
-        if last:
-            self._finish()
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        raise AssertionError("this format has no tensor items")
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        raise AssertionError("this format has no tensor items")
+    def load_chunk(self, chunk: ReadableChunk) -> None:
+        """Load one chunk. Thread-safe for chunks of rows."""
+        kind = chunk.entry["kind"]
+        if kind == ROWS:
+            self._rows.load(chunk, self._dry_run)
+        elif kind == "state":
+            self._states.load(chunk, self._dry_run)
+        elif kind == BLOCKS:
+            payload = chunk.payload()
+            if not self._dry_run:
+                self._blocks.load(chunk.entry, payload)
+        elif kind == COLLISIONS:
+            self._collisions.load(chunk.entry, chunk.payload())
 
     @property
     def progress(self) -> dict[str, OptimizerClock]:
@@ -223,7 +220,7 @@ class LoadPlanner(DcpLoadPlanner):
         return {chunk.key: chunk.entry for chunk in chunks if chunk.entry["kind"] == kind}
 
     def _mark(self) -> None:
-        """Mark all that may be written, for every tracker of it; start this tracker's marks over."""
+        """Mark all that may be written, for every tracker; start this tracker's marks over."""
         TrackedModel.mark_memory(self._written())
         if self._tracked is None:
             return
@@ -248,19 +245,6 @@ class LoadPlanner(DcpLoadPlanner):
             yield block.tensor
         yield from _dense_tensors(self._state_dict)
 
-    def _load(self, chunk: ReadableChunk) -> None:
-        kind = chunk.entry["kind"]
-        if kind == ROWS:
-            self._rows.load(chunk, self._dry_run)
-        elif kind == "state":
-            self._states.load(chunk, self._dry_run)
-        elif kind == BLOCKS:
-            payload = chunk.payload()
-            if not self._dry_run:
-                self._blocks.load(chunk.entry, payload)
-        elif kind == COLLISIONS:
-            self._collisions.load(chunk.entry, chunk.payload())
-
     def _finish(self) -> None:
         """Finish the restore, once all chunks are loaded."""
         self._rows.finish(self._dry_run)
@@ -282,8 +266,3 @@ def _dense_tensors(value: object) -> Iterator[torch.Tensor]:
             yield from _dense_tensors(item)
     elif isinstance(value, torch.Tensor) and not is_sharded(value):
         yield value
-
-
-def _read_item(key: str) -> ReadItem:
-    index, nothing = MetadataIndex(key), torch.Size((0,))
-    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)

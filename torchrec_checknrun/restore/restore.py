@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
@@ -32,11 +30,11 @@ from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
-from torchrec_checknrun.ranks import Ranks, own_error
-from torchrec_checknrun.restore.chunks import StorageReader
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.restore.copied_values import copied, load_copied
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.plan import LoadPlanner
+from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.shared_root import require_shared
 from torchrec_checknrun.restore.states import Merge
 from torchrec_checknrun.root.chain import Chain, newest, resolve
@@ -104,72 +102,119 @@ def restore(
     Raises:
         CheckNRunError: see ``Checkpointer.restore``; the same error on all ranks.
     """
-    passed_over: list[str] = []
-    unusable: set[str] = set()
-    changed = False
-    optimizers = DenseStates(target.model, target.states, target.tracked)
-    others = {n: state for n, state in target.states.items() if n not in optimizers}
-    objects = StateObjects(others)
-    while True:
-        chain, problems, at_the_top = ranks.from_rank_0(lambda: _find(root, checkpoint, unusable))
-        passed_over += [problem for problem in problems if problem not in passed_over]
-        if chain is None and changed:
-            raise ModelPartlyRestored(
-                "a restore failed half-way and no other whole chain is left; the model is no "
-                f"longer one state. Start again from a new model. {'; '.join(passed_over)}"
-            )
-        if chain is None and passed_over:
-            raise ChainBroken(
-                f"{root} holds checkpoints, but none can be restored: {'; '.join(passed_over)}. "
-                "Fix the storage, or start a fresh run with another root"
-            )
-        if chain is None:
-            return None
-        if not passed_over:
-            require_shared(root, ranks, chain.head.id, MANIFEST_NAME)
+    attempts = _Attempts(root, target, ranks, checkpoint)
+    while (chain := attempts.next_chain()) is not None:
         try:
-            converted = False
-            for dry_run in (True, False) if verify_all else (False,):
-                planner = LoadPlanner(
-                    target.tracked,
-                    per_rank=target.per_rank,
-                    fit=target.fit,
-                    buffers=target.buffers,
-                    objects=objects,
-                    optimizers=optimizers,
-                    dry_run=dry_run,
-                )
-                try:
-                    with optimizers.fitted(undo=dry_run):
-                        live = _load(root, chain, target, ranks, planner)
-                finally:
-                    changed = changed or any(ranks.gather(planner.began))
-                converted = any(ranks.gather(planner.converted))
+            live = attempts.load(chain, verify_all)
         except (CorruptCheckpoint, ChainBroken, OSError) as error:
             # Unreachable storage doesn't mean that the checkpoint is damaged.
-            if checkpoint is not None or isinstance(error, StorageUnreachable):
-                if changed:
-                    raise ModelPartlyRestored(
-                        f"{chain.head.id} failed half-way: {error}. The model is no longer one "
-                        "state: restore another checkpoint, or start again"
-                    ) from error
-                raise
-            unusable.add(chain.head.id)
-            passed_over.append(f"{chain.head.id}: {error}")
-            continue
+            if checkpoint is None and not isinstance(error, StorageUnreachable):
+                attempts.pass_over(chain, error)
+                continue
+            if attempts.changed:
+                raise ModelPartlyRestored(
+                    f"{chain.head.id} failed half-way: {error}. The model is no longer one "
+                    "state: restore another checkpoint, or start again"
+                ) from error
+            raise
         except CheckNRunError as error:
-            if changed:
+            if attempts.changed:
                 raise ModelPartlyRestored(str(error)) from error
             raise
-        _hand_back(target, live, optimizers, planner.progress, ranks)
-        forks = bool(passed_over) or not at_the_top
-        return Restored(chain, converted, passed_over, sorted(set(planner.skipped)), forks)
+        return attempts.finish(chain, live)
+    return None
+
+
+class _Attempts:
+    """The attempts of one restore, which falls back to older chains.
+
+    Attributes:
+        changed: whether anything may have been changed, on any rank.
+    """
+
+    def __init__(self, root: Folder, target: Target, ranks: Ranks, checkpoint: str | None) -> None:
+        self._root, self._target, self._ranks = root, target, ranks
+        self._checkpoint = checkpoint
+        self._optimizers = DenseStates(target.model, target.states, target.tracked)
+        self._objects = StateObjects(
+            {n: state for n, state in target.states.items() if n not in self._optimizers}
+        )
+        self._passed_over: list[str] = []
+        self._unusable: set[str] = set()
+        self._newest = True
+        self._converted = False
+        self.changed = False
+
+    def next_chain(self) -> Chain | None:
+        """Find the next chain to try; None if the root has no checkpoint. A collective.
+
+        Raises:
+            ModelPartlyRestored: all chains failed, one of them half-way.
+            ChainBroken: all chains failed.
+        """
+        chain, problems, self._newest = self._ranks.from_rank_0(
+            lambda: _find(self._root, self._checkpoint, self._unusable)
+        )
+        self._passed_over += [line for line in problems if line not in self._passed_over]
+        reasons = "; ".join(self._passed_over)
+        if chain is None and self.changed:
+            raise ModelPartlyRestored(
+                "a restore failed half-way and no other whole chain is left; the model is no "
+                f"longer one state. Start again from a new model. {reasons}"
+            )
+        if chain is None and self._passed_over:
+            raise ChainBroken(
+                f"{self._root} holds checkpoints, but none can be restored: {reasons}. "
+                "Fix the storage, or start a fresh run with another root"
+            )
+        if chain is not None and not self._passed_over:
+            require_shared(self._root, self._ranks, chain.head.id, MANIFEST_NAME)
+        return chain
+
+    def pass_over(self, chain: Chain, error: Exception) -> None:
+        """Exclude a chain that failed."""
+        self._unusable.add(chain.head.id)
+        self._passed_over.append(f"{chain.head.id}: {error}")
+
+    def load(self, chain: Chain, verify_all: bool) -> dict[str, Any]:
+        """Load a chain into the live objects; return their restored state dict. A collective."""
+        live: dict[str, Any] = {}
+        for dry_run in (True, False) if verify_all else (False,):
+            self._chain_restore = ChainRestore(
+                self._target.tracked,
+                per_rank=self._target.per_rank,
+                fit=self._target.fit,
+                buffers=self._target.buffers,
+                objects=self._objects,
+                optimizers=self._optimizers,
+                dry_run=dry_run,
+            )
+            try:
+                with self._optimizers.fitted(undo=dry_run):
+                    live = _load(self._root, chain, self._target, self._ranks, self._chain_restore)
+            finally:
+                began = self._ranks.gather(self._chain_restore.began)
+                self.changed = self.changed or any(began)
+            self._converted = any(self._ranks.gather(self._chain_restore.converted))
+        return live
+
+    def finish(self, chain: Chain, live: dict[str, Any]) -> Restored:
+        """Give the objects their restored content, and report. A collective."""
+        progress = self._chain_restore.progress
+        _hand_back(self._target, live, self._optimizers, progress, self._ranks)
+        return Restored(
+            chain,
+            self._converted,
+            self._passed_over,
+            skipped=sorted(set(self._chain_restore.skipped)),
+            forks=bool(self._passed_over) or not self._newest,
+        )
 
 
 def _find(
     root: Folder, checkpoint: str | None, unusable: set[str]
 ) -> tuple[Chain | None, list[str], bool]:
-    """Find the chain; also return why newer ones were passed over, and whether none newer counts."""
+    """Find the chain; also return why newer ones were passed over, and whether it is the newest."""
     if checkpoint is None:
         return *newest(root, unusable), True
     chain = resolve(root, checkpoint)
@@ -180,7 +225,7 @@ def _find(
 
 
 def _load(
-    root: Folder, chain: Chain, target: Target, ranks: Ranks, planner: LoadPlanner
+    root: Folder, chain: Chain, target: Target, ranks: Ranks, chain_restore: ChainRestore
 ) -> dict[str, Any]:
     live: dict[str, Any] = {}
 
@@ -198,18 +243,14 @@ def _load(
             chain.head.id,
             name,
         )
-    reader = StorageReader(root / chain.head.id, chain)
-    try:
-        dcp.load(
-            live,
-            storage_reader=reader,
-            planner=planner,
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
-    except CheckpointException as error:
-        raise own_error(error) from error
+    live = dict(sorted(live.items()))  # the same order on all ranks
+    ranks.reduce(lambda: chain_restore.plan(read_content(root, chain), live), _agree)
+    ranks.reduce(lambda: chain_restore.load(root), _agree)
     return live
+
+
+def _agree(_: list[None]) -> None:
+    """Decide nothing: only errors matter."""
 
 
 def _hand_back(

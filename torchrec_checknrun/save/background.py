@@ -14,18 +14,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-import torch.distributed.checkpoint as dcp
-
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.model.marks import Cut
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.lineage import Proposal
-from torchrec_checknrun.save.commit import StorageWriter
+from torchrec_checknrun.save.commit import CheckpointWriter, save_checkpoint
 from torchrec_checknrun.save.items import Items, RowsItem, fingerprint
 from torchrec_checknrun.save.memory import Ring, StagingMemory, default_budget
-from torchrec_checknrun.save.plan import CheckpointPlanner, PlanSummary, Prepared, summarize
+from torchrec_checknrun.save.plan import PlanSummary, Prepared, summarize
 from torchrec_checknrun.save.process import WriteProcess, require_shared
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.save.save import Save
@@ -56,7 +53,7 @@ _SLOW_BUDGET = 8 << 20
 
 
 class _Plan:
-    """This rank's part of a checkpoint for the planner, or the error that prevents it."""
+    """This rank's part of a checkpoint, or the error that prevents it."""
 
     def __init__(self, save: Save, differences: RankDifferences) -> None:
         self.staging: Staging | None = None
@@ -71,8 +68,8 @@ class _Plan:
         if self.staging is not None:
             self.staging.fail(error)
 
-    def prepare(self, path: str) -> Prepared:
-        """Return this rank's part, for ``CheckpointPlanner``.
+    def prepare(self) -> Prepared:
+        """Return this rank's part, for ``save_checkpoint``.
 
         Raises:
             BaseException: the error passed to ``fail``.
@@ -189,7 +186,7 @@ class Background:
         differences = RankDifferences(told=self._told)
         plan = _Plan(save, differences)
         checks = before_commit, after_commit
-        finish = partial(self._finish, save, CheckpointPlanner(plan.prepare), checks)
+        finish = partial(self._finish, save, plan.prepare, checks)
 
         def start() -> None:
             if save.thread is not None:
@@ -271,7 +268,7 @@ class Background:
     def _finish(
         self,
         save: Save,
-        planner: CheckpointPlanner,
+        prepare: Callable[[], Prepared],
         checks: tuple[Callable[[], object], Callable[[], object]],
     ) -> None:
         process, ring = self._process, self._ring
@@ -284,26 +281,19 @@ class Background:
             save.begin_commit()
 
         try:
-            writer = StorageWriter(
+            writer = CheckpointWriter(
                 folder,
                 write_rank_file if process is None else process.write,
                 last_look,
                 after_commit,
             )
-            metadata = dcp.save(
-                {},
-                storage_writer=writer,
-                planner=planner,
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
-            )
+            manifest = save_checkpoint(self._ranks, writer, prepare)
         except BaseException as error:
             save.finish(None, error)
         else:
             if writer.written is not None:
                 save.progress.encoded = writer.written.encoded_at - save.begun
                 save.progress.written = writer.written.written_at - save.begun
-            manifest: Manifest = metadata.planner_data
             _ = manifest.size  # cached here, lest the training thread's report compute it
             save.finish(manifest)
         finally:

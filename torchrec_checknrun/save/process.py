@@ -30,7 +30,7 @@ from fsspec.spec import AbstractFileSystem
 from torchrec_checknrun.errors import SaveFailed, StorageUnreachable
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.rank_file import FileSummary, Job, write_rank_file
-from torchrec_checknrun.ranks import picklable, picklable_errors
+from torchrec_checknrun.ranks import picklable
 from torchrec_checknrun.save.isolated_start import start
 from torchrec_checknrun.save.memory import StagingMemory
 from torchrec_checknrun.save.staged import Staged, StagedJob
@@ -98,7 +98,6 @@ class WriteProcess:
         self._connection.send(memory.size)
         send_handle(self._connection, memory.descriptor, self.pid)
 
-    @picklable_errors()  # DCP sends them to rank 0
     def write(self, folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSummary:
         """Write a rank file of staged jobs; see ``write_rank_file``.
 

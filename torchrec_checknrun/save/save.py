@@ -6,8 +6,6 @@ import threading
 import time
 from typing import NoReturn
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointExists,
@@ -16,7 +14,6 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.model.marks import Cut
-from torchrec_checknrun.ranks import own_error
 from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.root.report import Progress
 from torchrec_checknrun.save.items import Fingerprint
@@ -121,19 +118,13 @@ class Save:
 
 
 def _raise_as_failed(error: BaseException, step: int) -> NoReturn:
-    if isinstance(error, CheckpointException):
-        cause = own_error(error)
-        if isinstance(cause, CheckNRunError) and not isinstance(cause, _OF_STORAGE):
-            raise cause from error
-    elif isinstance(error, SaveFailed):
+    """Raise an error of this package as it is, and any other one as ``SaveFailed``."""
+    known = isinstance(error, CheckNRunError) and not isinstance(error, _OF_STORAGE)
+    if known or not isinstance(error, Exception):
         raise error
-    elif isinstance(error, Exception):
-        cause = error
-    else:
-        raise error
-    of_storage = isinstance(cause, (OSError, *_OF_STORAGE))
+    of_storage = isinstance(error, (OSError, *_OF_STORAGE))
     remedy = "fix the storage and save again" if of_storage else "save again"
     raise SaveFailed(
-        f"the checkpoint at step {step} was not committed: {cause!r}. Its rows are kept for the "
+        f"the checkpoint at step {step} was not committed: {error!r}. Its rows are kept for the "
         f"next one; {remedy}"
     ) from error

@@ -91,7 +91,7 @@ def test_a_writer_that_can_t_be_made_fails_the_save(
         train(job, saver)
         with monkeypatch.context() as patch:
             error = OSError(5, "says the test")
-            patch.setattr(background, "StorageWriter", once(background.StorageWriter, error))
+            patch.setattr(background, "CheckpointWriter", once(background.CheckpointWriter, error))
             save_in_time(saver)
             with pytest.raises(SaveFailed, match="says the test"):
                 saver.wait()
