@@ -1,9 +1,6 @@
-"""Let ranks agree: rank 0 decides and all ranks hear, or every rank tells and all ranks know.
+"""Small agreements between ranks: rank 0 decides and all hear, or all tell and all know.
 
-An error on one rank becomes an error on all ranks, so that none is left waiting in the next
-collective. On the way there an exception is pickled. One that can't be pickled (of a class made
-within a function, or with a connection in it) would fail in the middle of a collective and leave
-the other ranks waiting, so ``picklable`` replaces it.
+An error on one rank becomes an error on all, so that none is left waiting in the next collective.
 """
 
 from __future__ import annotations
@@ -13,28 +10,34 @@ import secrets
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_checknrun.errors import CheckNRunError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _MOST_NAMED = 8
-"""Ranks or names that an error lists."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The error of one rank."""
+
+    error: Exception
 
 
 class Ranks:
-    """The ranks of a job, with a gloo group of their own for control messages.
+    """The ranks of a job, and a gloo group of their own for control messages.
 
-    The constructor is a collective call. Without torch.distributed there is one rank, which agrees
-    with itself.
+    Made on all ranks at once. Without torch.distributed one rank is there, and agrees with itself.
 
     Args:
-        timeout: the longest that a collective waits for a rank.
+        timeout: how long a collective may wait for a rank that doesn't come.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -44,15 +47,14 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
-        """Use the ranks of an existing group; None: this rank alone."""
+        """The ranks of a group that exists already; None: this rank alone."""
         ranks = cls.__new__(cls)
         ranks.group = group
         return ranks
 
     def close(self) -> None:
-        """Release the group's threads and connections, without waiting for other ranks.
-
-        No other thread may be using the group.
+        """Gives the group's threads and connections back; nobody may be using it. Waits for no
+        other rank.
         """
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
@@ -67,7 +69,7 @@ class Ranks:
         return dist.get_world_size(self.group) if self.group else 1
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order, on all ranks."""
+        """Every rank's value, in rank order, on all ranks."""
         if self.world_size == 1:
             return [value]
         values: list[T] = [value] * self.world_size
@@ -75,11 +77,11 @@ class Ranks:
         return values
 
     def on_all_ranks(self, act: Callable[[], T]) -> list[T]:
-        """Run ``act`` on all ranks; return every rank's results, in rank order, on all ranks.
+        """Runs ``act`` on all ranks and gives all results to all.
 
         Raises:
-            Exception: the error of the first rank that failed, on every rank; a ``RuntimeError`` or
-                an ``OSError`` of the same text where the error can't be pickled.
+            Exception: the first rank's that failed, on every rank; a ``RuntimeError`` or an
+                ``OSError`` in its place where it can't be sent.
         """
         outcome: list[T] | Exception
         try:
@@ -94,15 +96,70 @@ class Ranks:
         return results
 
     def from_rank_0(self, decide: Callable[[], T]) -> T:
-        """Run ``decide`` on rank 0 only; return its result, or raise its error, on all ranks."""
+        """Runs ``decide`` on rank 0 only and gives its result, or its error, to all ranks."""
         decided = self.on_all_ranks(lambda: [decide()] if self.rank == 0 else [])
         return decided[0][0]
 
-    def store(self) -> dist.Store | None:
-        """Open a new connection to the ranks' key-value store; None for one rank alone.
+    def reduce(self, act: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
+        """Run ``act`` on all ranks, gather the results on rank 0, and broadcast rank 0's decision.
 
-        A collective call. Keys are private to this call: neither another call nor the workers that
-        torchrun starts later, which find the same store, see them.
+        Only rank 0 ever holds all results, so that this scales to many ranks.
+
+        Args:
+            decide: called on rank 0 with all results, in rank order.
+
+        Raises:
+            Exception: an error of any rank, the same on every rank: the lowest rank's, but errors
+                of this package or of the storage first. A ``RuntimeError`` or an ``OSError`` in its
+                place where it can't be sent, or is no ``Exception``.
+        """
+        own = _attempt(act)
+        decision = self._decide(own, decide)
+        if self.world_size > 1:
+            sent = [decision]
+            dist.broadcast_object_list(sent, group=self.group, group_src=0)
+            decision = sent[0]
+        return _unpacked(own, decision)
+
+    def reduce_scatter(self, act: Callable[[], T], decide: Callable[[list[T]], list[R]]) -> R:
+        """Run ``act`` on all ranks, gather the results on rank 0, and scatter rank 0's answers.
+
+        Args:
+            decide: called on rank 0 with all results, in rank order; returns an answer for each.
+
+        Raises:
+            Exception: see ``reduce``.
+        """
+        own = _attempt(act)
+        decision = self._decide(own, decide)
+        answers = [decision] * self.world_size if isinstance(decision, _Failure) else decision
+        if self.world_size == 1:
+            assert answers is not None
+            return _unpacked(own, answers[0])
+        answer: list[R | _Failure] = [_Failure(RuntimeError("rank 0 gave no answer"))]
+        dist.scatter_object_list(answer, answers, group=self.group, group_src=0)
+        return _unpacked(own, answer[0])
+
+    def _decide(self, own: T | _Failure, decide: Callable[[list[T]], R]) -> R | _Failure | None:
+        """Gather the ranks' results and return rank 0's decision; None on other ranks."""
+        alone = self.world_size == 1
+        gathered: list[T | _Failure] | None = [own] * self.world_size if self.rank == 0 else None
+        if not alone:
+            dist.gather_object(_sendable(own), gathered, group=self.group, group_dst=0)
+        if gathered is None:
+            return None
+        failures = [result.error for result in gathered if isinstance(result, _Failure)]
+        if failures:
+            return _Failure(_foremost(failures))
+        results = [result for result in gathered if not isinstance(result, _Failure)]
+        decision = _attempt(lambda: decide(results))
+        return decision if alone else _sendable(decision)
+
+    def store(self) -> dist.Store | None:
+        """A connection of its own to the ranks' key-value store; None for one rank alone.
+
+        Called on all ranks at once. Its keys are seen by nobody else: not by another call's, nor by
+        the workers that torchrun starts after these, which find the same store.
         """
         if self.group is None or self.world_size == 1:
             return None
@@ -121,23 +178,42 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
 
 
-def own_error(error: CheckpointException) -> Exception:
-    """Return the error that made DCP fail: the first rank's, preferably one of this package."""
-    failures = [failure for _, (failure, _) in sorted(error.failures.items())]
-    for failure in failures:
-        if isinstance(failure, (CheckNRunError, OSError)):
-            return failure
-    first = failures[0]
-    return first if isinstance(first, Exception) else RuntimeError(repr(first))
+def _attempt(act: Callable[[], T]) -> T | _Failure:
+    try:
+        return act()
+    except Exception as error:
+        return _Failure(error)
+    except BaseException as error:
+        return _Failure(RuntimeError(repr(error)).with_traceback(error.__traceback__))
+
+
+def _sendable(result: T | _Failure) -> T | _Failure:
+    return _Failure(picklable(result.error)) if isinstance(result, _Failure) else result
+
+
+def _unpacked(own: object, answer: T | _Failure | None) -> T:
+    """Return rank 0's answer, or raise its error, with this rank's own error as the cause."""
+    if isinstance(answer, _Failure):
+        cause = own.error if isinstance(own, _Failure) else None
+        if cause is None or cause is answer.error:
+            raise answer.error
+        raise answer.error from cause
+    return cast(T, answer)
+
+
+def _foremost(errors: Sequence[Exception]) -> Exception:
+    """Choose the error to raise: the first of this package or of the storage, else the first."""
+    own = (error for error in errors if isinstance(error, (CheckNRunError, OSError)))
+    return next(own, errors[0])
 
 
 def picklable(error: Exception) -> Exception:
-    """Return the error, or one of the same text that can be pickled: an ``OSError`` stays one."""
+    """The error itself, or one that says the same: an ``OSError`` stays one."""
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
     except Exception:
-        pass  # classes may fail here in any way
+        pass  # whatever the class does
     text = traceback.format_exception_only(error)[-1].strip()
     kind = OSError if isinstance(error, OSError) else RuntimeError
     return kind(text).with_traceback(error.__traceback__)
@@ -145,7 +221,7 @@ def picklable(error: Exception) -> Exception:
 
 @contextmanager
 def picklable_errors() -> Iterator[None]:
-    """Replace an error that leaves the block by one that can be pickled."""
+    """Errors leave the block in a form in which they reach other ranks."""
     try:
         yield
     except Exception as error:

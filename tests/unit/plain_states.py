@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.save.plan import CheckpointPlanner
 from torchrec_checknrun.store.folder import Folder
 
 State = dict[str, Any]
@@ -40,13 +39,11 @@ def example(fill: float = 1.0) -> State:
     }
 
 
-def save(
-    root: Folder, name: str, state: State, planner: CheckpointPlanner | None = None
-) -> Manifest:
+def save(root: Folder, name: str, state: State) -> Manifest:
     metadata = dcp.save(
         state,
         storage_writer=StorageWriter((root / name).url),
-        planner=planner or SavePlanner(),
+        planner=SavePlanner(),
         no_dist=True,
     )
     manifest = metadata.planner_data

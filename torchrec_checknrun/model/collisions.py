@@ -9,8 +9,6 @@ can't be cut elsewhere for another number of ranks. The checks of a restore are 
 
 from __future__ import annotations
 
-import logging
-
 from torch import nn
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
@@ -19,8 +17,6 @@ from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollis
 from torchrec_checknrun.boxes import Span
 from torchrec_checknrun.format.collision_chunk import CollisionState, Facts, Tensors
 from torchrec_checknrun.model.kernels import find_modules
-
-logger = logging.getLogger(__name__)
 
 COLLECTION = "_managed_collision_collection."
 MODULES = "_managed_collision_modules."

@@ -35,6 +35,10 @@ class RootWriter:
     Args:
         lineage: of the next checkpoint.
         retention: which checkpoints to keep when pruning after a commit; None to never prune.
+
+    Attributes:
+        lost_parent: set by ``before_commit`` in the background when a checkpoint of the lineage was
+            deleted; the training thread takes note, and resets this.
     """
 
     def __init__(self, root: Folder, lineage: Lineage, retention: Retention | None) -> None:
@@ -46,6 +50,7 @@ class RootWriter:
         self._abandoned: tuple[str, ...] = ()
         self._manifests: dict[str, Manifest] = {}
         self._pruner = None if retention is None else Pruner(self._prune)
+        self.lost_parent = False
         self._sequence: int | None = None
         """The highest sequence number in use in the root, once looked for."""
 
@@ -88,6 +93,7 @@ class RootWriter:
 
     def restored(self, chain: Chain) -> None:
         """Protect a restored chain from deletion: the next checkpoint may build on it."""
+        self.lost_parent = False
         self._resumed_from = tuple(manifest.id for manifest in chain.manifests)
         if self._lease is not None:
             self._lease.use(self._uses)
@@ -137,7 +143,7 @@ class RootWriter:
         """
         self.lease.check()
         if (gone := self._gone(header.parent)) is not None:
-            self._lineage.force_full()
+            self.lost_parent = True
             raise SaveFailed(
                 f"{gone}, which this checkpoint builds on, was deleted from {self._root}, or files "
                 "of it: the next checkpoint is full. Leave deletions to `retention` or `checknrun "

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.model.state_dict import MODEL
-from torchrec_checknrun.restore.plan import Merge
+from torchrec_checknrun.restore.states import Merge
 from torchrec_checknrun.root.policy import POLICIES, Intermittent, Policy
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.run.triggers import EverySteps, Trigger

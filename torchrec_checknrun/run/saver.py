@@ -33,8 +33,9 @@ from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.run.facts import Facts
 from torchrec_checknrun.run.waiting import await_save, last_words, still_hanging
-from torchrec_checknrun.save.background import Background, Save
+from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.items import Fingerprint, Items, fingerprint
+from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.save.snapshot import Declared, Snapshot, take_snapshot, take_states
 from torchrec_checknrun.store.folder import Folder
 
@@ -363,9 +364,9 @@ class Saver:
         hangs = not busy and self._background.hangs
         # So it is on all ranks. Not while one is on its way, whose commit would end the need for a
         # full one.
-        if tracked.converted and not busy:
+        if (tracked.converted or self.writer.lost_parent) and not busy:
             self.lineage.force_full()
-            tracked.converted = False
+            tracked.converted = self.writer.lost_parent = False
         previous = self.lineage.previous
         # Looked for only where it matters, since it takes a look at every mark. Who never calls
         # ``step`` is always at step 0, whatever was trained.

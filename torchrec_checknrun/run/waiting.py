@@ -12,7 +12,7 @@ import sys
 import time
 
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.save.background import Save
+from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.store.deadlines import EXIT_SECONDS, longest_silence
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 from tests.unit.tracked_model import TALL, WIDE, make_model, train

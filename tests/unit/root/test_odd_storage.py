@@ -15,6 +15,7 @@ import pytest
 
 from tests.unit.chains import Part, write
 from tests.unit.console import Console
+from torchrec_checknrun.dcp import StorageReader
 from torchrec_checknrun.errors import (
     CheckNRunError,
     ClaimDamaged,
@@ -25,7 +26,6 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, is_plain_name
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore import shared_root
-from torchrec_checknrun.restore.chunks import StorageReader
 from torchrec_checknrun.root import claims, lease, liveness
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest

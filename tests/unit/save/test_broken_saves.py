@@ -91,7 +91,7 @@ def test_a_writer_that_can_t_be_made_fails_the_save(
         train(job, saver)
         with monkeypatch.context() as patch:
             error = OSError(5, "says the test")
-            patch.setattr(background, "StorageWriter", once(background.StorageWriter, error))
+            patch.setattr(background, "CheckpointWriter", once(background.CheckpointWriter, error))
             save_in_time(saver)
             with pytest.raises(SaveFailed, match="says the test"):
                 saver.wait()
@@ -254,7 +254,7 @@ def test_a_state_that_can_t_be_asked_is_named(
         train(job, saver)
         with monkeypatch.context() as patch:
             patch.setattr(job, "state_dict", once(job.state_dict, KeyError("cursor")))
-            with pytest.raises(SaveFailed, match=r"'job' .*rank 0 KeyError: 'cursor'\. .*mend"):
+            with pytest.raises(SaveFailed, match=r"'job' .*rank 0 KeyError: 'cursor'\. .*fix"):
                 saver.save()
         saver.save()
         wanted = gather(job)

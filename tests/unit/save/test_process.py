@@ -166,7 +166,9 @@ def test_its_death_is_told(memory: StagingMemory, tmp_path: Path) -> None:
             while process.alive:
                 time.sleep(0.01)
 
-    with pytest.raises(SaveFailed, match=r"died \(exit status -9\).*started anew"):
+    with pytest.raises(
+        SaveFailed, match=r"died \(exit status -9\).*next checkpoint starts a new one"
+    ):
         process.write(Folder(tmp_path), 0, jobs(memory, [], kill_it))
     with pytest.raises(SaveFailed, match="died"):
         process.write(Folder(tmp_path), 0, jobs(memory, []))
