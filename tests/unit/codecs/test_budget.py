@@ -31,7 +31,7 @@ def shard(
     modified: int | None = None,
     state: bool = True,
 ) -> ShardSnapshot:
-    """Make rows with sums spread around ``2**importance``; the first ``modified`` are to be written."""
+    """Make rows with sums around ``2**importance``; the first ``modified`` are to be written."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, dim, generator=generator) * 0.1
     sums = torch.exp2(importance + 4 * torch.randn(rows, generator=generator))
@@ -89,7 +89,7 @@ def test_the_budget_is_kept_over_all_tables(seed: int, budget: float, tables: in
 
 
 def test_a_table_that_matters_more_gets_more() -> None:
-    """A budget per table, as a codec takes that was not settled, would give both tables the same."""
+    """A budget per table, as an unsettled codec takes, would give both tables the same bits."""
     snapshots = [shard("hot", 3000, 16, 0.0), shard("cold", 3000, 16, -20.0)]
     quantization = Quantization(method="importance", mean_bits=4)
     surveys = [survey(snapshots, quantization)]

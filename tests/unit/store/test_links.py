@@ -169,7 +169,7 @@ def attacker(act: Callable[[], object]) -> Iterator[None]:
 
 @pytest.mark.parametrize("what", ["rank-00000.bin", "manifest.json", "directory", "writers"])
 def test_a_race(root: Folder, outside: Path, tmp_path: Path, what: str) -> None:
-    """The operation fails and names the link, or acts in the right place; outside nothing changes."""
+    """The operation fails and names the link, or acts in the right place only."""
     run = tmp_path / "disk" / "run"
     root.create()
     done: list[str] = []
