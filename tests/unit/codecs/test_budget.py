@@ -89,7 +89,7 @@ def test_the_budget_is_kept_over_all_tables(seed: int, budget: float, tables: in
 
 
 def test_a_table_that_matters_more_gets_more() -> None:
-    """A budget per table, as by codecs that were not settled, would give both the same."""
+    """A budget per table, as an unsettled codec takes, would give both tables the same bits."""
     snapshots = [shard("hot", 3000, 16, 0.0), shard("cold", 3000, 16, -20.0)]
     quantization = Quantization(method="importance", mean_bits=4)
     surveys = [survey(snapshots, quantization)]

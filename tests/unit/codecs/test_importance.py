@@ -46,7 +46,7 @@ def adagrad(accumulator: torch.Tensor) -> RowContext:
 
 
 def trained(seed: int, n: int, octaves: float = 40) -> torch.Tensor:
-    """Make sums of squared gradients over some powers of two; a tenth was never trained."""
+    """Make sums of squared gradients over powers of two; a tenth of the rows is untrained."""
     rng = np.random.default_rng(seed)
     sums = 2.0 ** (rng.random(n) * octaves - octaves)
     sums[rng.random(n) < 0.1] = 0
