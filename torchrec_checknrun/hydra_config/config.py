@@ -188,7 +188,8 @@ def _quantization(config: CheckNRunConfig) -> Quantization:
         optimizer, bits = named.pop("optimizer_state"), named.pop("bits")
         return Quantization(bits=bits and bits.value, optimizer=optimizer, **named)
 
-    tables = {pattern: choice(values) for pattern, values in dict(config.tables).items()}
+    given: Mapping[str, Any] = config.tables  # Hydra hands configs over, which are mappings
+    tables = {pattern: choice(values) for pattern, values in given.items()}
     return choice({name: getattr(config, name) for name in _QUANTIZATION}, tables=tables)
 
 

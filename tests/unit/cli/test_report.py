@@ -125,8 +125,9 @@ def test_axes_are_labelled_with_steps_and_milliseconds(count: int) -> None:
         assert len(labels) == len(set(labels)) <= 8
         assert ax.get_xlabel() == "step of the checkpoint"
     stalls = figure.axes[3]
+    bars: list[Any] = list(stalls.patches)
     assert stalls.get_ylabel() == "ms"
-    assert [bar.get_height() for bar in stalls.patches] == [250.0] * count
+    assert [bar.get_height() for bar in bars] == [250.0] * count
 
 
 def test_the_page_tells_stalls_in_milliseconds(
