@@ -1,5 +1,7 @@
-"""Refuse a model whose tables were not sharded: as dense parameters they would be written in full
-every time, and nothing of what this package is for would happen.
+"""Refuse a model without sharded tables.
+
+Unsharded tables are dense parameters, which every checkpoint writes in full: nothing would be
+saved by this package.
 """
 
 from __future__ import annotations
@@ -14,8 +16,7 @@ logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 
 def refuse_unsharded(model: nn.Module, tables: Collection[str]) -> None:
-    """Refuse a model that has embedding collections, none of them sharded; warn of those that stay
-    unsharded beside sharded ones.
+    """Refuse embedding collections of which none is sharded; warn of some that are not.
 
     Args:
         tables: names of the sharded tables.

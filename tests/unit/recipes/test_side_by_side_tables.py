@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from recipes.benchmarks import side_by_side_markdown as markdown
-from recipes.benchmarks.side_by_side import summary
-from recipes.benchmarks.side_by_side_bytes import Series
-from recipes.benchmarks.side_by_side_systems import ASYNC, COPY, DCP, NONE, PROCESS, SNAPSHOT
-from recipes.benchmarks.side_by_side_tables import tables as terminal
-from recipes.benchmarks.side_by_side_targets import Target, evaluate
+from recipes.benchmarks.side_by_side import markdown
+from recipes.benchmarks.side_by_side.run import summary
+from recipes.benchmarks.side_by_side.shrink import shrunk
+from recipes.benchmarks.side_by_side.sizes import Series
+from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, NONE, PROCESS, SNAPSHOT
+from recipes.benchmarks.side_by_side.tables import tables as terminal
+from recipes.benchmarks.side_by_side.targets import Target, evaluate
 from tests.unit.recipes.test_side_by_side import REPOSITORY, a_result, a_save, stored_of
 
 KEPT = f"{ASYNC}, DTensor, kept stager"
@@ -212,6 +213,20 @@ def test_the_tables_of_the_terminal() -> None:
     text = console.export_text()
     for part in ("set-up s", "mean over", "2 differentials", "tables with later rows", "ranks"):
         assert part in text
+
+
+def test_a_fresh_result_and_its_reduction_give_the_same_tables() -> None:
+    document = _document()
+    fresh = {
+        **document,
+        "training": [{**row, "saves": [1] * 99, "reports": []} for row in document["training"]],
+        "bytes": [{**row, "checkpoints": [1] * 99} for row in document["bytes"]],
+    }
+    reduced, stall = shrunk(fresh), {"medians": {"gather": 0.0361}}
+    assert len(json.dumps(reduced)) < len(json.dumps(fresh))
+    assert not any({"saves", "reports"} & row.keys() for row in reduced["training"])
+    assert [*markdown.page(reduced, stall)] == [*markdown.page(fresh, stall)]
+    assert [*markdown.summary(reduced)] == [*markdown.summary(fresh)]
 
 
 def test_the_pages_say_what_the_committed_run_has_found() -> None:

@@ -288,7 +288,7 @@ class TestMissingRoot:
             assert saver.restore(required=True) is not None
 
     def test_never(self, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture) -> None:
-        """It starts anew, and deletes nothing of what was there."""
+        """The run starts fresh, and deletes nothing of what was there."""
         from torchrec_checknrun import Retention
 
         with checkpointer(tmp_path, job) as saver:

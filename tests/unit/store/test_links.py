@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchrec_checknrun.errors import CheckNRunError, CheckpointExists, CorruptCheckpoint
-from torchrec_checknrun.root.prune import _delete
+from torchrec_checknrun.root.deletion import delete_checkpoint
 from torchrec_checknrun.save.process import _open
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.export import save_in_place
@@ -102,7 +102,7 @@ OPERATIONS: dict[str, Callable[[Folder], object]] = {
     "create": Folder.create,
     "create within": lambda folder: (folder / "writers").create(),
     "modified": lambda folder: folder.modified("rank-00000.bin"),
-    "delete all": _delete,
+    "delete all": delete_checkpoint,
 }
 
 
@@ -144,7 +144,7 @@ def test_a_link_within_a_checkpoint_is_deleted_not_what_it_points_to(
     write(folder)
     for name in ("manifest.json", "pinned"):
         (tmp_path / "link" / "run" / ID / name).symlink_to(outside / name)
-    _delete(folder)
+    delete_checkpoint(folder)
     assert root.names() == []
 
 
@@ -193,7 +193,7 @@ def test_a_race(root: Folder, outside: Path, tmp_path: Path, what: str) -> None:
                 (root / "writers").put("epoch-00000001.json", b"{}")
                 done.append(folder.name)
             with suppress(CheckNRunError, OSError):
-                _delete(folder)
+                delete_checkpoint(folder)
     if what != "directory":
         for path in run.glob("seq-*"):
             path.unlink() if path.is_symlink() else None

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recipes.benchmarks.side_by_side_model import Job
+from recipes.benchmarks.side_by_side.model import Job
 
 GATHER, MEMCPY, WRITE = "gather of the modified rows", "memcpy of their bytes", "disk write of them"
 _REPEATED = 3

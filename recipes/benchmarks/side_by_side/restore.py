@@ -1,6 +1,6 @@
 """How long restores take; and whether what is saved while training goes on is one instant.
 
-    torchrun --nproc_per_node 2 -m recipes.benchmarks.side_by_side_restore FOLDER
+    torchrun --nproc_per_node 2 -m recipes.benchmarks.side_by_side.restore FOLDER
 
 is how ``measure_on`` restores on several ranks; ``FOLDER/restore.json`` says what, and holds the
 figures afterwards.
@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from recipes.benchmarks.side_by_side_bytes import DIFFERENTIALS, mark
-from recipes.benchmarks.side_by_side_model import Job, Setting
-from recipes.benchmarks.side_by_side_store import committed, listed
-from recipes.benchmarks.side_by_side_systems import (
+from recipes.benchmarks.side_by_side.model import Job, Setting
+from recipes.benchmarks.side_by_side.sizes import DIFFERENTIALS, mark
+from recipes.benchmarks.side_by_side.store import committed, listed
+from recipes.benchmarks.side_by_side.systems import (
     ASYNC,
     CASES,
     CHANGED_ROWS,

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recipes.benchmarks.side_by_side_model import Setting
-from recipes.benchmarks.side_by_side_systems import CASES
+from recipes.benchmarks.side_by_side.model import Setting
+from recipes.benchmarks.side_by_side.systems import CASES
 
 _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 900.0
@@ -33,7 +33,7 @@ class Live:
         self._last_turn = time.monotonic()
         plan = {"case": case, "setting": asdict(setting), "turns": turns, "benchmark": os.getpid()}
         (folder / "case.json").write_text(json.dumps(plan))
-        worker = ["-m", "recipes.benchmarks.side_by_side_worker", str(folder)]
+        worker = ["-m", "recipes.benchmarks.side_by_side.worker", str(folder)]
         if ranks > 1:
             launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
             worker = ["-m", *launch, *worker]
@@ -41,7 +41,7 @@ class Live:
             self._process = subprocess.Popen(
                 [sys.executable, *worker], stdout=log, stderr=subprocess.STDOUT
             )
-        watch = ["-m", "recipes.benchmarks.side_by_side_store", str(folder / "store")]
+        watch = ["-m", "recipes.benchmarks.side_by_side.store", str(folder / "store")]
         self._watcher = subprocess.Popen(
             [sys.executable, *watch], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from recipes.benchmarks.side_by_side_model import Job
-from recipes.benchmarks.side_by_side_store import committed
-from recipes.benchmarks.side_by_side_synced import synced_snapshot
+from recipes.benchmarks.side_by_side.model import Job
+from recipes.benchmarks.side_by_side.store import committed
+from recipes.benchmarks.side_by_side.synced import synced_snapshot
 from torchrec_checknrun import Checkpointer, Consecutive, Full, Intermittent, Quantization
 from torchrec_checknrun.policy import Policy
 from torchrec_checknrun.tracking import track
@@ -166,7 +166,7 @@ class _Together:
 
 class TorchSnapshot(System):
     """torchsnapshot's ``take`` or ``async_take`` of everything; the files are synced before the
-    commit (`side_by_side_synced` says why).
+    commit (`synced` says why).
     """
 
     def __init__(self, job: Job, root: Path, asynchronous: bool = False) -> None:

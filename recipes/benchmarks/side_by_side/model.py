@@ -20,7 +20,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from recipes.benchmarks.side_by_side_trace import Kind, Trace
+from recipes.benchmarks.side_by_side.trace import Kind, Trace
 from recipes.dlrm_criteo import sharding
 from recipes.dlrm_criteo.model import Architecture, initialise_dense, table_values
 from recipes.dlrm_criteo.train import CONFIGS

@@ -7,11 +7,14 @@
 A DLRM with Criteo Kaggle's 26 tables, scaled, row-wise Adagrad, on CPU; every system gets the same
 steps. The parts:
 
-training: what a save costs it, on one and on two ranks (`side_by_side_worker`); with the machine's
+training: what a save costs it, on one and on two ranks (`worker`); with the machine's
 own limits, the time until a fresh process lists the checkpoint, and the peak of memory.
-bytes: what checkpoints weigh and how much capacity they keep (`side_by_side_bytes`).
-restore: how long a restore takes, on one and on two ranks (`side_by_side_restore`).
-instants: whether what is written behind training is one instant (`side_by_side_restore`).
+bytes: what checkpoints weigh and how much capacity they keep (`sizes`).
+restore: how long a restore takes, on one and on two ranks (`restore`).
+instants: whether what is written behind training is one instant (`restore`).
+
+`python -m recipes.benchmarks.side_by_side_markdown out.json` prints the tables of the docs, and
+`python -m recipes.benchmarks.side_by_side.shrink` reduces a result to their figures.
 
 Parts and systems have processes of their own. Ratios are of the same rounds. Exits with 1 if a
 target is missed; the targets are for two cores, one rank and dim 64.
@@ -24,7 +27,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -37,15 +39,10 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
-from recipes.benchmarks import (
-    side_by_side_bytes,
-    side_by_side_restore,
-    side_by_side_tables,
-    side_by_side_turns,
-)
 from recipes.benchmarks.machine import describe
-from recipes.benchmarks.side_by_side_model import Setting, architecture
-from recipes.benchmarks.side_by_side_systems import (
+from recipes.benchmarks.side_by_side import restore, sizes, tables, turns
+from recipes.benchmarks.side_by_side.model import Setting, architecture
+from recipes.benchmarks.side_by_side.systems import (
     ASYNC,
     CASES,
     COPY,
@@ -55,8 +52,8 @@ from recipes.benchmarks.side_by_side_systems import (
     PEERS,
     PROCESS,
 )
-from recipes.benchmarks.side_by_side_targets import Rows, Target, evaluate
-from recipes.benchmarks.side_by_side_trace import Kind, Trace, promised
+from recipes.benchmarks.side_by_side.targets import Rows, Target, evaluate
+from recipes.benchmarks.side_by_side.trace import Kind, Trace, promised
 
 PARTS = ("training", "bytes", "restore", "instants")
 ROUNDS = "turns of each system in training; twice as many of those that targets compare"
@@ -185,10 +182,10 @@ def training(setting: Setting, options: argparse.Namespace, folder: Path) -> Row
     """What saves cost training."""
     rows: Rows = []
     planned = runs(setting, options)
-    turns = sum(run.rounds * len(run.cases) for run in planned)
-    with tqdm(total=turns, desc="training", unit="turn") as bar:
+    total = sum(run.rounds * len(run.cases) for run in planned)
+    with tqdm(total=total, desc="training", unit="turn") as bar:
         for number, run in enumerate(planned):
-            results = side_by_side_turns.run(
+            results = turns.run(
                 run.cases,
                 run.setting,
                 run.ranks,
@@ -219,9 +216,9 @@ def restores(setting: Setting, ranks: Sequence[int], folder: Path, rounds: int) 
     found: Rows = []
     for count in ranks:
         if count == 1:
-            found += _alone(side_by_side_restore.measure, setting, folder, rounds)
+            found += _alone(restore.measure, setting, folder, rounds)
         else:
-            found += side_by_side_restore.measure_on(count, setting, folder, rounds)
+            found += restore.measure_on(count, setting, folder, rounds)
     return found
 
 
@@ -242,9 +239,9 @@ def main() -> int:
     rounds = 1 if options.quick else RESTORES
     measures: dict[str, Callable[[Path], Rows]] = {
         "training": lambda folder: training(setting, options, folder),
-        "bytes": lambda folder: _alone(side_by_side_bytes.measure, calm, folder),
+        "bytes": lambda folder: _alone(sizes.measure, calm, folder),
         "restore": lambda folder: restores(calm, options.ranks, folder, rounds),
-        "instants": lambda folder: _alone(side_by_side_restore.instants, calm, folder),
+        "instants": lambda folder: _alone(restore.instants, calm, folder),
     }
     aims: list[Target] = []
     with holder as root:
@@ -260,7 +257,7 @@ def main() -> int:
                 _write(options.json, {"quick": options.quick, **found}, aims)
         shutil.rmtree(folder)
     console = Console(width=190)
-    for table in side_by_side_tables.tables(found, aims):
+    for table in tables.tables(found, aims):
         console.print(table)
     missed = [aim for aim in aims if not aim.met]
     print(f"{len(aims) - len(missed)} of {len(aims)} targets met (they are for 2 cores and dim 64)")
@@ -302,7 +299,3 @@ def _options() -> argparse.Namespace:
     if options.quick:
         options.idle = min(options.idle, 0.5)
     return options
-
-
-if __name__ == "__main__":
-    sys.exit(main())

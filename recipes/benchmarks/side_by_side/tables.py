@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from recipes.benchmarks.side_by_side_systems import DCP
-from recipes.benchmarks.side_by_side_targets import Rows, Target
+from recipes.benchmarks.side_by_side.systems import DCP
+from recipes.benchmarks.side_by_side.targets import Rows, Target
 
 
 def tables(found: dict[str, Any], aims: Sequence[Target]) -> Iterator[Table]:

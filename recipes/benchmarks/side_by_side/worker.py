@@ -1,6 +1,6 @@
 """Trains with one system, in a process (or torchrun's processes) of its own, turn by turn.
 
-    python -m recipes.benchmarks.side_by_side_worker FOLDER
+    python -m recipes.benchmarks.side_by_side.worker FOLDER
 
 ``FOLDER/case.json`` says what is done. The workers of several systems live at the same time and
 take turns, so that every round measures them all under the same conditions, and what a system saves
@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 from torchrec.datasets.utils import Batch
 
-from recipes.benchmarks.side_by_side_limits import Limits
-from recipes.benchmarks.side_by_side_model import Job, Setting
-from recipes.benchmarks.side_by_side_store import committed, split, superseded
-from recipes.benchmarks.side_by_side_systems import CASES, NONE, System
+from recipes.benchmarks.side_by_side.limits import Limits
+from recipes.benchmarks.side_by_side.model import Job, Setting
+from recipes.benchmarks.side_by_side.store import committed, split, superseded
+from recipes.benchmarks.side_by_side.systems import CASES, NONE, System
 from recipes.dlrm_criteo.distributed import process_group
 
 PAIRS = 2

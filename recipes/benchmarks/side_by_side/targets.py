@@ -8,8 +8,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from recipes.benchmarks.side_by_side_restore import CHAIN, SINGLE
-from recipes.benchmarks.side_by_side_systems import ASYNC, COPY, DCP, PROCESS
+from recipes.benchmarks.side_by_side.restore import CHAIN, SINGLE
+from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, PROCESS
 
 Rows = list[dict[str, Any]]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from recipes.benchmarks.side_by_side_model import Job, Setting
-from recipes.benchmarks.side_by_side_store import committed, listed, split, superseded
-from recipes.benchmarks.side_by_side_systems import (
+from recipes.benchmarks.side_by_side.model import Job, Setting
+from recipes.benchmarks.side_by_side.store import committed, listed, split, superseded
+from recipes.benchmarks.side_by_side.systems import (
     CHANGED_ROWS,
     DCP,
     PEERS,

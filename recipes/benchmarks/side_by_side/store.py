@@ -1,6 +1,6 @@
 """What lies in a store: when a checkpoint is there, and how many bytes of what it has.
 
-    python -m recipes.benchmarks.side_by_side_store FOLDER
+    python -m recipes.benchmarks.side_by_side.store FOLDER
 
 waits for checkpoints: a process that knows the folder alone prints the time at which it first
 listed each (seconds of the system's monotonic clock), until its input is closed. Nothing heavier
