@@ -42,7 +42,7 @@ env: $(STAMP)
 ifneq ($(CHOICE),$(MADE))
 .PHONY: $(STAMP)
 endif
-$(STAMP): setup.py pyproject.toml recipes/install.py Makefile $(CSRC)
+$(STAMP): setup.py pyproject.toml torchrec_checknrun/install.py Makefile $(CSRC)
 	$(if $(filter-out $(CSRC),$?),$(MAKE_ENVIRONMENT),$(MAKE_KERNEL))
 	@echo '$(CHOICE)' > $@
 
@@ -52,7 +52,7 @@ define MAKE_ENVIRONMENT
 @$(PYTHON) -c 'import ensurepip' || \
 	{ echo '$(PYTHON) has no venv module. On Debian: apt install python3-venv'; exit 1; }
 $(PYTHON) -m venv --clear $(VENV)
-$(PY) recipes/install.py --device $(DEVICE) --extras recipes,kmeans,figures,cli,s3,test --editable
+$(PY) torchrec_checknrun/install.py --device $(DEVICE) --extras recipes,kmeans,figures,cli,s3,test --editable
 endef
 
 # Where nothing but the kernel's sources changed.

@@ -1,8 +1,8 @@
 """What the package is called, what it needs and what goes into its wheel.
 
 TorchRec and FBGEMM are missing from the requirements on purpose: TorchRec's own metadata asks for
-the CUDA build of FBGEMM, which a machine without a GPU must not have. recipes/install.py brings
-both, in the build that fits the machine.
+the CUDA build of FBGEMM, which a machine without a GPU must not have. torchrec_checknrun/install.py
+brings both, in the build that fits the machine.
 
 The compiled kernel in csrc is built against the torch that is installed, so torch has to be there
 before this package and the build must not be isolated from it. Without torch or a C++ compiler the
@@ -70,6 +70,16 @@ EXTRAS = {
         "rich>=13.7,<16",  # tables and progress bars
         "safetensors>=0.5,<1",  # `checknrun export --format safetensors`
         "typer>=0.15,<1",  # commands, options, shell completion
+    ],
+    "lightning": [
+        "lightning>=2.2,<3",  # its Trainer calls integrations/lightning.py
+    ],
+    "torchtnt": [
+        "setuptools<81",  # TorchTNT imports pkg_resources, which later versions don't have
+        "torchtnt>=0.2.4,<0.3",  # its loops call integrations/torchtnt.py
+    ],
+    "torchdata": [
+        "torchdata>=0.11,<0.12",  # StatefulDataLoader of examples/data_position.py
     ],
     "s3": [
         "s3fs>=2024.6",  # fsspec's driver for s3:// and what speaks its protocol
@@ -142,9 +152,10 @@ class BuildKernel(build_ext):
         folder = Path(torch.__file__).parent
         ext.include_dirs.append(str(folder / "include"))
         ext.extra_link_args.append(f"-L{folder / 'lib'}")
-        ext.define_macros.append(
-            ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi())))
-        )
+        ext.define_macros += [
+            ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi()))),
+            ("CHECKNRUN_TORCH", f'"{torch.__version__}"'),  # read before the library is loaded
+        ]
 
     def copy_extensions_to_source(self) -> None:
         # A library of an earlier build would go on being used; and one in use must not be

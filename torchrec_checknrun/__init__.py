@@ -2,8 +2,9 @@
 
 The stub beside this file is the one list of public names. A name is imported at its first use:
 Hydra imports this package in every app of an environment that has it installed, and must not pay
-for torch and TorchRec there. The modules ``codecs``, ``dcp``, ``errors``, ``policy``, ``tracking``
-and ``triggers`` hold the rest of the public interface; all other modules are private.
+for torch and TorchRec there. The modules ``codecs``, ``dcp``, ``elastic``, ``errors``,
+``integrations``, ``policy``, ``tracking`` and ``triggers`` hold the rest of the public interface;
+all other modules are private.
 """
 
 import lazy_loader

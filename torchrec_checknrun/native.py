@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from torchrec_checknrun.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -25,25 +29,59 @@ Chosen = slice | np.ndarray
 
 @functools.cache
 def has_extension() -> bool:
-    """Load the compiled extension; log a warning, once per process, where there is none.
-
-    Returns:
-        Whether ``torch.ops.checknrun`` can be used.
+    """Load the compiled kernel and tell whether it can be used; warn once if not, and say how to
+    build the kernel.
     """
+    reason = "is missing"
     for library in sorted(Path(__file__).parent.glob("_C*.so")):
-        try:
-            torch.ops.load_library(library)
-        except OSError as error:
-            logger.warning("%s can't be loaded: %s", library, error)
-            continue
-        if hasattr(torch.ops.checknrun, "stage_rows"):
+        reason = _load(library)
+        if not reason:
             return True
-        logger.warning("%s was built for another version of this package: ignored", library)
     logger.warning(
-        "rows are quantized by NumPy, several times slower than by the compiled kernel: install "
-        "torchrec_checknrun again where there is a C++ compiler (g++)"
+        "the compiled kernel %s: NumPy quantizes rows, which is several times slower. Build the "
+        "kernel with g++: %s",
+        reason,
+        build_command(),
     )
     return False
+
+
+def _load(library: Path) -> str:
+    """Load a library.
+
+    Returns:
+        The reason why it can't be used; empty if it can. A library for another torch is not even
+        loaded: its calls would reach functions and layouts that have changed.
+    """
+    built = re.search(rb"checknrun: built for torch ([^;]+);", library.read_bytes())
+    if built and _minor(built[1].decode()) != _minor(torch.__version__):
+        return (
+            f"({library}) was built for torch {built[1].decode()} and is not used with torch "
+            f"{torch.__version__}"
+        )
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        return f"({library}) can't be loaded ({error})"
+    if not hasattr(torch.ops.checknrun, "stage_rows"):
+        return f"({library}) is of an earlier version of this package"
+    return ""
+
+
+def _minor(version: str) -> list[str]:
+    """Return the part of torch's version within which its binary interface stays."""
+    return version.split(".")[:2]
+
+
+def build_command() -> str:
+    """Return the command that builds the kernel for the torch that is installed."""
+    root = Path(__file__).resolve().parents[1]
+    if (root / "setup.py").is_file():
+        return f"cd {root} && {sys.executable} setup.py build_ext --inplace"
+    return (
+        f"{sys.executable} -m pip install --no-build-isolation --no-deps --force-reinstall "
+        f"torchrec_checknrun-{__version__}.tar.gz  (the source archive)"
+    )
 
 
 def can_copy(source: torch.Tensor, target: torch.Tensor) -> bool:

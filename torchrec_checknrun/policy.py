@@ -1,6 +1,7 @@
 """Choose between full and differential checkpoints: all policies, and a base class for your own."""
 
 from torchrec_checknrun.codecs.quantization import expected_restores
+from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.policy import (
     Consecutive,
     Decision,
@@ -15,6 +16,7 @@ __all__ = [
     "Decision",
     "Full",
     "Intermittent",
+    "Manifest",
     "OneShot",
     "Policy",
     "expected_restores",

@@ -1,5 +1,8 @@
 """Copies of rows' bytes equal NumPy's plain indexing, compiled and not."""
 
+import logging
+import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -8,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torchrec_checknrun
 from tests.examples import examples
 from torchrec_checknrun import native as module
 from torchrec_checknrun.native import Chosen, can_copy, copy_rows, has_extension
+from torchrec_checknrun.version import __version__
 
 COMPILED = [False, True] if has_extension() else [False]
 
@@ -104,3 +109,67 @@ def test_memory_in_pieces_is_for_torch() -> None:
     assert not can_copy(rows[:, :3], rows)
     assert not can_copy(rows, rows[::2])
     assert not can_copy(rows[:0], rows)
+
+
+class TestLibrary:
+    """A library is used where it fits; else one warning says why not, and how to build another."""
+
+    @pytest.fixture
+    def package(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> Path:
+        """A folder in which the package's libraries are looked for."""
+        folder = tmp_path / "torchrec_checknrun"
+        folder.mkdir()
+        monkeypatch.setattr(module, "__file__", str(folder / "native.py"))
+        caplog.set_level(logging.WARNING)
+        return folder
+
+    def used(self) -> bool:
+        return module.has_extension.__wrapped__()
+
+    def warned(self, caplog: pytest.LogCaptureFixture) -> str:
+        (record,) = caplog.records
+        return record.getMessage()
+
+    def test_missing(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+        assert not self.used()
+        text = self.warned(caplog)
+        assert "the compiled kernel is missing: NumPy" in text
+        assert "-m pip install --no-build-isolation" in text
+        assert f"torchrec_checknrun-{__version__}.tar.gz" in text
+
+    def test_among_sources(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (package.parent / "setup.py").touch()
+        assert not self.used()
+        assert self.warned(caplog).endswith(
+            f"cd {package.parent} && {sys.executable} setup.py build_ext --inplace"
+        )
+
+    @pytest.mark.parametrize("version", ["2.1.0", "99.0.1+cu130", "2.999.0a0+git1"])
+    def test_of_another_torch(
+        self, package: Path, caplog: pytest.LogCaptureFixture, version: str
+    ) -> None:
+        note = f"checknrun: built for torch {version};".encode()
+        (package / "_C.abi3.so").write_bytes(b"\x7fELF\0" + note + b"\0")
+        with patch.object(torch.ops, "load_library", side_effect=AssertionError):
+            assert not self.used()
+        assert f"was built for torch {version} and is not used with torch" in self.warned(caplog)
+
+    def test_of_another_patch_release(self, package: Path) -> None:
+        major, minor = torch.__version__.split(".")[:2]
+        note = f"checknrun: built for torch {major}.{minor}.77+other;".encode()
+        (package / "_C.abi3.so").write_bytes(note)
+        with patch.object(torch.ops, "load_library") as load:
+            module._load(package / "_C.abi3.so")
+        load.assert_called_once()
+
+    def test_torn(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (package / "_C.abi3.so").write_bytes(b"no library")
+        assert not self.used()
+        assert "can't be loaded" in self.warned(caplog)
+
+    @pytest.mark.skipif(not has_extension(), reason="the compiled kernel was not built")
+    def test_the_one_in_use_says_which_torch_it_was_built_for(self) -> None:
+        (library,) = Path(torchrec_checknrun.__path__[0]).glob("_C*.so")
+        assert f"built for torch {torch.__version__};".encode() in library.read_bytes()

@@ -1,6 +1,7 @@
 """The package as its users get it: what the wheel holds, how it is installed, who can use it."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -8,15 +9,17 @@ import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from packaging.requirements import Requirement
 
-from recipes import install
+from torchrec_checknrun import install
 from torchrec_checknrun.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-MADE_FROM = ["Makefile", "recipes/install.py", "pyproject.toml", "setup.py"]
+INSTALL = "torchrec_checknrun/install.py"
+MADE_FROM = ["Makefile", INSTALL, "pyproject.toml", "setup.py"]
 CSRC = "torchrec_checknrun/csrc/rows.h"
 SOURCES = ["LICENSE", "README.md", "pyproject.toml", "setup.py", "torchrec_checknrun"]
 
@@ -112,6 +115,7 @@ def test_wheel_holds_the_package_and_the_plugin_and_nothing_else(wheel: Path) ->
     }
     assert members(wheel) == {
         *sources,
+        "torchrec_checknrun/__init__.pyi",  # all public names: needed to import any
         "torchrec_checknrun/py.typed",
         "hydra_plugins/torchrec_checknrun_plugin.py",
     }
@@ -182,8 +186,21 @@ def test_an_outside_script_imports_this_checkout(tmp_path: Path) -> None:
     script.write_text("import torchrec_checknrun.version as v; print(v.__file__)")
     result = run(sys.executable, script, cwd=tmp_path, env=clean_environment())
     assert result.stdout.strip() == str(ROOT / "torchrec_checknrun" / "version.py"), (
-        f"Install the checkout in place: python recipes/install.py --editable\n{result.stderr}"
+        f"Install the checkout in place: python {INSTALL} --editable\n{result.stderr}"
     )
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive, unpacked, and nothing else."""
+    source = copy_sources(tmp_path_factory.mktemp("checkout"))
+    made = run(sys.executable, "setup.py", "sdist", cwd=source)
+    assert made.returncode == 0, made.stderr
+    (archive,) = (source / "dist").glob("*.tar.gz")
+    target = tmp_path_factory.mktemp("unpacked")
+    shutil.unpack_archive(archive, target, filter="data")
+    (folder,) = target.iterdir()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +259,7 @@ class TestOtherHydraApp:
 
 
 class TestInstall:
-    """recipes/install.py chooses exactly one build of FBGEMM."""
+    """Exactly one build of FBGEMM is chosen, from a checkout, a source archive or a wheel."""
 
     @pytest.fixture
     def commands(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -279,6 +296,60 @@ class TestInstall:
         removed = [set(command[4:]) for command in commands if "uninstall" in command]
         assert removed == ([{build, other}] if other_is_there else [])
 
+    def commands_of(
+        self, file: Path, commands: list[list[str]], *arguments: str
+    ) -> list[list[str]]:
+        """Run another copy of install.py as a script would; what pip was to do."""
+        module = runpy.run_path(str(file))
+        with patch.object(sys, "argv", ["install.py", "--device", "cpu", *arguments]):
+            module["main"]()
+        return commands
+
+    def test_from_a_source_archive(self, unpacked: Path, commands: list[list[str]]) -> None:
+        made = self.commands_of(unpacked / INSTALL, commands, "--extras", "cli")
+        assert any(f"{unpacked}[cli]" in command for command in made)
+        assert (unpacked / CSRC).is_file(), "the kernel can be built"
+        helped = run(sys.executable, unpacked / INSTALL, "--help", env=clean_environment())
+        assert "--device" in helped.stdout, "nothing but Python is needed"
+
+    @pytest.mark.parametrize("extras", ["", "cli,s3"])
+    def test_from_a_wheel(
+        self, wheel: Path, site: Path, commands: list[list[str]], extras: str
+    ) -> None:
+        """The package is there; pip is asked for what it could not choose, and for extras."""
+        made = self.commands_of(site / INSTALL, commands, "--extras", extras)
+        words = [word for command in made for word in command]
+        named = [word for word in words if "torchrec_checknrun" in word and " " not in word]
+        assert named == ([f"torchrec_checknrun[{extras}]=={__version__}"] if extras else [])
+        assert {install.TORCHREC, *install.TORCHREC_NEEDS} <= set(words)
+        helped = run(
+            *(sys.executable, "-m", "torchrec_checknrun.install", "--help"),
+            env=clean_environment(PYTHONPATH=str(site)),
+            cwd=site.parent,
+        )
+        assert "--device" in helped.stdout, helped.stderr
+
+    def test_from_a_wheel_nothing_is_editable(self, site: Path, commands: list[list[str]]) -> None:
+        with pytest.raises(SystemExit, match="--editable needs the sources"):
+            self.commands_of(site / INSTALL, commands, "--editable")
+        assert commands == []
+
+    def test_without_the_kernel_the_end_says_how_to_build_it(self, site: Path) -> None:
+        check = run(
+            *(sys.executable, "-c", install.CHECK, "cpu"),
+            env=clean_environment(PYTHONPATH=str(site)),
+            cwd=site.parent,
+        )
+        assert "without the compiled kernel" in check.stdout, check.stderr
+        last = check.stdout.splitlines()[-1]
+        assert "--no-build-isolation --no-deps --force-reinstall" in last
+        assert last.endswith(f"torchrec_checknrun-{__version__}.tar.gz  (the source archive)")
+        assert check.stderr.count("NumPy quantizes rows") == 1
+
+    def test_the_old_place_still_works(self) -> None:
+        helped = run(sys.executable, ROOT / "recipes" / "install.py", "--help")
+        assert "--device" in helped.stdout
+
     def test_a_failing_pip_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("subprocess.call", lambda command: 3)
         with pytest.raises(SystemExit, match=r"exit status 3: .* -m pip install"):
@@ -309,7 +380,6 @@ class TestMakefile:
     @pytest.fixture
     def made(self, tmp_path: Path) -> Path:
         """A checkout whose environment was made by python3 and is newer than its sources."""
-        (tmp_path / "recipes").mkdir()
         (tmp_path / CSRC).parent.mkdir(parents=True)
         for name in (*MADE_FROM, CSRC):
             (tmp_path / name).touch()
@@ -345,7 +415,7 @@ class TestMakefile:
         self.change(made, name, CSRC)
         assert not self.is_up_to_date(made)
         steps = self.make(made, "--dry-run", "env").stdout
-        assert "-m venv --clear .venv\n.venv/bin/python recipes/install.py" in steps
+        assert f"-m venv --clear .venv\n.venv/bin/python {INSTALL}" in steps
         assert "build_ext" not in steps
 
     def test_only_the_kernel_is_made_again_when_only_that_changed(self, made: Path) -> None:

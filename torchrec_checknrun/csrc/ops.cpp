@@ -10,6 +10,12 @@
 #include "row_vector.h"
 #include "rows.h"
 
+// Found by native.py in the file's bytes: a library for another torch must not even be loaded.
+#ifdef CHECKNRUN_TORCH
+__attribute__((used)) static const char kBuiltFor[] =
+    "checknrun: built for torch " CHECKNRUN_TORCH ";";
+#endif
+
 namespace checknrun {
 namespace {
 

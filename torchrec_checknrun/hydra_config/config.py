@@ -14,7 +14,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, EnumNode, OmegaConf
+from omegaconf.errors import ValidationError
+from omegaconf.nodes import AnyNode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.codecs.quantization import Quantization
     from torchrec_checknrun.dense.buffers import Patterns
     from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer, NoCheckpointer
+    from torchrec_checknrun.root.policy import Policy
     from torchrec_checknrun.root.report import CheckpointReport
     from torchrec_checknrun.root.retention import Retention
     from torchrec_checknrun.run.checkpointer import Checkpointer
@@ -32,7 +35,7 @@ logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 GROUP = "checkpoint"
 _QUANTIZATION = (
     *("bits", "method", "expected_restores", "mean_bits", "offset"),
-    *("optimizer_state", "compress", "exact_below_rows"),
+    *("optimizer_state", "compress", "exact_below_rows", "codec"),
 )
 """Keys of the config that become its ``Quantization``, beside ``tables``."""
 
@@ -65,6 +68,7 @@ class TableConfig:
     offset: float | None = None
     optimizer_state: str = "fp32"
     compress: bool = False
+    codec: Any = None  # ``{_target_: my.Codec, ...}``, in place of bits and method
 
 
 @dataclass
@@ -75,9 +79,10 @@ class CheckNRunConfig:
     """
 
     _target_: str = "torchrec_checknrun.hydra_config.config.make_check_n_run"
+    _convert_: str = "partial"  # lists of objects stay lists of these very objects
     root: str = MISSING
     every_steps: int | None = 1000
-    policy: PolicyName = PolicyName.intermittent
+    policy: Any = PolicyName.intermittent  # a ``PolicyName``, or ``{_target_: my.Policy, ...}``
     bits: Bits | None = None
     method: str = "adaptive"
     expected_restores: float | None = None
@@ -86,7 +91,9 @@ class CheckNRunConfig:
     optimizer_state: str = "fp32"
     compress: bool = False
     exact_below_rows: int = 1000
+    codec: Any = None  # ``{_target_: my.Codec, ...}``, in place of bits and method
     tables: dict[str, TableConfig] = field(default_factory=dict)
+    triggers: list[Any] = field(default_factory=list)  # ``{_target_: my.Trigger, ...}`` each
     every_seconds: float | None = None
     at_end: bool = False
     on_sigterm: bool = False
@@ -123,11 +130,46 @@ class OffConfig:
     resume: Resume = Resume.auto
 
 
+class _NameOrObject(AnyNode):
+    """A config's value that is one of an enum's names, or a mapping that Hydra makes an object of.
+
+    OmegaConf has no type for that. With this node a misspelt name fails when a config is composed,
+    as with an enum.
+    """
+
+    def __init__(self, names: type[Enum], value: object, key: str, parent: Any) -> None:
+        self.names = names
+        super().__init__(value=value, key=key, parent=parent)
+        self._metadata.optional = False
+
+    def _validate_and_convert_impl(self, value: Any) -> Any:
+        if not isinstance(value, (str, int, float, bool, bytes, Enum)):
+            raise ValidationError(
+                f"Value {value!r} is no name of {[name.name for name in self.names]}, and no "
+                "mapping with _target_"
+            )
+        return EnumNode.validate_and_convert_to_enum(self.names, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NameOrObject:
+        copied = _NameOrObject.__new__(_NameOrObject)
+        copied.names = self.names
+        self._deepcopy_impl(copied, memo)
+        return copied
+
+
+def _check_n_run() -> DictConfig:
+    """Return the node of ``check_n_run``, whose policy is a name or an object."""
+    node: DictConfig = OmegaConf.structured(CheckNRunConfig)
+    policy = _NameOrObject(PolicyName, node.policy, "policy", node)
+    node.__dict__["_content"]["policy"] = policy
+    return node
+
+
 def register() -> None:
     """Register the group in Hydra's ConfigStore; called by the package's Hydra plugin."""
     store = ConfigStore.instance()
     options: dict[str, Any] = {
-        "check_n_run": CheckNRunConfig,
+        "check_n_run": _check_n_run(),
         "dcp": DcpConfig,
         "dcp_async": DcpConfig(asynchronous=True),
         "off": OffConfig,
@@ -151,10 +193,10 @@ def make_check_n_run(
 
     Raises:
         TypeError: an argument is unknown.
-        ValueError: as ``Checkpointer``; or ``keep_every_hours`` is given, and all are kept.
+        ValueError: as ``Checkpointer``; ``keep_every_hours`` is given, and all are kept; or a
+            policy, trigger or codec is a mapping without ``_target_``.
     """
     import torchrec_checknrun as package
-    from torchrec_checknrun.root.policy import POLICIES
 
     known = {field.name for field in fields(CheckNRunConfig)}
     _refuse_unknown([name for name in values if name not in known], "check_n_run")
@@ -164,7 +206,7 @@ def make_check_n_run(
         model=model,
         state=_objects(state),
         per_rank_buffers=_buffers(per_rank_buffers),
-        policy=POLICIES[config.policy.value](),
+        policy=_policy(config),
         quantization=_quantization(config),
         every_steps=config.every_steps,
         triggers=_triggers(config),
@@ -180,12 +222,21 @@ def make_check_n_run(
     )
 
 
+def _policy(config: CheckNRunConfig) -> Policy:
+    from torchrec_checknrun.root.policy import POLICIES
+
+    policy: PolicyName | Policy = config.policy
+    _require_objects("policy", policy)
+    return POLICIES[policy.value]() if isinstance(policy, PolicyName) else policy
+
+
 def _quantization(config: CheckNRunConfig) -> Quantization:
     from torchrec_checknrun import Quantization
 
     def choice(values: Mapping[str, Any], **more: Any) -> Quantization:
         named = {**values, **more}
         optimizer, bits = named.pop("optimizer_state"), named.pop("bits")
+        _require_objects("codec", named.get("codec"))
         return Quantization(bits=bits and bits.value, optimizer=optimizer, **named)
 
     given: Mapping[str, Any] = config.tables  # Hydra hands configs over, which are mappings
@@ -196,7 +247,9 @@ def _quantization(config: CheckNRunConfig) -> Quantization:
 def _triggers(config: CheckNRunConfig) -> list[Trigger]:
     from torchrec_checknrun.run.triggers import AtEnd, EverySeconds, OnSigterm
 
-    triggers: list[Trigger] = []
+    for trigger in config.triggers:
+        _require_objects("triggers", trigger)
+    triggers: list[Trigger] = list(config.triggers)
     if config.every_seconds is not None:
         triggers.append(EverySeconds(config.every_seconds))
     if config.at_end:
@@ -287,6 +340,30 @@ def _refuse_unknown(unknown: Iterable[str], chosen: str) -> None:
         raise TypeError(
             f"checkpoint={chosen} has no key {name!r}, and hydra.utils.instantiate takes beside "
             "its keys only model, state, per_rank_buffers and callbacks: see help(Checkpointer)"
+        )
+
+
+_OBJECTS = {
+    "policy": "{_target_: my_package.MyPolicy}, or one of the names "
+    + ", ".join(PolicyName.__members__),
+    "codec": "{_target_: my_package.MyCodec}",
+    "triggers": "[{_target_: my_package.MyTrigger, every: 3}]",
+}
+"""Examples of keys that take objects."""
+
+
+def _require_objects(key: str, value: object) -> None:
+    """Refuse what Hydra has made no object of.
+
+    Raises:
+        ValueError: a mapping has no ``_target_``, or an object was a dataclass.
+    """
+    if OmegaConf.is_config(value) or isinstance(value, (Mapping, list)):
+        shown = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        raise ValueError(
+            f"checkpoint.{key} must name a class by _target_, as {_OBJECTS[key]}, not {shown!r} "
+            "(an object of a dataclass can't be passed to hydra.utils.instantiate, which makes a "
+            "mapping of such an object: name the class in the config)"
         )
 
 

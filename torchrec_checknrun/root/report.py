@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -85,6 +86,26 @@ class CheckpointReport:
         """Return plain values for JSON, with ``total_bytes``."""
         return {**asdict(self), "total_bytes": self.total_bytes}
 
+    def metrics(self, prefix: str = "checkpoint/") -> dict[str, float]:
+        """Return all numbers as one flat dict, as TensorBoard, MLflow and W&B take them.
+
+        Args:
+            prefix: of all names. ``bytes/weights`` and the like follow, ``fraction/<table>`` for
+                each table, ``full`` (1 or 0), ``unchanged`` (1 or 0); numbers that are None are
+                left out. Log them at ``report.step``.
+        """
+        values = self.to_json()
+        by_table, parts = values.pop("table_fractions"), values.pop("bytes")
+        return _floats(
+            prefix,
+            {
+                **values,
+                "full": self.kind == "full",
+                **{f"bytes/{name}": size for name, size in parts.items()},
+                **{f"fraction/{table}": fraction for table, fraction in by_table.items()},
+            },
+        )
+
     def __str__(self) -> str:
         error = "exact" if self.error_mean is None else f"error {self.error_mean:.2e}"
         return (
@@ -119,6 +140,23 @@ class RestoreReport:
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
+
+    def metrics(self, prefix: str = "restore/") -> dict[str, float]:
+        """Return all numbers as one flat dict, as TensorBoard, MLflow and W&B take them; of
+        ``passed_over`` and ``skipped`` and of the chain, how many there are.
+        """
+        names = ("chain", "passed_over", "skipped")
+        lengths = {name: len(getattr(self, name)) for name in names}
+        return _floats(prefix, {**self.to_json(), **lengths})
+
+
+def _floats(prefix: str, values: Mapping[str, object]) -> dict[str, float]:
+    """Keep numbers, by prefixed names."""
+    return {
+        prefix + name: float(value)
+        for name, value in values.items()
+        if isinstance(value, (bool, int, float))
+    }
 
 
 def checkpoint_report(

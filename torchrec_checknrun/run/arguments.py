@@ -32,6 +32,7 @@ _ONLY_HYDRA = {
     **dict.fromkeys(("bits", "method", "mean_bits", "offset"), "quantization=Quantization(bits=8)"),
     **dict.fromkeys(("compress", "exact_below_rows"), "quantization=Quantization(compress=True)"),
     "expected_restores": 'quantization=Quantization(bits="auto", expected_restores=3)',
+    "codec": "quantization=Quantization(codec=MyCodec())",
     "optimizer_state": 'quantization=Quantization(bits=8, optimizer="log8")',
     "tables": 'quantization=Quantization(tables={"*user*": Quantization(bits=4)})',
     "every_seconds": "triggers=[EverySeconds(600)]",
