@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torchrec_checknrun
 import typer.main
 
+import torchrec_checknrun
 from torchrec_checknrun import errors
 from torchrec_checknrun.cli.main import app
 from torchrec_checknrun.hydra_config.config import CheckNRunConfig, DcpConfig, OffConfig
