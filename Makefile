@@ -28,7 +28,7 @@ help:
 	@echo 'make test        ruff, mypy and all tests but the slow ones; ARGS="-k name": more for pytest'
 	@echo 'make test-full   the slow tests too, and all examples of property tests'
 	@echo 'make soak        1,000 checkpoints with random faults; nothing may grow or be lost'
-	@echo 'make campaign    kills, storage faults, damage, hostile inputs: most of an hour; docs/reliability.md'
+	@echo 'make campaign    kills, storage faults, damage, hostile inputs: most of an hour; docs/explanation/consistency_and_crashes.md'
 	@echo 'make check       ruff and mypy alone'
 	@echo 'make env         the environment in .venv alone'
 	@echo 'make clean       removes all of that'
@@ -93,7 +93,7 @@ soak: $(STAMP)
 
 campaign: $(STAMP)
 	$(PY) -m tests.campaign --json recipes/results/campaign.json
-	$(PY) -m tests.campaign --markdown recipes/results/campaign.json --docs docs/reliability.md
+	$(PY) -m tests.campaign --markdown recipes/results/campaign.json --docs docs/explanation/consistency_and_crashes.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info torchrec_checknrun/_C*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache

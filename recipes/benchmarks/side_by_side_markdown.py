@@ -1,4 +1,4 @@
-"""The tables of docs/beside_the_peers.md, and those of the README, from the figures of a run.
+"""The tables of docs/explanation/benchmarks.md, and those of the README, from the figures of a run.
 
     python -m recipes.benchmarks.side_by_side_markdown [recipes/results/side_by_side.json]
 
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.benchmarks.side_by_side_systems import ASYNC, CHANGED_ROWS, COPY, DCP, NONE
+from recipes.benchmarks.side_by_side_systems import ASYNC, COPY, DCP, NONE
 from recipes.benchmarks.side_by_side_tables import more_memory
 from recipes.benchmarks.side_by_side_targets import Rows
 
@@ -22,20 +22,13 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 README_SYSTEMS = (
     COPY,
-    "ours 4 bit intermittent, thread, copy",
     "ours fp32 consecutive, thread, copy",
-    CHANGED_ROWS,
-    "torchsnapshot take",
-    "torchsnapshot async_take",
     DCP,
     f"{ASYNC}, plain",
-    f"{ASYNC}, DTensor, kept stager",
+    f"{ASYNC}, DTensor, shared stager",
 )
 README_RESTORES = (
     DCP,
-    "torchsnapshot take",
-    "ours fp32, single full",
-    "ours 4 bit, single full",
     "ours fp32, chain of 1 + 10",
     "ours 4 bit, chain of 1 + 10",
 )
@@ -154,7 +147,7 @@ def parts_of_a_stall(medians: dict[str, float]) -> str:
 
 
 def page(found: dict[str, Any], stall: dict[str, Any]) -> Iterator[str]:
-    """The tables of docs/beside_the_peers.md, of the trace that the targets are for."""
+    """The tables of docs/explanation/benchmarks.md, of the trace that the targets are for."""
     alone, both = (_trained(found, ranks) for ranks in (1, 2))
     yield training(alone, {**_STALLS, **_PACE, **_MEMORY, **_SIZE})
     yield training(both, {**_STALLS, **_PACE, **_MEMORY})

@@ -14,7 +14,7 @@ RESULTS = REPOSITORY / "recipes" / "results" / "campaign.json"
 
 def test_the_table_is_that_of_the_results() -> None:
     rows = results.read(RESULTS)
-    assert results.table(rows) in (REPOSITORY / "docs" / "reliability.md").read_text()
+    assert results.table(rows) in (REPOSITORY / "docs" / "explanation" / "consistency_and_crashes.md").read_text()
     assert not results.problems(rows)
     assert not results.too_few(rows)
 

@@ -14,7 +14,6 @@ import typer.main
 
 import torchrec_checknrun
 from torchrec_checknrun import errors
-from torchrec_checknrun.cli.main import app
 from torchrec_checknrun.hydra_config.config import CheckNRunConfig, DcpConfig, OffConfig
 
 TESTS = Path(__file__).parents[1]
@@ -59,6 +58,9 @@ def test_every_command_and_option_has_a_row() -> None:
         commands = re.findall(r"`checknrun (\w+)`", promise)
         for command in commands:
             options.setdefault(command, set()).update(re.findall(r"`(--[\w-]+)`", promise))
+    # Here, since the module takes the place of the function ``cli.main`` in its package.
+    from torchrec_checknrun.cli.main import app
+
     tool = typer.main.get_command(app)
     commands = tool.commands  # type: ignore[attr-defined]
     assert options.keys() == commands.keys()

@@ -179,8 +179,11 @@ class TestCheckNRun:
             bits=4, optimizer="log8", compress=True, exact_below_rows=7, tables=tables
         )
         assert arguments["quantization"] == wanted
-        of_all = made("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.offset=0.5")
-        assert of_all.arguments["quantization"] == Quantization(offset=0.5)
+        overrides = ("checkpoint.root=x", "checkpoint.method=importance", "checkpoint.offset=0.5")
+        of_all = made("checkpoint=check_n_run", *overrides)
+        assert of_all.arguments["quantization"] == Quantization(
+            method="importance", offset=0.5
+        )
 
     def test_numbers(self) -> None:
         arguments = made(

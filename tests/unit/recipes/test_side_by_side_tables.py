@@ -220,7 +220,7 @@ def test_the_pages_say_what_the_committed_run_has_found() -> None:
         json.loads((results / f"{name}.json").read_text()) for name in ("side_by_side", "stall")
     )
     for name, tables in (
-        ("docs/beside_the_peers.md", [*markdown.page(found, stall)]),
+        ("docs/explanation/benchmarks.md", [*markdown.page(found, stall)]),
         ("README.md", [*markdown.summary(found)]),
     ):
         text = (REPOSITORY / name).read_text()
