@@ -100,7 +100,7 @@ class Session:
         return ID.sub(lambda match: found.get(match[1], match[0]), text)
 
     def _python(self, block: Block) -> None:
-        text = self.local(block.text).replace("Checkpointer(...,", "example(")
+        text = re.sub(r"Checkpointer\(\s*\.\.\.,", "example(", self.local(block.text))
         if re.search(r"\bCheckpointer\(|example\(", text):
             self.close()
         code = compile("\n" * (block.line) + text, block.page, "exec")

@@ -1,4 +1,4 @@
-"""docs/reference/format.md is true, and docs/reference/read_rows.py reads what the package reads."""
+"""docs/reference/format.md is true, and read_rows.py beside it reads what the package reads."""
 
 from __future__ import annotations
 

@@ -181,9 +181,7 @@ class TestCheckNRun:
         assert arguments["quantization"] == wanted
         overrides = ("checkpoint.root=x", "checkpoint.method=importance", "checkpoint.offset=0.5")
         of_all = made("checkpoint=check_n_run", *overrides)
-        assert of_all.arguments["quantization"] == Quantization(
-            method="importance", offset=0.5
-        )
+        assert of_all.arguments["quantization"] == Quantization(method="importance", offset=0.5)
 
     def test_numbers(self) -> None:
         arguments = made(
