@@ -63,6 +63,7 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> Non
         text = page.read_text()
         assert not LOADED.search(text), page
         assert not LINKED.search(text), page
+        assert 'class="mermaid' not in text, f"{page}: the theme would fetch mermaid's script"
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"url\([\"']?(?:https?:)?//|@import", sheet.read_text()), sheet
 
