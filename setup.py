@@ -84,6 +84,11 @@ EXTRAS = {
     "s3": [
         "s3fs>=2024.6",  # fsspec's driver for s3:// and what speaks its protocol
     ],
+    "docs": [
+        "mkdocs>=1.6,<2",  # the documentation site
+        "mkdocs-material>=9.5,<10",  # how it looks
+        "mkdocstrings-python>=1.12,<3",  # the API's pages, from docstrings
+    ],
     "test": [
         "hypothesis>=6.100,<7",  # property tests
         "import-linter>=2.16,<3",  # layers of the rooms

@@ -1,4 +1,4 @@
-"""The tables of docs/beside_the_peers.md, and those of the README, from the figures of a run.
+"""The tables of docs/explanation/benchmarks.md, and those of the README, from the figures of a run.
 
     python -m recipes.benchmarks.side_by_side_markdown [recipes/results/side_by_side.json]
 
@@ -154,7 +154,7 @@ def parts_of_a_stall(medians: dict[str, float]) -> str:
 
 
 def page(found: dict[str, Any], stall: dict[str, Any]) -> Iterator[str]:
-    """The tables of docs/beside_the_peers.md, of the trace that the targets are for."""
+    """The tables of docs/explanation/benchmarks.md, of the trace that the targets are for."""
     alone, both = (_trained(found, ranks) for ranks in (1, 2))
     yield training(alone, {**_STALLS, **_PACE, **_MEMORY, **_SIZE})
     yield training(both, {**_STALLS, **_PACE, **_MEMORY})

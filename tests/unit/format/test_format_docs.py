@@ -1,4 +1,4 @@
-"""docs/format.md is true, and docs/read_rows.py reads what the package reads."""
+"""docs/reference/format.md is true, and read_rows.py beside it reads what the package reads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "reference"
 FORMAT = (DOCS / "format.md").read_text()
 READER = DOCS / "read_rows.py"
 ROWS = 3000

@@ -235,9 +235,22 @@ def test_the_pages_say_what_the_committed_run_has_found() -> None:
         json.loads((results / f"{name}.json").read_text()) for name in ("side_by_side", "stall")
     )
     for name, tables in (
-        ("docs/beside_the_peers.md", [*markdown.page(found, stall)]),
+        ("docs/explanation/benchmarks.md", [*markdown.page(found, stall)]),
         ("README.md", [*markdown.summary(found)]),
     ):
         text = (REPOSITORY / name).read_text()
         for table in tables:
             assert table in text, name
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/how-to/stall_and_memory.md", "docs/explanation/benchmarks.md"]
+)
+def test_the_pages_compare_thread_and_process_as_measured(page: str) -> None:
+    text = (REPOSITORY / page).read_text()
+    found = json.loads((REPOSITORY / "recipes" / "results" / "side_by_side.json").read_text())
+    for ranks in (1, 2):
+        rows = {row["name"]: row for row in markdown._trained(found, ranks)}
+        for background in ("thread", "process"):
+            row = rows[f"ours 4 bit consecutive, {background}, copy"]
+            assert f"{100 * row['of_without']:.1f} %" in text
