@@ -21,6 +21,7 @@ from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.in_order import Turn, run_in_order
 from torchrec_checknrun.model.marks import Consumer, Marks
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk, read_content
 from torchrec_checknrun.restore.fit import Fit
@@ -28,7 +29,6 @@ from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import LocalShard, Rectangle, RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.threads import Turn, run_in_order
 
 TABLE, DIM = "ebc.embedding_bags.t", 8
 STATES = {"momentum1": True, "exp_avg": False}

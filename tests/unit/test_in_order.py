@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun.threads import Stage, Turn, Work, run_in_order
+from torchrec_checknrun.in_order import Stage, Turn, Work, run_in_order
 
 
 def run(

@@ -15,9 +15,9 @@ from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
 from torchrec_checknrun.format.chunk import ROWS, Entry
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk, read_indexes
+from torchrec_checknrun.in_order import Turn, run_in_order
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.threads import Turn, run_in_order
 
 _THREADS = 8
 _CHUNKS_AT_ONCE = 3

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as shown
 
-from torchrec_checknrun.codecs.quantization import expected_restores, width_for
+from torchrec_checknrun.bitwidth import expected_restores, width_for
 from torchrec_checknrun.format.manifest import Kind, Manifest, RankFile, TableTotals
 from torchrec_checknrun.root.policy import (
     Consecutive,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_checknrun.codecs.quantization import MOST, expected_restores, width_for
+from torchrec_checknrun.bitwidth import MOST, expected_restores, width_for
 
 POSITIVE = st.floats(1e-3, 1e6)
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrec_checknrun import Quantization
+from torchrec_checknrun.bitwidth import width_for
 from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, Method, Rowwise
 from torchrec_checknrun.codecs.kmeans import KMeans
-from torchrec_checknrun.codecs.quantization import width_for
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
 
 BIG = 10**6
