@@ -279,8 +279,8 @@ class _Held:
             again |= self._done[start].add(ids) is not None
         if again:
             raise CorruptCheckpoint(
-                f"the chunk holds rows of {chunk.entry['table']}, columns {first} to {last - 1}, that are "
-                "in another chunk as well, so that others are missing: "
+                f"the chunk holds rows of {chunk.entry['table']}, columns {first} to {last - 1}, "
+                "that are in another chunk as well, so that others are missing: "
                 f"{chunk.checkpoint} is not full"
             )
 
