@@ -97,12 +97,10 @@ def compare(
         before, after: their ids.
         window_bytes: bytes of rows to compare together, at least one row.
         cache_bytes: bytes of chunks to keep for the next window.
-        progress: called after every window with the rows compared so far and the rows of all
-            tables.
+        progress: called after every window with the rows compared so far and all rows.
 
     Raises:
-        CheckpointNotFound, ChainBroken, CorruptCheckpoint, UnsupportedFormat: a checkpoint can't be
-            read.
+        CheckpointNotFound, ChainBroken, CorruptCheckpoint, UnsupportedFormat: can't read one.
         StorageFailed: the storage doesn't answer.
     """
     folder = Folder(root)

@@ -152,7 +152,7 @@ def export_safetensors(
     Disk: the largest table once more during the export. Memory: the dense part.
 
     Args:
-        target: a folder of this machine (``file://`` too), empty or missing.
+        target: a local folder (``file://`` too), empty or missing.
         rows: ``full``, or ``fused`` for rows as stored.
         chain, optimizer, scratch, progress: as in ``export_dcp``.
 
@@ -163,11 +163,7 @@ def export_safetensors(
     """
     from safetensors.torch import save_file
 
-    into = Folder(target)
-    if not _is_local(into):
-        raise OSError(
-            f"safetensors need a local folder, not {into}: export to one, then copy the files"
-        )
+    into = _local_folder(target)
     _make_empty(into)
     content = read_content(root, chain)
     tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
@@ -183,9 +179,8 @@ def export_safetensors(
         with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
             place, stored = _restored(reader, Path(folder), optimizer), "full"
             if rows == "fused":
-                stored = _replace_by_fused(
-                    place, table, fused_rows(root, content, table, Path(folder))
-                )
+                fused = fused_rows(root, content, table, Path(folder))
+                stored = _replace_by_fused(place, table, fused)
             name = f"{table}.safetensors"
             save(place, name, {**about, "table": table, "rows": stored})
             done.files.append(name)
@@ -305,6 +300,15 @@ def _readers(
 def _is_local(folder: Folder) -> bool:
     """Tell whether a folder is on this machine: its ``url`` is a path."""
     return os.path.isabs(folder.url)
+
+
+def _local_folder(target: str | os.PathLike[str]) -> Folder:
+    into = Folder(target)
+    if not _is_local(into):
+        raise OSError(
+            f"safetensors need a local folder, not {into}: export to one, then copy the files"
+        )
+    return into
 
 
 def _make_empty(into: Folder) -> None:
