@@ -44,14 +44,14 @@ class Retention:
     def __post_init__(self) -> None:
         if not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1:
             raise ValueError(
-                f"keep must be an int of at least 1, not {self.keep!r}: to keep all checkpoints, "
-                "give retention=None"
+                f"keep must be at least 1, an int, not {self.keep!r}: to keep all checkpoints, give "
+                "retention=None"
             )
         hours = self.every_hours
         is_number = isinstance(hours, (int, float)) and not isinstance(hours, bool)
         if hours is not None and not (is_number and hours >= 0.001):
             raise ValueError(
-                f"every_hours must be a positive number of hours, not {hours!r}: give at least "
+                f"every_hours must be positive, a number of hours, not {hours!r}: give at least "
                 "0.001, such as 6, or None"
             )
 
@@ -105,7 +105,7 @@ def judge(
     for id in list(keep):
         for parent in _needs(by_id[id], by_id) or ():
             keep.setdefault(parent.id, f"{id} needs it")
-    # A checkpoint that is newer than these, or there is little else, may yet be fixed.
+    # A damaged checkpoint stays while newer than these, or while these are few: it may be fixed.
     last = newest[-1].sequence if len(newest) == retention.keep else None
     return Verdict(keep, _deletable(history, keep, last))
 

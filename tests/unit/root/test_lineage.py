@@ -220,7 +220,7 @@ def test_a_rise_after_a_fall(policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", [OneShot(), Consecutive(), Intermittent()])
 def test_a_decision_takes_no_longer_in_a_long_chain(policy: Policy) -> None:
-    """A decision takes two looks, at the ends of the chain, since training waits."""
+    """A decision looks only at the chain's ends, since training waits."""
 
     class Between:
         def __getattr__(self, name: str) -> Any:
