@@ -43,7 +43,6 @@ from torchrec_checknrun.format.manifest import RankFile, TableTotals
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.state import TORCH_DTYPES
 from torchrec_checknrun.format.state_tree import check_tree
-from torchrec_checknrun.ranks import picklable_errors
 from torchrec_checknrun.store.deadlines import Patience, silent
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.new_file import NewFile
@@ -86,7 +85,6 @@ WriteRankFile = Callable[[Folder, int, Iterator[Job]], FileSummary]
 """Writes a rank's file; see ``write_rank_file``."""
 
 
-@picklable_errors()  # DCP sends them to rank 0
 def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSummary:
     """Writes a rank's chunks as they come; when it returns, they are durable.
 
