@@ -27,7 +27,7 @@ _AS_SAVED = Fit()
 
 
 class LoadPlanner(DcpLoadPlanner):
-    """Restores a checkpoint of this package's format, for ``dcp.load(…, planner=…)``.
+    """A planner that restores a checkpoint of this package, for ``dcp.load(…, planner=…)``.
 
     Args:
         tracked: from ``track(model)``: rows are restored into its shards, and its marks start
@@ -50,12 +50,12 @@ class LoadPlanner(DcpLoadPlanner):
 
     @property
     def began(self) -> bool:
-        """Whether anything may have been changed."""
+        """True once anything may have been changed."""
         return self._restore.began
 
     @property
     def converted(self) -> bool:
-        """Whether tables differ from the saved ones in more than the ranks that hold their rows, so
+        """True if tables differ from the saved ones in more than the ranks that hold their rows, so
         that a differential checkpoint can't follow.
         """
         return self._restore.converted
@@ -106,7 +106,7 @@ class LoadPlanner(DcpLoadPlanner):
 
 
 class StorageReader(DcpStorageReader):
-    """Reads a checkpoint and its parents, for ``dcp.load(…, storage_reader=…)``.
+    """A reader of a checkpoint and its parents, for ``dcp.load(…, storage_reader=…)``.
 
     Args:
         path: the checkpoint's directory, a path or fsspec URL; an open folder keeps its

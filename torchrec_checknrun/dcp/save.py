@@ -55,7 +55,7 @@ class OwnStorage(StorageMeta):
 
 
 class SavePlanner(DcpSavePlanner):
-    """Plans a checkpoint of this package's format, for ``dcp.save(…, planner=…)``.
+    """A planner of a checkpoint of this package's format, for ``dcp.save(…, planner=…)``.
 
     With a ``tracked`` model the first checkpoint is full, and each later one beside it holds only
     the rows modified since the previous one. Without one every checkpoint is full, and the tables
@@ -179,7 +179,8 @@ class SavePlanner(DcpSavePlanner):
 
 
 class StorageWriter(DcpStorageWriter):
-    """Writes one checkpoint into a directory of its own, for ``dcp.save(…, storage_writer=…)``.
+    """A writer of one checkpoint into a directory of its own, for
+    ``dcp.save(…, storage_writer=…)``.
 
     Args:
         path: the checkpoint's directory, a path or fsspec URL, which must be empty or missing.

@@ -51,7 +51,6 @@ from torchrec_checknrun.format.manifest import RankFile, TableTotals
 from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
 from torchrec_checknrun.format.state import TORCH_DTYPES
 from torchrec_checknrun.format.state_tree import check_tree
-from torchrec_checknrun.ranks import picklable_errors
 from torchrec_checknrun.store.deadlines import Patience, silent
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.new_file import NewFile
@@ -97,7 +96,6 @@ WriteRankFile = Callable[[Folder, int, Iterator[Job]], FileSummary]
 """A function that writes a rank's file, such as ``write_rank_file``."""
 
 
-@picklable_errors()  # DCP sends errors to rank 0
 def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSummary:
     """Write a rank's file, durable on return; each chunk is encoded when the previous one is
     handed to the writing thread.

@@ -185,8 +185,7 @@ class Background:
         save = Save(proposal, cut, begun, self._root.patience.apart())
         differences = RankDifferences(told=self._told)
         plan = _Plan(save, differences)
-        checks = before_commit, after_commit
-        finish = partial(self._finish, save, plan.prepare, checks)
+        finish = partial(self._finish, save, plan.prepare, (before_commit, after_commit))
 
         def start() -> None:
             if save.thread is not None:
@@ -222,8 +221,8 @@ class Background:
 
     @property
     def hangs(self) -> bool:
-        """Whether the thread of a given-up checkpoint still runs, in the middle of a collective or
-        a storage operation. Waits for a thread that is about to end.
+        """True while the thread of a given-up checkpoint still runs, in the middle of a collective
+        or a storage operation. Waits for a thread that is about to end.
         """
         if self._thread is not None:
             self._thread.join(_END_SECONDS)

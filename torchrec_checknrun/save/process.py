@@ -68,7 +68,7 @@ class _Exchange:
 
     @property
     def idle(self) -> bool:
-        """Whether no answer is due."""
+        """True while no answer is due."""
         return self.sent.empty() and not self.complete.is_set()
 
 
@@ -198,7 +198,7 @@ class WriteProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process can still write."""
+        """True while the process can still write."""
         return self._process.poll() is None
 
     def close(self) -> None:

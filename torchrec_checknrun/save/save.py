@@ -58,7 +58,7 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """Whether the outcome is known on this rank."""
+        """True once the outcome is known on this rank."""
         return self._done.is_set()
 
     def wait(self, seconds: float | None = None) -> bool:
