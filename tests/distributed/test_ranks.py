@@ -40,7 +40,7 @@ def results() -> None:
         return [f"{value} of {world}" for value in values]
 
     assert ranks.reduce_scatter(lambda: 10 * rank, decide) == f"{10 * rank} of {world}"
-    assert ranks.reduce(lambda: rank, sum) == sum(range(world))
+    assert ranks.reduce(lambda: int(rank), lambda values: sum(values)) == sum(range(world))
     assert ranks.reduce(lambda: None, lambda values: None) is None
     assert decided == ([[10 * r for r in range(world)]] if rank == 0 else [])
     ranks.close()
