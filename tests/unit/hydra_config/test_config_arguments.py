@@ -73,7 +73,7 @@ def test_keeping_all_and_some_of_every_hour() -> None:
 
 @pytest.mark.parametrize("hours", ["6", True, float("nan"), 0, -1.0, [6]])
 def test_hours_are_numbers(hours: Any) -> None:
-    with pytest.raises(ValueError, match="every_hours must be a positive number of hours"):
+    with pytest.raises(ValueError, match="every_hours must be positive, a number of hours"):
         Retention(2, hours)
     with pytest.raises(ValueError, match="keep must be at least 1"):
         Retention(True, None)
