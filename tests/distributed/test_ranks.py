@@ -30,6 +30,10 @@ def fail(error: BaseException) -> NoReturn:
     raise error
 
 
+def nothing(_: list[int]) -> None:
+    """Decide nothing: only errors matter."""
+
+
 def results() -> None:
     ranks = Ranks(timedelta(seconds=TIMEOUT))
     rank, world = ranks.rank, ranks.world_size
@@ -40,8 +44,8 @@ def results() -> None:
         return [f"{value} of {world}" for value in values]
 
     assert ranks.reduce_scatter(lambda: 10 * rank, decide) == f"{10 * rank} of {world}"
-    assert ranks.reduce(lambda: int(rank), lambda values: sum(values)) == sum(range(world))
-    assert ranks.reduce(lambda: None, lambda values: None) is None
+    assert ranks.reduce(lambda: rank, lambda values: sum(values)) == sum(range(world))
+    ranks.reduce(lambda: rank, nothing)
     assert decided == ([[10 * r for r in range(world)]] if rank == 0 else [])
     ranks.close()
 

@@ -1,4 +1,4 @@
-"""What rank 0 checks of all ranks' plans, and of what they wrote."""
+"""Rank 0's checks of all ranks' plans, and of the files they wrote."""
 
 from dataclasses import replace
 from itertools import chain
@@ -27,7 +27,7 @@ from torchrec_checknrun.store.folder import Folder
 
 
 class TestGlobalPlan:
-    """What rank 0 checks of all ranks' plans."""
+    """Rank 0's checks of all ranks' plans."""
 
     def summary(self, *shards: tuple[str, Rectangle], **other: Any) -> PlanSummary:
         plain: State = {

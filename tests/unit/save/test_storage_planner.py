@@ -113,7 +113,7 @@ def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_checkpoint_id_chooses_the_directory(disk: Folder) -> None:
-    """DCP's own way to say where: writer and reader can be used again."""
+    """DCP's ``checkpoint_id`` sets the directory: writer and reader can be used again."""
     writer, reader = StorageWriter(disk.url), StorageReader(disk.url)
     for name, fill in (("one", 1.0), ("two", 2.0)):
         dcp.save(

@@ -99,7 +99,7 @@ def test_a_manifest_accounts_for_every_byte(root: Folder, bits: int | None) -> N
 
 
 def read_tables(root: Folder, name: str) -> dict[str, torch.Tensor]:
-    """The tables that a chain holds, newest rows last, by a reader of our own."""
+    """Read a chain's tables, newest rows last, by a reader of our own."""
     tables = {table: torch.full((s.rows, s.dim), torch.nan) for table, s in TABLES.items()}
     for part in read_content(root, resolve(root, name)).chunks:
         for chunk in part:
