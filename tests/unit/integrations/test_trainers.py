@@ -101,7 +101,7 @@ def lightning(root: Path, cut: int | None) -> tuple[Net, int, float]:
     pl = pytest.importorskip("lightning.pytorch", exc_type=ImportError)
     from torchrec_checknrun.integrations.lightning import CheckNRun
 
-    class Module(pl.LightningModule):
+    class Module(pl.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = Net()
