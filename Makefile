@@ -24,14 +24,15 @@ SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 SITE := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check docs test test-full soak campaign clean $(GROUPS)
+.PHONY: help env demo check docs test test-full soak campaign versions clean $(GROUPS)
 
 help:
 	@echo 'make demo        the main job with a killed rank, see README; DATA=train.txt: on real Criteo data'
 	@echo 'make test        make check and all tests but the slow ones; ARGS="-k name": more for pytest'
 	@echo 'make test-full   the slow tests too, and all examples of property tests'
 	@echo 'make soak        1,000 checkpoints with random faults; nothing may grow or be lost'
-	@echo 'make campaign    kills, storage faults, damage, hostile inputs: most of an hour; docs/explanation/consistency_and_crashes.md'
+	@echo 'make campaign    kills, storage faults, damage, hostile inputs: most of an hour'
+	@echo 'make versions    the tests with other releases of torch, FBGEMM and TorchRec; ARGS=--quick: some'
 	@echo 'make check       ruff, mypy, layers and the documentation alone'
 	@echo 'make docs        the documentation alone, in build/site'
 	@echo 'make env         the environment in .venv alone'
@@ -102,6 +103,9 @@ soak: $(STAMP)
 campaign: $(STAMP)
 	$(PY) -m tests.campaign --json recipes/results/campaign.json
 	$(PY) -m tests.campaign --markdown recipes/results/campaign.json --docs docs/explanation/consistency_and_crashes.md
+
+versions: $(STAMP)
+	$(PY) -m recipes.versions $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info torchrec_checknrun/_C*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache

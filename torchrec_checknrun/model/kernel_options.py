@@ -31,6 +31,10 @@ _HYPERPARAMETERS = (
     "eta",
     "max_gradient",
     "max_norm",
+    # Since FBGEMM 1.9, of row-wise RMSprop with an adaptive rate.
+    "ar_alpha",
+    "ema_beta",
+    "min_shrinkage",
 )
 """Numeric fields of FBGEMM's ``OptimizerArgs`` that may be set while training."""
 
