@@ -6,6 +6,7 @@ surface at some step, in a library below, or on one rank only.
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
@@ -22,6 +24,8 @@ from torchrec_checknrun.restore.states import Merge
 from torchrec_checknrun.root.policy import POLICIES, Intermittent, Policy
 from torchrec_checknrun.run.triggers import EverySteps
 from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 _LONGEST_SECONDS = 1e8
 """Three years: process groups count milliseconds in 64 bits, and can't take infinity."""
@@ -254,3 +258,30 @@ def _listed(name: str, values: object, example: str) -> Sequence[object]:
 def _is_object(value: object, *names: str) -> bool:
     """Tell whether a value has such attributes and is no class, which would have them as well."""
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
+
+
+def refuse_unsharded(model: nn.Module, tables: Collection[str]) -> None:
+    """Refuse embedding collections of which none is sharded; warn of some that are not.
+
+    Args:
+        tables: names of the sharded tables.
+
+    Raises:
+        ValueError: names the first collection and the remedy.
+    """
+    kinds = (EmbeddingBagCollection, EmbeddingCollection)
+    found = [
+        (path or "itself", type(module).__name__)
+        for path, module in model.named_modules()
+        if isinstance(module, kinds)
+    ]
+    if found and not tables:
+        raise ValueError(
+            f"model is not sharded: {found[0][0]} is a plain {found[0][1]}. Shard it first and "
+            "give that, as model=DistributedModelParallel(model, device=device)"
+        )
+    if found:
+        logger.warning(
+            "not sharded, and so written in full with every checkpoint: %s",
+            ", ".join(f"{path} ({kind})" for path, kind in found),
+        )

@@ -20,9 +20,8 @@ from torchrec_checknrun.placements import local_bytes
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.run.agreement import agreed
-from torchrec_checknrun.run.arguments import PerRank, Replicated, is_timeout
+from torchrec_checknrun.run.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
 from torchrec_checknrun.run.options import Options
-from torchrec_checknrun.run.unsharded import refuse_unsharded
 from torchrec_checknrun.save.background import Background
 
 T = TypeVar("T")
