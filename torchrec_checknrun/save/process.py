@@ -195,6 +195,8 @@ class WriteProcess:
                 beat()
             elif time.monotonic() - heard > limit:
                 raise TimeoutError
+            elif not self._ready:
+                beat()  # the process still imports: no storage is silent
 
     @property
     def alive(self) -> bool:
