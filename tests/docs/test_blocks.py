@@ -19,13 +19,16 @@ from tests.docs.blocks import PAGES, REPOSITORY, Block, blocks_of
 from tests.docs.job import Job
 from tests.docs.test_public_behaviour import names_in
 from tests.unit.chains import one_thread
-from torchrec_checknrun import Checkpointer, Consecutive, Quantization
+from torchrec_checknrun import Checkpointer, Consecutive, Quantization, elastic
 from torchrec_checknrun.cli import main as checknrun
 from torchrec_checknrun.hydra_config.config import register
 
 EMPTY_AT_FIRST = ("README.md", "docs/tutorials/first_checkpoint.md")
 """Pages whose first block starts the run that others find."""
 ID = re.compile(r"seq-(\d{6})_step-\d{8}_[0-9a-f]{8}")
+JOINS = re.compile(r"^init_process_group\(\)", re.MULTILINE)
+INSTALLS = {"torchrec_checknrun/install.py", "torchrec_checknrun.install", "recipes.versions"}
+"""Commands that install packages or take many minutes."""
 ALL = [block for page in PAGES for block in blocks_of(page)]
 
 
@@ -63,19 +66,22 @@ class Session:
         self._roots = folder / "checkpoints"
         self._roots.mkdir()
         self._folder, self._capsys = folder, capsys
-        job = Job()
         self._open: list[Any] = []
-        self.names: dict[str, Any] = {
+        self.names: dict[str, Any] = {"example": self._example, "torch": torch}
+        self._made = 0
+        self._set_job()
+
+    def _set_job(self) -> None:
+        """Make the job that a page trains, in the process group of this moment."""
+        job = Job()
+        self.names |= {
             "dmp": job.dmp,
             "model": job.dmp,
             "optimizer": job.optimizer,
             "reader": job.reader,
             "train_step": job.train_step,
             "job": job,
-            "example": self._example,
-            "torch": torch,
         }
-        self._made = 0
 
     def run(self, block: Block) -> None:
         if block.language == "python":
@@ -103,6 +109,12 @@ class Session:
         text = re.sub(r"Checkpointer\(\s*\.\.\.,", "example(", self.local(block.text))
         if re.search(r"\bCheckpointer\(|example\(", text):
             self.close()
+        if JOINS.search(text):  # a page's job comes after its process group
+            self.close()
+            dist.destroy_process_group()
+            elastic.init_process_group()
+            self._set_job()
+            text = JOINS.sub("pass", text)
         code = compile("\n" * (block.line) + text, block.page, "exec")
         exec(code, self.names)
 
@@ -134,6 +146,7 @@ class Session:
             assert ended.value.code in (0, None), f"{where}: {printed.err}"
             return printed.out
         assert words[0] == "python", f"{where}: say which test runs it, or that it takes long"
+        assert not INSTALLS & set(words), f"{where}: a test must not change this environment"
         script = [str(REPOSITORY / word) if word.endswith(".py") else word for word in words[1:]]
         done = subprocess.run(
             [sys.executable, *script], cwd=self._folder, capture_output=True, text=True, timeout=120

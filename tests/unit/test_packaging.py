@@ -186,7 +186,7 @@ def test_requirements_leave_the_build_of_fbgemm_open_and_agree_with_install(
 
 
 def test_torch_is_required_as_far_as_stacks_are_known(metadata: Message) -> None:
-    """Each torch that pip accepts has its FBGEMM and TorchRec in recipes/install.py."""
+    """Each torch that pip accepts has its FBGEMM and TorchRec in install.py."""
     (torch,) = (
         requirement
         for requirement in map(Requirement, metadata.get_all("Requires-Dist", []))

@@ -192,7 +192,7 @@ def stored_row_bytes(dim: int, bits: int) -> int:
         return 4 * dim
     if bits == 8:
         return dim + 8
-    # Like ``codecs.kernel.row_bytes``, which needs torch: FBGEMM fills the last 16-bit word.
+    # Like ``codecs.base.row_bytes``, which needs torch: FBGEMM fills the last 16-bit word.
     codes = math.ceil(dim * bits / 8)
     return codes + 4 if bits == 3 else codes + codes % 2 + 4
 
