@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -76,6 +77,43 @@ def errors() -> None:
     ranks.close()
 
 
+def unsendable() -> None:
+    """What can't be sent is every rank's error, too; the ranks' next collective works."""
+    ranks = Ranks(timedelta(seconds=TIMEOUT))
+    last = dist.get_rank() == ranks.world_size - 1
+    started = time.monotonic()
+    for collective in (ranks.reduce, ranks.reduce_scatter):
+        with pytest.raises(TypeError, match="a function can't be sent to other ranks"):
+            collective(lambda: (lambda: None) if last else 1, lambda values: values)
+        with pytest.raises(TypeError, match="a list can't be sent to other ranks"):
+            collective(lambda: 1, lambda values: [lambda: None for _ in values])
+        assert collective(lambda: 1, lambda values: values)
+    assert time.monotonic() - started < TIMEOUT
+    ranks.close()
+
+
+def places() -> None:
+    """Every rank is told on which rank it failed, and where, with all that failed there."""
+    ranks = Ranks(timedelta(seconds=TIMEOUT))
+    here, world = ranks.rank, ranks.world_size
+    for collective in (ranks.reduce, ranks.reduce_scatter):
+        with pytest.raises(InvalidPlan) as raised:
+            collective(
+                lambda: fail(InvalidPlan("why") if here == world - 1 else ValueError(str(here))),
+                nothing,
+            )
+        (note,) = raised.value.__notes__
+        assert note.startswith(f"failed on rank {world - 1}:\n")
+        assert "in fail\n" in note
+        assert note.endswith("and on 1 others:\nrank 0: ValueError('0')")
+        with pytest.raises(InvalidPlan) as raised:
+            collective(lambda: here, lambda values: fail(InvalidPlan("decided")))
+        (note,) = raised.value.__notes__
+        assert note.startswith("failed on rank 0:\n")
+        assert "in fail\n" in note
+    ranks.close()
+
+
 def _fails(act: Callable[[], Any]) -> bool:
     try:
         act()
@@ -91,6 +129,15 @@ def test_results(workers: Workers, world: int) -> None:
 
 def test_errors(workers: Workers) -> None:
     workers(2).run(errors)
+
+
+def test_unsendable(workers: Workers) -> None:
+    workers(2).run(unsendable)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_places_of_errors(workers: Workers) -> None:
+    workers(2).run(places)
 
 
 def test_errors_of_one_process() -> None:
