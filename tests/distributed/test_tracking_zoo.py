@@ -117,6 +117,8 @@ def test_managed_collisions(workers: Workers, tmp_path: Path) -> None:
 
 
 class _Stream:
+    device = CPU
+
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...

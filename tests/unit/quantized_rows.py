@@ -1,9 +1,9 @@
-"""Rows that are hard to quantize, and bounds on the error of a quantized row."""
+"""Rows that are hard to quantize, and how far off a quantized row may be."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
@@ -23,23 +23,48 @@ WIDTHS = (2, 3, 4, 8)
 METHODS = ("asymmetric", "symmetric", "greedy", "adaptive")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LEAST = 2.0**-16
-"""The largest magnitude below which rows are too small for an fp16 scale."""
+"""Rows whose largest magnitude is below are too small for a fp16 scale."""
 
 
 def rowwise(bits: int, method: str) -> Rowwise:
-    """Make a codec with fixed search parameters, which only a greedy search uses."""
+    """A codec whose search, if it is greedy, needs no choosing of its parameters."""
     return Rowwise(bits, method, num_bins=20, ratio=0.6)
 
 
 def fbgemm_encode(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """Encode with FBGEMM: ``(n, row bytes)``; the dim must be one that FBGEMM accepts."""
+    """FBGEMM's own bytes, ``(n, row bytes)``; the dim must be one that it accepts.
+
+    A bias that is zero keeps the sign of one of the row's zeros. Which one depends on FBGEMM's
+    release; stored bytes must not, and keep to the choice of FBGEMM up to 1.8.
+    """
     if bits == 8:
-        return torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
-    return torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
+        data = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
+    else:
+        data = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
+    known = [_first_in(rows, range(rows.shape[1])), _first_in(rows, _by_lanes(rows.shape[1]))]
+    zero = rows.min(dim=1).values == 0
+    signs = [torch.where(zero, chosen.view(torch.uint8) << 7, data[:, -1]) for chosen in known]
+    assert any(torch.equal(data[:, -1], sign) for sign in signs), "a third choice"
+    data[:, -1] = signs[1]
+    return data
+
+
+def _by_lanes(dim: int) -> list[int]:
+    """Positions by eight lanes, the last of a lane first, then those that fill no eight."""
+    whole = dim // 8 * 8
+    lanes = [place for lane in range(8) for place in range(whole - 8 + lane, -1, -8)]
+    return lanes[:whole] + list(range(whole, dim))
+
+
+def _first_in(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """``(n,)`` bool: whether the first zero in this order of positions has the sign."""
+    ordered = rows[:, list(order)]
+    first = (ordered == 0).int().argmax(dim=1, keepdim=True)
+    return torch.signbit(ordered.gather(1, first))[:, 0]
 
 
 def fbgemm_decode(data: torch.Tensor, bits: int) -> torch.Tensor:
-    """Decode with FBGEMM: ``(n, dim)``, padded to whole bytes and words."""
+    """FBGEMM's own values, ``(n, dim)``, padded to whole bytes and words."""
     if bits == 8:
         return torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(data)
     return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(data, bits)
@@ -65,7 +90,7 @@ def random_rows(seed: int, n: int, dim: int, method: str = "") -> torch.Tensor:
 
 
 def spoil(rows: torch.Tensor, seed: int) -> torch.Tensor:
-    """Make some rows not finite, too large or too small."""
+    """Some of the rows are not finite now, or too large, or too small."""
     rng = np.random.default_rng(seed)
     rows = rows.clone()
     for row in range(len(rows)):
@@ -79,7 +104,7 @@ def spoil(rows: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def half_rounding(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest distance of each double from the nearest fp16 number."""
+    """How far a double may be from the nearest fp16 number."""
     return (values.abs() * 2.0**-11).clamp(min=2.0**-25)
 
 
@@ -103,7 +128,7 @@ def error_bound(rows: torch.Tensor, bits: int, symmetric: bool = False) -> torch
 
 
 def dtype_rounding(rows: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the error that storing decoded elements in their table's dtype adds."""
+    """What storing decoded elements in the dtype of their table adds."""
     if dtype in (torch.float32, torch.float64):
         return torch.zeros_like(bound)
     info = torch.finfo(dtype)
@@ -112,7 +137,7 @@ def dtype_rounding(rows: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) 
 
 
 def decoded(codec: Codec, encoded: Encoded, like: torch.Tensor, n: int) -> torch.Tensor:
-    """Decode all ``n`` rows as a reader does: parameters through JSON, in the dtype of ``like``."""
+    """All ``n`` rows as a reader gets them: through JSON, in the dtype of ``like``."""
     spec, parameters = json.loads(json.dumps([codec.spec(), encoded.parameters]))
     out = torch.full((n, like.shape[1]), 77, dtype=like.dtype)
     codec_from_spec(spec).decode(encoded.data.view(-1), parameters, n, 0, out)
@@ -122,7 +147,7 @@ def decoded(codec: Codec, encoded: Encoded, like: torch.Tensor, n: int) -> torch
 def round_trip(
     codec: Codec, rows: torch.Tensor, context: RowContext = NO_CONTEXT
 ) -> tuple[Encoded, torch.Tensor]:
-    """Return rows after a round trip through a chunk: exceptions exactly."""
+    """Rows as they come back from a chunk: exceptions exactly."""
     encoded = codec.encode(rows, context=context)
     back = decoded(codec, encoded, rows, len(rows))
     back[encoded.exceptions] = rows[encoded.exceptions]
@@ -130,14 +155,14 @@ def round_trip(
 
 
 def relative_errors(changed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return relative l2 errors, ``(n,)``; 0 for rows of zeros that stayed zeros."""
+    """``(n,)``, l2; of rows of zeros that stayed zeros: 0."""
     values = rows.double()
     return (changed.double() - values).norm(dim=1) / values.norm(dim=1).clamp(min=1e-300)
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Let torch use so many threads, for a while."""
+    """Torch uses so many, for a while."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

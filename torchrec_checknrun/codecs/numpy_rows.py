@@ -196,7 +196,7 @@ def _nearest(x: Floats, top: np.float32) -> Floats:
 
 
 def _signed_low(x: Floats, low: Floats) -> Floats:
-    """Return the minimum, with a zero's sign as FBGEMM stores it.
+    """Return the minimum, with a zero's sign as FBGEMM up to 1.8 stores it.
 
     FBGEMM takes the last zero of the first of eight lanes that has one.
     """

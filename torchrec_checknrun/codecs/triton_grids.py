@@ -156,7 +156,7 @@ def _greedy_search(
 
 @triton.jit
 def _signed_low(x: tl.tensor, column: tl.tensor, dim: tl.tensor, low: tl.tensor) -> tl.tensor:
-    """Return the minimum, with a zero's sign as FBGEMM stores it.
+    """Return the minimum, with a zero's sign as FBGEMM up to 1.8 stores it.
 
     FBGEMM takes the last zero of the first of eight lanes that has one.
     """
@@ -165,7 +165,8 @@ def _signed_low(x: tl.tensor, column: tl.tensor, dim: tl.tensor, low: tl.tensor)
     sign = x.to(tl.int32, bitcast=True) < 0
     key = tl.where(x == 0.0, 2 * rank[None, :] + sign.to(tl.int32), 2147483647)
     negative = (tl.min(key, axis=1) & 1) == 1
-    return tl.where(low == 0.0, tl.where(negative, -0.0, 0.0), low)
+    zero = (negative.to(tl.int32) << 31).to(tl.float32, bitcast=True)  # Triton < 3.9: -0.0 is 0.0
+    return tl.where(low == 0.0, zero, low)
 
 
 @triton.jit

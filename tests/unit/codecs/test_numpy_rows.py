@@ -8,6 +8,7 @@ import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
 import pytest
 import torch
 
+from tests.unit.quantized_rows import fbgemm_encode
 from torchrec_checknrun.codecs import numpy_rows
 from torchrec_checknrun.codecs.base import Method, Refusal, row_bytes
 from torchrec_checknrun.native import has_extension
@@ -63,12 +64,6 @@ def decode_with_fbgemm(data: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(data, bits)[:, :dim]
 
 
-def encode_with_fbgemm(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    if bits == 8:
-        return torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
-    return torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
-
-
 @functools.cache
 def gaussian(dim: int, rows: int = 400) -> torch.Tensor:
     return torch.randn((rows, dim), generator=torch.Generator().manual_seed(dim))
@@ -105,7 +100,7 @@ def test_asymmetric_gives_the_bytes_of_fbgemm(bits: int, dims: tuple[int, ...]) 
         for rows in (gaussian(dim), odd_rows(dim), zeros[:, :dim].contiguous()):
             data, refused = encode(rows, bits, Method.ASYMMETRIC)
             assert not refused.any()
-            expected = encode_with_fbgemm(rows, bits)
+            expected = fbgemm_encode(rows, bits)
             assert torch.equal(data, expected), (dim, (data != expected).any(1).nonzero().view(-1))
 
 
