@@ -96,19 +96,20 @@ def places() -> None:
     """Every rank is told on which rank it failed, and where, with all that failed there."""
     ranks = Ranks(timedelta(seconds=TIMEOUT))
     here, world = ranks.rank, ranks.world_size
-    for collective in (ranks.reduce, ranks.reduce_scatter):
+    collectives: tuple[Any, Any] = (ranks.reduce, ranks.reduce_scatter)
+    for collective in collectives:
         with pytest.raises(InvalidPlan) as raised:
             collective(
                 lambda: fail(InvalidPlan("why") if here == world - 1 else ValueError(str(here))),
                 nothing,
             )
-        (note,) = raised.value.__notes__
+        (note,) = vars(raised.value)["__notes__"]
         assert note.startswith(f"failed on rank {world - 1}:\n")
         assert "in fail\n" in note
         assert note.endswith("and on 1 others:\nrank 0: ValueError('0')")
         with pytest.raises(InvalidPlan) as raised:
             collective(lambda: here, lambda values: fail(InvalidPlan("decided")))
-        (note,) = raised.value.__notes__
+        (note,) = vars(raised.value)["__notes__"]
         assert note.startswith("failed on rank 0:\n")
         assert "in fail\n" in note
     ranks.close()
