@@ -154,7 +154,10 @@ def restores_fail(root: str, spec: dict[str, Any], plan: Plan) -> None:
         assert is_at(job, root, name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_a_save_that_fails_anywhere(workers: Workers, tmp_path: Path, ranks: int) -> None:
     workers(ranks).run(saves_fail, **where(tmp_path, ranks=ranks))
 
