@@ -101,7 +101,7 @@ def places() -> None:
         with pytest.raises(InvalidPlan) as raised:
             collective(
                 lambda: fail(InvalidPlan("why") if here == world - 1 else ValueError(str(here))),
-                nothing,
+                lambda values: values,
             )
         (note,) = vars(raised.value)["__notes__"]
         assert note.startswith(f"failed on rank {world - 1}:\n")
