@@ -169,6 +169,11 @@ class TestLibrary:
         assert not self.used()
         assert "can't be loaded" in self.warned(caplog)
 
+    def test_not_readable(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (package / "_C.abi3.so").symlink_to(package / "a library that is gone")
+        assert not self.used()
+        assert "can't be read" in self.warned(caplog)
+
     @pytest.mark.skipif(not has_extension(), reason="the compiled kernel was not built")
     def test_the_one_in_use_says_which_torch_it_was_built_for(self) -> None:
         (library,) = Path(torchrec_checknrun.__path__[0]).glob("_C*.so")
