@@ -53,10 +53,14 @@ def _load(library: Path) -> str:
         The reason why it can't be used; empty if it can. A library for another torch is not even
         loaded: its calls would reach functions and layouts that have changed.
     """
-    built = re.search(rb"checknrun: built for torch ([^;]+);", library.read_bytes())
-    if built and _minor(built[1].decode()) != _minor(torch.__version__):
+    try:
+        built = re.search(rb"checknrun: built for torch ([^;]+);", library.read_bytes())
+    except OSError as error:
+        return f"({library}) can't be read ({error})"
+    version = built[1].decode(errors="replace") if built else "of an unknown version"
+    if _minor(version) != _minor(torch.__version__):
         return (
-            f"({library}) was built for torch {built[1].decode()} and is not used with torch "
+            f"({library}) was built for torch {version} and is not used with torch "
             f"{torch.__version__}"
         )
     try:

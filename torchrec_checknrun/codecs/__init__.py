@@ -87,12 +87,19 @@ def codec_from_spec(spec: CodecSpec) -> Codec:
     """Build the codec that wrote a chunk.
 
     Raises:
-        UnsupportedFormat: codec, version or options are unknown here.
+        UnsupportedFormat: codec, version or options are unknown here, or the codec's entry point
+            can't be loaded.
     """
     name = spec.get("name")
     if isinstance(name, str) and name not in _CODECS:
         for entry in entry_points(group=ENTRY_POINTS, name=name):
-            register(entry.load())
+            try:
+                register(entry.load())
+            except Exception as error:  # the checkpoint is not damaged: the environment is
+                raise UnsupportedFormat(
+                    f"codec {name!r} can't be loaded from its entry point {entry.value!r}: fix or "
+                    f"reinstall the package that declares it ({error!r})"
+                ) from error
     if not isinstance(name, str) or name not in _CODECS:
         raise UnsupportedFormat(
             f"codec {name!r} is unknown to this release (it has {sorted(_CODECS)}): "

@@ -180,6 +180,7 @@ def register() -> None:
 
 def make_check_n_run(
     *,
+    root: str,
     model: nn.Module,
     state: Mapping[str, Any],
     per_rank_buffers: Patterns = (),
@@ -189,10 +190,10 @@ def make_check_n_run(
     """Make a ``Checkpointer`` of a config and the app's objects.
 
     Args:
-        values: the fields of ``CheckNRunConfig``.
+        values: the other fields of ``CheckNRunConfig``.
 
     Raises:
-        TypeError: an argument is unknown.
+        TypeError: an argument is unknown, or the root is missing.
         ValueError: as ``Checkpointer``; ``keep_every_hours`` is given, and all are kept; or a
             policy, trigger or codec is a mapping without ``_target_``.
     """
@@ -200,7 +201,7 @@ def make_check_n_run(
 
     known = {field.name for field in fields(CheckNRunConfig)}
     _refuse_unknown([name for name in values if name not in known], "check_n_run")
-    config = CheckNRunConfig(**values)
+    config = CheckNRunConfig(root=root, **values)
     return package.Checkpointer(
         config.root,
         model=model,

@@ -203,6 +203,20 @@ def test_another_process_finds_it_by_its_entry_point(
     assert asked == [("torchrec_checknrun.codecs", name) for name in ("test_elsewhere", "nosuch")]
 
 
+@pytest.mark.parametrize("target", ["no_such_module:Coarse", "json:JSONDecoder", "json:nosuch"])
+def test_an_entry_point_that_is_broken_is_no_damage(
+    monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """``rows_header`` would call the chunk corrupt, and a restore would take an older one."""
+
+    def entry_points(*, group: str, name: str) -> list[EntryPoint]:
+        return [EntryPoint(name, target, group)]
+
+    monkeypatch.setattr(codecs, "entry_points", entry_points)
+    with pytest.raises(UnsupportedFormat, match=f"'nosuch' can't be loaded from .*'{target}'"):
+        codec_from_spec({"name": "nosuch"})
+
+
 def test_a_name_belongs_to_one_class() -> None:
     class Exact2(Exact):
         pass

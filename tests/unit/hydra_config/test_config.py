@@ -29,7 +29,7 @@ from torchrec_checknrun import (
 )
 from torchrec_checknrun.hydra_config import baselines
 from torchrec_checknrun.hydra_config.baselines import NoCheckpointer
-from torchrec_checknrun.hydra_config.config import GROUP, register
+from torchrec_checknrun.hydra_config.config import GROUP, make_check_n_run, register
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +199,10 @@ class TestCheckNRun:
     def test_a_root_is_needed(self) -> None:
         with pytest.raises((MissingMandatoryValue, InstantiationException), match="root"):
             made("checkpoint=check_n_run")
+
+    def test_a_call_without_a_root_is_refused(self) -> None:
+        with pytest.raises(TypeError, match="root"):
+            make_check_n_run(model=torch.nn.Linear(1, 1), state={})  # type: ignore[call-arg]
 
     def test_a_root_may_be_interpolated(self) -> None:
         checkpointer = made("checkpoint=check_n_run", "checkpoint.root=${run_dir}/checkpoints")
