@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.benchmarks.side_by_side.systems import ASYNC, CHANGED_ROWS, COPY, DCP, NONE
+from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, NONE
 from recipes.benchmarks.side_by_side.tables import more_memory
 from recipes.benchmarks.side_by_side.targets import Rows
 
@@ -22,20 +22,13 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 README_SYSTEMS = (
     COPY,
-    "ours 4 bit intermittent, thread, copy",
     "ours fp32 consecutive, thread, copy",
-    CHANGED_ROWS,
-    "torchsnapshot take",
-    "torchsnapshot async_take",
     DCP,
     f"{ASYNC}, plain",
-    f"{ASYNC}, DTensor, kept stager",
+    f"{ASYNC}, DTensor, shared stager",
 )
 README_RESTORES = (
     DCP,
-    "torchsnapshot take",
-    "ours fp32, single full",
-    "ours 4 bit, single full",
     "ours fp32, chain of 1 + 10",
     "ours 4 bit, chain of 1 + 10",
 )

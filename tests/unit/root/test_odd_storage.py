@@ -127,7 +127,7 @@ def test_repair_sees_a_writer_that_lives(root: Folder, monkeypatch: pytest.Monke
         path.write_bytes(path.read_bytes() + b"y")
 
     monkeypatch.setattr(time, "sleep", write_again)
-    with pytest.raises(CheckNRunError, match="a writer that lives"):
+    with pytest.raises(CheckNRunError, match="a live writer rewrites it"):
         takeover.repair(root)
 
 
