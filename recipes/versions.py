@@ -59,6 +59,12 @@ found = {d.metadata["Name"].lower().replace("_", "-"): d.version
          for d in importlib.metadata.distributions()}
 print(json.dumps({"kernel": has_extension(), **{n: found[n] for n in names if n in found}}))
 """
+# Triton's interpreter, which runs the GPU's codecs in the tests, needs NumPy < 2.4 before 3.7.
+OLDER_NUMPY = """
+import importlib.metadata, subprocess, sys
+if [int(part) for part in importlib.metadata.version("triton").split(".")[:2]] < [3, 7]:
+    subprocess.check_call([sys.executable, "-m", "pip", "install", "numpy<2.4"])
+"""
 
 
 class StackError(Exception):
@@ -82,6 +88,7 @@ def install(folder: Path, stack: Stack) -> Path:
         _run(folder, "venv.log", [sys.executable, "-m", "venv", str(folder / "env")])
     options = ["--device", "cpu", "--extras", EXTRAS, "--editable", "--stack", ",".join(stack)]
     _run(folder, "install.log", [str(interpreter), "torchrec_checknrun/install.py", *options])
+    _run(folder, "numpy.log", [str(interpreter), "-c", OLDER_NUMPY])
     return interpreter
 
 
@@ -174,6 +181,15 @@ def try_stack(folder: Path, stack: Stack, tests: Sequence[str], minutes: float) 
     return row
 
 
+def repeat(folder: Path, stack: Stack, earlier: Row, minutes: float) -> Row:
+    """Run a stack's failing tests again, after a fix; those that pass now count as passed."""
+    row = try_stack(folder, stack, earlier["failures"], minutes)
+    row["tests"] = earlier["tests"]
+    for kind in ("passed", "skipped"):
+        row[kind] = earlier[kind] + row.get(kind, 0)
+    return row
+
+
 def table(rows: Sequence[Row]) -> str:
     """Return the results as a table in Markdown, and below it the failing tests."""
     lines = [
@@ -232,6 +248,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="versions to try, such as 2.13.0,1.8.0,1.8.0; may be repeated; default: all known",
     )
     parser.add_argument("--quick", action="store_true", help="a choice of tests: some minutes")
+    parser.add_argument(
+        "--failed", action="store_true", help="only the tests that failed, per --json, after a fix"
+    )
     parser.add_argument("--tests", help="arguments for pytest in place of the usual ones")
     parser.add_argument("--minutes", type=float, default=60, help="limit for a stack's tests")
     parser.add_argument("--folder", type=Path, help="scratch folder; default: a temporary one")
@@ -257,7 +276,11 @@ def main(arguments: list[str] | None = None) -> int:
             if given.install_only:
                 install(folder, stack)
                 continue
-            rows.append(try_stack(folder, stack, tests, given.minutes))
+            earlier = {row["torch"]: row for row in read(given.json)}.get(stack.torch, {})
+            if given.failed and earlier.get("failures"):
+                rows.append(repeat(folder, stack, earlier, given.minutes))
+            else:
+                rows.append(try_stack(folder, stack, tests, given.minutes))
             write(given.json, rows[-1])
             if not given.keep:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -94,6 +94,26 @@ def test_a_stack_that_cannot_be_installed_is_told(
     assert "| 2.99.0 | 9.0.0 | 9.0.1 | not installed | – | – | – |" in versions.table([row])
 
 
+def test_failing_tests_alone_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "versions.json"
+    stack = {"torch": "2.99.0", "fbgemm": "9.0.0", "torchrec": "9.0.1", "installed": {}}
+    counts = {"passed": 1300, "failed": 2, "skipped": 2, "failures": ["a.py::b", "a.py::c"]}
+    versions.write(path, {**stack, "tests": "quick", **counts})
+
+    def run(folder: Path, stack: Stack, tests: list[str], minutes: float) -> versions.Row:
+        assert tests == ["a.py::b", "a.py::c"]
+        again = {"passed": 1, "failed": 1, "skipped": 0, "failures": ["a.py::c"]}
+        return {**stack._asdict(), "tests": " ".join(tests), "installed": {}, **again}
+
+    monkeypatch.setattr(versions, "try_stack", run)
+    assert versions.main(["--stack", "2.99.0,9.0.0,9.0.1", "--failed", "--json", str(path)])
+    (row,) = versions.read(path)
+    assert (row["passed"], row["failed"], row["skipped"]) == (1301, 1, 2)
+    assert (row["tests"], row["failures"]) == ("quick", ["a.py::c"])
+
+
 def test_tests_that_hang_are_ended(tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "test_hangs.py").write_text(
