@@ -111,6 +111,7 @@ class SavePlanner(DcpSavePlanner):
         plan = self._prepared.local_plan
         return SavePlan(_write_items(plan.items), planner_data=plan.summary)
 
+    @picklable_errors()  # DCP sends errors to other ranks
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans = [LocalPlan(_names(plan), plan.planner_data) for plan in all_plans]
         shares, whole = make_global_plan(plans, self._prepared.differences)
@@ -207,10 +208,12 @@ class StorageWriter(DcpStorageWriter):
         self._is_coordinator = is_coordinator
         self._rank = int(kwargs.get("rank", 0))
 
+    @picklable_errors()  # DCP sends errors to other ranks
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._writer.check(self._is_coordinator)
         return plan
 
+    @picklable_errors()  # DCP sends errors to other ranks
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._writer.create()
         return plans
@@ -228,6 +231,7 @@ class StorageWriter(DcpStorageWriter):
         done.set_result([WriteResult(index, summary.file.size, summary)])
         return done
 
+    @picklable_errors()  # DCP sends errors to other ranks
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         plan: GlobalPlan = metadata.planner_data
         written: list[FileSummary] = [r.storage_data for of_rank in results for r in of_rank]
