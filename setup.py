@@ -37,7 +37,7 @@ COMPILE = [
 ]
 
 REQUIRES = [
-    "torch>=2.11,<2.15",  # the tensors, the collectives and the distributed checkpoint protocol
+    "torch>=2.13,<2.15",  # the tensors, the collectives and the distributed checkpoint protocol
     "numpy>=1.26,<3",  # arrays in checkpointed state, bytes to and from files
     "fsspec>=2024.6",  # one interface to folders and object stores
     "xxhash>=3.4,<5",  # the checksum of every stored chunk
@@ -83,6 +83,11 @@ EXTRAS = {
     ],
     "s3": [
         "s3fs>=2024.6",  # fsspec's driver for s3:// and what speaks its protocol
+    ],
+    "docs": [
+        "mkdocs>=1.6,<2",  # the documentation site
+        "mkdocs-material>=9.5,<10",  # how it looks
+        "mkdocstrings-python>=1.12,<3",  # the API's pages, from docstrings
     ],
     "test": [
         "hypothesis>=6.100,<7",  # property tests

@@ -36,7 +36,12 @@ def after(root: str) -> float:
     """Save modified rows while training goes on; a damaged checkpoint is passed over."""
     model, optimizer = make_model()
     checkpointer = Checkpointer(  # +
-        root, model=model, state={"optimizer": optimizer}, every_steps=EVERY, policy=Consecutive()
+        root,
+        model=model,
+        state={"optimizer": optimizer},
+        every_steps=EVERY,
+        policy=Consecutive(),
+        when_busy="wait",  # no due save is skipped, as with dcp.save; the default is "skip"
     )  # +
     checkpointer.restore()  # +
     loss = 0.0

@@ -1,7 +1,8 @@
-"""Rows' bytes from chosen places to chosen places: what a restore of rows that need no decoding is.
+"""Load the compiled extension, and copy rows' bytes with it, or with NumPy where it is missing.
 
-The extension does it in one pass, without Python's lock; NumPy a block at a time, which stays in
-the processor's cache until it is written to its rows.
+Copying bytes is all that a restore of rows needs that were stored without a codec. The extension
+does it in one pass, without Python's lock; NumPy a block at a time, which stays in the processor's
+cache until the block is written to its rows.
 """
 
 from __future__ import annotations
@@ -20,74 +21,10 @@ from torchrec_checknrun.version import __version__
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 19
-"""Of rows that are handled together."""
+"""Bytes of rows that are handled at a time."""
 
 Chosen = slice | np.ndarray
-"""Some of several rows: a range of positions, or positions, sorted and distinct int64."""
-
-
-def can_copy(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether both are in one piece on the CPU and have content: else torch must copy."""
-    return all(
-        rows.device.type == "cpu" and rows.is_contiguous() and rows.numel() > 0
-        for rows in (source, target)
-    )
-
-
-def copy_rows(
-    source: torch.Tensor, rows: int, chosen: Chosen, target: torch.Tensor, where: Chosen
-) -> None:
-    """Overwrites rows of a tensor with rows of another one, byte for byte.
-
-    Args:
-        source: as ``can_copy`` wants it, of any shape: ``rows`` rows of bytes.
-        target: ``(m,)`` or ``(m, cols)``, its rows of as many bytes.
-        chosen, where: as many rows of each.
-
-    Raises:
-        IndexError, ValueError: there are no such rows.
-    """
-    n = _count(chosen)
-    assert n == _count(where)
-    if has_extension():
-        first, positions = _places(chosen)
-        into, ids = _places(where)
-        torch.ops.checknrun.copy_rows(source, rows, first, positions, target, into, ids, n)
-        return
-    stored, memory = _items(source, rows), _items(target, len(target))
-    if stored.itemsize != memory.itemsize:
-        raise ValueError(f"rows of {stored.itemsize} bytes to others of {memory.itemsize}")
-    if isinstance(chosen, slice):
-        memory[where] = stored[chosen]
-        return
-    size = max(1, BLOCK_BYTES // stored.itemsize)
-    for start in range(0, len(chosen), size):
-        block = chosen[start : start + size]
-        memory[part_of(where, start, start + len(block))] = stored[block]
-
-
-def part_of(chosen: Chosen, start: int, stop: int) -> Chosen:
-    """Of chosen rows some that follow each other."""
-    if isinstance(chosen, slice):
-        return slice(chosen.start + start, chosen.start + stop)
-    return chosen[start:stop]
-
-
-def _count(chosen: Chosen) -> int:
-    return chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen)
-
-
-def _places(chosen: Chosen) -> tuple[int, torch.Tensor | None]:
-    """The first row, or all of them."""
-    return (chosen.start, None) if isinstance(chosen, slice) else (0, torch.from_numpy(chosen))
-
-
-def _items(tensor: torch.Tensor, rows: int) -> np.ndarray:
-    """An item for each row, which NumPy copies as fast as memory goes."""
-    data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    if len(data) % rows:
-        raise ValueError(f"{len(data)} bytes aren't {rows} rows")
-    return data.view(f"V{len(data) // rows}")
+"""A choice among rows: a range of positions, or positions, sorted and distinct int64."""
 
 
 @functools.cache
@@ -116,10 +53,14 @@ def _load(library: Path) -> str:
         The reason why it can't be used; empty if it can. A library for another torch is not even
         loaded: its calls would reach functions and layouts that have changed.
     """
-    built = re.search(rb"checknrun: built for torch ([^;]+);", library.read_bytes())
-    if built and _minor(built[1].decode()) != _minor(torch.__version__):
+    try:
+        built = re.search(rb"checknrun: built for torch ([^;]+);", library.read_bytes())
+    except OSError as error:
+        return f"({library}) can't be read ({error})"
+    version = built[1].decode(errors="replace") if built else "of an unknown version"
+    if _minor(version) != _minor(torch.__version__):
         return (
-            f"({library}) was built for torch {built[1].decode()} and is not used with torch "
+            f"({library}) was built for torch {version} and is not used with torch "
             f"{torch.__version__}"
         )
     try:
@@ -145,3 +86,69 @@ def build_command() -> str:
         f"{sys.executable} -m pip install --no-build-isolation --no-deps --force-reinstall "
         f"torchrec_checknrun-{__version__}.tar.gz  (the source archive)"
     )
+
+
+def can_copy(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Tell whether ``copy_rows`` can copy: both tensors contiguous, on the CPU, and not empty."""
+    return all(
+        rows.device.type == "cpu" and rows.is_contiguous() and rows.numel() > 0
+        for rows in (source, target)
+    )
+
+
+def copy_rows(
+    source: torch.Tensor, rows: int, chosen: Chosen, target: torch.Tensor, where: Chosen
+) -> None:
+    """Overwrite rows of a tensor with rows of another one, byte for byte.
+
+    Args:
+        source: of any shape, as ``rows`` rows of bytes; see ``can_copy``.
+        rows: number of rows of ``source``.
+        chosen: the rows of ``source``.
+        target: ``(m,)`` or ``(m, cols)``, with rows of as many bytes; see ``can_copy``.
+        where: the rows of ``target``, as many as ``chosen``.
+
+    Raises:
+        IndexError, ValueError: rows are out of range, or differ in bytes.
+    """
+    n = _count(chosen)
+    assert n == _count(where)
+    if has_extension():
+        first, positions = _places(chosen)
+        into, ids = _places(where)
+        torch.ops.checknrun.copy_rows(source, rows, first, positions, target, into, ids, n)
+        return
+    stored, memory = _items(source, rows), _items(target, len(target))
+    if stored.itemsize != memory.itemsize:
+        raise ValueError(f"rows have {stored.itemsize} bytes, their target {memory.itemsize}")
+    if isinstance(chosen, slice):
+        memory[where] = stored[chosen]
+        return
+    size = max(1, BLOCK_BYTES // stored.itemsize)
+    for start in range(0, len(chosen), size):
+        block = chosen[start : start + size]
+        memory[part_of(where, start, start + len(block))] = stored[block]
+
+
+def part_of(chosen: Chosen, start: int, stop: int) -> Chosen:
+    """Return chosen rows ``start`` to ``stop``, counted among the chosen."""
+    if isinstance(chosen, slice):
+        return slice(chosen.start + start, chosen.start + stop)
+    return chosen[start:stop]
+
+
+def _count(chosen: Chosen) -> int:
+    return chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen)
+
+
+def _places(chosen: Chosen) -> tuple[int, torch.Tensor | None]:
+    """Return the first row of a range, or all positions, as the extension takes them."""
+    return (chosen.start, None) if isinstance(chosen, slice) else (0, torch.from_numpy(chosen))
+
+
+def _items(tensor: torch.Tensor, rows: int) -> np.ndarray:
+    """View a tensor as one item per row, which NumPy copies as fast as memory allows."""
+    data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    if len(data) % rows:
+        raise ValueError(f"{len(data)} bytes are no multiple of {rows} rows")
+    return data.view(f"V{len(data) // rows}")

@@ -1,6 +1,6 @@
-"""Choose between full and differential checkpoints: all policies, and the base of your own."""
+"""Choose between full and differential checkpoints: all policies, and a base class for your own."""
 
-from torchrec_checknrun.codecs.quantization import expected_restores
+from torchrec_checknrun.bitwidth import expected_restores
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.policy import (
     Consecutive,

@@ -1,8 +1,9 @@
-"""Some of a shard's rows, kept from the cut until the checkpoint is durable: one bit for each row.
+"""Sets of a shard's rows, one bit per row: rows of a snapshot, rows that a restore has read.
 
-As int64 ids, or as a byte for each row, they could outweigh the chunks of a narrow table; so they
-are looked at a block of rows at a time. Training waits meanwhile: the extension does it in one pass
-over the marks, NumPy in several.
+As int64 ids, or as a byte per row, a set could outweigh the chunks of a narrow table. So bits are
+unpacked a block of rows at a time. ``RowSet`` is cut from the marks while training waits: the
+extension needs one pass over the marks, NumPy several. ``DoneRows`` grows while a chain is read
+from its newest checkpoint to its oldest: a row that was read once is not read again.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 from torchrec_checknrun.native import has_extension
 
 _BLOCK = 1 << 20
-"""Rows looked at together; a multiple of 8, so that blocks begin at a byte."""
+"""Rows handled at a time; a multiple of 8, so that blocks begin at a byte."""
 _DONE_BLOCK = 1 << 18
-"""Likewise, where bits are unpacked to be changed: these stay in the processor's cache."""
+"""Rows unpacked at a time to be changed; small enough for the processor's cache."""
 
 
 class RowSet:
@@ -26,7 +27,10 @@ class RowSet:
     Args:
         marks: ``(rows,)`` bool or uint8, on any device.
         bits: a row is in the set if its mark has any of these bits.
-        take: whether these bits are cleared in the marks.
+        take: whether to clear these bits in the marks.
+
+    Attributes:
+        rows: number of rows that may be in the set.
     """
 
     def __init__(self, marks: torch.Tensor, bits: int = 255, take: bool = False) -> None:
@@ -46,7 +50,7 @@ class RowSet:
 
     @classmethod
     def of_bits(cls, packed: np.ndarray, rows: int) -> RowSet:
-        """The set with those bits, uint8 ``((rows + 7) // 8,)``, of a byte the lowest one first."""
+        """Make a set of packed bits, ``((rows + 7) // 8,)`` uint8, each byte's lowest bit first."""
         found = cls.__new__(cls)
         found.rows, found._bits = rows, torch.from_numpy(packed.copy())
         return found
@@ -55,16 +59,16 @@ class RowSet:
         return sum(int(mask.sum()) for _, mask in self.masks())
 
     def part(self, start: int, stop: int) -> RowSet:
-        """Those in a range, as positions in it."""
+        """Return the rows of a range as a set of positions in the range."""
         return RowSet(torch.from_numpy(np.ascontiguousarray(self._mask(start, stop))))
 
     def masks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Blocks as bool masks, each with its first row."""
+        """Yield blocks of rows: the first row, and a bool mask of which are in the set."""
         for start, stop in self._blocks(0, self.rows):
             yield start, self._mask(start, stop)
 
     def positions(self, start: int, stop: int) -> np.ndarray:
-        """Those from ``start`` to ``stop``, sorted, int64."""
+        """Return the rows of the set in ``[start, stop)``, sorted, int64."""
         if has_extension():
             found: np.ndarray = torch.ops.checknrun.marked_positions(
                 self._bits, start, stop
@@ -77,8 +81,9 @@ class RowSet:
         return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
 
     def spans(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """Ranges of rows that hold ``size`` of the set each, and that number; the last may hold
-        fewer, not none.
+        """Yield ranges of rows with ``size`` rows of the set each, as ``(start, stop, count)``.
+
+        The last range may have fewer rows of the set, but at least one.
         """
         if has_extension():
             flat = torch.ops.checknrun.marked_spans(self._bits, self.rows, size)
@@ -118,7 +123,7 @@ class DoneRows(RowSet):
         self._packed = self._bits.numpy()
 
     def contains_range(self, start: int, stop: int) -> bool:
-        """Whether all rows of a range have come."""
+        """Tell whether all rows in ``[start, stop)`` are in the set."""
         for begin in range(start, stop, _DONE_BLOCK):
             end = min(begin + _DONE_BLOCK, stop)
             if not self._unpacked(begin, end)[begin % 8 : begin % 8 + end - begin].all():
@@ -126,10 +131,13 @@ class DoneRows(RowSet):
         return True
 
     def add(self, rows: np.ndarray) -> np.ndarray | None:
-        """Adds rows, sorted and distinct int64 positions.
+        """Add rows.
+
+        Args:
+            rows: ``(n,)`` int64, sorted and distinct.
 
         Returns:
-            Which of ``rows`` had not come before, as sorted positions in it; None: all.
+            Sorted positions in ``rows`` of the rows that are new to the set; None: all are.
         """
         if has_extension():
             added: np.ndarray = torch.ops.checknrun.add_rows(
@@ -155,5 +163,5 @@ class DoneRows(RowSet):
         return None if len(new) == len(rows) else new
 
     def _unpacked(self, start: int, stop: int) -> np.ndarray:
-        """A byte for each row, from the beginning of the byte that has ``start``'s bit."""
+        """Unpack bits to a byte per row, from the start of the byte that holds ``start``'s bit."""
         return np.unpackbits(self._packed[start // 8 : (stop + 7) // 8], bitorder="little")

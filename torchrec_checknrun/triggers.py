@@ -1,4 +1,4 @@
-"""Choose when to save: all triggers, and the base of your own."""
+"""Choose when to save: all triggers, and a base class for your own."""
 
 from torchrec_checknrun.run.triggers import (
     AtEnd,

@@ -35,7 +35,7 @@ from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format import reader as read_chunks
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
-from torchrec_checknrun.root.chain import committed, read_manifest
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention, pin
 from torchrec_checknrun.store.folder import Folder

@@ -41,7 +41,7 @@ from tests.distributed.models import Job, State, gather, local_parts, scramble, 
 from torchrec_checknrun import Checkpointer, Retention
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format import reader as read_chunks
-from torchrec_checknrun.root.chain import committed
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.store import retry
 from torchrec_checknrun.store.folder import Folder

@@ -37,7 +37,8 @@ from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import committed, newest, resolve
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention, pin
 from torchrec_checknrun.shards import Rectangle

@@ -31,7 +31,7 @@ from tests.distributed import references
 from tests.distributed.models import gather, scramble
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import committed, read_manifest
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 

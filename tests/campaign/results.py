@@ -91,15 +91,21 @@ def repeat(part: str, seed: int, trial: int) -> str:
 
 def about() -> dict[str, Any]:
     """Return what was tested, and where."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = _git("describe", "--always")
+    # The results of the parts before are written into the tree that is tested.
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!recipes/results")
     packages = ("torchrec-checknrun", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy")
     return {
-        "commit": commit or "unknown",
+        "commit": (commit or "unknown") + "-dirty" * bool(changed),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.release()}",
         "python": platform.python_version(),
         "versions": {name: found for name in packages if (found := _version(name))},
     }
+
+
+def _git(*arguments: str) -> str:
+    git = ["git", "-C", str(Path(__file__).parents[2]), *arguments]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _version(name: str) -> str | None:
@@ -110,7 +116,7 @@ def _version(name: str) -> str | None:
 
 
 def table(rows: dict[str, Row]) -> str:
-    """Return the table of ``docs/reliability.md``."""
+    """Return the table of ``docs/explanation/consistency_and_crashes.md``."""
     lines = [
         "| what | tried | lost | silent | other failures | minutes |",
         "|---|---|---|---|---|---|",

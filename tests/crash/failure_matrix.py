@@ -33,7 +33,7 @@ from torchrec_checknrun.root import writer
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.run import saver
 from torchrec_checknrun.save import background, snapshot, staged
-from torchrec_checknrun.save.commit import StorageWriter
+from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.save.staging import Staging
 from torchrec_checknrun.store.folder import Folder
 
@@ -46,15 +46,15 @@ PHASES: dict[str, tuple[Any, str]] = {
     "decide": (writer, "highest_sequence"),
     "state": (saver, "take_snapshot"),
     "cut": (snapshot, "_own_part"),
-    "plan of a rank": (StorageWriter, "prepare_local_plan"),
-    "plan of all": (StorageWriter, "prepare_global_plan"),
+    "plan of a rank": (CheckpointWriter, "check"),
+    "plan of all": (CheckpointWriter, "create"),
     "summary": (background, "summarize"),
     "stage": (Staging, "_place"),
     "encode": (staged.StagedJob, "encode"),
     "write a chunk": (rank_file, "_write_chunk"),
     "write the index": (rank_file, "_write_index"),
     "make the folder": (Folder, "create"),
-    "finish": (StorageWriter, "finish"),
+    "finish": (CheckpointWriter, "commit"),
     "manifest": (Folder, "put"),
     "retention": (writer, "prune"),
 }

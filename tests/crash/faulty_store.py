@@ -265,7 +265,7 @@ fsspec.register_implementation(PROTOCOL, FaultyStore, clobber=True)
 
 
 class _FaultyOs:
-    """The module ``os``, as far as ``local_store`` and ``new_file`` use it."""
+    """The module ``os``, as far as ``store.local`` and ``new_file`` use it."""
 
     _NAMES: ClassVar[dict[str, tuple[str, bool]]] = {
         "listdir": ("list", False),

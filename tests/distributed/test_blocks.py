@@ -214,7 +214,7 @@ def test_beside_a_model(workers: Workers, tmp_path: Path) -> None:
 
 def unsupported(root: str) -> None:
     lone = {"state": {"c.t.weight": {"t.momentum1": sharded("rows", "half", False, True)}}}
-    with pytest.raises(CheckpointException, match="put the model's state dict beside it"):
+    with pytest.raises(CheckpointException, match="save the model's state dict with it"):
         dcp.save(lone, planner=SavePlanner(), storage_writer=StorageWriter(Path(root) / "lone"))
 
 

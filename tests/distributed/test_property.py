@@ -206,7 +206,7 @@ def test_third_differential_after_a_kill(
 
 def parents(root: str) -> list[str | None]:
     """Of every checkpoint in order, as the chain that a restore reads says."""
-    from torchrec_checknrun.root.chain import read_manifest
+    from torchrec_checknrun.root.checkpoints import read_manifest
     from torchrec_checknrun.store.folder import Folder
 
     links = [read_manifest(Folder(root), name).parent for name in list_ids(root)]

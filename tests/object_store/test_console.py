@@ -9,7 +9,7 @@ import pytest
 from tests.object_store.test_s3 import fill, is_restored
 from tests.unit.chains import TABLE
 from tests.unit.console import Console
-from torchrec_checknrun.root.chain import committed
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.store.folder import Folder
 
 

@@ -17,7 +17,8 @@ from tests.object_store.server import SECRET, Server
 from tests.unit.chains import Part, apply_in_order, make_shards, restore, same_bits, write
 from torchrec_checknrun.errors import RootInUse, StorageFailed
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.root.chain import committed, newest, resolve
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.counting import counting_ids
 from torchrec_checknrun.root.lease import Claim, Holder, Lease
 from torchrec_checknrun.root.prune import prune

@@ -1,4 +1,4 @@
-"""Chains of checkpoints made by hand, of random chunks, and what a plain reader makes of them."""
+"""Hand-made chains of checkpoints with random chunks, and a plain reader for comparison."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.in_order import Turn, run_in_order
 from torchrec_checknrun.model.marks import Consumer, Marks
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk, read_content
 from torchrec_checknrun.restore.fit import Fit
@@ -28,11 +29,10 @@ from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import LocalShard, Rectangle, RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.threads import Turn, run_in_order
 
 TABLE, DIM = "ebc.embedding_bags.t", 8
 STATES = {"momentum1": True, "exp_avg": False}
-"""Optimizer states, and whether they are row-wise."""
+"""Optimizer states by name, each with whether it is row-wise."""
 
 CODECS: list[Codec] = [
     Exact(),
@@ -46,7 +46,7 @@ _numbers = itertools.count()
 
 
 def new_root() -> Folder:
-    """In memory."""
+    """Make a root in memory."""
     root = Folder(f"memory://tests/chains/{next(_numbers)}")
     root.create()
     return root
@@ -54,7 +54,7 @@ def new_root() -> Folder:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For small operations: their threads wait for each other where CPUs are busy."""
+    """Use one thread: threads of small operations wait for each other on busy CPUs."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,7 +74,7 @@ class Part:
 
 @dataclass
 class Job:
-    """A chunk as the writer takes it."""
+    """A job of the rank-file writer: one encoded chunk."""
 
     chunk: EncodedChunk
 
@@ -167,7 +167,7 @@ def write(
 
 @st.composite
 def splits(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
-    """Ranges that make up ``[0, size)``."""
+    """Draw ranges that make up ``[0, size)``."""
     cuts = sorted(draw(st.sets(st.integers(1, size - 1), max_size=3))) if size > 1 else []
     return list(zip([0, *cuts], [*cuts, size], strict=True))
 
@@ -211,7 +211,7 @@ def random_parts(
 
 
 def write_chain(root: Folder, rows: int, chain: Sequence[Sequence[Part]], ranks: int = 1) -> str:
-    """Returns the head's id."""
+    """Write a chain of given parts; return the head's id."""
     manifest = None
     for parts in chain:
         manifest = write(root, rows, parts, manifest, ranks)
@@ -220,7 +220,7 @@ def write_chain(root: Folder, rows: int, chain: Sequence[Sequence[Part]], ranks:
 
 
 def make_shards(rows: int, places: Iterable[Rectangle], fill: float = -1.0) -> list[LocalShard]:
-    """Shards whose memory has a value that no stored row has."""
+    """Make shards filled with a value that no stored row has."""
     return [
         LocalShard(
             TABLE,
@@ -321,7 +321,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def chain_of_three(root: Folder) -> list[Manifest]:
-    """A full one of two ranks' files and two upon it, 4 bit but for the last."""
+    """Write a full checkpoint of two ranks and two differential ones, 4-bit except for the last."""
     rows, encoding = CHAIN_ROWS, TableEncoding(Rowwise(4))
     full = write(root, rows, [Part((0, DIM), list(range(rows)), 10, encoding=encoding)], ranks=2)
     second = write(root, rows, [Part((0, DIM), [1, 2], 10, encoding=encoding)], full)

@@ -37,7 +37,7 @@ def disk(tmp_path: Path) -> Folder:
 
 @pytest.fixture(scope="module")
 def small_operations() -> Iterator[None]:
-    """For modules with roots in memory, which are gone afterwards."""
+    """Use one thread during a module, and delete its roots in memory afterwards."""
     with one_thread():
         yield
     with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Chains that an attacker has changed: checksums fit, since nobody needs a key to make them."""
+"""Chains that an attacker has changed: checksums are valid, since making them needs no key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from torchrec_checknrun.restore.blocks import BlockRestore, saved_blocks
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.restore.content_tree import with_blocks
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import committed, newest, resolve
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.lease import latest_claim
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
@@ -53,7 +54,7 @@ REFUSALS = (
     IncompatibleCheckpoint,
     UnsupportedFormat,
 )
-"""What hostile input may end in."""
+"""Errors that hostile input may raise."""
 
 
 @dataclass
@@ -97,7 +98,7 @@ class Forged:
         return next(iter(self.files.values()))
 
     def change_manifest(self, change: Callable[[dict[str, Any]], None]) -> None:
-        """After everything else in it fits."""
+        """Register a change of the manifest, made after all other fields are up to date."""
         self.last = change
 
 
@@ -105,9 +106,9 @@ VALUES = {
     "values": [{1, 2}, {"a", None, (1, b"x")}, frozenset({2.5}), 1j, torch.float16],
     "sizes": (torch.Size([2, 3]), range(0, 9, 2), slice(None, 3), PurePosixPath("a/b"), Path("c")),
 }
-"""Of every type that a state may hold beside numbers and tensors."""
+"""Values of every type that a state may hold beside numbers and tensors."""
 SHARDED = torch.arange(24).reshape(4, 3, 2)
-"""In pieces of two shards."""
+"""A tensor stored as pieces of two shards."""
 
 
 def pieces_of(tensor: torch.Tensor) -> list[EncodedChunk]:
@@ -120,7 +121,7 @@ def pieces_of(tensor: torch.Tensor) -> list[EncodedChunk]:
 
 
 def example() -> list[Forged]:
-    """A full checkpoint and two upon it: several codecs, ids encodings, states."""
+    """Build a full checkpoint and two based on it, with several codecs, id encodings and states."""
     root = new_root()
     packed = TableEncoding(Rowwise(4), "log8", compress=True)
     first = write(
@@ -149,7 +150,7 @@ def example() -> list[Forged]:
 
 
 def load(root: Folder) -> list[Forged]:
-    """The checkpoints of a root, oldest first."""
+    """Read the checkpoints of a root, oldest first."""
     found = []
     for name in reversed(committed(root)):
         manifest = json.loads((root / name).read(MANIFEST_NAME))["manifest"]
@@ -164,7 +165,7 @@ def load(root: Folder) -> list[Forged]:
 
 
 def seal(root: Folder, chain: list[Forged]) -> str:
-    """Writes a chain with right checksums; returns its head's id."""
+    """Write a chain with valid checksums; return its head's id."""
     checksums: dict[str, str] = {}
     for forged in chain:
         folder, manifest = root / forged.folder, copy.deepcopy(forged.manifest)
@@ -215,11 +216,29 @@ def _file(name: str, file: ForgedFile) -> tuple[bytes, dict[str, Any]]:
     return data, fact
 
 
+def _restore_blocks(root: Folder, head: str) -> None:
+    content = read_content(root, resolve(root, head))
+    chunks = {c.key: c for c in content.chunks[-1] if c.entry["kind"] == "block"}
+    saved = saved_blocks({key: chunk.entry for key, chunk in chunks.items()})
+    for chunk in content.chunks[-1]:
+        if chunk.entry["kind"] == "state":
+            with_blocks(state_tree(chunk.entry), chunk.entry["name"], saved)
+    live, whole = torch.zeros_like(SHARDED), Box.whole(SHARDED.shape)
+    halves = [Box((*whole.spans[:2], (start, start + 1))) for start in (0, 1)]
+    wanted = [
+        Block(("model", "over.weight"), tuple(live.shape), half, live[half.slices(whole)])
+        for half in halves
+    ]
+    restoring = BlockRestore(wanted, saved, strict=True)
+    for key in restoring.plan(head, ["model"]):
+        restoring.load(chunks[key].entry, read_chunk(root, chunks[key]))
+
+
 def attack(root: Folder, head: str) -> list[str]:
-    """Does everything that reads a chain.
+    """Run everything that reads a chain.
 
     Returns:
-        What was refused, by whom; nothing else may be raised.
+        The errors, with the reader that raised each; no other error may be raised.
     """
     refused: list[str] = []
 
@@ -253,30 +272,13 @@ def attack(root: Folder, head: str) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
             save(root, resolve(root, head), folder, **options)
 
-    def blocks() -> None:
-        content = read_content(root, resolve(root, head))
-        chunks = {c.key: c for c in content.chunks[-1] if c.entry["kind"] == "block"}
-        saved = saved_blocks({key: chunk.entry for key, chunk in chunks.items()})
-        for chunk in content.chunks[-1]:
-            if chunk.entry["kind"] == "state":
-                with_blocks(state_tree(chunk.entry), chunk.entry["name"], saved)
-        live, whole = torch.zeros_like(SHARDED), Box.whole(SHARDED.shape)
-        halves = [Box((*whole.spans[:2], (start, start + 1))) for start in (0, 1)]
-        wanted = [
-            Block(("model", "over.weight"), tuple(live.shape), half, live[half.slices(whole)])
-            for half in halves
-        ]
-        restoring = BlockRestore(wanted, saved, strict=True)
-        for key in restoring.plan(head, ["model"]):
-            restoring.load(chunks[key].entry, read_chunk(root, chunks[key]))
-
     baseline = committed(root)[-1]
     attempt("resolve", lambda: resolve(root, head))
     attempt("latest_claim", lambda: latest_claim(root))
     attempt("newest", look)
     attempt("verify", check)
     attempt("restore", read)
-    attempt("blocks", blocks)
+    attempt("blocks", lambda: _restore_blocks(root, head))
     attempt("ls", lambda: inventory(root))
     attempt("prune", lambda: prune(root, Retention(1, 1.0), dry_run=True))
     attempt("cat", cat)

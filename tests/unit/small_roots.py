@@ -28,7 +28,7 @@ def put(
     name: str | None = None,
     tables: dict[str, TableTotals] | None = None,
 ) -> Manifest:
-    """Commits a small checkpoint as a Checkpointer would."""
+    """Commit a small checkpoint as a Checkpointer would."""
     step = sequence * 10 if step is None else step
     manifest = Manifest(
         id=name or checkpoint_id(sequence, step, f"{sequence:08x}"),
@@ -55,7 +55,7 @@ def put(
 
 
 def begin(root: Folder, sequence: int) -> str:
-    """A checkpoint that was never committed: files, but no manifest."""
+    """Write a checkpoint that is never committed: files, but no manifest."""
     name = checkpoint_id(sequence, sequence * 10, "0" * 8)
     (root / name).create()
     (root / name).put(FILE.name, b"0123456789")

@@ -1,4 +1,4 @@
-"""Rows' bytes to other places: what plain indexing of NumPy does, compiled and not."""
+"""Copies of rows' bytes equal NumPy's plain indexing, compiled and not."""
 
 import logging
 import sys
@@ -164,10 +164,22 @@ class TestLibrary:
             module._load(package / "_C.abi3.so")
         load.assert_called_once()
 
+    def test_without_a_note(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (package / "_C.abi3.so").write_bytes(b"\x7fELF of an earlier version of this package")
+        with patch.object(torch.ops, "load_library", side_effect=AssertionError):
+            assert not self.used()
+        assert "was built for torch of an unknown version and is not" in self.warned(caplog)
+
     def test_torn(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
-        (package / "_C.abi3.so").write_bytes(b"no library")
+        note = f"checknrun: built for torch {torch.__version__};".encode()
+        (package / "_C.abi3.so").write_bytes(note + b" no library")
         assert not self.used()
         assert "can't be loaded" in self.warned(caplog)
+
+    def test_not_readable(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (package / "_C.abi3.so").symlink_to(package / "a library that is gone")
+        assert not self.used()
+        assert "can't be read" in self.warned(caplog)
 
     @pytest.mark.skipif(not has_extension(), reason="the compiled kernel was not built")
     def test_the_one_in_use_says_which_torch_it_was_built_for(self) -> None:

@@ -186,7 +186,7 @@ def test_requirements_leave_the_build_of_fbgemm_open_and_agree_with_install(
 
 
 def test_torch_is_required_as_far_as_stacks_are_known(metadata: Message) -> None:
-    """Each torch that pip accepts has its FBGEMM and TorchRec in recipes/install.py."""
+    """Each torch that pip accepts has its FBGEMM and TorchRec in install.py."""
     (torch,) = (
         requirement
         for requirement in map(Requirement, metadata.get_all("Requires-Dist", []))
@@ -375,10 +375,8 @@ class TestInstall:
         ("installed", "pinned", "fbgemm", "torchrec"),
         [
             (None, "2.13.0", "1.8.0", "1.8.0"),
-            ("2.11.0", "2.11.0", "1.6.0", "1.6.1"),
-            ("2.12.0+cpu", "2.12.0", "1.7.0", "1.7.0"),
             ("2.13.0+cu130", "2.13.0", "1.8.0", "1.8.0"),
-            ("2.14.0", "2.14.0", "1.9.0", "1.9.2"),
+            ("2.14.0+cpu", "2.14.0", "1.9.0", "1.9.2"),
         ],
     )
     def test_an_installed_torch_stays(

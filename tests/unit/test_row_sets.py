@@ -1,4 +1,4 @@
-"""Sets of rows, a bit each: the same rows as plain numpy finds, also over the edges of blocks."""
+"""Sets of rows hold the same rows as plain NumPy finds, across the edges of blocks, too."""
 
 from unittest.mock import patch
 

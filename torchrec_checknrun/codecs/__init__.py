@@ -2,10 +2,17 @@
 
 A chunk's index entry holds the name, version and options of its codec, so that old chunks stay
 readable when a codec changes. Read ``base.py`` first, then ``rowwise.py``, the codec used most.
+
+A codec that must know all rows before it encodes the first one is settled over all ranks: each rank
+surveys the rows that it is about to write, rank 0 merges the surveys and settles every codec once,
+and all ranks encode with the settled codecs.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from importlib.metadata import entry_points
 from typing import TypeVar
 
@@ -27,6 +34,12 @@ from torchrec_checknrun.codecs.rowwise import Rowwise
 from torchrec_checknrun.errors import UnsupportedFormat
 
 C = TypeVar("C", bound=type[Codec])
+
+Surveys = dict[str, Survey]
+"""Surveys by ``key_of`` their codec: tables with equal codecs share one."""
+
+Settled = Mapping[str, Codec]
+"""Settled codecs by ``key_of`` the codec that was surveyed."""
 
 ENTRY_POINTS = "torchrec_checknrun.codecs"
 """The group of entry points that name codecs of other packages."""
@@ -74,12 +87,19 @@ def codec_from_spec(spec: CodecSpec) -> Codec:
     """Build the codec that wrote a chunk.
 
     Raises:
-        UnsupportedFormat: codec, version or options are unknown here.
+        UnsupportedFormat: codec, version or options are unknown here, or the codec's entry point
+            can't be loaded.
     """
     name = spec.get("name")
     if isinstance(name, str) and name not in _CODECS:
         for entry in entry_points(group=ENTRY_POINTS, name=name):
-            register(entry.load())
+            try:
+                register(entry.load())
+            except Exception as error:  # the checkpoint is not damaged: the environment is
+                raise UnsupportedFormat(
+                    f"codec {name!r} can't be loaded from its entry point {entry.value!r}: fix or "
+                    f"reinstall the package that declares it ({error!r})"
+                ) from error
     if not isinstance(name, str) or name not in _CODECS:
         raise UnsupportedFormat(
             f"codec {name!r} is unknown to this release (it has {sorted(_CODECS)}): "
@@ -88,6 +108,32 @@ def codec_from_spec(spec: CodecSpec) -> Codec:
             f"declare it as an entry point of the group {ENTRY_POINTS!r}"
         )
     return _CODECS[name].from_spec(spec)
+
+
+def key_of(codec: Codec) -> str:
+    """Return a text that equal codecs share: the codec's spec in canonical JSON."""
+    return json.dumps(codec.spec(), sort_keys=True)
+
+
+def add_survey(surveys: Surveys, codec: Codec, found: Survey) -> None:
+    """Merge a codec's survey of one more shard into a rank's surveys."""
+    key = key_of(codec)
+    if key in surveys:
+        surveys[key].merge(found)
+    else:
+        surveys[key] = found
+
+
+def settle(surveys: Iterable[Mapping[str, Survey]]) -> dict[str, Codec]:
+    """Merge all ranks' surveys, which stay as they are, and settle each surveyed codec."""
+    merged: Surveys = {}
+    for of_rank in surveys:
+        for key, found in of_rank.items():
+            if key in merged:
+                merged[key].merge(found)
+            else:
+                merged[key] = deepcopy(found)
+    return {key: codec_from_spec(json.loads(key)).settle(whole) for key, whole in merged.items()}
 
 
 __all__ = [
@@ -105,7 +151,12 @@ __all__ = [
     "RowContext",
     "Rowwise",
     "Sample",
+    "Settled",
     "Survey",
+    "Surveys",
+    "add_survey",
     "codec_from_spec",
+    "key_of",
     "register",
+    "settle",
 ]

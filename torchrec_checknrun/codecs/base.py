@@ -214,7 +214,7 @@ class Codec(ABC):
     def survey(
         self, rows: torch.Tensor, optimizer: Mapping[str, torch.Tensor], sample: Sample
     ) -> Survey | None:
-        """Count what ``settle`` must know of a shard's rows that are to be written.
+        """Collect the facts that ``settle`` needs of a shard's rows that are to be written.
 
         Called on the training thread if ``surveys`` is True, once per shard.
 

@@ -1,7 +1,7 @@
 """Score rows by importance, and find one constant for all tables so that the widths fit a budget.
 
-What ``ImportanceWeighted`` adds to every row's score must be the same in all chunks of a
-checkpoint: a budget per chunk would give a table that hardly matters as many bits as one that
+The constant that ``ImportanceWeighted`` adds to every row's score must be the same in all chunks of
+a checkpoint: a budget per chunk would give a table that hardly matters as many bits as one that
 decides. So each rank surveys the rows that it is about to write (a sample of each shard), rank 0
 adds the surveys up, and the constant that fits the budget holds for all ranks.
 """

@@ -1,20 +1,15 @@
-"""Rows to fused bytes and back: the compiled kernel, or what takes its place.
+"""Convert rows to fused bytes and back, by the compiled kernel or a replacement.
 
-On the CPU the extension that ``setup.py`` builds from ``csrc``; without it (there was no compiler)
-NumPy, in the same layout. On a GPU Triton, so that only the encoded bytes are copied to the
-host.
+On the CPU the extension that ``setup.py`` builds from ``csrc``; without it (no compiler was there)
+NumPy, in the same layout. On a GPU Triton, so that only the encoded bytes are copied to the host.
 """
 
 from __future__ import annotations
-
-import logging
 
 import torch
 
 from torchrec_checknrun.codecs.base import Method
 from torchrec_checknrun.native import has_extension
-
-logger = logging.getLogger(__name__)
 
 
 def encode_rows(
@@ -27,18 +22,19 @@ def encode_rows(
     factor: float,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Encodes ``rows[ids]`` times ``factor`` (all rows without ids).
+    """Encode ``rows[ids]`` times ``factor``; all rows without ids.
 
     Args:
-        rows: ``(m, dim)`` float32, float16 or bfloat16; columns in one piece.
+        rows: ``(m, dim)`` float32, float16 or bfloat16; each row contiguous.
         ids: ``(n,)`` int64, on the rows' device.
-        num_bins: GREEDY: in how many steps the range is cut.
-        ratio: GREEDY: how much of the range may be cut away.
+        bits: 2, 3, 4 or 8.
+        num_bins: GREEDY: number of steps that the range is cut into.
+        ratio: GREEDY: share of the range that may be cut away.
         factor: a power of two.
         out: ``(n, row_bytes)`` uint8 on the CPU.
 
     Returns:
-        ``(n,)`` uint8 on the CPU, a ``Refusal`` per row; a refused row's bytes are zero.
+        ``(n,)`` uint8 on the CPU: a ``Refusal`` per row; the bytes of a refused row are zero.
     """
     refused = torch.empty(len(out), dtype=torch.uint8, device=rows.device)
     if rows.is_cuda:
@@ -67,11 +63,15 @@ def decode_rows(
     ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> None:
-    """Decodes ``(n, row_bytes)`` uint8, or its rows ``positions``, times ``factor``, into ``out``
-    or into its rows ``ids``.
+    """Decode fused rows times ``factor`` into ``out``, or into the rows ``ids`` of ``out``.
 
     Args:
-        out: ``(m, dim)`` float32, float16 or bfloat16 on the CPU; columns in one piece.
+        data: ``(n, row_bytes)`` uint8 on the CPU.
+        bits: 2, 3, 4 or 8.
+        factor: a power of two.
+        out: ``(m, dim)`` float32, float16 or bfloat16 on the CPU; each row contiguous.
+        ids: int64, one per decoded row; None: rows go to ``out`` from its first row on.
+        positions: int64, the rows of ``data`` to decode; None: all.
     """
     if has_extension():
         torch.ops.checknrun.decode_rows(data, bits, factor, ids, out, "", positions)

@@ -1,12 +1,12 @@
-"""Fused rows in NumPy: what takes the compiled kernel's place where it could not be built.
+"""Fused rows in NumPy, where the compiled kernel could not be built.
 
-The same layout and the same algorithms, so that either reads what the other wrote; methods without
-a search give the same bytes. The searches add up in another order: some bytes may differ, the mean
+Layout and algorithms are the kernel's, so that each reads the other's rows; methods without a
+search give the same bytes. The searches add up in another order: some bytes may differ, the mean
 error hardly does.
 
 Rows are transposed, a block at a time: every number of a row (its scale, its sums) is then a vector
-over the block, and no operation has to add up within one. NumPy, because its operations stay on the
-thread that calls them and blocks are spread over threads instead: torch would wake its threads for
+over the block, and no operation has to add up within one. Blocks are spread over threads. NumPy and
+not torch, since NumPy's operations stay on the calling thread: torch would wake its own threads for
 every operation, which on a busy machine takes a hundred times longer than the operation.
 """
 
@@ -22,24 +22,23 @@ import numpy.typing as npt
 import torch
 
 from torchrec_checknrun.codecs.base import Method, Refusal
+from torchrec_checknrun.codecs.limits import (
+    CUTS,
+    LEAST_RANGES,
+    MOST_FLOAT,
+    MOST_HALF,
+    MOVES,
+    SMALL,
+    least_magnitude,
+)
 from torchrec_checknrun.threads import Threads
 
 _ENCODED_AT_ONCE = 2**19
-"""Values of a block: arrays of 2 MiB. In smaller ones the threads wait for each other most of the
-time, since each operation begins and ends with Python's lock.
+"""Values of a block: arrays of 2 MiB. With smaller ones threads mostly wait for each other, since
+each operation begins and ends with Python's lock.
 """
 _DECODED_AT_ONCE = 2**15
-"""Values; the most that torch's operations don't wake threads for."""
-CUTS = {2: 0.18, 3: 0.08, 4: 0.02}
-"""Which part of a row's range the search cuts off at either end before it starts."""
-MOVES = (0.4, 0.2)
-"""By which parts of a step it then moves the ends."""
-MOST_HALF = 65504.0
-MOST_FLOAT = 8.5e37  # a quarter of the largest: ranges stay finite
-LEAST = 2.0**-16  # below, a fp16 scale has too few bits
-LEAST_HALVED = 2.0**-15  # a step: symmetric, that half a scale is no subnormal
-LEAST_RANGES = {2: 6e-7, 3: 3.2e-6, 4: 1.5e-5, 8: 5.5e-6}  # below, the last code isn't stable:
-SMALL = 2.0**-6  # of values that are smaller
+"""Values of a block: the most that torch's operations handle without waking threads."""
 
 _ONE = np.float32(1)
 
@@ -48,7 +47,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Grid(NamedTuple):
-    """``value = code * scale + bias``, for each of ``n`` rows: two ``(n,)`` or ``(c, n)``."""
+    """Bias and scale of ``n`` rows, ``(n,)`` or ``(c, n)``: ``value = code * scale + bias``."""
 
     bias: Floats
     scale: Floats
@@ -65,13 +64,14 @@ def encode_rows(
     out: torch.Tensor,
     refused: torch.Tensor,
 ) -> int:
-    """What ``torch.ops.checknrun.encode_rows`` does; see ``kernel.encode_rows``.
+    """Encode rows as ``torch.ops.checknrun.encode_rows`` does.
 
-    Args:
-        refused: ``(n,)`` uint8, filled with a ``Refusal`` per row; their bytes are zero.
+    Args: see ``kernel.encode_rows``; and
+        refused: ``(n,)`` uint8, filled with a ``Refusal`` per row; the bytes of a refused row are
+            zero.
 
     Returns:
-        How many rows were refused.
+        Number of refused rows.
     """
     bfloat16 = rows.dtype == torch.bfloat16
     table = (rows.detach().view(torch.int16) if bfloat16 else rows.detach()).numpy()
@@ -82,7 +82,7 @@ def encode_rows(
         block = table[start:stop] if positions is None else table[positions[start:stop]]
         if bfloat16:
             block = (block.astype(np.int32) << 16).view(np.float32)
-        # Never a row alone: NumPy takes its one column for a vector and adds that up in pairs.
+        # At least two rows: NumPy would treat a single column as a vector and add up in pairs.
         x = np.empty((block.shape[1], max(2, len(block))), np.float32)
         np.copyto(x, block.T)
         if factor != 1:
@@ -103,7 +103,7 @@ def decode_rows(
     ids: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """What ``torch.ops.checknrun.decode_rows`` does; see ``kernel.decode_rows``."""
+    """Decode rows as ``torch.ops.checknrun.decode_rows`` does; see ``kernel.decode_rows``."""
     dim = out.shape[1]
 
     def decode(start: int, stop: int) -> None:
@@ -124,7 +124,7 @@ def decode_rows(
 
 
 def _for_blocks(work: Callable[[int, int], None], rows: int, size: int) -> None:
-    """Calls ``work(start, stop)`` for every block of rows, on as many threads as torch may use."""
+    """Call ``work(start, stop)`` for every block of rows, on as many threads as torch may use."""
     starts = range(0, rows, size)
     threads = min(torch.get_num_threads(), len(starts))
     if threads < 2:
@@ -140,7 +140,7 @@ def _for_blocks(work: Callable[[int, int], None], rows: int, size: int) -> None:
 def _encode(
     x: Floats, bits: int, method: Method, num_bins: int, ratio: float
 ) -> tuple[Bytes, Bytes]:
-    """Rows ``(dim, n)`` to bytes ``(n, row bytes)`` and ``(n,)`` refusals."""
+    """Encode rows ``(dim, n)``; return bytes ``(n, row bytes)`` and ``(n,)`` refusals."""
     top = np.float32(2**bits - 1)
     low, high = x.min(axis=0), x.max(axis=0)
     refusals = _refusals(low, high, bits, method)
@@ -170,18 +170,11 @@ def _encode(
     return encoded, refusals
 
 
-def least(bits: int, method: Method) -> np.float32:
-    """The least magnitude of a row that can be held as it is."""
-    if method == Method.SYMMETRIC and bits < 8:
-        return np.float32(LEAST_HALVED * (2**bits - 1))
-    return np.float32(LEAST)
-
-
 def _refusals(low: Floats, high: Floats, bits: int, method: Method) -> Bytes:
-    """A NaN anywhere in a row is in its extremes too."""
+    """Decide which rows to refuse; a NaN anywhere in a row makes its extremes NaN."""
     most = np.maximum(np.abs(low), np.abs(high))
     refusals = np.zeros(len(most), np.uint8)
-    refusals[(most > 0) & (most < least(bits, method))] = Refusal.TOO_SMALL
+    refusals[(most > 0) & (most < least_magnitude(bits, method))] = Refusal.TOO_SMALL
     span = high - low
     least_range = np.float32(LEAST_RANGES[bits])
     refusals[(span > 0) & (span < least_range) & (most < SMALL)] = Refusal.TOO_SMALL
@@ -197,15 +190,15 @@ def _codes(x: Floats, bias: Floats, inverse: Floats, top: np.float32, out: Float
 
 
 def _nearest(x: Floats, top: np.float32) -> Floats:
-    """The nearest codes, in place."""
+    """Round to the nearest codes, in place."""
     np.clip(x, 0, top, out=x)
     return np.rint(x, out=x)
 
 
 def _signed_low(x: Floats, low: Floats) -> Floats:
-    """The minimum; for a zero, the one whose sign FBGEMM up to 1.8 stores.
+    """Return the minimum, with a zero's sign as FBGEMM up to 1.8 stores it.
 
-    That is, of eight lanes, in the first that has a zero, the last one.
+    FBGEMM takes the last zero of the first of eight lanes that has one.
     """
     rows = np.flatnonzero(low == 0)
     if len(rows):
@@ -223,7 +216,7 @@ def _half(x: Floats) -> Floats:
 
 
 def _min_max_grid(low: Floats, high: Floats, top: np.float32) -> Grid:
-    """FBGEMM's, to the bit."""
+    """Compute FBGEMM's grid, equal to the bit."""
     bias = _half(low)
     width = high - bias
     scale = _half(np.where(width == 0, _ONE, width / top))
@@ -231,7 +224,7 @@ def _min_max_grid(low: Floats, high: Floats, top: np.float32) -> Grid:
 
 
 def _symmetric_grid(low: Floats, high: Floats, bits: int) -> Grid:
-    """The scale keeps so few bits that the bias, ``-scale * top / 2``, is exact."""
+    """Compute the symmetric grid; scales keep so few bits that ``-scale * top / 2`` is exact."""
     top = np.float32(2**bits - 1)
     scale = 2 * np.maximum(np.abs(low), np.abs(high)) / top
     dropped = 8 if bits == 8 else 13 + bits
@@ -239,7 +232,7 @@ def _symmetric_grid(low: Floats, high: Floats, bits: int) -> Grid:
     half = (pattern >> dropped & 1) + ((1 << (dropped - 1)) - 1)
     scale = (pattern + half & -(1 << dropped)).view(np.float32)
     if bits < 8:
-        coarser = (scale + np.float32(1.5)) - np.float32(1.5)  # these subnormals can be halved
+        coarser = (scale + np.float32(1.5)) - np.float32(1.5)  # subnormal halves that can be halved
         scale = _half(np.where(scale < np.float32(2.0**-14), coarser, scale))
     zero = scale == 0
     bias = np.where(zero, np.float32(0), -(scale * (top / np.float32(2))))
@@ -249,7 +242,7 @@ def _symmetric_grid(low: Floats, high: Floats, bits: int) -> Grid:
 def _better(
     x: Floats, low: Floats, high: Floats, top: np.float32, found: Grid, plain: Grid
 ) -> Grid:
-    """The grid that was found, as stored, where it is better than the plain one."""
+    """Return the found grid, rounded as stored, for rows where it beats the plain one."""
     scale = _half(found.scale)
     usable = scale > 0
     found = Grid(_half(found.bias), np.where(usable, scale, _ONE))
@@ -266,7 +259,7 @@ def _better(
 
 
 def _stored_error(x: Floats, grid: Grid, top: np.float32, buffer: Floats) -> Floats:
-    """Every row's squared error, exactly as it will be encoded and decoded."""
+    """Compute every row's squared error, exactly as it will be encoded and decoded."""
     codes = _codes(x, grid.bias, _ONE / grid.scale, top, buffer)
     codes *= grid.scale
     codes += grid.bias
@@ -282,7 +275,7 @@ def _dot(x: Floats, y: Floats) -> Floats:
 def _greedy_search(
     x: Floats, low: Floats, high: Floats, top: np.float32, num_bins: int, ratio: float
 ) -> Grid:
-    """Check-N-Run's: cuts a bin off the end where that costs less, and keeps the best range."""
+    """Search as Check-N-Run: cut a bin off the end where that costs less; keep the best range."""
     scaled, codes = np.empty_like(x), np.empty_like(x)
 
     def error(bias: Floats, scale: Floats) -> Floats:
@@ -310,9 +303,9 @@ def _greedy_search(
 
 
 def _range_search(x: Floats, low: Floats, high: Floats, bits: int) -> Grid:
-    """Ours: starts from a cut range, then moves either end by a part of a step, twice.
+    """Search adaptively: start from a cut range, then move either end by part of a step, twice.
 
-    Every grid is replaced by the one that fits its codes best.
+    Every grid is refitted to its own codes.
     """
     top, cut = np.float32(2**bits - 1), np.float32(CUTS[bits])
     mean = x.sum(axis=0) / np.float32(len(x))
@@ -335,14 +328,14 @@ def _range_search(x: Floats, low: Floats, high: Floats, bits: int) -> Grid:
 def _fit_best(
     x: Floats, grids: Grid, top: np.float32, best: Grid, gain: Floats
 ) -> tuple[Grid, Floats]:
-    """The best of ``c`` grids, each replaced by the one that fits its codes best, and of ``best``.
+    """Refit each of ``c`` grids to its own codes; return the best of these and of ``best``.
 
     Args:
         x: ``(dim, n)``, rows of mean zero.
-        gain: by how much the best grid's squared error is below that of none.
+        gain: ``(n,)``, the reduction of the squared error that ``best`` achieves.
 
     Returns:
-        The best grid and its gain.
+        The best grid of every row and its gain.
     """
     inverse = _ONE / grids.scale
     offset = -grids.bias * inverse
@@ -369,9 +362,9 @@ def _fit_best(
 
 
 def _pack(codes: Floats, bits: int) -> Bytes:
-    """Codes ``(dim, n)`` to bytes ``(n, code bytes)``: the first code in the lowest bits.
+    """Pack codes ``(dim, n)`` into bytes ``(n, code bytes)``, the first code in the lowest bits.
 
-    Zero codes fill the last 16-bit word; at 3 bit, the last byte.
+    Zero codes fill the last 16-bit word; at 3 bits, the last byte.
     """
     dim, n = codes.shape
     if bits == 8:
@@ -391,7 +384,7 @@ def _pack(codes: Floats, bits: int) -> Bytes:
 
 
 def _decode3(data: Bytes, dim: int) -> Floats:
-    """Rows of 3 bit, which FBGEMM doesn't know."""
+    """Decode rows of 3 bits, which FBGEMM can't."""
     n, size = len(data), data.shape[1] - 4
     padded = np.zeros((n, -(-size // 3), 4), np.uint8)
     whole = size // 3

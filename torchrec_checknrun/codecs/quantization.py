@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from torchrec_checknrun.bitwidth import MOST, width_for
 from torchrec_checknrun.codecs import (
     Bf16,
     Codec,
@@ -20,12 +21,13 @@ from torchrec_checknrun.codecs import (
     KMeans,
     Method,
     Rowwise,
+    Settled,
     codec_from_spec,
+    key_of,
 )
 from torchrec_checknrun.codecs.base import WIDTHS
 from torchrec_checknrun.codecs.kmeans import require_kmeans1d
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
-from torchrec_checknrun.codecs.surveys import Settled, key_of
 from torchrec_checknrun.errors import UnsupportedFormat
 
 _NARROW = ("fp16", "bf16")
@@ -35,11 +37,7 @@ SMALL_TABLE_ROWS = 1000
 """Tables with fewer rows are stored exactly: together they hardly add to a checkpoint's size, and
 each of their rows is looked up often.
 """
-MOST = 8
-"""Bits that allow for any number of restores."""
 _SPEC_TYPES = (str, int, float, bool, type(None))
-_BITS_BY_RESTORES = ((1, 2), (3, 3), (20, 4))
-"""Restores up to which a width is enough, with that width."""
 
 
 @dataclass(frozen=True)
@@ -253,35 +251,3 @@ class Quantization:
             return Exact()
         bits = width_for(self.expected_restores or 0) if self.bits == "auto" else self.bits
         return KMeans(bits) if self.method == "kmeans" else Rowwise(bits, self.method)
-
-
-def width_for(restores: float) -> int:
-    """Return the bits for a job that expects so many restores (Check-N-Run, section 5.2).
-
-    Each restore from quantized rows disturbs training once: the more restores, the less each may
-    disturb.
-
-    Raises:
-        ValueError: ``restores`` is negative or not a number.
-    """
-    if not (isinstance(restores, (int, float)) and restores >= 0):
-        raise ValueError(f"expected restores must be 0 or more, not {restores!r}")
-    return next((bits for limit, bits in _BITS_BY_RESTORES if restores <= limit), MOST)
-
-
-def expected_restores(nodes: int, mtbf_hours: float, job_hours: float) -> float:
-    """Estimate how often a job will fail, and so be restored, if nodes fail independently.
-
-    Args:
-        nodes: number of nodes the job runs on; it fails when one of them does.
-        mtbf_hours: mean time between failures of one node.
-        job_hours: time the job trains.
-
-    Raises:
-        ValueError: an argument is not positive.
-    """
-    if not (nodes > 0 and mtbf_hours > 0 and job_hours > 0):
-        raise ValueError(
-            f"nodes {nodes}, mtbf_hours {mtbf_hours} and job_hours {job_hours} must be positive"
-        )
-    return nodes * job_hours / mtbf_hours

@@ -1,7 +1,7 @@
-"""A model's buffers that differ between ranks on purpose, such as BatchNorm's running statistics.
+"""Save buffers that differ between ranks on purpose, such as BatchNorm's running statistics.
 
-By default all ranks get the lowest rank's. Those that are declared per rank are taken out of the
-model's state and stored as a state of their own, of which each rank has one.
+By default a restore gives all ranks the lowest rank's buffers. Buffers declared per rank are taken
+out of the model's state and stored as a separate state of each rank.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.state import SHARDED
 
 BUFFERS = "model.buffers"
-"""The state that holds each rank's own buffers."""
+"""Name of the state that holds each rank's own buffers."""
 
 MergeBuffer = Callable[[list[torch.Tensor]], torch.Tensor]
-"""Makes one rank's buffer of all ranks' saved ones, in rank order."""
+"""Makes one buffer of all saved ranks' buffers, given in rank order."""
 Patterns = str | Sequence[str] | Mapping[str, MergeBuffer | None]
+"""Name patterns of per-rank buffers, see ``PerRankBuffers``."""
 
 
 class PerRankBuffers:
-    """Buffers that each rank keeps its own of.
+    """The buffers of which each rank keeps its own.
 
     Args:
-        patterns: over the names that buffers have in the model's state dict (``fnmatch``); by
-            pattern, how to merge a buffer for another number of ranks, or None. The first pattern
-            that matches counts.
-        names: the model's buffers.
+        patterns: ``fnmatch`` patterns over buffers' names in the model's state dict; in a mapping,
+            each with a function that merges a buffer for another number of ranks, or None. The
+            first matching pattern counts.
+        names: names of the model's buffers.
 
     Raises:
         ValueError: a pattern matches no buffer, or a merge is no function.
@@ -62,14 +63,14 @@ class PerRankBuffers:
         return ", ".join(sorted(self._merges)) or "none"
 
     def take(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Take these buffers out of a model's state dict and return them."""
+        """Remove these buffers from a model's state dict and return them."""
         return {name: content.pop(name) for name in self._merges if name in content}
 
     def merge(self, saved: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Merge the saved buffers of all ranks into one rank's.
 
         Raises:
-            IncompatibleCheckpoint: a merge function made a tensor of another shape or dtype.
+            IncompatibleCheckpoint: a merge function returned no tensor of the buffer's shape.
         """
         merged = {}
         for name, first in saved[0].items():
@@ -89,20 +90,20 @@ class PerRankBuffers:
         """Refuse buffers that can't be merged for this number of ranks.
 
         Raises:
-            IncompatibleCheckpoint: names the first one.
+            IncompatibleCheckpoint: names the first such buffer.
         """
         for name in names:
             if self._merges.get(name) is None:
                 raise IncompatibleCheckpoint(
                     f"the model's buffer {name!r} was saved per rank on {saved_ranks} ranks, and "
                     f"there are {ranks} now: give per_rank_buffers={{{name!r}: merge}}, where "
-                    "merge makes one tensor of the list of all that were saved, or restore on "
+                    "merge makes one tensor of the list of all saved ones, or restore on "
                     f"{saved_ranks} ranks"
                 )
 
 
 def buffer_names(model: nn.Module, content: Mapping[str, Any]) -> frozenset[str]:
-    """Find a model's buffers in its state dict, whatever wrappers have done to their names."""
+    """Find a model's buffers in its state dict by memory, since wrappers may rename them."""
     memory = {_place(buffer) for buffer in model.buffers() if not isinstance(buffer, SHARDED)}
     return frozenset(
         name

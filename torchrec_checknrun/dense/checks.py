@@ -1,7 +1,7 @@
-"""Checks of a saved optimizer against the live one, before anything is changed.
+"""Check a saved optimizer against the live one, before anything is changed.
 
-State of parameters is compared elsewhere, with all other state. But torch's SGD has none, and a
-parameter group or a wrapper that is there on one side only would be lost without a word.
+Parameters' state is compared elsewhere, with all other state. But torch's SGD has none, and a
+parameter group or wrapper on one side only would be lost silently.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from torchrec_checknrun.dense.param_groups import GROUPS, Group, Key, SavedGroups
-from torchrec_checknrun.dense.tree import Node, own_parameters
+from torchrec_checknrun.dense.param_groups import GROUPS, Group, SavedGroups
+from torchrec_checknrun.dense.tree import Key, Node, own_parameters
 from torchrec_checknrun.dense.wrappers import WRAPPERS, without_takers
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.state import Tree, tree_items
@@ -21,16 +21,19 @@ logger = logging.getLogger(__name__)
 def check_groups(
     saved: SavedGroups, live: Sequence[Group], path: str, strict: bool, tables: Collection[str]
 ) -> set[Key]:
-    """Refuse groups whose parameters had different options, and parameters that only one side has
-    in a group, but for tables: these move to kernels and back.
+    """Refuse groups whose parameters had different options, and parameters in one side's groups.
+
+    Tables are exempt from the latter: they move to kernels and back.
 
     Args:
-        path: what errors call the optimizer.
-        strict: refuse; otherwise what differs is left as it is live.
+        saved: the checkpoint's groups.
+        live: the optimizer's groups.
+        path: the optimizer's name in errors.
+        strict: refuse; otherwise warn, and keep the live options that differ.
         tables: names of the model's tables.
 
     Returns:
-        Parameters whose options can't be told, and stay.
+        Parameters whose saved options are ambiguous; they keep their live ones.
 
     Raises:
         IncompatibleCheckpoint: names the parameters.
@@ -66,8 +69,15 @@ def check_groups(
 def check_wrappers(
     saved: Mapping[Key, Tree], live: Sequence[Node], path: str, strict: bool
 ) -> None:
-    """Refuse a checkpoint whose wrappers had counters that no live wrapper takes, if strict; and
-    tell of attributes whose wrapper is none of the live ones.
+    """Refuse a checkpoint whose wrappers had counters that no live wrapper takes.
+
+    Attributes of a missing wrapper are only reported by a warning.
+
+    Args:
+        saved: stored wrappers by identity.
+        live: the live optimizers.
+        path: the optimizer's name in messages.
+        strict: refuse; otherwise such counters are left out.
 
     Raises:
         IncompatibleCheckpoint: names the counters and the wrapper.
@@ -79,15 +89,15 @@ def check_wrappers(
         if lost := names - own.get(str(identity), set()):
             raise IncompatibleCheckpoint(
                 f"{path}.{WRAPPERS}: the checkpoint has {sorted(map(str, lost))} of "
-                f"{identity}, which this optimizer has not ({made_of}): "
+                f"{identity}, which this optimizer does not have ({made_of}): "
                 "wrap it as it was when the checkpoint was saved, or leave that out with "
                 "strict=False"
             )
     for identity, attributes in without_takers(saved, live).items():
         logger.warning(
-            "%s.%s: %s of %s are not restored, for this optimizer has no such wrapper (%s): wrap "
-            "it as it was when the checkpoint was saved, under the same name of the class, if "
-            "they are needed",
+            "%s.%s: %s of %s are not restored, since this optimizer has no such wrapper (%s): if "
+            "they are needed, wrap it as it was when the checkpoint was saved, with the same class "
+            "name",
             path,
             WRAPPERS,
             attributes,
@@ -97,6 +107,6 @@ def check_wrappers(
 
 
 def _is_table(key: Key, tables: Collection[str]) -> bool:
-    """Tell whether a key is a table's weight, with the keys of combined optimizers before it."""
+    """Return whether a key is a table's weight, perhaps prefixed by combined optimizers' keys."""
     weight = f".{key}"
     return any(weight.endswith(f".{table}.weight") for table in tables)

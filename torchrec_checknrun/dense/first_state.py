@@ -1,4 +1,4 @@
-"""The state that an optimizer's first step would make, without taking that step."""
+"""Make the state that an optimizer's first step would make, without taking that step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrec_checknrun.dense.tree import inner_optimizers
 from torchrec_checknrun.placements import zeros_placed_as
 
 _DEVICE_STEP = ("capturable", "fused")
-"""Options with which an optimizer keeps its step counter beside the parameter, not on the CPU."""
+"""Options that place an optimizer's step counter on the parameter's device, not on the CPU."""
 
 _HOOKS = re.compile(r"^_optimizer_.*_hooks$")
 _IMMUTABLE = (
@@ -32,12 +32,15 @@ def first_state(
 ) -> dict[str, Any] | None:
     """Return the state, all zeros, that an optimizer's first step would make for a parameter.
 
-    A copy of the optimizer, without its hooks, takes the step on a stand-in, which has no data (on
-    the meta device) where the optimizer can do without; neither the parameter nor anything that the
-    optimizer holds is touched: optimizers inside it are replaced by ones that do nothing.
+    A copy of the optimizer, without its hooks, steps a stand-in of the parameter, on the meta
+    device if the optimizer works there. Neither the parameter nor anything that the optimizer holds
+    is touched: in the copy, inner optimizers are replaced by ones that do nothing.
+
+    Args:
+        group: the parameter's group, for its options.
 
     Returns:
-        None if the optimizer can't be asked so; empty if it keeps no state.
+        The state by name; empty if the optimizer keeps none; None if the copy can't step.
     """
     for inner in inner_optimizers(optimizer).values():
         if inner.state is optimizer.state:
@@ -55,19 +58,19 @@ def first_state(
             vars(twin).update(copied.attributes(groups))
             vars(twin).update(state=defaultdict(dict), param_groups=groups)
             type(twin).step(twin)
-        except Exception:  # whatever an optimizer raises that can't step so, or be copied
+        except Exception:  # a user's optimizer may raise anything
             continue
         made: dict[str, Any] = twin.state.get(stand_in, {})
-        beside = any(group.get(option) for option in _DEVICE_STEP)
-        return {name: _zeros(value, parameter.device, beside) for name, value in made.items()}
+        on_device = any(group.get(option) for option in _DEVICE_STEP)
+        return {name: _zeros(value, parameter.device, on_device) for name, value in made.items()}
     return None
 
 
 class _Still(Optimizer):
-    """Stands in for an optimizer inside another one: its steps do nothing."""
+    """A stand-in for an optimizer inside another one, whose steps do nothing."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
-        # Not torch's, which copies the groups and announces the steps to hooks.
+        # torch's own __init__ would copy the groups and announce the steps to hooks.
         self.param_groups, self.state, self.defaults = groups, defaultdict(dict), {}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # overloaded
@@ -78,10 +81,10 @@ class _Still(Optimizer):
 
 
 class _Copied:
-    """Copies what an optimizer holds, so that a copy's step doesn't reach it.
+    """A copier of an optimizer's attributes, so that the copy's step can't reach the original.
 
     Raises:
-        TypeError: something is held that can't be copied well: parameters, modules, any objects.
+        TypeError: a value can't be copied safely: a parameter, a module, an unknown object.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -90,10 +93,10 @@ class _Copied:
         self._groups: list[dict[str, Any]] = []
 
     def attributes(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return copies of the attributes, but for the state and a scheduler's ``step``.
+        """Copy all attributes but the state, the groups and a scheduler's ``step``.
 
         Args:
-            groups: what optimizers inside get as their parameter groups.
+            groups: the parameter groups for stand-ins of inner optimizers.
         """
         self._groups = groups
         return {
@@ -124,7 +127,7 @@ class _Copied:
 
 
 def _is_plain_object(value: object) -> bool:
-    """Tell whether an object is all in its ``__dict__``: a schedule of a user's, a dataclass."""
+    """Return whether an object's content is all in its ``__dict__``, as a dataclass's is."""
     kind = type(value)
     return (
         hasattr(value, "__dict__")
@@ -135,20 +138,20 @@ def _is_plain_object(value: object) -> bool:
 
 
 class _Empty:
-    """Has what every object of a class without slots has."""
+    """A plain object, for the size of one without slots."""
 
 
-def _zeros(value: Any, device: torch.device, beside: bool) -> Any:
-    """As before any step: zeros, where the optimizer would have them."""
+def _zeros(value: Any, device: torch.device, on_device: bool) -> Any:
+    """Return a state value as before any step: zeros, on the device the optimizer would use."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(tensor, device=device if beside or tensor.is_meta else None)
+        return torch.zeros_like(tensor, device=device if on_device or tensor.is_meta else None)
 
     return 0 if type(value) is int else _map(value, zeros)
 
 
 def to_device(device: torch.device, value: Any) -> Any:
-    """A parameter's state with its tensors on a device, but for counters."""
+    """Move the tensors of a parameter's state to a device, except for 0-d counters."""
     return _map(value, lambda tensor: tensor.to(device) if tensor.dim() else tensor)
 
 

@@ -1,9 +1,9 @@
-"""Tell whether dense gradients wait for their optimizer: then a checkpoint would lose them.
+"""Notice dense gradients that wait for their optimizer, which a checkpoint would lose.
 
 Fused tables are updated within backward, dense parameters only when their optimizer steps. With
-gradient accumulation, or a gradient scaler that skips a step, what has been accumulated so far is
-in no checkpoint, though the samples behind it count as trained. So a checkpoint is put off until no
-gradient waits.
+gradient accumulation, or a gradient scaler that skips a step, a checkpoint would not hold the
+gradients accumulated so far, though their samples count as trained. So a checkpoint is postponed
+until no gradient waits.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from torchrec_checknrun.dense.tree import all_nodes
 
 
 class PendingGradients:
-    """Watches the parameters of the optimizers among state objects, and all optimizers' steps.
+    """A watch on the parameters of optimizers among state objects, and on all optimizers' steps.
 
-    A step of any optimizer applies the gradients of its parameters, but for those that optimizers
-    inside it have: whether these step is up to it.
+    A step of an optimizer applies the gradients of its parameters, except for parameters of inner
+    optimizers, which it may leave unstepped.
 
     Args:
-        states: state objects; those that are optimizers (torch's, TorchRec's wrappers, users')
-            count, with all inside.
+        states: state objects; optimizers among them (torch's, TorchRec's wrappers, users') are
+            watched, with all optimizers inside.
     """
 
     def __init__(self, states: Iterable[object]) -> None:
         self._states = tuple(states)
         self._watched: dict[int, torch.Tensor] = {}
-        """By ``id``."""
+        """Parameters by ``id``."""
         self._waiting: set[int] = set()
         self._frozen: list[torch.Tensor] = []
-        """Parameters that can't have a gradient now."""
+        """Parameters that can't have a gradient at present."""
         self._sizes: list[tuple[weakref.ref[Optimizer], int]] = []
         self._inside: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]]
         self._inside = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
         self._watch()
-        self._waiting.clear()  # gradients from before: nobody knows whether they were applied
+        self._waiting.clear()  # whether earlier gradients were applied is unknown
         method = weakref.WeakMethod(self._stepped)
 
         def stepped(optimizer: Optimizer, *_: object) -> None:
@@ -56,20 +56,21 @@ class PendingGradients:
 
     @property
     def waiting(self) -> bool:
-        """Return whether parameters have got gradients since an optimizer last stepped them, and
-        have them yet: ``zero_grad`` drops those of a loss that was for other parameters, or not
-        finite. A parameter that was frozen, or in no optimizer, until now counts as well.
+        """Whether a parameter has a gradient that it got since an optimizer last stepped it.
+
+        ``zero_grad`` may have dropped it, if the loss was for other parameters or not finite. A
+        parameter that was frozen, or in no optimizer, until now counts as well.
         """
         self._waiting &= self._watch()
         return any(has_gradient(self._watched[key]) for key in self._waiting)
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _watch(self) -> set[int]:
-        """Watch parameters that aren't watched yet, and return all that optimizers have now."""
+        """Watch new parameters; return the ids of all that optimizers have now."""
         optimizers = list(torch_optimizers(self._states))
         parameters = {id(p): p for o in optimizers for p in _parameters(o)}
         self._frozen = [p for p in parameters.values() if not _accumulates(p)]
@@ -129,9 +130,9 @@ def _announce_steps(optimizer: Optimizer) -> None:
 
 
 def has_gradient(parameter: torch.Tensor) -> bool:
-    """Return whether a step would apply a gradient to a parameter (this rank's part of it).
+    """Return whether a step would apply a gradient to this rank's part of a parameter.
 
-    Zeros are what ``zero_grad(set_to_none=False)`` leaves of a gradient: nothing is lost with them.
+    A gradient of zeros, as ``zero_grad(set_to_none=False)`` leaves, counts as none.
     """
     gradient = parameter.grad
     if gradient is None:

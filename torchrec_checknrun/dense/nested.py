@@ -1,7 +1,7 @@
-"""One state object's optimizers in a checkpoint: the outermost, and those hidden inside it.
+"""Save and restore the optimizers of one state object: the outermost, and those hidden inside.
 
-An optimizer that holds another one under any attribute (SAM's ``base_optimizer``, Lookahead's base)
-keeps state of its own beside the inner one's, and torch's state dict shows its own only.
+An optimizer that holds another one in an attribute (SAM's ``base_optimizer``, Lookahead's base)
+keeps state of its own beside the inner one's, and torch's state dict shows only its own.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from torchrec_checknrun.format.state import Tree, tree_items
 logger = logging.getLogger(__name__)
 
 INNER = "inner"
-"""What is stored of hidden optimizers, by identity and attribute, each as one by itself."""
+"""Key of the hidden optimizers' stored forms, by identity and attribute."""
+_OWN = "own"
+"""Key of the state dict of an optimizer whose state dict has a form of its own."""
 
 
 class NestedOptimizer:
     """A dense optimizer and those hidden inside it, in the stored form of ``DenseOptimizer``.
 
     Args:
-        is_known: tells optimizers with the state dict that torch's or TorchRec's have; hidden ones
-            with another one are stored as their own state dict says.
-        names, sharded, elsewhere, resized: as of ``DenseOptimizer``.
+        is_known: recognizes optimizers with torch's or TorchRec's state dict; hidden optimizers
+            with another one are stored as that state dict.
+        names, sharded, elsewhere, resized: see ``DenseOptimizer``.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class NestedOptimizer:
         }
 
     def stored(self) -> dict[str, Any]:
-        """Return the state dict in the stored form, with the live tensors."""
+        """Return the state in the stored form, with the live tensors."""
         content = self._outer.stored()
         if self._inner:
             content[INNER] = {path: inner.stored() for path, inner in self._inner.items()}
@@ -61,10 +63,10 @@ class NestedOptimizer:
     def fit(
         self, tree: Tree, path: str, tables: Mapping[str, Collection[str] | None], strict: bool
     ) -> dict[str, Any]:
-        """Make the state that a checkpoint has, see ``DenseStates.fit``.
+        """Make the live state match a checkpoint's, see ``DenseStates.fit``.
 
         Raises:
-            IncompatibleCheckpoint: checkpoint and live optimizer don't hold the same optimizers.
+            IncompatibleCheckpoint: checkpoint and live optimizer hold different inner optimizers.
         """
         saved = tree_items(tree_items(tree).get(INNER))
         if saved.keys() != self._inner.keys():
@@ -75,9 +77,9 @@ class NestedOptimizer:
             if strict:
                 raise IncompatibleCheckpoint(
                     f"{message}: build it as it was when the checkpoint was saved, or keep the "
-                    "state of what differs with strict=False"
+                    "state of those that differ with strict=False"
                 )
-            logger.warning("%s: the state of the others is left alone", message)
+            logger.warning("%s: those that differ keep their state", message)
         content = self._outer.fit(tree, path, tables, strict)
         inner = {
             name: optimizer.fit(saved[name], f"{path}.{INNER}.{name}", tables, strict)
@@ -87,7 +89,7 @@ class NestedOptimizer:
         return {**content, INNER: inner} if inner else content
 
     def load(self, content: dict[str, Any]) -> None:
-        """Give the optimizers their restored state; ``finish`` gives them the rest."""
+        """Load the restored state; ``finish`` writes the rest."""
         restored = dict(content)
         inner = restored.pop(INNER, None) or {}
         self._outer.load(restored)
@@ -96,7 +98,7 @@ class NestedOptimizer:
                 optimizer.load(inner[path])
 
     def finish(self, name: str) -> None:
-        """Give wrappers and parameter groups what they had, see ``DenseOptimizer.finish``."""
+        """Write wrappers' values and group options, see ``DenseOptimizer.finish``."""
         self._outer.finish(name)
         for path, optimizer in self._inner.items():
             optimizer.finish(f"{name}.{path}")
@@ -108,7 +110,7 @@ class NestedOptimizer:
 
 
 class _OwnForm:
-    """A hidden optimizer with a state dict of another form than torch's or TorchRec's."""
+    """A hidden optimizer whose state dict has another form than torch's and TorchRec's."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -117,16 +119,13 @@ class _OwnForm:
         return {_OWN: self._optimizer.state_dict()}
 
     def fit(self, *_: object) -> dict[str, Any]:
-        return {_OWN: None}  # comes back as it was stored
+        return {_OWN: None}  # restored as stored, not into live tensors
 
     def load(self, content: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(content[_OWN])
 
     def finish(self, name: str) -> None:
-        """Do nothing: the state dict is all there is."""
+        """Do nothing: the state dict holds everything."""
 
     def undo(self) -> None:
-        """Do nothing: nothing was made."""
-
-
-_OWN = "own"
+        """Do nothing: ``fit`` made nothing."""

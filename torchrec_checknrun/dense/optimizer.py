@@ -1,14 +1,14 @@
-"""One dense optimizer in a checkpoint, torch's or TorchRec's, under whatever wraps it.
+"""Save and restore one dense optimizer, torch's or TorchRec's, with the wrappers around it.
 
-Stored by names: the state of its parameters, all options of its parameter groups, and what wrappers
-hold themselves. What TorchRec's ``load_state_dict`` sets back is written after it, rates last.
+The state of its parameters, all options of its parameter groups and the values that wrappers hold
+are stored by name. Values that TorchRec's ``load_state_dict`` resets are written after it, rates
+last.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torchrec_checknrun.dense.param_groups import (
     GROUPS,
     OWNERS,
     Group,
-    Key,
     SavedGroups,
     live_groups,
     options_of,
@@ -30,7 +29,15 @@ from torchrec_checknrun.dense.param_groups import (
 )
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.same_objects import same_objects
-from torchrec_checknrun.dense.tree import Node, all_nodes, nodes, own_parameters
+from torchrec_checknrun.dense.tree import (
+    Key,
+    Node,
+    Parameter,
+    Parameters,
+    all_nodes,
+    nodes,
+    own_parameters,
+)
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.state import Tree, decode_state, empty_state, tree_items
@@ -39,55 +46,26 @@ from torchrec_checknrun.format.state_tree import leaves
 logger = logging.getLogger(__name__)
 
 _LATE = "late"
-"""Beside ``state`` in what is stored: whose state was still to be made, and by which optimizer."""
+"""Key of the parameters whose state was still to be made, each with its optimizer's class."""
 _FORM = "own_form"
-"""Beside ``state``: what a ``state_dict`` of the user's own returned, in a form of its own."""
+"""Key of the result of a user's own ``state_dict`` in a form of its own."""
 _BESIDE = (GROUPS, OWNERS, _LATE, WRAPPERS)
-"""What stands beside ``state`` and is no tensor to restore in place."""
-
-
-@dataclass
-class _Parameter:
-    """One parameter of an optimizer.
-
-    Attributes:
-        key: what its state is stored under.
-        name: in the model, or the key.
-        optimizer: torch's, which keeps its state.
-        group: its parameter group.
-        sharded: a sharded table, or this rank's part of it. Its optimizer is in its kernel: it gets
-            no gradient here, and each rank has other such parameters. It isn't stored.
-    """
-
-    key: Key
-    name: str
-    parameter: torch.Tensor
-    optimizer: Optimizer
-    group: dict[str, Any]
-    sharded: bool
-
-    @property
-    def state(self) -> dict[str, Any] | None:
-        """What has been made for it; None if nothing has."""
-        return self.optimizer.state.get(self.parameter) or None
-
-    def first_state(self) -> dict[str, Any] | None:
-        """What the first step would make for it; None if that can't be told."""
-        return first_state(self.optimizer, self.group, self.parameter)
+"""Keys beside ``state`` with no tensor to restore in place."""
 
 
 class DenseOptimizer:
-    """One optimizer in the stored form: as TorchRec's state dicts are, and more beside.
+    """One optimizer in the stored form, which extends that of TorchRec's state dicts.
 
-    That is ``{"state": {key: …}}`` with ``param_groups`` and ``param_groups_of`` (see
-    ``stored_groups``), ``wrappers`` (what each wrapper holds, by its identity) and ``late`` if some
-    state was still to be made. Keys are parameter names: those that a TorchRec optimizer goes by,
-    or the model's; only if it doesn't know all parameters their numbers.
+    The form is ``{"state": {key: …}}`` with ``param_groups`` and ``param_groups_of`` (see
+    ``stored_groups``), ``wrappers`` (the values that each wrapper holds, by identity) and ``late``
+    if some state was still to be made. Keys are parameter names, a TorchRec optimizer's own or the
+    model's; if the model doesn't know all parameters, torch's numbers.
 
     Args:
+        state: the outermost optimizer.
         names: the model's parameters.
-        sharded: names of the model's tables that are in fused kernels.
-        elsewhere: tensors, modules and objects that are stored otherwise.
+        sharded: names of the model's tables in fused kernels.
+        elsewhere: tensors, modules and objects that are stored elsewhere.
         resized: the checkpoint to restore was saved by another number of ranks.
     """
 
@@ -103,8 +81,7 @@ class DenseOptimizer:
         self._elsewhere = elsewhere
         self._resized = resized
         self._names = names
-        self._sharded = sharded
-        self._numbered = False
+        self._parameters = Parameters(state, names, sharded)
         self._changed: set[Key] = set()
         self._kept: set[Key] = set()
         self._before: list[tuple[MutableMapping[Any, Any], torch.Tensor, Any]] = []
@@ -112,8 +89,8 @@ class DenseOptimizer:
         self._beside: dict[str, Any] = {}
 
     def stored(self) -> dict[str, Any]:
-        """The state dict in the stored form."""
-        parameters = [p for p in self._parameters() if not p.sharded]
+        """Return the state in the stored form, with the live tensors."""
+        parameters = [p for p in self._parameters if not p.sharded]
         content = self._content()
         late = {p.key: type(p.optimizer).__name__ for p in parameters if p.state is None}
         strict = not isinstance(self._state, KeyedOptimizer)
@@ -127,13 +104,18 @@ class DenseOptimizer:
     def fit(
         self, tree: Tree, path: str, tables: Mapping[str, Collection[str] | None], strict: bool
     ) -> dict[str, Any]:
-        """See ``DenseStates.fit``; of this one optimizer."""
+        """Make the live state match a checkpoint's, see ``DenseStates.fit``.
+
+        Args:
+            tree: the optimizer's stored tree.
+            path: the optimizer's name in errors.
+        """
         stored = tree_items(tree)
         self._saved_groups = SavedGroups(stored)
-        self._numbered = self._saved_groups.numbered
+        self._parameters.numbered = self._saved_groups.numbered
         saved = tree_items(stored.get("state"))
         late = {k: decode_state(v, b"") for k, v in tree_items(stored.get(_LATE)).items()}
-        for parameter in self._parameters():
+        for parameter in self._parameters:
             if parameter.sharded:
                 continue
             table = parameter.name.removesuffix(".weight")
@@ -156,14 +138,14 @@ class DenseOptimizer:
         left_out = self._kept | self._own().keys()
         live = {k: v for k, v in content["state"].items() if k not in left_out}
         live |= dict.fromkeys(self._own().keys() & saved.keys())
-        # The others come back as they were stored.
+        # None: restored as stored, not into live tensors.
         return {**content, "state": live, **{name: None for name in _BESIDE if name in stored}}
 
     def load(self, content: dict[str, Any]) -> None:
-        """Give the optimizer its restored state; ``finish`` gives it the rest."""
+        """Load the restored state; ``finish`` writes the rest."""
         restored = dict(content)
         self._beside = {name: restored.pop(name, None) for name in _BESIDE}
-        if not self._beside[WRAPPERS]:  # saved by ``dcp.save``: what TorchRec's state dict shows
+        if not self._beside[WRAPPERS]:  # saved by ``dcp.save``, as TorchRec's state dict shows it
             for key, (node, of_node) in self._own().items():
                 if key in restored["state"]:
                     node.optimizer.state[of_node] = dict(restored["state"][key])
@@ -178,14 +160,14 @@ class DenseOptimizer:
         if form is not None:
             with same_objects(all_nodes(self._state)):
                 self._state.load_state_dict(form)
-        for parameter in self._parameters():
+        for parameter in self._parameters:
             if parameter.key not in loaded and parameter.key in restored["state"]:
                 parameter.optimizer.state[parameter.parameter].update(
                     restored["state"][parameter.key]
                 )
 
     def finish(self, name: str) -> None:
-        """Give wrappers and parameter groups what they had, after all that may set it back."""
+        """Write wrappers' values and group options, after everything that may reset them."""
         wrappers = self._beside.get(WRAPPERS) or {}
         references = self._references()
         for node in nodes(self._state) if wrappers else ():
@@ -193,8 +175,8 @@ class DenseOptimizer:
             changed = give_back(node, of_node, references, self._resized)
             if changed:
                 logger.warning(
-                    "%s (%s) goes on with %s, as saved%s: set it after the restore if you want "
-                    "another value",
+                    "%s (%s) continues with %s, as saved%s: set another value after the restore "
+                    "if needed",
                     name,
                     node.identity,
                     ", ".join(changed),
@@ -208,7 +190,7 @@ class DenseOptimizer:
         self._beside = {}
 
     def undo(self) -> None:
-        """Puts the live state back as it was before ``fit``."""
+        """Put the live state back as it was before ``fit``."""
         for mapping, parameter, state in reversed(self._before):
             if state is None:
                 mapping.pop(parameter, None)
@@ -218,15 +200,15 @@ class DenseOptimizer:
         self._changed, self._kept = set(), set()
 
     def _fit_parameter(
-        self, parameter: _Parameter, saved: Tree | None, wanted: bool, was_late: bool, strict: bool
+        self, parameter: Parameter, saved: Tree | None, wanted: bool, was_late: bool, strict: bool
     ) -> None:
-        """Makes a parameter's state, or takes it away.
+        """Make a parameter's state, or remove it.
 
-        State that the checkpoint lacks though it was not just late is made, too: it doesn't fit,
-        and whoever compares the two says so.
+        If the checkpoint lacks state that was not merely late, the state is made as well, so that
+        the later comparison of both reports the difference.
         """
         if parameter.state is None and (wanted or (strict and not was_late)):
-            made = parameter.first_state()
+            made = _first_state(parameter)
             if made is None and wanted and saved is not None:
                 made = to_device(parameter.parameter.device, empty_state(saved))
             if made:
@@ -234,13 +216,17 @@ class DenseOptimizer:
         elif parameter.state is not None and was_late and not wanted:
             self._set(parameter, None)
 
-    def _make_for_own_form(self, parameter: _Parameter, path: str) -> None:
-        """Make the state that a ``load_state_dict`` of the user's own is about to load: TorchRec's
-        refuses it otherwise, when the tables are restored already.
+    def _make_for_own_form(self, parameter: Parameter, path: str) -> None:
+        """Make the state that a user's own ``load_state_dict`` is about to load.
+
+        TorchRec would refuse to load missing state, but only once the tables are restored.
+
+        Raises:
+            IncompatibleCheckpoint: the state can't be made; names the parameter.
         """
         if parameter.state is not None:
             return
-        made = parameter.first_state()
+        made = _first_state(parameter)
         if made is None:
             raise IncompatibleCheckpoint(
                 f"{path}: {type(self._state).__name__}.state_dict has a form of its own, and state "
@@ -251,11 +237,13 @@ class DenseOptimizer:
         if made:
             self._set(parameter, made)
 
-    def _compare(self, parameter: _Parameter, saved: set[str], by_rows: bool) -> None:
-        """Notes whether a parameter's saved state is that of another kind of optimizer: then its
-        group's options are left alone, and its state if the two have none in common.
+    def _compare(self, parameter: Parameter, saved: set[str], by_rows: bool) -> None:
+        """Note whether a parameter's saved state is of another kind of optimizer.
+
+        If so its group keeps the live options, and the parameter keeps its live state if the two
+        kinds have no state in common.
         """
-        own = parameter.state if parameter.state is not None else parameter.first_state()
+        own = parameter.state if parameter.state is not None else _first_state(parameter)
         if own is None:
             return
         names = set(row_states(own, parameter.parameter) if by_rows else own)
@@ -264,7 +252,7 @@ class DenseOptimizer:
             if not names & saved - {"step"}:
                 self._kept.add(parameter.key)
 
-    def _set(self, parameter: _Parameter, state: dict[str, Any] | None) -> None:
+    def _set(self, parameter: Parameter, state: dict[str, Any] | None) -> None:
         mapping = parameter.optimizer.state
         self._before.append((mapping, parameter.parameter, parameter.state))
         if state is None:
@@ -273,13 +261,13 @@ class DenseOptimizer:
             mapping[parameter.parameter] = state
 
     def _content(self) -> dict[str, Any]:
-        """The state dict by keys, without what is stored beside it or not at all.
+        """Return the state dict by keys, without groups and sharded parameters.
 
-        TorchRec's omit state that was made after a combined optimizer was wrapped and combined
-        again; it is added.
+        State that TorchRec's state dict omits is added: state made after a combined optimizer was
+        wrapped and combined again.
         """
         given = self._state.state_dict()
-        parameters = list(self._parameters())
+        parameters = list(self._parameters)
         made = {p.key: dict(p.state) for p in parameters if p.state is not None}
         if self._is_own_form(given):
             shown = References(value for _, value in leaves({_FORM: given}, (torch.Tensor,)))
@@ -294,7 +282,7 @@ class DenseOptimizer:
         return content
 
     def _own(self) -> dict[Key, tuple[Node, torch.Tensor]]:
-        """What wrappers keep as the state of parameters of their own, by its key."""
+        """Return the parameters that wrappers made for themselves, by key of their state."""
         return {
             node.key(name): (node, parameter)
             for node in nodes(self._state)
@@ -303,63 +291,31 @@ class DenseOptimizer:
         }
 
     def _groups(self) -> list[Group]:
-        keys = {id(p.parameter): p.key for p in self._parameters() if not p.sharded}
+        keys = {id(p.parameter): p.key for p in self._parameters if not p.sharded}
         return live_groups(nodes(self._state), lambda node, parameter: keys.get(id(parameter)))
 
     def _is_own_form(self, given: object) -> bool:
-        """Tell whether a state dict isn't of TorchRec's form, under a user's ``state_dict``."""
+        """Return whether a state dict is of a user's own form instead of TorchRec's."""
         plain = isinstance(given, dict) and isinstance(given.get("state"), dict)
         return isinstance(self._state, KeyedOptimizer) and not plain
 
     def _references(self) -> References:
-        """Find all that is stored otherwise than with a wrapper."""
+        """Collect all that is stored elsewhere than with a wrapper."""
         found: list[object] = [*self._elsewhere, *self._names]
         for node in nodes(self._state):
             found += own_parameters(node).values()
             for group in node.optimizer.param_groups:
                 found += group["params"]
-        for parameter in self._parameters():
+        for parameter in self._parameters:
             found.append(parameter.parameter)
             found += (parameter.state or {}).values()
         return References(found)
 
-    def _parameters(self) -> Iterator[_Parameter]:
-        if not isinstance(self._state, KeyedOptimizer):
-            keys = self._keys()
-            for group in self._state.param_groups:
-                for parameter in group["params"]:
-                    yield self._parameter(keys[parameter], parameter, self._state, group)
-            return
-        for node in nodes(self._state):
-            if node.steps and node.keyed is not None:
-                yield from self._of_node(node, node.keyed)
-
-    def _of_node(self, node: Node, keyed: KeyedOptimizer) -> Iterator[_Parameter]:
-        groups = {p: group for group in node.optimizer.param_groups for p in group["params"]}
-        for name, parameter in keyed.params.items():
-            if parameter in groups:
-                group = groups[parameter]
-                yield self._parameter(node.key(name), parameter, node.optimizer, group)
-
-    def _parameter(
-        self, key: Key, parameter: torch.Tensor, optimizer: Optimizer, group: dict[str, Any]
-    ) -> _Parameter:
-        name = self._names.get(parameter, str(key))
-        sharded = name.removesuffix(".weight") in self._sharded
-        return _Parameter(key, name, parameter, optimizer, group, sharded)
-
-    def _keys(self) -> dict[torch.Tensor, Key]:
-        """A plain optimizer's parameters in torch's order, and what they are stored under."""
-        parameters = dict.fromkeys(p for g in self._state.param_groups for p in g["params"])
-        if self._numbered or not all(p in self._names for p in parameters):
-            return {parameter: number for number, parameter in enumerate(parameters)}
-        return {parameter: self._names[parameter] for parameter in parameters}
-
     def _by_key(self, content: Mapping[str, Any], back: bool = False) -> dict[str, Any]:
-        """A plain optimizer's state dict by its keys instead of torch's numbers, or back."""
+        """Translate a plain optimizer's state dict from torch's numbers to keys, or back."""
         if isinstance(self._state, KeyedOptimizer):
             return dict(content)
-        keys: dict[Key, Key] = dict(enumerate(self._keys().values()))
+        keys: dict[Key, Key] = dict(enumerate(self._parameters.keys().values()))
         if back:
             keys = {key: number for number, key in keys.items()}
         groups = [
@@ -370,6 +326,11 @@ class DenseOptimizer:
         return {**content, "state": state, GROUPS: groups}
 
 
+def _first_state(parameter: Parameter) -> dict[str, Any] | None:
+    return first_state(parameter.optimizer, parameter.group, parameter.parameter)
+
+
 def _is_shown(state: Mapping[str, Any], shown: References) -> bool:
+    """Return whether all tensors of a parameter's state are in a user's own form."""
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     return bool(tensors) and all(tensor in shown for tensor in tensors)

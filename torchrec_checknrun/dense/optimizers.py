@@ -1,7 +1,7 @@
-"""Dense optimizers among a run's state objects: which step, on what, and their state by rows.
+"""Find the dense optimizers that step parameters and tables, and tables' state in them.
 
-The tables of a fused kernel have their optimizer inside the kernel; a data-parallel table is a
-dense parameter, and its optimizer state is here, under other names.
+A fused kernel contains its tables' optimizer; a data-parallel table is a dense parameter, and a
+dense optimizer keeps its state, under other names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torchrec_checknrun.dense.tree import all_nodes
 
 
 def torch_optimizers(states: Iterable[object]) -> Iterator[Optimizer]:
-    """Yield the optimizers that may step dense parameters, inside what wraps them and each once.
+    """Yield the optimizers that may step dense parameters, each once, the innermost first.
 
-    The innermost come first. TorchRec's wrappers leave the stepping to others and are left out.
+    TorchRec's wrappers are left out, since they only call the optimizers inside.
     """
     seen: set[int] = set()
     for state in states:
@@ -35,9 +35,9 @@ def torch_optimizers(states: Iterable[object]) -> Iterator[Optimizer]:
 
 
 def wraps_another(optimizer: Optimizer) -> bool:
-    """Tell whether a TorchRec optimizer leaves all stepping to others inside.
+    """Return whether a TorchRec optimizer leaves all stepping to the optimizers inside.
 
-    Others with an optimizer inside (Lookahead) may well modify parameters themselves.
+    Other optimizers with one inside (Lookahead) may well modify parameters themselves.
     """
     if isinstance(optimizer, CombinedOptimizer):
         return True
@@ -46,7 +46,7 @@ def wraps_another(optimizer: Optimizer) -> bool:
 
 
 def group_of(optimizer: Optimizer, weight: torch.Tensor) -> dict[str, Any] | None:
-    """The parameter group that steps a table, found by the table's memory; None if none does."""
+    """Find the parameter group that holds a table, by the table's memory; None if none does."""
     for group in optimizer.param_groups:
         if any(is_same_memory(parameter, weight) for parameter in group["params"]):
             return group
@@ -54,8 +54,9 @@ def group_of(optimizer: Optimizer, weight: torch.Tensor) -> dict[str, Any] | Non
 
 
 def state_of(optimizers: Iterable[Optimizer], weight: torch.Tensor) -> dict[str, Any]:
-    """All that dense optimizers keep of a table, by their own names; empty before the first step of
-    those that make it then.
+    """Return the state that dense optimizers keep of a table, by their own names.
+
+    Empty before the first step of optimizers that make their state then.
     """
     found: dict[str, Any] = {}
     for optimizer in optimizers:
@@ -66,12 +67,11 @@ def state_of(optimizers: Iterable[Optimizer], weight: torch.Tensor) -> dict[str,
 
 
 def row_states(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What of a table's dense optimizer state is by rows, as views, under the fused optimizers'
-    names.
+    """Return the row-by-row part of a table's dense optimizer state, under fused names.
 
     Returns:
-        By name ``(rows, dim)`` or, where it is kept per row, ``(rows,)``. Counters and the like are
-        left out; they stay in the optimizer's state dict.
+        Views by name: ``(rows, dim)`` or, for row-wise state, ``(rows,)``. Counters and the like
+        are left out; they stay in the optimizer's state dict.
     """
     fused_names = _fused_names(state)
     found: dict[str, torch.Tensor] = {}
@@ -86,11 +86,11 @@ def row_states(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torc
 
 
 def _fused_names(state: Collection[str]) -> dict[str, str]:
-    """What TorchRec's fused optimizers call a dense one's states that are the same.
+    """Map a dense optimizer's state names to those of the fused optimizer of the same kind.
 
     TorchRec calls any fused optimizer's first state ``momentum1``: Adagrad's sum as well as Adam's
     first moment. Other states (momentum of SGD, AMSGrad's maximum, RMSprop's average …) have no
-    fused counterpart and keep their names, so that they are not taken for one.
+    fused counterpart and keep their names, lest they be confused with one.
     """
     if {"exp_avg", "exp_avg_sq"} <= set(state):
         return {"exp_avg": "momentum1"}
@@ -98,7 +98,7 @@ def _fused_names(state: Collection[str]) -> dict[str, str]:
 
 
 def touches_other_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a step may change rows without a gradient; true of whatever isn't known not to."""
+    """Return whether a step may change rows without a gradient; True for unknown optimizers."""
     if group.get("weight_decay", 0):
         return True
     if type(optimizer) is optim.SGD:
@@ -107,7 +107,7 @@ def touches_other_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def is_same_memory(parameter: object, weight: torch.Tensor) -> bool:
-    """Whether a parameter is this table, of any number of views of the same memory."""
+    """Return whether a parameter is a view of exactly this table's memory."""
     return (
         isinstance(parameter, torch.Tensor)
         and not isinstance(parameter, (ShardedTensor, DTensor))

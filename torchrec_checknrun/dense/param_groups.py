@@ -1,7 +1,7 @@
-"""Parameter groups of optimizers under any wrapper: all their options, by the groups' parameters.
+"""Save the options of optimizers' parameter groups, and match saved groups with live ones.
 
-TorchRec leaves them out of its state dicts, with the rates that schedulers have set. They are
-stored as torch stores them, but by parameter names; of fused optimizers they go with the tables.
+TorchRec's state dicts omit the groups, and so the rates that schedulers have set. Groups are stored
+as torch stores them, but by parameter names; those of fused optimizers are saved with the tables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchrec_checknrun.dense.tree import Node
+from torchrec_checknrun.dense.tree import Key, Node
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.state import (
     Tree,
@@ -26,11 +26,9 @@ from torchrec_checknrun.format.state import (
 logger = logging.getLogger(__name__)
 
 GROUPS, OWNERS = "param_groups", "param_groups_of"
-"""What is stored: the groups, and for each of them its optimizer's identity."""
+"""Stored keys: the groups, and for each group its optimizer's identity."""
 _OF_GROUP = ("params", "param_names")
-"""What says of a group's dict which parameters it has; the rest are options."""
-
-Key = str | int
+"""Keys of a group's dict that list its parameters; all other keys are options."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,9 @@ class Group:
 
     Attributes:
         content: torch's dict.
-        keys: what its parameters' state is stored under; without sharded tables, which each rank
-            has others of.
-        owner: identity of the optimizer that has it.
-        number: which of its owner's groups it is.
+        keys: keys of the parameters' state, without sharded tables, which differ between ranks.
+        owner: identity of the optimizer with the group.
+        number: position among the owner's groups.
     """
 
     content: dict[str, Any]
@@ -51,11 +48,11 @@ class Group:
     number: int
 
     def options(self) -> dict[str, Any]:
-        """Return all but the parameters."""
+        """Return the group's dict without its parameters."""
         return options_of(self.content)
 
     def set(self, options: dict[str, Any]) -> None:
-        """Write saved options; those that only the live group has stay (a new scheduler's)."""
+        """Write saved options; keep options that only the live group has (a new scheduler's)."""
         for name, value in options.items():
             live = self.content.get(name)
             if isinstance(live, torch.Tensor) and not isinstance(value, (torch.Tensor, float, int)):
@@ -68,18 +65,18 @@ class Group:
 
 
 def options_of(group: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return all of a group, live or saved, but its parameters."""
+    """Return a live or saved group's dict without its parameters."""
     return {name: value for name, value in group.items() if name not in _OF_GROUP}
 
 
 def live_groups(
     nodes: Iterable[Node], key_of: Callable[[Node, torch.Tensor], Key | None]
 ) -> list[Group]:
-    """List the groups in a nest of optimizers, each once and with the innermost that has it.
+    """List the groups in a nest of optimizers, each once, with the innermost owner.
 
     Args:
-        nodes: innermost first.
-        key_of: a parameter's key; None for one that isn't stored here.
+        nodes: the optimizers, innermost first.
+        key_of: returns a parameter's key; None for a parameter that isn't stored.
     """
     found, seen = [], set()
     for node in nodes:
@@ -94,11 +91,11 @@ def live_groups(
 
 
 def stored_groups(groups: Sequence[Group], strict: bool) -> dict[str, Any]:
-    """Return what a checkpoint holds of the groups, with the live tensors.
+    """Return the stored form of the groups, with the live tensors.
 
     Args:
-        strict: leave in what can't be stored, for the save to fail and to name it; otherwise it is
-            left out with a warning.
+        strict: keep options that can't be stored, so that the save fails and names them; otherwise
+            leave them out with a warning.
     """
     stored = []
     for group in groups:
@@ -116,10 +113,10 @@ def stored_groups(groups: Sequence[Group], strict: bool) -> dict[str, Any]:
 
 
 class SavedGroups:
-    """The groups of a checkpoint, and which of them is a live group's.
+    """The groups of a checkpoint, to be matched with live ones.
 
     Args:
-        tree: what ``stored_groups`` returned, as a tree.
+        tree: the stored tree that contains the result of ``stored_groups``.
     """
 
     def __init__(self, tree: dict[Key, Tree]) -> None:
@@ -132,14 +129,14 @@ class SavedGroups:
 
     @property
     def numbered(self) -> bool:
-        """Whether parameters go by torch's numbers."""
+        """Whether parameters are stored by torch's numbers."""
         keys = [key for of_group in self._keys for key in of_group]
         return bool(keys) and all(type(key) is int for key in keys)
 
     def match(self, group: Group) -> list[int]:
-        """Find the saved groups that hold a live group's parameters, by their positions.
+        """Return the positions of the saved groups that hold a live group's parameters.
 
-        One that held nothing but sharded tables is found by its place among its owner's groups.
+        A group of only sharded tables is found by its position among its owner's groups.
         """
         found = [i for i, keys in enumerate(self._keys) if keys & set(group.keys)]
         if found or not self._owners:
@@ -150,8 +147,9 @@ class SavedGroups:
         return []
 
     def on_one_side(self, groups: Iterable[Group]) -> tuple[set[Key], set[Key]]:
-        """Find the parameters that are in saved groups only, and in live ones only; none of those
-        of a checkpoint that has no groups.
+        """Return the parameters only in saved groups, and those only in live groups.
+
+        Both are empty if the checkpoint has no groups.
         """
         if not self._groups:
             return set(), set()
@@ -160,6 +158,6 @@ class SavedGroups:
         return saved - live, live - saved
 
     def agree(self, positions: Sequence[int]) -> bool:
-        """Tell whether saved groups had the same options."""
+        """Return whether the saved groups at these positions had the same options."""
         options = [options_of(self._groups[i]) for i in positions]
         return all(other == options[0] for other in options[1:])

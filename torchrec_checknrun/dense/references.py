@@ -1,7 +1,7 @@
-"""References in what an optimizer's wrapper holds: to what is stored otherwise, or is no state.
+"""Recognize references in a wrapper's attributes: values stored elsewhere, or no state at all.
 
-A wrapper keeps lists of parameters, other optimizers, functions, a logger. None of that is its own
-to store, and all of it stays as it is live when the rest comes back.
+A wrapper keeps lists of parameters, other optimizers, functions, a logger. None of these is stored
+with the wrapper, and all of them keep their live values when the rest is restored.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _OF_PROCESS = (
 
 
 class References:
-    """Tell what is stored otherwise than with a wrapper, or is no state at all.
+    """The values that are stored elsewhere than with a wrapper, or are no state at all.
 
     Args:
-        tensors: that are stored otherwise; all tensors in their memory are.
-        objects: that are stored otherwise: state objects of the run.
+        values: tensors and objects that are stored elsewhere; a tensor in the same memory as one
+            of them is stored elsewhere as well.
     """
 
-    def __init__(self, tensors: Iterable[object], objects: Iterable[object] = ()) -> None:
-        self._kept = [*tensors, *objects]  # an id is an object's only as long as that lives
+    def __init__(self, values: Iterable[object]) -> None:
+        self._kept = [*values]  # an id is an object's only while the object lives
         self._ids = {id(value) for value in self._kept}
         self._memory = {address for value in self._kept for address in _memory(value)}
 
@@ -71,7 +71,7 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _memory(value: object) -> Iterator[int]:
-    """Yield the addresses of a tensor's memory on this rank; none of one without values."""
+    """Yield the addresses of a tensor's memory on this rank; none for an empty tensor."""
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             yield from _memory(shard.tensor)
@@ -84,7 +84,7 @@ def _memory(value: object) -> Iterator[int]:
             return
         try:
             address = value.untyped_storage().data_ptr()
-        except (NotImplementedError, RuntimeError, ValueError):  # of subclasses without their own
+        except (NotImplementedError, RuntimeError, ValueError):  # a subclass without memory
             return
         if address:
             yield address

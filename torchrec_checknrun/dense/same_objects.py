@@ -1,8 +1,8 @@
 """Keep an optimizer's dicts the same objects while it loads a state dict.
 
 Wrappers and schedulers hold an optimizer's ``state`` and ``param_groups``. torch's
-``load_state_dict`` makes new ones, and TorchRec's wrappers take a copy of what they held: the rates
-that a scheduler sets on them afterwards would reach nobody.
+``load_state_dict`` makes new ones, and TorchRec's wrappers copy the old ones: the rates that a
+scheduler sets afterwards would have no effect.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torchrec_checknrun.dense.tree import Node
 
 @contextmanager
 def same_objects(nest: Sequence[Node]) -> Iterator[None]:
-    """Put each optimizer's own dicts back after the block, with what it loaded in them.
+    """Put each optimizer's own dicts back after the block, with the loaded content.
 
-    State keeps its dtype as well: torch makes it the parameter's, and loses an fp32 moment's bits.
+    State keeps its dtype as well: torch casts it to the parameter's, and an fp32 moment loses bits.
 
-    An inner optimizer gets its own dicts back as well: SAM's ``load_state_dict`` gives its base
+    Inner optimizers get their own dicts back as well: SAM's ``load_state_dict`` gives its base
     optimizer the parameter groups that torch has just made.
 
     Args:
-        nest: all optimizers in it, innermost first.
+        nest: all optimizers, innermost first.
     """
     kept = [_Kept(node.optimizer) for node in nest if _makes_dicts(node)]
     wrappers = [
@@ -46,13 +46,13 @@ def same_objects(nest: Sequence[Node]) -> Iterator[None]:
 
 
 def _makes_dicts(node: Node) -> bool:
-    """Tell whether an optimizer loads into dicts of its own, not into those of one inside."""
+    """Return whether an optimizer loads into its own dicts, not into an inner optimizer's."""
     plain = not isinstance(node.optimizer, KeyedOptimizer)
     return node.steps or (plain and {"state", "param_groups"} <= vars(node.optimizer).keys())
 
 
 class _Kept:
-    """The dicts of an optimizer that keeps parameters' state."""
+    """The original dicts of an optimizer that keeps parameters' state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -62,9 +62,10 @@ class _Kept:
         self._values = {parameter: dict(values) for parameter, values in self._state.items()}
 
     def put_back(self) -> None:
+        """Fill the original dicts with the loaded content, and put them back."""
         optimizer = self._optimizer
         if len(optimizer.param_groups) != len(self._contents):
-            return  # a user's load_state_dict that makes groups of its own
+            return  # a user's load_state_dict made other groups
         for content, loaded in zip(self._contents, optimizer.param_groups, strict=True):
             if content is not loaded:
                 content.clear()
@@ -79,7 +80,7 @@ class _Kept:
                 if not (isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor)):
                     continue
                 if value.dtype != before.dtype:
-                    values[name] = before  # which was restored in place
+                    values[name] = before  # already restored in place
         self._state.clear()
         self._state.update(state)
         optimizer.state = self._state

@@ -1,9 +1,9 @@
-"""State objects of the user's own: each is handed what it gave when it was saved.
+"""Restore users' state objects through ``load_state_dict``, with the content that was saved.
 
-Shapes, keys and lengths may be others by now: a replay buffer has grown, a metric has new labels.
-So nothing is compared with the object's present content, and nothing is written into that, but for
-sharded tensors and tables, which are restored in place. A plain module would refuse other shapes
-after the model was changed: that is found before.
+Shapes, keys and lengths may differ by now: a replay buffer has grown, a metric has new labels. So
+the object's present content is neither compared nor written to, except for sharded tensors and
+tables, which are restored in place. A plain module would refuse other shapes only after the model
+was changed, so that is checked before.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.state import Tree, never, tree_items
 
 Covered = Callable[[object], bool]
+"""Returns whether a leaf is restored in place, or whether a key belongs to a table."""
 Kept = Callable[[Any, Any], bool]
+"""Returns whether a live value, the first argument, is used in place of the saved one."""
 _MISSING = object()
 
 
 class StateObjects:
-    """State objects that restore themselves, by ``load_state_dict``.
+    """State objects that are restored by their own ``load_state_dict``.
 
     Args:
-        states: by name.
+        states: the objects by name.
     """
 
     def __init__(self, states: Mapping[str, object]) -> None:
@@ -39,12 +41,16 @@ class StateObjects:
         return name in self._states
 
     def check(self, name: str, current: object, tree: Tree, covered: Covered) -> None:
-        """Refuse what a plain module's own ``load_state_dict`` would refuse, and an empty state
-        that the object doesn't load, since it was saved when that was disabled.
+        """Refuse content that the object's ``load_state_dict`` would refuse.
+
+        That is another module's keys or shapes, for a plain module; and an empty state, which a
+        disabled object saves, for an object that doesn't load one.
 
         Args:
+            name: the object's name.
             current: the object's present state dict.
-            covered: tells leaves that are restored in place.
+            tree: the saved tree.
+            covered: recognizes leaves that are restored in place.
 
         Raises:
             IncompatibleCheckpoint: names the key, saved and wanted, or the object.
@@ -52,10 +58,10 @@ class StateObjects:
         saved = tree_items(tree)
         if "d" in tree and not saved and (problem := self._refuses_nothing(name, current)):
             raise IncompatibleCheckpoint(
-                f"state {name!r} was empty when it was saved, as that of a disabled "
-                f"torch.amp.GradScaler is, and a {type(self._states[name]).__name__} that is not "
-                f"refuses to load that ({problem}): restore with the object as it was, or let it "
-                "keep its present state with strict=False"
+                f"state {name!r} was empty when it was saved, as a disabled torch.amp.GradScaler's "
+                f"is, and an enabled {type(self._states[name]).__name__} refuses to load that "
+                f"({problem}): restore with the object as it was, or let it keep its present state "
+                "with strict=False"
             )
         if not isinstance(current, dict) or not _is_plain_module(self._states[name]):
             return
@@ -86,16 +92,19 @@ class StateObjects:
         strict: bool,
         skipped: list[str],
     ) -> Any:
-        """Make what an object is handed: what was saved, with its live sharded tensors.
+        """Build the state dict to load: the saved content with the live sharded tensors.
 
         Args:
-            current: its present state dict.
-            kept: tells live values that take what was saved in their place, and stay.
-            covered: tells leaves that are restored in place.
-            of_table: tells keys of a table, under which an optimizer keeps state that depends on
-                the table's sharding: keys that only one side has stay as they are live.
-            strict: whether a plain module must have just what was saved; if not, it gets what fits.
-            skipped: gets what doesn't.
+            name: the object's name.
+            current: the object's present state dict.
+            saved: the saved content.
+            kept: recognizes live values that are used in place of the saved ones.
+            covered: recognizes leaves that are restored in place.
+            of_table: recognizes keys of a table, under which an optimizer keeps state that depends
+                on the sharding: such keys on one side only keep their live content.
+            strict: whether a plain module must match the saved content exactly; if not, only the
+                matching part is loaded.
+            skipped: receives a description of each part left out.
         """
         state = self._states[name]
         if not strict and saved == {} and self._refuses_nothing(name, current):
@@ -107,8 +116,12 @@ class StateObjects:
         return _with_live(current, saved, kept, covered, by_table)
 
     def _refuses_nothing(self, name: str, current: object) -> str | None:
-        """Try an empty state on a copy of an object whose present one is not empty; return what
-        the copy raises. Many objects take it: counts without any labels, say.
+        """Load an empty state into a copy of an object whose state is not empty.
+
+        Many objects accept one: counts without any labels, say.
+
+        Returns:
+            The copy's error as text; None if there is none, or if the object can't be copied.
         """
         if (
             not isinstance(current, dict)
@@ -118,7 +131,7 @@ class StateObjects:
             return None
         try:
             trial: Any = copy.deepcopy(self._states[name])
-        except Exception:  # unknown: the object itself will say it
+        except Exception:  # unknown: the object itself will raise if it refuses
             return None
         try:
             trial.load_state_dict({})
@@ -128,8 +141,9 @@ class StateObjects:
 
 
 def _with_live(current: Any, saved: Any, kept: Kept, covered: Covered, of_table: Covered) -> Any:
-    """Put live leaves that were restored in place where they belong; keep the live dicts' types
-    and tensors' devices.
+    """Return the saved content with the live leaves that were restored in place.
+
+    Dicts keep the live ones' types, tensors the live ones' devices.
     """
     if kept(current, saved):
         return current
@@ -139,8 +153,8 @@ def _with_live(current: Any, saved: Any, kept: Kept, covered: Covered, of_table:
         return saved
     if not isinstance(saved, dict):
         if isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)):
-            beside = zip_longest(saved, current[: len(saved)])
-            return type(saved)(_with_live(live, s, kept, covered, of_table) for s, live in beside)
+            pairs = zip_longest(saved, current[: len(saved)])
+            return type(saved)(_with_live(live, s, kept, covered, of_table) for s, live in pairs)
         return saved
     if not isinstance(current, dict):
         return saved
@@ -158,7 +172,7 @@ def _with_live(current: Any, saved: Any, kept: Kept, covered: Covered, of_table:
     if type(current) is dict:
         return content
     try:
-        like = copy.copy(current)  # with a module's versions, a counter's type …
+        like = copy.copy(current)  # keeps a module's versions, a counter's type …
         like.clear()
         like.update(content)
     except Exception:
@@ -167,7 +181,7 @@ def _with_live(current: Any, saved: Any, kept: Kept, covered: Covered, of_table:
 
 
 def _live_part(value: Any, covered: Covered) -> Any:
-    """What of a live value is restored in place; ``_MISSING`` if nothing is."""
+    """Return the part of a live value that is restored in place; ``_MISSING`` if none is."""
     if covered(value):
         return value
     if isinstance(value, dict):
@@ -184,7 +198,7 @@ def _fitting(
     covered: Covered,
     skipped: list[str],
 ) -> dict[Any, Any]:
-    """What of a module's saved state it can load, and for the rest what it has."""
+    """Return the saved state that a module can load, completed by its present state."""
     skipped += [f"state {name}.{key}: only in the checkpoint" for key in saved.keys() - current]
     fitting = {}
     for key, value in current.items():
@@ -201,9 +215,7 @@ def _fitting(
 
 
 def _is_plain_module(state: object) -> bool:
-    """Whether a module loads its state as torch's own modules do, so that it refuses other keys and
-    shapes.
-    """
+    """Return whether a module loads as torch's own do, and so refuses other keys and shapes."""
     return (
         isinstance(state, nn.Module)
         and type(state).load_state_dict is nn.Module.load_state_dict

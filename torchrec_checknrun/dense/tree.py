@@ -1,15 +1,16 @@
-"""Walk through optimizers that wrap or combine others, from TorchRec or a user.
+"""Walk through optimizers that wrap or combine others, and through their parameters.
 
-TorchRec nests them freely, and its state dicts show the innermost ones' state only: warm-up around
-a combined optimizer, say, leaves no trace of the warm-up. Users' own optimizers (Lookahead, SAM)
-hold another one in any attribute, and torch's state dict shows the outermost one's state only.
+TorchRec nests optimizers freely, and its state dicts show only the innermost ones' state: warm-up
+around a combined optimizer, say, leaves no trace. Users' own optimizers (Lookahead, SAM) hold
+another one in any attribute, and torch's state dict shows only the outermost one's state.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,9 +18,12 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 _TORCHS = frozenset({"state", "param_groups", "params", "defaults"})
-"""Attributes of every optimizer, in which others are not looked for."""
+"""Attributes of every optimizer that are not searched for others."""
 _DEEPEST = 3
-"""Levels of lists and dicts in which optimizers are looked for."""
+"""Levels of lists and dicts that are searched for optimizers."""
+
+Key = str | int
+"""A parameter's name, or torch's number of it."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,13 @@ class Node:
     """One optimizer in a nest.
 
     Attributes:
-        identity: its class with the keys of the combined optimizers around it, and a number where
-            that is ambiguous. Wrappers that come or go around it don't change it.
-        prefix: what its parameters' names begin with in the outermost state dict.
+        identity: the class with the keys of the combined optimizers around it, and a number if
+            that is ambiguous. Adding or removing a wrapper around it doesn't change it.
+        prefix: the prefix of its parameters' names in the outermost state dict.
         keyed: the ``KeyedOptimizer`` that names its parameters: itself, or the wrapper around it.
-        fused: whether it updates tables inside kernels, and nothing else.
-        steps: whether it keeps parameters' state itself.
-        wraps: whether it holds other optimizers.
+        fused: whether the optimizer updates only tables inside kernels.
+        steps: whether the optimizer keeps parameters' state itself.
+        wraps: whether the optimizer holds other optimizers.
     """
 
     optimizer: Optimizer
@@ -49,12 +53,93 @@ class Node:
         return CombinedOptimizer.prepend_opt_key(name, self.prefix)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A place in a walk: a node, and where its state is.
+@dataclass
+class Parameter:
+    """One parameter of an optimizer.
 
     Attributes:
-        root: identity of the outermost optimizer whose state dict shows this one's state.
+        key: the key that the state is stored under.
+        name: the name in the model, or the key.
+        optimizer: torch's optimizer, which keeps the state.
+        group: the parameter group.
+        sharded: whether the parameter is a sharded table, or this rank's part of one. Its optimizer
+            is in the kernel: the parameter gets no gradient, each rank has other such parameters,
+            and none of them is stored.
+    """
+
+    key: Key
+    name: str
+    parameter: torch.Tensor
+    optimizer: Optimizer
+    group: dict[str, Any]
+    sharded: bool
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """The state made for the parameter; None if there is none."""
+        return self.optimizer.state.get(self.parameter) or None
+
+
+class Parameters:
+    """The parameters whose state one state dict shows, with their keys.
+
+    Args:
+        optimizer: the outermost optimizer.
+        names: the model's parameters.
+        sharded: names of the model's tables in fused kernels.
+
+    Attributes:
+        numbered: whether a plain optimizer's keys are torch's numbers in any case; otherwise only
+            if the model doesn't know all parameters.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[torch.Tensor, str], sharded: Collection[str]
+    ) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._sharded = sharded
+        self.numbered = False
+
+    def __iter__(self) -> Iterator[Parameter]:
+        if not isinstance(self._optimizer, KeyedOptimizer):
+            keys = self.keys()
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield self._parameter(keys[parameter], parameter, self._optimizer, group)
+            return
+        for node in nodes(self._optimizer):
+            if node.steps and node.keyed is not None:
+                yield from self._of_node(node, node.keyed)
+
+    def keys(self) -> dict[torch.Tensor, Key]:
+        """Return a plain optimizer's parameters in torch's order, with their keys."""
+        parameters = dict.fromkeys(p for g in self._optimizer.param_groups for p in g["params"])
+        if self.numbered or not all(p in self._names for p in parameters):
+            return {parameter: number for number, parameter in enumerate(parameters)}
+        return {parameter: self._names[parameter] for parameter in parameters}
+
+    def _of_node(self, node: Node, keyed: KeyedOptimizer) -> Iterator[Parameter]:
+        groups = {p: group for group in node.optimizer.param_groups for p in group["params"]}
+        for name, parameter in keyed.params.items():
+            if parameter in groups:
+                group = groups[parameter]
+                yield self._parameter(node.key(name), parameter, node.optimizer, group)
+
+    def _parameter(
+        self, key: Key, parameter: torch.Tensor, optimizer: Optimizer, group: dict[str, Any]
+    ) -> Parameter:
+        name = self._names.get(parameter, str(key))
+        sharded = name.removesuffix(".weight") in self._sharded
+        return Parameter(key, name, parameter, optimizer, group, sharded)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place in a walk: a node, and the optimizer whose state dict shows its state.
+
+    Attributes:
+        root: identity and attribute of the outermost such optimizer; empty if it is the walk's.
     """
 
     node: Node
@@ -62,8 +147,9 @@ class _Place:
 
 
 def nodes(optimizer: Optimizer) -> list[Node]:
-    """List the optimizers whose state one state dict shows, the innermost first; of fused ones only
-    the outermost. Those in ``hidden_optimizers`` are left out.
+    """List the optimizers whose state one state dict shows, the innermost first.
+
+    Of fused optimizers only the outermost is listed; ``hidden_optimizers`` are left out.
     """
     return [place.node for place in _walk(optimizer) if not place.root][::-1]
 
@@ -90,8 +176,7 @@ def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers that one holds itself: parts, attributes, and items of lists and dicts
-    there.
+    """Return the optimizers that one holds: parts, attributes, items of lists and dicts.
 
     Returns:
         The optimizers by attribute (``base``, ``parts[0]``) or key in a combined optimizer.
@@ -106,19 +191,19 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer updates tables inside kernels, and nothing else."""
+    """Return whether an optimizer updates only tables inside kernels."""
     if isinstance(optimizer, CombinedOptimizer):
         return all(is_fused(part) for _, part in optimizer.optimizers)
     return isinstance(optimizer, FusedOptimizer)
 
 
 def own_parameters(node: Node) -> dict[str, torch.Tensor]:
-    """Return the parameters that a wrapper made for itself, by name: they are in no group.
+    """Return the parameters that a wrapper made for itself, by name; no group has them.
 
     ``WarmupOptimizer`` keeps its counters as the state of such a parameter.
     """
     if isinstance(node.optimizer, CombinedOptimizer):
-        return {}  # its parts'
+        return {}  # its parts have their own
     params = getattr(node.optimizer, "params", None)
     if not isinstance(params, Mapping):
         return {}
@@ -127,7 +212,7 @@ def own_parameters(node: Node) -> dict[str, torch.Tensor]:
 
 
 def _walk(optimizer: Optimizer) -> Iterator[_Place]:
-    """Yield each optimizer in a nest once, the outer ones first."""
+    """Yield each optimizer in a nest once, outer ones first."""
     identities: Counter[str] = Counter()
     seen: set[int] = set()
 
@@ -152,7 +237,7 @@ def _walk(optimizer: Optimizer) -> Iterator[_Place]:
         shown = {name for name, each in inner.items() if _shows(optimizer, name, each)}
         steps = not (combines or shown)
         yield _Place(Node(optimizer, identity, prefix, keyed, False, steps, bool(inner)), root)
-        # Those shown first: one may also be inside a hidden one.
+        # Shown ones first: a shown optimizer may also be inside a hidden one.
         for name, each in sorted(inner.items(), key=lambda item: item[0] not in shown):
             if combines:
                 yield from walk(each, CombinedOptimizer.prepend_opt_key(name, prefix), None, root)
@@ -165,7 +250,7 @@ def _walk(optimizer: Optimizer) -> Iterator[_Place]:
 
 
 def _shows(outer: Optimizer, name: str, inner: Optimizer) -> bool:
-    """Tell whether an optimizer's state dict shows the state of one that it holds."""
+    """Return whether an optimizer's state dict shows the state of one that it holds."""
     if name == "_optimizer" and isinstance(outer, KeyedOptimizer):  # TorchRec's wrappers
         return True
     return outer.state is inner.state

@@ -1,9 +1,9 @@
-"""What optimizer wrappers hold themselves: counters of warm-up, clipping and users' own wrappers.
+"""Save and restore the attributes of optimizer wrappers: warm-up, clipping, users' own counters.
 
-TorchRec's state dicts leave it out, or its ``load_state_dict`` sets it back. All of a wrapper's
-attributes that are plain values count, what its constructor was given among them: as with torch's
-schedulers and parameter groups, the saved values win over those that a new process was built with
-(a warning names the constructor's), and whoever wants other ones sets them after the restore.
+TorchRec's state dicts omit them, or its ``load_state_dict`` resets them. All attributes with plain
+values are saved, constructor arguments among them: as with torch's schedulers and parameter groups,
+saved values win over the values that a new process was built with. A warning names the
+constructor's arguments that change; set other values after the restore if needed.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ from torchrec_checknrun.format.state import Tree, tree_items
 logger = logging.getLogger(__name__)
 
 WRAPPERS = "wrappers"
-"""What is stored of all wrappers of an optimizer, beside its state."""
+"""Key of the wrappers' values, beside an optimizer's state."""
 _ATTRIBUTES, _STATE, _DEFAULTS = "attributes", "state", "defaults"
 _PARAMETERS = "parameters"
 _ELSEWHERE = frozenset({"params", "state", "param_groups", "defaults", "step", "_optims"})
-"""Attributes that are stored otherwise, or are no state."""
+"""Attributes that are stored elsewhere, or are no state."""
 _OF_STEPS = frozenset({"_opt_called"})
-"""The only attribute stored of an optimizer that keeps parameters' state: all else is in that."""
+"""The only attribute stored of an optimizer that keeps parameters' state, which holds the rest."""
 _OF_PROCESS = re.compile(r"(^|_)(rank|world)(_|$)")
-"""Attributes that, if they are whole numbers, describe the process rather than the run."""
+"""Names of attributes that, as whole numbers, describe the process rather than the run."""
 _PLACES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-"""Environment variables with such numbers."""
+"""Environment variables with values of such attributes."""
 _HOOKS = re.compile(r"^_optimizer_.*_hooks$")
 _SETTING = "_save_param_groups"
-"""Says what state dicts show; no state of the run."""
+"""A default that only controls the content of state dicts."""
 _REMEDY = (
-    "make it numbers, texts, tensors, or lists and dicts of them (keys: texts or integers), give "
-    "it state_dict and load_state_dict, or give what holds it to the Checkpointer as a state object"
+    "use numbers, strings, tensors, or lists and dicts of them (keys: strings or integers), give "
+    "it state_dict and load_state_dict, or pass its owner to the Checkpointer as a state object"
 )
-_told: set[tuple[type, str, str]] = set()
+_warned: set[tuple[type, str, str]] = set()
+"""Warnings already logged: class, attribute, problem."""
 
 
 def held(node: Node, references: References) -> dict[str, Any]:
-    """Return what a wrapper holds itself, in the form that is stored; empty if nothing.
+    """Return the values that a wrapper holds, in the stored form with the live tensors.
 
     Returns:
-        ``attributes`` and ``defaults`` by name, as ``pack`` makes them; ``parameters`` that the
-        wrapper made for itself, but empty ones, and their ``state``, by the parameters' names. With
-        the live tensors.
+        ``attributes`` and ``defaults`` by name, as ``pack`` makes them; non-empty ``parameters``
+        that the wrapper made for itself, and their ``state``, by the parameters' names. Empty parts
+        are left out.
     """
     optimizer = node.optimizer
     attributes = {}
@@ -68,7 +69,7 @@ def held(node: Node, references: References) -> dict[str, Any]:
         if packed is not LIVE:
             attributes[name] = packed
         for path, what in lost.items():
-            _tell(optimizer, name, f"{path}, a {type(what).__name__}, is not saved", _REMEDY)
+            _warn(optimizer, name, f"{path}, a {type(what).__name__}, is not saved", _REMEDY)
     defaults = {} if node.steps or node.fused else getattr(optimizer, _DEFAULTS, None) or {}
     kept = {k: pack(v, references, k, {}) for k, v in defaults.items() if k != _SETTING}
     kept = {k: v for k, v in kept.items() if v is not LIVE}
@@ -85,25 +86,27 @@ def held(node: Node, references: References) -> dict[str, Any]:
 def give_back(
     node: Node, saved: Mapping[str, Any], references: References, resized: bool = False
 ) -> list[str]:
-    """Write what ``held`` returned into a live wrapper.
+    """Write the values that ``held`` returned into a live wrapper.
 
-    Call it after ``load_state_dict``, which may set some of it back. A live value that refers to
-    what is stored otherwise stays: an empty list may have been saved where parameters are now.
-    Whatever can't be put back stays as it is live, with a warning.
+    Call it after ``load_state_dict``, which may reset some of them. A live reference to a value
+    stored elsewhere is kept: an empty list may have been saved where parameters are now. A value
+    that can't be put back keeps its live one, with a warning.
 
     Args:
-        resized: the number of ranks is another one: values may have been derived from it.
+        saved: the result of ``held``.
+        references: values that are stored elsewhere.
+        resized: the number of ranks has changed, and values may have been derived from it.
 
     Returns:
-        Those attributes that have come back with another value: the constructor's arguments, and
-        if ``resized`` all.
+        Descriptions of the constructor arguments whose value has changed; of all changed attributes
+        if ``resized``.
     """
     optimizer = node.optimizer
     device = next((p.device for p in _tensors(optimizer)), None)
     attributes = saved.get(_ATTRIBUTES, {})
     live_ones = dict(_attributes(node))
     for name in _OF_STEPS & live_ones.keys() - attributes.keys():
-        delattr(optimizer, name)  # it hadn't stepped under a scheduler
+        delattr(optimizer, name)  # saved before a first step under a scheduler
     arguments = _arguments(type(optimizer))
     changed = []
     for name, value in attributes.items():
@@ -111,36 +114,38 @@ def give_back(
         packed = pack(live, references, name, {})
         if live in references or (packed is LIVE and _is_filled(live)):
             if value is not LIVE and not _is_empty(value):
-                _keeps(optimizer, name, f"it refers to a {type(live).__name__}, and did not")
+                reason = f"it refers to a {type(live).__name__} now, and did not when saved"
+                _warn_kept(optimizer, name, reason)
             continue
         if same(packed, value):
             continue
         try:
             why = why_not(live, value, references)
             if why is None:
-                theirs = name.lstrip("_") in arguments or _is_shared(type(optimizer), live)
-                new = put(live, value, references, device, anew=theirs)
+                foreign = name.lstrip("_") in arguments or _is_shared(type(optimizer), live)
+                new = put(live, value, references, device, fresh=foreign)
                 if new is not live:
                     setattr(optimizer, name, new)
-        except Exception as error:  # whatever a user's load_state_dict or setter raises
+        except Exception as error:  # a user's load_state_dict or setter may raise anything
             why = f"{type(error).__name__}: {error}"
         if why is not None:
-            _keeps(optimizer, name, why)
+            _warn_kept(optimizer, name, why)
         elif resized or name.lstrip("_") in arguments:
             changed.append(f"{name} = {_shown(value)} (not {_shown(packed)})")
-    _tell_of_new(node, live_ones, attributes, references)
+    _warn_of_new(node, live_ones, attributes, references)
     _give_back_rest(node, saved, references, device)
     return changed
 
 
 def without_takers(saved: Mapping[str | int, Tree], live: Collection[Node]) -> dict[str, list[str]]:
-    """Find the wrappers of a checkpoint that no live wrapper is.
+    """Find the wrappers of a checkpoint that have no live counterpart.
 
     Args:
-        saved: what ``held`` returned, as trees, by the wrappers' identities.
+        saved: results of ``held`` as trees, by the wrappers' identities.
+        live: the live optimizers.
 
     Returns:
-        Their attributes' names by identity.
+        The missing wrappers' attributes, by identity.
     """
     takers = {node.identity for node in live}
     found = {}
@@ -172,14 +177,14 @@ def _attributes(node: Node) -> Iterator[tuple[str, Any]]:
 def _give_back_rest(
     node: Node, saved: Mapping[str, Any], references: References, device: torch.device | None
 ) -> None:
-    """Write defaults, and a wrapper's own parameters with their state."""
+    """Write a wrapper's defaults, and its own parameters with their state."""
     optimizer = node.optimizer
     for name, value in saved.get(_DEFAULTS, {}).items():
         live = optimizer.defaults.get(name)
         if why := why_not(live, value, references):
-            _keeps(optimizer, f"{_DEFAULTS}[{name!r}]", why)
+            _warn_kept(optimizer, f"{_DEFAULTS}[{name!r}]", why)
         else:
-            optimizer.defaults[name] = put(live, value, references, device, anew=True)
+            optimizer.defaults[name] = put(live, value, references, device, fresh=True)
     state, stored = optimizer.state, saved.get(_STATE, {})
     values = saved.get(_PARAMETERS, {})
     for name, parameter in _own(node).items():
@@ -187,7 +192,7 @@ def _give_back_rest(
             with torch.no_grad():
                 parameter.copy_(values[name])
         elif name in values or parameter.numel():
-            _keeps(optimizer, name, "the checkpoint has no such parameter, or of another shape")
+            _warn_kept(optimizer, name, "the checkpoint has no such parameter, or of another shape")
         if name in stored:
             live = state.get(parameter, {})
             state[parameter] = {
@@ -199,6 +204,7 @@ def _give_back_rest(
 
 
 def _own(node: Node) -> dict[str, torch.Tensor]:
+    """Return a wrapper's own parameters, if their state is stored with the wrapper."""
     if node.fused or node.steps or not isinstance(node.optimizer.state, MutableMapping):
         return {}
     return own_parameters(node)
@@ -211,20 +217,20 @@ def _is_state(node: Node, name: str) -> bool:
 
 
 def _is_of_process(optimizer: Optimizer, name: str, value: object) -> bool:
-    """Tell whether an attribute is this process's rank or the like; of an odd one that is told."""
+    """Return whether an attribute is this process's rank or the like; warn of an odd value."""
     if not _OF_PROCESS.search(name) or not (value is None or isinstance(value, int)):
         return False
     places = {int(text) for place in _PLACES if (text := os.environ.get(place, "")).isdigit()}
     if dist.is_initialized():
         places |= {dist.get_rank(), dist.get_world_size()}
     if type(value) is int and value not in {*places, 0, 1}:
-        what = f"{name} = {value} is taken for the process's place among others, and is not saved"
-        _tell(optimizer, name, what, "if it is state, give it a name without rank or world")
+        what = f"{name} = {value} is taken for the process's rank or world size, and is not saved"
+        _warn(optimizer, name, what, "if it is state, rename it without rank or world")
     return True
 
 
 def _is_filled(value: object) -> bool:
-    """Tell whether a value packed as a reference is a container of references."""
+    """Return whether a value packed as a reference is a container of references."""
     return isinstance(value, (Mapping, list, tuple, deque)) and bool(value)
 
 
@@ -232,27 +238,27 @@ def _is_empty(value: object) -> bool:
     return isinstance(value, (dict, list, tuple)) and not value
 
 
-def _tell_of_new(
+def _warn_of_new(
     node: Node, live: Mapping[str, Any], saved: Mapping[str, Any], references: References
 ) -> None:
-    """Tell of attributes that the checkpoint lacks: made later, or of newer code."""
+    """Warn of attributes that the checkpoint lacks: made later, or by newer code."""
     for name in live.keys() - saved.keys() - _OF_STEPS:
         packed = pack(live[name], references, name, {})
         if packed is not LIVE:
-            _keeps(node.optimizer, name, "the checkpoint has no such attribute")
+            _warn_kept(node.optimizer, name, "the checkpoint has no such attribute")
 
 
-def _keeps(optimizer: Optimizer, name: str, why: str) -> None:
-    what = f"{name} keeps the value that it has now, which is not restored ({why})"
-    _tell(optimizer, name, what, "set it after the restore if that is not right")
+def _warn_kept(optimizer: Optimizer, name: str, why: str) -> None:
+    what = f"{name} keeps its present value and is not restored ({why})"
+    _warn(optimizer, name, what, "set it after the restore if that is wrong")
 
 
-def _tell(optimizer: Optimizer, name: str, what: str, remedy: str) -> None:
-    """Tell once of an attribute of a user's wrapper."""
+def _warn(optimizer: Optimizer, name: str, what: str, remedy: str) -> None:
+    """Warn once of an attribute of a user's wrapper."""
     kind = type(optimizer)
-    if kind.__module__.partition(".")[0] in ("torch", "torchrec") or (kind, name, what) in _told:
+    if kind.__module__.partition(".")[0] in ("torch", "torchrec") or (kind, name, what) in _warned:
         return
-    _told.add((kind, name, what))
+    _warned.add((kind, name, what))
     logger.warning("%s.%s: %s", kind.__name__, what, remedy)
 
 
@@ -269,12 +275,13 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _is_shared(kind: type, value: object) -> bool:
-    """Tell whether a value is one of a module that a wrapper's class is of: not the wrapper's."""
+    """Return whether a value belongs to a module of the wrapper's class, not to the wrapper."""
     modules = {ancestor.__module__ for ancestor in kind.__mro__} & sys.modules.keys()
     return any(value is found for name in modules for found in vars(sys.modules[name]).values())
 
 
 def _arguments(kind: type) -> set[str]:
+    """Return the names of the constructor arguments of a class and its ancestors."""
     return {
         name
         for ancestor in kind.__mro__[:-1]

@@ -1,4 +1,4 @@
-"""Describe pieces of sharded tensors in a rank file's index, and check what an index says."""
+"""Blocks of sharded tensors that are not tables: describe and check their index entries."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.checks import (
     LARGEST,
+    Check,
     as_count,
     as_text,
     check_object,
@@ -19,31 +20,33 @@ from torchrec_checknrun.format.checks import (
 from torchrec_checknrun.format.chunk import Entry, dtype_name
 from torchrec_checknrun.format.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
 
-KIND = "block"
-
+_LONGEST_NAME = 1000
+"""Characters of a path in an error: an untrusted checkpoint may have longer ones."""
 
 Path = tuple[str | int, ...]
 """The keys that lead to a tensor in a state dict."""
 
 
-_LONGEST_NAME = 1000
-"""In an error: a stranger's checkpoint may have longer ones."""
-
-
 @dataclass(frozen=True)
 class BlockHeader:
-    """A piece's index entry, checked."""
+    """A block's index entry, checked.
+
+    Attributes:
+        path: the keys that lead to the tensor.
+        size: the whole tensor's.
+        box: where the block lies in the tensor.
+        shard: the box of the shard that the block is a piece of.
+    """
 
     path: Path
     dtype: torch.dtype
     size: tuple[int, ...]
     box: Box
     shard: Box
-    """The whole part that this is a piece of."""
 
     @property
     def kind(self) -> str:
-        """Type and shape of the whole tensor, as errors give them."""
+        """The whole tensor's dtype and shape, for errors."""
         return f"{dtype_name(self.dtype)} {list(self.size)}"
 
 
@@ -74,12 +77,18 @@ def block_header(entry: Entry) -> BlockHeader:
 
 
 def decode_block(header: BlockHeader, payload: memoryview) -> torch.Tensor:
-    """Make a piece's bytes a tensor of its box's shape."""
+    """Decode a block's bytes into a tensor of its box's shape."""
     if not len(payload):
         return torch.empty(header.box.shape, dtype=header.dtype, device="cpu")
-    # Of memory of its own: tensors must be writable, and the bytes may be anywhere.
+    # A copy: tensors must be writable and aligned, and the payload may be neither.
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     return data.view(header.dtype).view(header.box.shape)
+
+
+def name_of(path: Path) -> str:
+    """Return a path's name for errors."""
+    name = ".".join(str(key) for key in path)
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}…"
 
 
 def _box_within(spans: list[tuple[int, int]], whole: Box) -> Box:
@@ -100,7 +109,7 @@ def _as_span(value: object) -> tuple[int, int]:
     return start, stop
 
 
-_FIELDS = {
+_FIELDS: dict[str, Check] = {
     **dict.fromkeys(("kind", "dtype"), as_text),
     **dict.fromkeys(("offset", "length"), as_count),
     "size": list_of(as_count),
@@ -108,9 +117,3 @@ _FIELDS = {
     "checksum": optional(as_text),
     "path": list_of(_as_key),
 }
-
-
-def name_of(path: Path) -> str:
-    """A path as errors call it."""
-    name = ".".join(str(key) for key in path)
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}…"

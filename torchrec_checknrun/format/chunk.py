@@ -1,7 +1,8 @@
-"""A chunk: some rows of one shard, or one state object, as one run of bytes with its index entry.
+"""A chunk: rows of one shard, a block of a sharded tensor or one state object, as one run of bytes.
 
-The entry (JSON, in the rank file's index) says what the bytes are; the storage layer adds where
-they are and their checksum.
+Each chunk has an entry (JSON) in its rank file's index that describes the bytes; the rank file adds
+position and checksum. The payload of a chunk of rows is a sequence of sections, each compressed
+where that makes it smaller.
 """
 
 from __future__ import annotations
@@ -18,13 +19,28 @@ from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.checks import as_count
 from torchrec_checknrun.format.state import Tree, decode_state
 
+ROWS, BLOCK, STATE, COLLISIONS = "rows", "block", "state", "collisions"
+"""Kinds of chunks, as index entries name them."""
+
+DECODED_BYTES = 64 << 20
+"""The largest decoded chunk that may be compressed: a few bytes can expand to any number of zeros,
+and readers need memory for them. Larger chunks are limited by their stored bytes, see
+``decoded_most``.
+"""
+
+_EXPANSION = 64
+"""The largest ratio of decoded to stored bytes of an uncompressed chunk; 2-bit fp64 has 32."""
+
+_LEVEL = 1
+"""Level of zstd: higher ones make quantized rows no smaller."""
+
 Entry = dict[str, Any]
 
 
 class EncodedChunk(io.BytesIO):
-    """A chunk's index entry and its bytes, which stay in pieces: joined, they would be there twice.
+    """A chunk's index entry and its bytes, in pieces: joining them would hold the bytes twice.
 
-    A BytesIO because DCP's planners hand those over; this package uses ``pieces``.
+    A BytesIO because DCP's planners pass such objects; this package uses ``pieces``.
     """
 
     def __init__(self, entry: Entry, pieces: list[bytes | memoryview]) -> None:
@@ -33,26 +49,26 @@ class EncodedChunk(io.BytesIO):
         self.pieces = pieces
 
     def encode(self) -> EncodedChunk:
-        """Itself: what is to be written may also be something that is yet to be encoded."""
+        """Return this chunk: it takes the place of jobs that encode their chunk only when asked."""
         return self
 
     def getvalue(self) -> bytes:
-        """All bytes; no copy of a single piece."""
+        """Return all bytes, without a copy if there is a single piece."""
         return b"".join(self.pieces)
 
 
 def state_chunk(
     name: str, rank: int | None, tree: Tree, pieces: list[bytes | memoryview]
 ) -> EncodedChunk:
-    """An encoded state object as a chunk; ``rank`` is None for one that all ranks have alike."""
-    return EncodedChunk({"kind": "state", "name": name, "rank": rank, "tree": tree}, pieces)
+    """Wrap an encoded state object as a chunk; ``rank`` is None for a replicated object."""
+    return EncodedChunk({"kind": STATE, "name": name, "rank": rank, "tree": tree}, pieces)
 
 
 def state_tree(entry: Entry) -> Tree:
-    """A state chunk's tree.
+    """Return a state chunk's tree.
 
     Raises:
-        CorruptCheckpoint: there is none.
+        CorruptCheckpoint: the entry has none.
     """
     tree = entry.get("tree")
     if not isinstance(tree, dict):
@@ -61,10 +77,10 @@ def state_tree(entry: Entry) -> Tree:
 
 
 def decode_state_chunk(entry: Entry, payload: bytes | memoryview) -> Any:
-    """The state object again.
+    """Decode a chunk's state object.
 
     Raises:
-        CorruptCheckpoint: tree and payload don't fit each other.
+        CorruptCheckpoint: tree and payload don't match.
     """
     try:
         return decode_state(state_tree(entry), payload)
@@ -74,27 +90,14 @@ def decode_state_chunk(entry: Entry, payload: bytes | memoryview) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A data type as index entries have it."""
+    """Return a dtype's name in index entries."""
     return str(dtype).removeprefix("torch.")
 
 
-DECODED_BYTES = 64 << 20
-"""Up to which size a chunk's rows may be compressed: a few bytes can stand for any number of zeros,
-and whoever reads them must have the memory. Larger chunks have bytes of their own, as many as
-``decoded_most`` says.
-"""
-
-
-_EXPANSION = 64
-"""A 64th part of a decoded chunk is stored at least; in 2 bit of fp64 it is a 32nd part."""
-
-
-_LEVEL = 1
-"""Of zstd: a higher one makes quantized rows no smaller."""
-
-
 def decoded_most(stored: int) -> int:
-    """Bytes that a chunk's rows may have, ids and optimizer state included, by those stored."""
+    """Return the most bytes that a chunk of so many stored bytes may decode to: rows, row ids and
+    optimizer state.
+    """
     return max(DECODED_BYTES, _EXPANSION * stored)
 
 
@@ -104,7 +107,7 @@ class Section:
 
     Attributes:
         stored: bytes in the payload.
-        raw: bytes before compression; None if it isn't compressed.
+        raw: bytes before compression; None if the part is not compressed.
     """
 
     stored: int
@@ -112,19 +115,19 @@ class Section:
 
     @classmethod
     def of(cls, entry: Entry) -> Section:
-        """What ``Sections.add`` has put into an index entry.
+        """Parse what ``Sections.add`` returned.
 
         Raises:
-            KeyError, ValueError: it isn't that.
+            KeyError, ValueError: a field is missing or malformed.
         """
         return cls(as_count(entry["bytes"]), as_count(entry["raw"]) if "raw" in entry else None)
 
 
 class Sections:
-    """A payload that is made.
+    """A payload under construction.
 
     Args:
-        compress: whether zstd is tried.
+        compress: try zstd on each part.
     """
 
     def __init__(self, compress: bool) -> None:
@@ -132,7 +135,7 @@ class Sections:
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL) if compress else None
 
     def add(self, data: bytes | memoryview) -> Entry:
-        """Appends a part; returns what reading needs to know of it."""
+        """Append a part; return its sizes for the index entry."""
         size = memoryview(data).nbytes
         if self._compressor is not None:
             smaller = self._compressor.compress(data)
@@ -146,17 +149,17 @@ class Sections:
 def open_sections(
     sections: Sequence[Section], payload: memoryview, most: int
 ) -> Iterator[memoryview]:
-    """The parts again, each decompressed when it is asked for.
+    """Yield a payload's parts, each decompressed when the iterator reaches it.
 
     Args:
-        most: bytes that no part can have.
+        most: the largest possible size of a part, in bytes.
 
     Raises:
-        ValueError: payload and sections don't fit each other.
+        ValueError: payload and sections don't match.
     """
     total = sum(section.stored for section in sections)
     if total != len(payload):
-        raise ValueError(f"it should have {total} bytes, not {len(payload)}")
+        raise ValueError(f"the payload should have {total} bytes, not {len(payload)}")
     at = 0
     for section in sections:
         part = payload[at : at + section.stored]
@@ -168,17 +171,17 @@ def open_sections(
 
 
 def decompress(part: bytes | memoryview, least: int, most: int, limit: int) -> bytes:
-    """The content of a zstd frame that says how large it is; no memory for one of another size.
+    """Decompress a zstd frame, allocating no more memory than the frame's stated, checked size.
 
     Args:
-        least, most: how many bytes it should have.
-        limit: how many it can have at all.
+        least, most: the range of sizes expected.
+        limit: the largest size allowed at all.
 
     Raises:
-        ValueError: it has others, or isn't a frame.
+        ValueError: the size is out of range, or the part is not a frame.
     """
     if least > limit:
-        raise ValueError(f"a part claims {least} bytes, more than the {limit} it can have")
+        raise ValueError(f"a part claims {least} bytes, more than the {limit} allowed")
     try:
         size = zstandard.get_frame_parameters(part).content_size
         if not least <= size <= most:

@@ -1,4 +1,4 @@
-"""Describe what managed-collision modules know in a rank file's index, and check such entries."""
+"""State of managed-collision modules: encode it as a chunk, and check such index entries."""
 
 from __future__ import annotations
 
@@ -10,33 +10,30 @@ import torch
 from torchrec_checknrun.boxes import Span
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.checks import as_count
-from torchrec_checknrun.format.chunk import EncodedChunk, Entry
+from torchrec_checknrun.format.chunk import COLLISIONS, EncodedChunk, Entry
 from torchrec_checknrun.format.state import encode_state
 
-KIND = "collisions"
-
-
 NAME = "managed collisions"
-
+"""The chunk's name in index entries and errors."""
 
 _MOST_HISTORY = 1 << 31
-"""Ids that a module may have room for between evictions."""
-
+"""The most ids that a module may have room for between evictions."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What an index entry says of one module.
+    """The configuration and counters of one module, as in an index entry.
 
     Attributes:
-        rows: of its table, which it maps ids to.
-        input_hash_size: raw ids are below this; 0 for any.
-        buckets: how often its rows are divided to be dealt to ranks; None if that is their number.
-        eviction_interval: in steps; this and the rest is for modules with a history.
+        rows: of its table, to which the module maps ids.
+        input_hash_size: exclusive upper bound of raw ids; 0 for none.
+        buckets: parts into which its rows are divided to be dealt to ranks; None if as many as
+            ranks.
+        eviction_interval: in steps; this and the following are for modules with a history.
         iteration, last_eviction: in steps; -1 before the first.
-        history_size: how many ids it has room for between evictions; -1 before the first step.
+        history_size: ids that the module has room for between evictions; -1 before the first step.
     """
 
     rows: Span
@@ -49,10 +46,10 @@ class Facts:
 
     @classmethod
     def parse(cls, document: dict[str, Any]) -> Facts:
-        """As an index entry has them.
+        """Parse one module's part of an index entry.
 
         Raises:
-            ValueError: a field is of a wrong type.
+            ValueError: a field is of a wrong type or out of range.
         """
         start, stop = document["rows"]
         facts = cls(**{**document, "rows": (start, stop)})
@@ -69,26 +66,32 @@ class Facts:
 
 @dataclass
 class CollisionState:
-    """What all modules of a rank know.
+    """The state of all managed-collision modules of a rank.
 
     Attributes:
         facts: by the module's state-dict path.
-        tensors: the same; what the module has collected since its last eviction.
+        tensors: by the same path, the ids and counts collected since the last eviction.
     """
 
     facts: dict[str, Facts]
     tensors: dict[str, Tensors]
 
     def encode(self, rank: int) -> EncodedChunk:
-        """As a chunk; its bytes are the live memory's where that can be."""
+        """Encode the state as a chunk, whose pieces share the live memory where possible."""
         tree, pieces = encode_state(self.tensors, NAME)
         facts = {path: asdict(of_module) for path, of_module in self.facts.items()}
-        entry: Entry = {"kind": KIND, "name": NAME, "rank": rank, "modules": facts, "tree": tree}
+        entry: Entry = {
+            "kind": COLLISIONS,
+            "name": NAME,
+            "rank": rank,
+            "modules": facts,
+            "tree": tree,
+        }
         return EncodedChunk(entry, pieces)
 
 
 def collision_facts(entry: Entry) -> tuple[int, dict[str, Facts]]:
-    """Return the rank that wrote an index entry, and what it says of each module by its path.
+    """Return the rank that wrote an index entry, and its facts by module path.
 
     Raises:
         CorruptCheckpoint: a field is missing or of a wrong type.

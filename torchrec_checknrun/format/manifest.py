@@ -1,8 +1,8 @@
-"""A checkpoint's manifest: small, JSON, and the last thing written. Where it is, the checkpoint is.
+"""A checkpoint's manifest: small, JSON, and written last, which makes the checkpoint exist.
 
-The file is ``{"checksum": …, "manifest": {…}}``; the checksum (xxh3, 128 bit) is over the manifest
-written canonically: keys sorted, no spaces, UTF-8. A child names its parent by id *and* checksum,
-so a chain can't be made of checkpoints that were replaced.
+The file is ``{"checksum": …, "manifest": {…}}``; the checksum (xxh3, 128 bit) covers the manifest's
+canonical bytes: keys sorted, no spaces, UTF-8. A child names its parent by id *and* checksum, so
+that no chain contains a checkpoint that was replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torchrec_checknrun.format.checks import checksum as _checksum
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 LAST_SEQUENCE = 10**18 - 1
-"""The last sequence number that ids have digits for."""
+"""The highest sequence number that fits into an id."""
 
 Kind = Literal["full", "differential"]
 
@@ -47,16 +47,16 @@ _ID = re.compile(r"seq-([0-9]{6,18})_step-([0-9]{8,18})_[0-9a-f]{8}")
 
 
 def checkpoint_id(sequence: int, step: int, attempt: str) -> str:
-    """A directory name that is never used twice.
+    """Build a directory name, never used twice.
 
     Args:
-        attempt: eight hex digits of this attempt's own.
+        attempt: eight hex digits unique to the attempt.
     """
     return f"seq-{sequence:06d}_step-{step:08d}_{attempt}"
 
 
 def new_id(sequence: int, step: int, *, compacted: bool = False) -> str:
-    """An id for a new attempt; a compacted checkpoint's sorts after that of its chain's head.
+    """Draw an id for a new attempt; a compacted checkpoint's sorts after its chain's head's.
 
     Raises:
         CorruptCheckpoint: see ``require_sequence``.
@@ -69,33 +69,33 @@ def new_id(sequence: int, step: int, *, compacted: bool = False) -> str:
 
 
 def require_sequence(sequence: int) -> None:
-    """Refuses numbers that ``sequence_of`` doesn't know: nobody would clean up after such a save.
+    """Refuse a number that ``sequence_of`` can't parse: such a save would never be cleaned up.
 
     Raises:
-        CorruptCheckpoint: something in the root has used up the numbers.
+        CorruptCheckpoint: a directory in the root has used up the numbers.
     """
     if sequence > LAST_SEQUENCE:
         raise CorruptCheckpoint(
-            f"no checkpoint can have the sequence number {sequence}: {LAST_SEQUENCE} is the last "
-            "one, which no run gets to. Look in the root for a directory with that number or a "
-            f"higher one, in its name or as `sequence` in its {MANIFEST_NAME}, and move it away"
+            f"no checkpoint can have the sequence number {sequence}: {LAST_SEQUENCE} is the last, "
+            "which no run reaches. Look in the root for a directory with that number or a higher "
+            f"one, in its name or as `sequence` in its {MANIFEST_NAME}, and move it away"
         )
 
 
 def sequence_of(name: str) -> int | None:
-    """The sequence number that a directory name carries, None if it isn't one of ours."""
+    """Parse the sequence number from a directory name; None if the name is not a checkpoint id."""
     match = _ID.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name stays within its folder, on a disk and in every store (no ``/``, ``..`` …)."""
+    """Return whether a name stays within its folder, on disk and in stores (no ``/``, ``..``)."""
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class Link:
-    """Names another checkpoint of the same root beyond doubt."""
+    """A reference to another checkpoint of the root, by id and manifest checksum."""
 
     id: str
     checksum: str
@@ -103,12 +103,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Header:
-    """What is decided of a checkpoint before it is written, the same on all ranks.
+    """The part of a manifest that is decided before writing, the same on all ranks.
+
+    The fields are as in ``Manifest``, but for two that may be left open:
 
     Attributes:
-        sequence: None: one more than the highest beside it.
-        epoch: None: the latest that was claimed in the root.
-        others: as in ``Manifest``.
+        sequence: None for one more than the highest in the root.
+        epoch: None for the latest that was claimed in the root.
     """
 
     kind: Kind = "full"
@@ -125,7 +126,7 @@ class Header:
 
 @dataclass(frozen=True)
 class RankFile:
-    """One rank's file and where its chunk index stands."""
+    """One rank's file, and the position of its chunk index."""
 
     name: str
     size: int
@@ -137,21 +138,21 @@ class RankFile:
 
 @dataclass(frozen=True)
 class TableTotals:
-    """What a checkpoint holds of one table, summed over ranks.
+    """Sizes, errors and optimizer settings of one table in a checkpoint, summed over ranks.
 
     Attributes:
         rows, dim: the whole table's size.
         stored_values: weight values stored; ``stored_values / dim`` is the number of rows.
         weight_bytes, ids_bytes, optimizer_bytes: in storage.
         fp32_bytes: of all rows and their optimizer state in a full fp32 checkpoint.
-        modified_bytes: of the stored rows and their optimizer state as they are in memory.
-        encoded_bytes: of what is stored of them before anything is compressed, with their ids.
-        value_bits: the narrowest codec among its chunks.
+        modified_bytes: of the stored rows and their optimizer state in memory.
+        encoded_bytes: of the stored rows, optimizer state and ids before compression.
+        value_bits: of the narrowest codec among the chunks.
         error_mean, error_max: measured relative l2 error of rows, None if exact.
-        error_rows: how many rows that was measured on.
+        error_rows: rows on which the error was measured.
         optimizer_step, learning_rate: of the table's optimizer, fused or dense; None if unknown.
-        optimizer_options: what else a fused one has, see ``kernel_options``.
-        codecs: those of its chunks, each once: name, version and parameters.
+        optimizer_options: further options of a fused optimizer, see ``kernel_options``.
+        codecs: of the chunks, each once: name, version and parameters.
     """
 
     rows: int
@@ -180,19 +181,20 @@ class Manifest:
     Attributes:
         id: its directory's name.
         sequence: grows with every attempt in a root: the newest checkpoint has the highest. A
-            compacted one has its chain's head's.
-        step: optimizer steps done; a fallback may make it smaller than an older one's.
+            compacted checkpoint has the number of its chain's head.
+        step: optimizer steps done; after a fallback it may be smaller than an older checkpoint's.
         kind: ``full``, or ``differential`` to ``parent``.
         parent: the checkpoint that this one needs; None if full.
-        previous: what the process had restored or last committed; None at a run's start.
-        lossy_restores: how often this lineage was restored from lossy checkpoints.
-        bits: the width it was asked for: None is exact.
-        dense_bytes: in storage, of all that is no table: state objects and sharded buffers.
-        earlier_fractions: of the differential checkpoints between the last full one and this, which
-            may have been deleted since; see ``fraction_of``.
-        lineage: the same as its predecessor's, unless an older one than the newest was restored
-            before: then a fork has begun.
-        epoch: its writer's; see ``lease``.
+        previous: the checkpoint that the process last restored or committed; None at a run's start.
+        lossy_restores: restores from lossy checkpoints in this lineage so far.
+        bits: the requested width; None for exact.
+        states: the names of the state objects, each with whether it is per rank.
+        dense_bytes: in storage, of everything but tables: state objects and sharded buffers.
+        earlier_fractions: of the differential checkpoints between the last full one and this one,
+            which may have been deleted since; see ``fraction_of``.
+        lineage: the predecessor's, unless an older checkpoint than the newest was restored before:
+            that starts a fork with a lineage of its own.
+        epoch: the writer's; see ``lease``.
     """
 
     id: str
@@ -218,33 +220,34 @@ class Manifest:
 
     @property
     def link(self) -> Link:
+        """A reference to this checkpoint."""
         return Link(self.id, self.checksum)
 
     @property
     def lossy(self) -> bool:
+        """Whether rows were stored with a loss."""
         return any(table.error_rows > 0 for table in self.tables.values())
 
     @property
     def stored_bytes(self) -> int:
-        """All bytes in storage but the manifest's own."""
+        """Bytes of all rank files in storage."""
         return sum(file.size for file in self.files)
 
     @property
     def full_fp32_bytes(self) -> int:
-        """What a full checkpoint in fp32 would hold: all rows, optimizer state and dense part."""
+        """Bytes of a full fp32 checkpoint: all rows, optimizer state and dense part."""
         return sum(table.fp32_bytes for table in self.tables.values()) + self.dense_bytes
 
     @property
     def modified_fraction(self) -> float:
-        """Stored rows over all rows, weighted by their bytes in memory."""
+        """Stored values over all values of the tables."""
         total = sum(table.rows * table.dim for table in self.tables.values())
         stored = sum(table.stored_values for table in self.tables.values())
         return stored / total if total else 0.0
 
     def fraction_of(self, full: Manifest) -> float:
-        """Bytes in storage over those of a full checkpoint (Check-N-Run's S, section 5.1).
-
-        At another width than this one's the full one is no measure: then the modified fraction.
+        """Return the bytes in storage over those of a full checkpoint (Check-N-Run, section 5.1:
+        S). If the two differ in width, return the modified fraction instead.
         """
         widths = {name: t.value_bits for name, t in full.tables.items()}
         if any(t.stored_values and t.value_bits != widths[n] for n, t in self.tables.items()):
@@ -252,10 +255,11 @@ class Manifest:
         return self.stored_bytes / max(1, full.stored_bytes)
 
     def to_bytes(self) -> bytes:
-        """The manifest file's content.
+        """Encode the manifest file.
 
         Raises:
-            ValueError: nobody would read it: a field is out of range, or there are too many.
+            ValueError: readers would refuse the file: a field is out of range, or there are too
+                many.
         """
         content = self._content()
         _checked(content)
@@ -265,11 +269,11 @@ class Manifest:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of ``to_bytes``."""
+        """Bytes of the manifest file."""
         return len(self.to_bytes())
 
     def sealed(self) -> Manifest:
-        """The same, with its checksum filled in."""
+        """Return the manifest with its checksum filled in."""
         return Manifest(**{**vars(self), "checksum": _checksum(self._content())})
 
     def _content(self) -> dict[str, Any]:
@@ -279,14 +283,14 @@ class Manifest:
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Reads a manifest file.
+    """Parse and check a manifest file.
 
     Args:
-        where: what errors call it.
+        where: the file's name in errors.
 
     Raises:
-        UnsupportedFormat: of a format version that this release doesn't know.
-        CorruptCheckpoint: damaged, or not a manifest.
+        UnsupportedFormat: the format version is unknown to this release.
+        CorruptCheckpoint: the file is damaged, or not a manifest.
     """
     try:
         document = parse_json(data, MANIFEST_BYTES)
@@ -303,7 +307,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         )
     if document.get("checksum") != checksum:
         raise CorruptCheckpoint(
-            f"{where}: its checksum is {shown(document.get('checksum'))}, its content's is "
+            f"{where}: the checksum is {shown(document.get('checksum'))}, the content's is "
             f"{checksum!r}"
         )
     try:
@@ -315,10 +319,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 
 def _checked(content: object) -> dict[str, Any]:
-    """A manifest's fields.
+    """Check a manifest's fields; return them as ``Manifest`` takes them.
 
     Raises:
-        ValueError: one is missing, unknown, or not what it should be.
+        ValueError: a field is missing, unknown or malformed.
     """
     fields = check_object(content, _FIELDS)
     kind, parent = fields["kind"], fields["parent"]
@@ -331,18 +335,18 @@ def _checked(content: object) -> dict[str, Any]:
 
 
 def _require_time(text: str) -> None:
-    """Refuses what is no ISO 8601 with a time zone: retention counts hours by it."""
+    """Refuse anything but ISO 8601 with a time zone: retention counts hours by it."""
     try:
         zone = datetime.fromisoformat(text).tzinfo
     except ValueError:
         zone = None
     if zone is None:
-        raise ValueError(f"created_at: {shown(text)} is no ISO 8601 with a time zone")
+        raise ValueError(f"created_at: {shown(text)} is not ISO 8601 with a time zone")
 
 
 def _as_name(value: object) -> str:
     if not is_plain_name(value):
-        raise ValueError(f"{shown(value)} is no plain file name")
+        raise ValueError(f"{shown(value)} is not a plain file name")
     return as_text(value)
 
 

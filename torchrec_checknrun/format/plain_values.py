@@ -1,6 +1,8 @@
-"""Python values that states hold beside numbers, texts and containers, as JSON: never as pickle.
+"""Encode small Python values of a state as JSON nodes, without pickle.
 
-Each becomes a node of one field, named after its type, and comes back as exactly that type.
+Complex numbers, dtypes, sizes, ranges, slices and paths each become a node of one field, named
+after the type, and decode to exactly that type. Sets become lists of nodes in an order that is the
+same in every process.
 """
 
 from __future__ import annotations
@@ -29,15 +31,29 @@ DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
-"""All that torch has, by name."""
+"""All dtypes of torch, by name."""
+
+SETS: dict[str, type[set[Any]] | type[frozenset[Any]]] = {"set": set, "frozenset": frozenset}
+"""Types of sets, by the names of their nodes."""
+
 _PLAIN_LEAVES = (bool, int, str, float, type(None))
+"""Types that a slice may hold: the hashable ones that slices hold in practice."""
+
+_MEMBERS = (
+    *(type(None), bool, int, float, complex, str, bytes, range),
+    *(torch.dtype, torch.Size, PurePath, np.generic, frozenset, tuple),
+)
+"""Types that a set may hold: their values still compare equal after a round trip."""
+
+Encode = Callable[[object, str], tuple[dict[str, Any], list[bytes | memoryview]]]
+"""A function that returns a value's tree and bytes, see ``state.encode_state``."""
 
 
 def encode_value(value: object) -> Node | None:
-    """Make a value a node.
+    """Encode a value as a node.
 
     Returns:
-        None if it is of a type that is not stored here, or has parts that are not.
+        None if the type of the value, or of a part, is not one of this module's.
     """
     kind = type(value)
     if isinstance(value, complex) and kind is complex:
@@ -50,10 +66,10 @@ def encode_value(value: object) -> Node | None:
         numbers = [int(n) for n in (value.start, value.stop, value.step)]
         return {"range": numbers} if all(abs(n) <= LARGEST for n in numbers) else None
     if isinstance(value, slice):
-        members = [value.start, value.stop, value.step]
-        if not all(_is_member(member) for member in members):
+        parts = [value.start, value.stop, value.step]
+        if not all(type(part) in _PLAIN_LEAVES for part in parts):
             return None
-        return {"slice": [_encode_leaf(member) for member in members]}
+        return {"slice": [_encode_leaf(part) for part in parts]}
     name = "Path" if kind is type(Path()) else kind.__name__
     if kind in (type(Path()), PurePosixPath, PureWindowsPath):
         return {name: str(value)}
@@ -61,10 +77,10 @@ def encode_value(value: object) -> Node | None:
 
 
 def decode_value(node: Node) -> Any:
-    """Make a node a value again.
+    """Decode a node.
 
     Raises:
-        ValueError: it is no node of these types.
+        ValueError: the node is not one that ``encode_value`` makes.
     """
     ((name, content),) = check_value(node).items()
     if name == "complex":
@@ -81,34 +97,34 @@ def decode_value(node: Node) -> Any:
 
 
 def check_value(node: Node) -> Node:
-    """Return a node that ``encode_value`` makes.
+    """Check that a node is one that ``encode_value`` makes; return the node.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: the node is malformed.
     """
     if len(node) != 1:
-        raise ValueError(f"{shown(node)} is no node")
+        raise ValueError(f"{shown(node)} is not a node")
     ((name, content),) = node.items()
     if name == "complex":
         _parts(content, 2, as_float)
     elif name == "torch.dtype":
         if type(content) is not str or content not in DTYPES:
-            raise ValueError(f"{shown(content)} is no dtype")
+            raise ValueError(f"{shown(content)} is not a dtype")
     elif name == "torch.Size":
         list_of(_as_integer)(content)
     elif name == "range":
         _, _, step = _parts(content, 3, _as_integer)
         if not step:
-            raise ValueError("a range of steps of 0")
+            raise ValueError("a range with steps of 0")
     elif name == "slice":
         _parts(content, 3, _decode_leaf)
     elif name not in _PATHS or type(content) is not str:
-        raise ValueError(f"{shown(node)} is no node")
+        raise ValueError(f"{shown(node)} is not a node")
     return node
 
 
 def readable(value: object) -> object:
-    """Show a value in JSON for people and other programs: as a node, but with plain numbers."""
+    """Convert a value to JSON for people and other programs: a node, but with decimal numbers."""
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, slice):
@@ -116,75 +132,28 @@ def readable(value: object) -> object:
     return encode_value(value)
 
 
-def _is_member(value: object) -> bool:
-    """Whether a slice may hold it: what most slices do, and what is hashable."""
-    return type(value) in _PLAIN_LEAVES
-
-
-def _encode_leaf(value: Any) -> Node:
-    return {"f": float.hex(value)} if type(value) is float else {"v": value}
-
-
-def _decode_leaf(node: object) -> Any:
-    if type(node) is dict and len(node) == 1:
-        ((letter, content),) = node.items()
-        if letter == "f":
-            return as_float(content)
-        if letter == "v" and type(content) in (bool, int, str, type(None)):
-            return content
-    raise ValueError(f"{shown(node)} is no part of a slice")
-
-
-def _parts(content: object, count: int, check: Any) -> list[Any]:
-    parts = list_of(check)(content)
-    if len(parts) != count:
-        raise ValueError(f"{shown(content)} are not {count} parts")
-    return parts
-
-
-def _as_integer(value: object) -> int:
-    if type(value) is not int or abs(value) > LARGEST:
-        raise ValueError(f"{shown(value)} is no integer up to {LARGEST}")
-    return value
-
-
 def as_float(text: object) -> float:
-    """Read a float as ``float.hex`` has written it.
+    """Parse a float from the output of ``float.hex``.
 
     Raises:
-        ValueError: it is none, or too large.
+        ValueError: the text is malformed, or the number too large.
     """
     if type(text) is not str or len(text) > 64:
-        raise ValueError(f"{shown(text)} is no number")
+        raise ValueError(f"{shown(text)} is not a number")
     try:
         return float.fromhex(text)
     except OverflowError:
         raise ValueError(f"{shown(text)} is too large a number") from None
 
 
-SETS: dict[str, type[set[Any]] | type[frozenset[Any]]] = {"set": set, "frozenset": frozenset}
-"""By the name of their node."""
-
-
-_MEMBERS = (
-    *(type(None), bool, int, float, complex, str, bytes, range),
-    *(torch.dtype, torch.Size, PurePath, np.generic, frozenset, tuple),
-)
-"""What a set may hold: values that are equal again when they are read."""
-
-
-Encode = Callable[[object, str], tuple[dict[str, Any], list[bytes | memoryview]]]
-"""Gives a value's tree and bytes, see ``state.encode_state``."""
-
-
 def sorted_members(members: Collection[Any], path: str, encode: Encode) -> list[Any]:
-    """Sort a set's members, of whatever types, in the same order in every process.
+    """Sort a set's members, of mixed types perhaps, in the same order in every process.
 
     Args:
-        path: what errors call the set.
+        path: the set's name in errors.
 
     Raises:
-        UnsupportedState: a member may not be equal to itself when it is read again.
+        UnsupportedState: a member may not compare equal after a round trip.
     """
     for kind in (int, str):
         if all(type(member) is kind for member in members):
@@ -198,27 +167,53 @@ def sorted_members(members: Collection[Any], path: str, encode: Encode) -> list[
 
 
 def set_of(members: Sequence[Any], kind: type[set[Any]] | type[frozenset[Any]]) -> Any:
-    """Make a set of members that were read.
+    """Make a set from decoded members.
 
     Raises:
-        CorruptCheckpoint: one has no hash, or is there twice.
+        CorruptCheckpoint: a member is unhashable or a duplicate.
     """
     try:
         found = kind(members)
     except TypeError as error:
-        raise CorruptCheckpoint(f"state tree: a set with a member of {error}") from None
+        raise CorruptCheckpoint(f"state tree: a set has a member of {error}") from None
     if len(found) != len(members):
         raise CorruptCheckpoint(f"state tree: {len(members)} members make a set of {len(found)}")
     return found
+
+
+def _encode_leaf(value: Any) -> Node:
+    return {"f": float.hex(value)} if type(value) is float else {"v": value}
+
+
+def _decode_leaf(node: object) -> Any:
+    if type(node) is dict and len(node) == 1:
+        ((letter, content),) = node.items()
+        if letter == "f":
+            return as_float(content)
+        if letter == "v" and type(content) in (bool, int, str, type(None)):
+            return content
+    raise ValueError(f"{shown(node)} is not a part of a slice")
+
+
+def _parts(content: object, count: int, check: Any) -> list[Any]:
+    parts = list_of(check)(content)
+    if len(parts) != count:
+        raise ValueError(f"{shown(content)} are not {count} parts")
+    return parts
+
+
+def _as_integer(value: object) -> int:
+    if type(value) is not int or abs(value) > LARGEST:
+        raise ValueError(f"{shown(value)} is not an integer up to {LARGEST}")
+    return value
 
 
 def _require_members(members: Iterable[Any], path: str) -> None:
     for member in members:
         if not isinstance(member, _MEMBERS):
             raise UnsupportedState(
-                f"{path} is a set with a {type(member).__qualname__}, which may not be equal to "
-                "itself when it is read again: keep it in a list, or let state_dict() return its "
-                "values"
+                f"{path} is a set with a {type(member).__qualname__}, which may not compare "
+                "equal after a restore: keep it in a list, or let state_dict() return its values"
             )
         if type(member) is tuple:
             _require_members(member, path)

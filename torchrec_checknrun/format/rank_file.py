@@ -1,7 +1,8 @@
-"""One rank's file of a checkpoint: chunks, then their index (JSON), then a footer that finds it.
+"""One rank's file of a checkpoint: chunks, then their index (JSON), then a footer that locates it.
 
-A checksum per chunk stands in the index, the index's in the footer and in the manifest. Made of
-chunks that come one after the other; while one is being written the next is being encoded.
+The index holds a checksum for each chunk; footer and manifest hold the index's. Writing is a
+pipeline: while one chunk is being written, the next is encoded. Parsing checks every index entry
+before use.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
     UnsupportedFormat,
 )
-from torchrec_checknrun.format import block_chunk, row_chunk
+from torchrec_checknrun.format.block_chunk import block_header
 from torchrec_checknrun.format.checks import (
     INDEX_BYTES,
     as_count,
@@ -38,12 +39,18 @@ from torchrec_checknrun.format.checks import (
     parse_json,
     require_limits,
 )
-from torchrec_checknrun.format.chunk import EncodedChunk, Entry
+from torchrec_checknrun.format.chunk import (
+    BLOCK,
+    COLLISIONS,
+    ROWS,
+    STATE,
+    EncodedChunk,
+    Entry,
+)
 from torchrec_checknrun.format.manifest import RankFile, TableTotals
-from torchrec_checknrun.format.row_chunk import RowsHeader
+from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
 from torchrec_checknrun.format.state import TORCH_DTYPES
 from torchrec_checknrun.format.state_tree import check_tree
-from torchrec_checknrun.ranks import picklable_errors
 from torchrec_checknrun.store.deadlines import Patience, silent
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.new_file import NewFile
@@ -54,14 +61,17 @@ T = TypeVar("T")
 FOOTER = struct.Struct("<QQ16s8s")
 """Index offset, index length, index checksum (xxh3-64, hex), magic."""
 MAGIC = b"CHKNRUN1"
+LARGEST_CHUNK = 2 << 30
+"""The most bytes of a chunk of rows or a block; a state object is one chunk of any size."""
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass
 class FileSummary:
-    """What a rank tells rank 0 of the file it wrote: all that the manifest says of it.
+    """A rank's report to rank 0 on its file: the rank's contribution to the manifest.
 
     Attributes:
-        encoded_at, written_at: when the last chunk was encoded and when the file was durable, by
+        encoded_at, written_at: when the last chunk was encoded and when the file was durable, on
             this machine's monotonic clock.
     """
 
@@ -73,26 +83,26 @@ class FileSummary:
 
 
 class Job(Protocol):
-    """Something to be written."""
+    """A chunk to write, encoded when its turn comes."""
 
     def encode(self) -> EncodedChunk:
-        """Its bytes."""
+        """Encode the chunk."""
 
     def close(self) -> None:
-        """It is written: its memory is free."""
+        """Release the chunk's memory, once written."""
 
 
 WriteRankFile = Callable[[Folder, int, Iterator[Job]], FileSummary]
-"""Writes a rank's file; see ``write_rank_file``."""
+"""A function that writes a rank's file, such as ``write_rank_file``."""
 
 
-@picklable_errors()  # DCP sends them to rank 0
 def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSummary:
-    """Writes a rank's chunks as they come; when it returns, they are durable.
+    """Write a rank's file, durable on return; each chunk is encoded when the previous one is
+    handed to the writing thread.
 
     Raises:
         OSError: the storage failed.
-        InvalidPlan: readers would refuse the file: a chunk or the index is too large.
+        InvalidPlan: a chunk or the index is larger than readers accept.
     """
     name = f"rank-{rank:05d}.bin"
     index: list[Entry] = []
@@ -119,7 +129,7 @@ def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSumma
 
 @contextmanager
 def _one_thread(patience: Patience, what: str) -> Iterator[Threads]:
-    """The thread that writes. After an error it is waited for, but not if it hangs."""
+    """Run the thread that writes. After an error, join the thread unless the storage hangs."""
     threads = Threads(1, "checknrun-write")
     try:
         yield threads
@@ -142,7 +152,7 @@ def _write_chunk(file: NewFile, chunk: EncodedChunk, job: Job) -> Entry:
             file.write(piece)
         length = file.tell() - offset
     finally:
-        job.close()  # the next job may wait for its memory, also where this one has failed
+        job.close()  # even after a failure: the next job may wait for this one's memory
     return {**chunk.entry, "offset": offset, "length": length, "checksum": checksum.hexdigest()}
 
 
@@ -156,17 +166,16 @@ def _write_index(file: NewFile, name: str, rank: int, index: list[Entry]) -> Ran
 
 
 def read_footer(folder: Folder, file: RankFile) -> None:
-    """Compares a file's end with what the manifest says of it.
+    """Compare a file's footer with the manifest.
 
     Raises:
-        CorruptCheckpoint: they differ.
+        CorruptCheckpoint: footer and manifest differ.
     """
     data = folder.read(file.name, file.size - FOOTER.size, FOOTER.size)
     wanted = FOOTER.pack(file.index_offset, file.index_length, file.index_checksum.encode(), MAGIC)
     if data != wanted:
         raise CorruptCheckpoint(
-            f"{folder}/{file.name}: its last {FOOTER.size} bytes are not those that the manifest "
-            "says"
+            f"{folder}/{file.name}: the last {FOOTER.size} bytes don't match the manifest"
         )
 
 
@@ -174,7 +183,7 @@ def _totals(index: list[Entry]) -> tuple[dict[str, TableTotals], int]:
     tables: dict[str, TableTotals] = {}
     dense = 0
     for entry in index:
-        if entry["kind"] != "rows":
+        if entry["kind"] != ROWS:
             dense += entry["length"]
             continue
         first, last = entry["columns"]
@@ -200,7 +209,7 @@ def _totals(index: list[Entry]) -> tuple[dict[str, TableTotals], int]:
 
 
 def _memory_bytes(entry: Entry) -> int:
-    """What a chunk's rows take in memory."""
+    """Return the bytes of a chunk's rows in memory."""
     first, last = entry["columns"]
     cols, weight = last - first, entry["weight"]
     row = cols * TORCH_DTYPES[weight["dtype"]].itemsize
@@ -210,7 +219,7 @@ def _memory_bytes(entry: Entry) -> int:
 
 
 def _encoded_bytes(entry: Entry) -> int:
-    """A chunk's payload as it was before compression; row ids count as they are stored."""
+    """Return the bytes of a chunk's payload before compression; row ids count as stored."""
     sections = [entry["weight"], *entry["optimizer"]]
     if "exceptions" in entry["weight"]:
         sections.append(entry["weight"]["exceptions"])
@@ -219,7 +228,7 @@ def _encoded_bytes(entry: Entry) -> int:
 
 
 def add_totals(one: TableTotals, other: TableTotals) -> TableTotals:
-    """What two parts of one table come to."""
+    """Add the totals of two parts of one table."""
     rows = one.error_rows + other.error_rows
     mean = maximum = None
     if rows:
@@ -242,22 +251,14 @@ def add_totals(one: TableTotals, other: TableTotals) -> TableTotals:
     )
 
 
-LARGEST_CHUNK = 2 << 30
-"""What a chunk may have at most, unless it is a state object, which is one chunk whatever it has.
-"""
-
-
-_CHECKSUM = re.compile(r"[0-9a-f]{16}")
-
-
 def index_bytes(rank: int, entries: list[Entry], name: str) -> bytes:
-    """The index as it is stored.
+    """Encode a rank file's index.
 
     Args:
-        name: the file's.
+        name: the file's, for errors.
 
     Raises:
-        InvalidPlan: readers would refuse it: it is too large.
+        InvalidPlan: the index is larger than readers accept.
         ValueError: an entry holds a NaN or an infinity.
     """
     document = {"rank": rank, "chunks": entries}
@@ -273,32 +274,32 @@ def index_bytes(rank: int, entries: list[Entry], name: str) -> bytes:
 
 
 def require_chunk_size(entry: Entry, length: int) -> None:
-    """Refuses a chunk that readers would refuse.
+    """Refuse a chunk that readers would refuse.
 
     Raises:
-        InvalidPlan: it is too large.
+        InvalidPlan: the chunk is too large.
     """
-    if entry["kind"] in (row_chunk.KIND, block_chunk.KIND) and length > LARGEST_CHUNK:
+    if entry["kind"] in (ROWS, BLOCK) and length > LARGEST_CHUNK:
         raise InvalidPlan(
             f"a chunk of {entry.get('table') or entry.get('path')} has {length} bytes; at most "
-            f"{LARGEST_CHUNK} can be read again: make chunks smaller (chunk_bytes)"
+            f"{LARGEST_CHUNK} can be read: make chunks smaller (chunk_bytes)"
         )
 
 
 def parse_index(
     data: bytes | bytearray, file: RankFile, where: str
 ) -> list[tuple[Entry, RowsHeader | None]]:
-    """The index entries of a rank file, in the order of their chunks; those of rows with what is
-    known from them.
+    """Parse a rank file's index: the entries in the order of their chunks, each with its header if
+    it is a chunk of rows.
 
     Args:
         data: the index, its checksum verified.
-        file: what the manifest says of the file.
-        where: what errors call it.
+        file: the file's description in the manifest.
+        where: the file's name in errors.
 
     Raises:
-        CorruptCheckpoint: it isn't an index, or not one of this file.
-        UnsupportedFormat: an entry is of a kind or a codec that this release doesn't know.
+        CorruptCheckpoint: the index is malformed, or doesn't match the file.
+        UnsupportedFormat: an entry's kind or codec is unknown to this release.
     """
     try:
         document = check_object(
@@ -309,7 +310,7 @@ def parse_index(
         if len(entries) != file.chunks:
             raise ValueError(f"{len(entries)} chunks, where the manifest says {file.chunks}")
     except ValueError as error:
-        raise CorruptCheckpoint(f"{where}: its index is malformed: {error}") from error
+        raise CorruptCheckpoint(f"{where}: the index is malformed: {error}") from error
     end = 0
     found = []
     for number, entry in enumerate(entries):
@@ -322,21 +323,21 @@ def parse_index(
             raise UnsupportedFormat(f"{where}, chunk {number}: {error}") from error
     if end != file.index_offset:
         raise CorruptCheckpoint(
-            f"{where}: its chunks end at {end}, and its index begins at {file.index_offset}"
+            f"{where}: the chunks end at {end}, but the index begins at {file.index_offset}"
         )
     return found
 
 
 def _check_entry(entry: Any, end: int) -> RowsHeader | None:
-    """Checks an entry.
+    """Check an entry; return its header if it is a chunk of rows.
 
     Args:
-        end: where the chunk before it ended.
+        end: the offset where the previous chunk ended.
     """
     if type(entry) is not dict:
-        raise ValueError(f"{shown(entry)} is no index entry")
+        raise ValueError(f"{shown(entry)} is not an index entry")
     kind = entry.get("kind")
-    if kind not in ("rows", "block", "state", "collisions") or type(kind) is not str:
+    if kind not in (ROWS, BLOCK, STATE, COLLISIONS) or type(kind) is not str:
         raise UnsupportedFormat(
             f"chunks of kind {shown(kind)} are unknown to this release: upgrade torchrec_checknrun"
         )
@@ -346,35 +347,35 @@ def _check_entry(entry: Any, end: int) -> RowsHeader | None:
         as_count(entry[name])
     offset, length = entry["offset"], entry["length"]
     if offset != end:
-        raise ValueError(f"it begins at {offset}, where the one before it ends at {end}")
+        raise ValueError(f"begins at {offset}, but the previous one ends at {end}")
     checksum = entry.get("checksum")
     if type(checksum) is not str or not _CHECKSUM.fullmatch(checksum):
-        raise ValueError(f"its checksum is {shown(checksum)}, which is no xxh3-64")
-    if kind in (row_chunk.KIND, block_chunk.KIND):
+        raise ValueError(f"checksum {shown(checksum)} is not an xxh3-64")
+    if kind in (ROWS, BLOCK):
         if length > LARGEST_CHUNK:
-            raise ValueError(f"it has {length} bytes, more than the {LARGEST_CHUNK} that are read")
-        if kind == row_chunk.KIND:
-            return row_chunk.rows_header(entry)
-        block_chunk.block_header(entry)
+            raise ValueError(f"{length} bytes, more than the {LARGEST_CHUNK} that are read")
+        if kind == ROWS:
+            return rows_header(entry)
+        block_header(entry)
     else:
         _check_state(entry, length)
     return None
 
 
 def _check_state(entry: dict[str, Any], length: int) -> None:
-    """Of a state object, or of what managed collisions know."""
+    """Check the entry of a state object, or of the state of managed collisions."""
     of_any = {"kind": as_text, "name": as_text, "offset": as_count, "length": as_count}
     checks = {**of_any, "checksum": as_text, "rank": optional(as_count), "tree": lambda tree: tree}
-    if entry["kind"] == "collisions":
+    if entry["kind"] == COLLISIONS:
         checks["modules"] = dict_of(dict_of(_fact))
     check_object(entry, checks)
     check_tree(entry["tree"], length)
 
 
 def _fact(value: object) -> object:
-    """Numbers, None, or a pair of numbers; ``collisions`` knows which is which."""
+    """Check a number, None or a list of numbers; ``collision_chunk`` checks which of them."""
     if isinstance(value, list):
         return list_of(as_count)(value)
     if value is not None and (type(value) is not int or not -1 <= value < 2**63):
-        raise ValueError(f"{shown(value)} is no number")
+        raise ValueError(f"{shown(value)} is not a number")
     return value

@@ -1,4 +1,4 @@
-"""What a chain holds, and its chunks' bytes: all that is read is checked against the checksums."""
+"""Read the indexes and chunks of a checkpoint, each verified against its checksum."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.store.folder import Folder
 
 VISIBLE_SECONDS = 10.0
+"""How long a file that rank 0 has seen may take to appear on this machine."""
 _LOOK_SECONDS = 0.25
+"""The pause between two looks for such a file."""
 
 Columns = tuple[int, int]
-"""A half-open range."""
+"""A half-open range of columns."""
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk in storage: its index entry, where it is, and what a chunk of rows holds."""
+    """A chunk in storage: its place, its index entry, and the header of a chunk of rows."""
 
     checkpoint: str
     file: str
@@ -40,15 +42,16 @@ class StoredChunk:
 
     @property
     def key(self) -> str:
-        """Names the chunk within a chain (an offset would not: chunks may be empty)."""
+        """The chunk's unique name in a chain, by number: empty chunks share their offset."""
         return f"{self.checkpoint}/{self.file}#{self.number}"
 
 
 def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
-    """All chunks of one checkpoint.
+    """Read the index of each rank file; return all chunks of a checkpoint.
 
     Raises:
-        CorruptCheckpoint, UnsupportedFormat: as ``read_content``.
+        CorruptCheckpoint: a file is missing or too short, or its index is damaged.
+        UnsupportedFormat: a chunk's kind or codec is unknown to this release.
     """
     folder = root / manifest.id
     chunks: list[StoredChunk] = []
@@ -60,7 +63,7 @@ def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
         checksum = xxhash.xxh3_64_hexdigest(data)
         if checksum != file.index_checksum:
             raise CorruptCheckpoint(
-                f"{where}: its index at {file.index_offset} has checksum {checksum}, the manifest "
+                f"{where}: the index at {file.index_offset} has checksum {checksum}, the manifest "
                 f"says {file.index_checksum}"
             )
         chunks += [
@@ -71,27 +74,27 @@ def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
 
 
 def _check_layout(file: RankFile, where: str) -> None:
-    """Whether index and footer end the file, and the index is of a size that is read."""
+    """Check that index and footer end the file, and the size of the index."""
     end = file.index_offset + file.index_length + FOOTER.size
     if end != file.size or file.index_length > INDEX_BYTES:
         raise CorruptCheckpoint(
             f"{where}: an index of {file.index_length} bytes at {file.index_offset} and a footer "
-            f"don't end a file of {file.size} bytes, or it is larger than {INDEX_BYTES} bytes"
+            f"don't end a file of {file.size} bytes, or the index exceeds {INDEX_BYTES} bytes"
         )
 
 
 def _fill(folder: Folder, memory: memoryview, name: str, offset: int) -> int:
-    """Reads what rank 0 has seen in the storage already: on a network file system it may take this
-    machine some seconds to see it, too.
+    """Fill memory from a file that rank 0 has seen already. Wait for it if need be: on a network
+    file system other machines may see a new file seconds later.
 
     Returns:
-        How many bytes there were, after all that waiting.
+        The number of bytes read: fewer than asked for if the file stays too short.
     """
     try:
         if (count := folder.read_into(memory, name, offset)) == len(memory):
             return count
     except FileNotFoundError:
-        pass  # so far
+        pass  # perhaps not visible yet
     try:
         return Retrying(
             retry=retry_if_exception_type(FileNotFoundError)
@@ -105,13 +108,13 @@ def _fill(folder: Folder, memory: memoryview, name: str, offset: int) -> int:
 
 
 def read_chunk(root: Folder, chunk: StoredChunk, memory: memoryview | None = None) -> memoryview:
-    """A chunk's bytes, verified.
+    """Read a chunk's bytes and verify their checksum.
 
     Args:
-        memory: where to put them, if there is room; else new memory is taken.
+        memory: receives the bytes if large enough; otherwise memory is allocated.
 
     Raises:
-        CorruptCheckpoint: they are not what was written.
+        CorruptCheckpoint: the bytes are missing or not the ones written.
     """
     entry, folder = chunk.entry, root / chunk.checkpoint
     length = entry["length"]
@@ -120,7 +123,7 @@ def read_chunk(root: Folder, chunk: StoredChunk, memory: memoryview | None = Non
             memory = memoryview(bytearray(length))
         except MemoryError:
             raise CorruptCheckpoint(
-                f"{folder}/{chunk.file}: a chunk of {length} bytes, which this machine has no "
+                f"{folder}/{chunk.file}: a chunk of {length} bytes, more than this machine has "
                 "memory for"
             ) from None
     data = memory[:length]

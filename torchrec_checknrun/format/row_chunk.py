@@ -1,6 +1,6 @@
-"""Rows of a shard as a chunk; ``stored_rows`` has the way back.
+"""Encode rows of a shard as a chunk, and check such index entries; ``row_reader`` decodes.
 
-The payload is row ids, then encoded weights, then the rows that the codec can't hold, then each
+The payload is row ids, encoded weights, the rows that the codec can't represent, then each
 optimizer state.
 """
 
@@ -35,6 +35,7 @@ from torchrec_checknrun.format.checks import (
 )
 from torchrec_checknrun.format.chunk import (
     DECODED_BYTES,
+    ROWS,
     EncodedChunk,
     Entry,
     Section,
@@ -46,9 +47,8 @@ from torchrec_checknrun.format.row_values import EncodedRows
 from torchrec_checknrun.format.state import raw_bytes
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 
-KIND = "rows"
-
 _ERROR_SAMPLE_ROWS = 1024
+"""The most rows of a chunk on which the error is measured."""
 _DTYPES = {
     dtype_name(dtype): dtype
     for dtype in (
@@ -60,28 +60,34 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class RowsHeader:
-    """What a restore must know of a rows chunk before it reads it."""
+    """A chunk's index entry, checked.
+
+    Attributes:
+        shape: the whole table's.
+        rectangle: the shard's columns, and the rows from the chunk's first to its last.
+        count: rows in the chunk.
+        dtype: of the weights.
+        exceptions: rows stored exactly, because the codec can't represent them.
+        optimizer: by state name, dtype and whether the state is row-wise (one value a row).
+        sections: ids, weights, exceptions if there are any, optimizer states: in payload order.
+    """
 
     table: str
     shape: TableShape
     rectangle: Rectangle
-    """The shard's columns, and the rows from the chunk's first to its last."""
     count: int
     ids_encoding: str
     dtype: torch.dtype
     codec: Codec
     parameters: Parameters
     exceptions: int
-    """How many rows are stored exactly, beside the codec."""
     optimizer: dict[str, tuple[torch.dtype, bool]]
-    """By state name: dtype, and whether it is row-wise (one value a row)."""
     state_encodings: dict[str, Parameters]
     sections: tuple[Section, ...]
-    """Ids, weights, exceptions if there are any, optimizer states: as they lie in the chunk."""
 
     @property
     def decoded_bytes(self) -> int:
-        """What its rows take in memory, with their ids and optimizer state."""
+        """Bytes of the rows in memory, with ids and optimizer state."""
         cols = self.rectangle.cols
         row = 8 + cols * self.dtype.itemsize
         for dtype, rowwise in self.optimizer.values():
@@ -90,11 +96,11 @@ class RowsHeader:
 
 
 def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
-    """Encodes rows; one that the codec can't hold (NaN, infinity, too large) is stored exactly
-    beside the others, since a lost row is the worst error.
+    """Encode rows; those that the codec can't represent (NaN, infinity, too large) are stored
+    exactly, since a lost row is the worst error.
 
     Raises:
-        UnsupportedTable: weight or optimizer state is of a data type that can't be read again.
+        UnsupportedTable: weight or optimizer state is of a dtype that can't be stored.
     """
     weight, states = block.weight, block.optimizer
     for tensor in (weight, *states.values()):
@@ -106,31 +112,15 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     n = len(block.ids)
     codec = encoding.codec
     encoded = codec.encode(weight, block.positions, RowContext(states))
-    exceptions = encoded.exceptions
     row_bytes = weight.shape[1] * weight.element_size()
-    size = encoded.data.numel() + len(exceptions) * (row_bytes + 4)
+    size = encoded.data.numel() + len(encoded.exceptions) * (row_bytes + 4)
     if codec.lossy and size >= n * row_bytes:
         codec = Exact()
         encoded = codec.encode(weight, block.positions)
-        exceptions = encoded.exceptions
     sections = Sections(encoding.compress and may_be_compressed(block))
     ids_encoding, ids_bytes = row_ids.encode(block.ids.cpu().numpy())
     sections.pieces.append(ids_bytes)  # compressed already
-    weight_entry: Entry = {
-        "codec": codec.spec(),
-        "dtype": dtype_name(weight.dtype),
-        "value_bits": codec.value_bits,
-        **sections.add(raw_bytes(encoded.data)),
-    }
-    if encoded.parameters:
-        weight_entry["parameters"] = encoded.parameters
-    if len(exceptions):
-        positions = exceptions.numpy().astype("<u4").tobytes()
-        values = raw_bytes(block.rows(exceptions.to(weight.device)))
-        weight_entry["exceptions"] = {
-            "rows": len(exceptions),
-            **sections.add(b"".join((positions, values))),
-        }
+    weight_entry = _add_weight(sections, block, encoded, codec)
     optimizer = []
     for name, state in states.items():
         scheme = encoding.optimizer if state.dim() == 1 else "fp32"
@@ -145,7 +135,7 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
             }
         )
     entry: Entry = {
-        "kind": KIND,
+        "kind": ROWS,
         "table": block.table,
         "table_rows": block.shape.rows,
         "table_dim": block.shape.dim,
@@ -162,15 +152,36 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     return EncodedChunk(entry, sections.pieces)
 
 
+def _add_weight(sections: Sections, block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
+    """Append encoded weights and exceptions; return their part of the index entry."""
+    entry: Entry = {
+        "codec": codec.spec(),
+        "dtype": dtype_name(block.weight.dtype),
+        "value_bits": codec.value_bits,
+        **sections.add(raw_bytes(encoded.data)),
+    }
+    if encoded.parameters:
+        entry["parameters"] = encoded.parameters
+    exceptions = encoded.exceptions
+    if len(exceptions):
+        positions = exceptions.numpy().astype("<u4").tobytes()
+        values = raw_bytes(block.rows(exceptions.to(block.weight.device)))
+        entry["exceptions"] = {
+            "rows": len(exceptions),
+            **sections.add(b"".join((positions, values))),
+        }
+    return entry
+
+
 def may_be_compressed(block: RowBlock) -> bool:
-    """Whether readers take these rows from fewer bytes; see ``sections.DECODED_BYTES``."""
+    """Return whether readers accept these rows compressed; see ``chunk.DECODED_BYTES``."""
     values = block.weight[0].numel() * block.weight.element_size()
     values += sum(state[0].numel() * state.element_size() for state in block.optimizer.values())
     return len(block.ids) * (8 + values) <= DECODED_BYTES
 
 
 def rows_header(entry: Entry) -> RowsHeader:
-    """The entry, checked.
+    """Check an index entry.
 
     Raises:
         CorruptCheckpoint: a field is missing, unknown, of a wrong type or out of range.
@@ -197,7 +208,7 @@ def _header(entry: Entry) -> RowsHeader:
     sections += [weight["exceptions"]] if "exceptions" in weight else []
     optimizer = {s["name"]: (_DTYPES[s["dtype"]], s["rowwise"]) for s in entry["optimizer"]}
     if len(optimizer) != len(entry["optimizer"]):
-        raise ValueError(f"optimizer: a name of {list(optimizer)} is there twice")
+        raise ValueError(f"optimizer: a name of {list(optimizer)} appears twice")
     header = RowsHeader(
         table=entry["table"],
         shape=shape,
@@ -214,7 +225,7 @@ def _header(entry: Entry) -> RowsHeader:
     )
     stored = sum(section.stored for section in header.sections)
     if entry.get("length", stored) != stored:
-        raise ValueError(f"its parts have {stored} bytes, the chunk {entry['length']}")
+        raise ValueError(f"the sections have {stored} bytes, the chunk {entry['length']}")
     if header.decoded_bytes > decoded_most(stored):
         raise ValueError(
             f"{stored} bytes can't stand for {count} rows of {header.decoded_bytes} bytes: at most "
@@ -225,20 +236,20 @@ def _header(entry: Entry) -> RowsHeader:
 
 def _pair(numbers: list[int]) -> tuple[int, int]:
     if len(numbers) != 2:
-        raise ValueError(f"{numbers} is no pair")
+        raise ValueError(f"{numbers} is not a pair")
     return numbers[0], numbers[1]
 
 
 def _as_dtype(value: object) -> str:
     if as_text(value) not in _DTYPES:
-        raise ValueError(f"{value!r} is no dtype of rows")
+        raise ValueError(f"{value!r} is not a dtype of rows")
     return str(value)
 
 
 def _as_parameters(value: object) -> Parameters:
-    """Options, or lists of them: one for each group of rows."""
+    """Check parameters: options, or lists of them, one for each group of rows."""
     if type(value) is not dict:
-        raise ValueError("parameters are no object")
+        raise ValueError("parameters are not an object")
     groups = {name: item for name, item in value.items() if type(item) is list}
     as_options({name: item for name, item in value.items() if name not in groups})
     for group in groups.values():
@@ -280,7 +291,7 @@ _FIELDS: dict[str, Check] = {
 
 
 def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
-    """Mean and maximum over rows of ‖ŵ − w‖/‖w‖, from evenly spaced rows where there are many."""
+    """Measure mean and maximum of ‖ŵ − w‖/‖w‖ over rows, or over evenly spaced ones of many."""
     n, weight = len(block.ids), block.weight
     sample = torch.arange(0, n, -(-n // _ERROR_SAMPLE_ROWS), device="cpu")
     rows = EncodedRows(

@@ -1,8 +1,8 @@
-"""Which rows a chunk holds, in the fewest bytes.
+"""Encode the row ids of a chunk, sorted and distinct, in the fewest bytes.
 
-Row ids of a chunk are sorted and distinct. A chunk of a full checkpoint holds a whole range and
-needs no bytes for it. Otherwise a bitmap over the chunk's span (dense rows) or the gaps between
-rows (sparse rows), each compressed where that shrinks it, whichever turns out the smallest.
+A chunk of a full checkpoint holds a whole range, which takes no bytes. Other chunks take the
+smallest of a bitmap over their span (dense rows) and the gaps between rows (sparse rows), each
+plain or compressed.
 """
 
 from __future__ import annotations
@@ -18,37 +18,35 @@ from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.chunk import decompress
 from torchrec_checknrun.row_sets import RowSet
 
-IdEncoding = Literal["range", "bitmap", "offsets", "gaps", "bitmap_zstd", "gaps_zstd"]
+IdEncoding = Literal["range", "bitmap", "gaps", "bitmap_zstd", "gaps_zstd"]
 ENCODINGS: tuple[IdEncoding, ...] = (
-    "range",  # nothing: all rows from first to last
+    "range",  # no bytes: all rows from first to last
     "bitmap",  # one bit per row of the span, least significant bit first
-    "offsets",  # uint32 little-endian distances to the first id; read, but not written any more
-    "gaps",  # LEB128: how many rows are skipped before the second id, before the third, ...
-    "bitmap_zstd",  # a zstd frame that holds one of the above and states its size
+    "gaps",  # LEB128: the number of rows skipped before the second id, before the third, ...
+    "bitmap_zstd",  # a zstd frame that holds a bitmap and states its size
     "gaps_zstd",
 )
-_UNSORTED = ("offsets", "gaps", "gaps_zstd")  # if they are damaged
 
 # Higher levels are slower and, on bits and on gaps that are nearly random, no smaller.
 _ZSTD_LEVEL = 1
-# A bitmap of more bytes per row (under 1 row in 128) is never written: its size would have nothing
-# to do with the chunk's budget. Decoding refuses it, so that a damaged span can't ask for memory.
+# A bitmap of more bytes per row (under 1 row in 128) is never written: its size would bear no
+# relation to the chunk's budget. Decoding refuses it, so that a damaged span can't exhaust memory.
 _BITMAP_BYTES_PER_ROW = 16
 # Rows whose compressed gaps take over 6 bits each are under about 1 in 14, too sparse for a bitmap
-# to be smaller: it isn't tried there, as its size and time grow with the span.
+# to be smaller: none is tried, since its size and time grow with the span.
 _SPARSE_GAPS_BITS = 6
 _SMALL_BYTES = 64  # trying costs nothing
 _GAP_BYTES = 9  # of the longest gap: 63 bits, seven in a byte
-# What is unpacked at a time, in bits or gaps: temporary arrays stay in the processor's cache.
+# Bits or gaps that are unpacked at a time: temporary arrays stay in the processor's cache.
 _BLOCK_BITS = 1 << 18
 _BLOCK_GAPS = 1 << 16
 
 
 def encode(ids: np.ndarray) -> tuple[IdEncoding, bytes]:
-    """Encodes sorted distinct ``ids`` (int64, at least one); the first id is kept by the caller.
+    """Encode sorted distinct ``ids`` (int64, at least one); the caller stores the first id.
 
     Returns:
-        The encoding's name and its bytes, see ``ENCODINGS``.
+        The encoding's name, see ``ENCODINGS``, and the bytes.
     """
     span = int(ids[-1]) - int(ids[0]) + 1
     if span == len(ids):
@@ -67,7 +65,7 @@ def encode(ids: np.ndarray) -> tuple[IdEncoding, bytes]:
 def decode(
     encoding: str, data: bytes | memoryview, first: int, last: int, count: int
 ) -> np.ndarray:
-    """The ids again, int64, sorted.
+    """Decode the ids, int64, sorted.
 
     Raises:
         CorruptCheckpoint: the bytes don't hold ``count`` distinct sorted ids from ``first`` to
@@ -79,9 +77,9 @@ def decode(
             raise ValueError(f"{count} rows in a span of {span}")
         offsets = _offsets(encoding, data, span, count)
         if offsets[0] != 0 or offsets[-1] != span - 1:
-            raise ValueError("they begin or end elsewhere")
+            raise ValueError("wrong first or last row")
         # Compared, not subtracted: where a sum of gaps has wrapped around, differences do too.
-        if encoding in _UNSORTED and not bool((offsets[1:] > offsets[:-1]).all()):
+        if encoding.startswith("gaps") and not bool((offsets[1:] > offsets[:-1]).all()):
             raise ValueError("not sorted, or not distinct")
     except ValueError as error:
         raise CorruptCheckpoint(
@@ -93,12 +91,10 @@ def decode(
 
 
 def _offsets(encoding: str, data: bytes | memoryview, span: int, count: int) -> np.ndarray:
-    """Distances of the ``count`` ids to the first one, int64; their order is not yet checked."""
+    """Decode the distances of ``count`` ids to the first, int64; their order is not checked."""
     bitmap_bytes = (span + 7) // 8
     if encoding == "range" and len(data) == 0 and span == count:
         return np.arange(span, dtype=np.int64)
-    if encoding == "offsets" and len(data) == 4 * count:
-        return np.frombuffer(data, "<u4").astype(np.int64)
     if encoding == "bitmap" and len(data) == bitmap_bytes:
         return _offsets_of_bitmap(data, span, count)
     if encoding == "bitmap_zstd" and bitmap_bytes <= _BITMAP_BYTES_PER_ROW * count:
@@ -142,13 +138,13 @@ def _gaps(ids: np.ndarray) -> bytes:
 
 
 def _overlapping(ids: np.ndarray) -> Iterator[np.ndarray]:
-    """Blocks of ids, each beginning with the last one of the block before."""
+    """Yield blocks of ids, each beginning with the last id of the previous block."""
     for start in range(0, len(ids) - 1, _BLOCK_GAPS):
         yield ids[start : start + _BLOCK_GAPS + 1]
 
 
 def _leb128(values: np.ndarray) -> bytes:
-    """Non-negative int64 as LEB128: seven bits a byte, low ones first, 128 marks "goes on"."""
+    """Encode non-negative int64 as LEB128: seven bits a byte, low bits first, bit 7 for more."""
     if int(values.max()) < 0x80:  # the common case of dense rows
         return values.astype(np.uint8).tobytes()
     lengths = np.ones(len(values), dtype=np.uint8)
@@ -177,7 +173,7 @@ def _offsets_of_gaps(data: bytes | memoryview, span: int, count: int) -> np.ndar
     gaps = offsets[1:]
     done = position = 0
     while position < len(octets):
-        # Whole gaps only: a block ends after the last octet that isn't marked "goes on".
+        # Whole gaps only: a block ends after the last octet without bit 7.
         block = octets[position : position + _BLOCK_GAPS]
         ends = np.flatnonzero(block < 0x80)
         if len(ends) == 0 or done + len(ends) > count - 1:
@@ -195,7 +191,7 @@ def _offsets_of_gaps(data: bytes | memoryview, span: int, count: int) -> np.ndar
 
 
 def _read_leb128(block: np.ndarray, ends: np.ndarray, out: np.ndarray) -> None:
-    """Reads the numbers whose last octets are at ``ends``; the first begins the block."""
+    """Decode the numbers whose last octets are at ``ends``; the first begins the block."""
     if len(ends) == int(ends[-1]) + 1:  # one octet each
         out[:] = block[: len(ends)]
         return

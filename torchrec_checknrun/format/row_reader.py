@@ -1,9 +1,8 @@
-"""A chunk's rows from its bytes: its ids first, then only the rows that are wanted, where they are
-wanted.
+"""Decode a chunk's rows: first the ids, then only the rows that a restore takes from the chunk.
 
-Rows that were stored as they are go from the chunk into a table's memory at once; others are
-decoded into it where they follow each other, and otherwise a block at a time, which stays in the
-processor's cache until it is written to its rows.
+Rows stored as raw bytes are copied from the chunk straight into a table's memory. Encoded rows are
+decoded there if consecutive, and otherwise a block at a time, which stays in the processor's cache
+until it is written to its rows.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 class StoredRows:
-    """A rows chunk that was read.
+    """A chunk of rows in memory, decoded on demand.
 
     Args:
-        payload: its bytes, writable, which this points into.
+        payload: the chunk's bytes, writable; must outlive this object.
 
     Attributes:
         ids: ``(n,)`` int64, sorted, global.
 
     Raises:
-        CorruptCheckpoint: entry and payload don't fit each other; all methods do.
+        CorruptCheckpoint: header and payload don't match; every method may raise it.
     """
 
     def __init__(self, header: RowsHeader, payload: memoryview) -> None:
@@ -49,24 +48,24 @@ class StoredRows:
         self._weight: EncodedRows | None = None
         self._states: dict[str, EncodedState] | None = None
 
-    # No functools.cached_property: in Python 3.11 threads wait there for each other.
+    # Not functools.cached_property: in Python 3.11 its lock makes threads wait for each other.
     @property
     def _parts(self) -> list[memoryview]:
-        """All sections but the ids."""
+        """All sections except the ids."""
         if self._others is None:
             self._others = list(self._sections)
         return self._others
 
     @property
     def weight(self) -> EncodedRows:
-        """The rows' weights."""
+        """The rows' weights, encoded."""
         if self._weight is None:
             self._weight = self._open_weight()
         return self._weight
 
     @property
     def states(self) -> dict[str, EncodedState]:
-        """Their optimizer state by name."""
+        """The rows' optimizer states, encoded, by name."""
         if self._states is None:
             self._states = self._open_states()
         return self._states
@@ -105,12 +104,12 @@ class StoredRows:
             }
 
     def select(self, chosen: np.ndarray) -> EncodedRows | None:
-        """Chosen rows' weights, still encoded; None if the codec can't tell them apart."""
+        """Return chosen rows' weights, still encoded; None if the codec can't separate rows."""
         with self._refusing():
             return self.weight.select(chosen)
 
     def rows(self, chosen: Chosen | None = None) -> Rows:
-        """Chosen rows, or all, decoded, on the CPU."""
+        """Decode chosen rows, or all, on the CPU."""
         chosen = slice(0, self.header.count) if chosen is None else chosen
         ids = torch.from_numpy(self.ids[chosen])
         weight = torch.empty(
@@ -121,7 +120,7 @@ class StoredRows:
         return Rows(ids, weight, {name: self._state(name, chosen) for name in self.states})
 
     def blocks(self, chosen: Chosen) -> Iterator[Rows]:
-        """Chosen rows, decoded, some at a time, their weights each time in the same memory."""
+        """Decode chosen rows block by block; each block's weights reuse the same memory."""
         ids = torch.from_numpy(self.ids[chosen])
         states = {name: self._state(name, chosen) for name in self.states}
         for start, weight in self._decoded(self.weight, chosen):
@@ -129,11 +128,11 @@ class StoredRows:
             yield Rows(ids[here], weight, {name: state[here] for name, state in states.items()})
 
     def write(self, shard: LocalShard, chosen: Chosen, states: Iterable[str]) -> None:
-        """Overwrites a shard's rows.
+        """Overwrite a shard's rows with chosen rows.
 
         Args:
-            shard: has the columns of these rows and all that are chosen.
-            states: names of the optimizer states that are written with them.
+            shard: has the columns of this chunk, and all chosen rows.
+            states: names of the optimizer states to write as well.
         """
         local = self.ids[chosen] - shard.rectangle.row_start
         if not len(local):
@@ -178,10 +177,10 @@ class StoredRows:
 
 
 def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
-    """A chunk's rows, on the CPU.
+    """Decode a chunk's rows, on the CPU.
 
     Raises:
-        CorruptCheckpoint: entry and payload don't fit each other.
+        CorruptCheckpoint: entry and payload don't match.
     """
     return StoredRows(rows_header(entry), memoryview(payload)).rows()
 
@@ -189,7 +188,7 @@ def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
 def _copied(
     rows: EncodedRows | EncodedState, chosen: Chosen, memory: torch.Tensor, where: Chosen
 ) -> bool:
-    """Copies chosen rows to rows of a tensor, if they are stored as it has them; whether so."""
+    """Copy chosen rows to rows of a tensor if stored as raw bytes of its dtype; return whether."""
     raw = rows.raw if memory.dtype == rows.dtype else None
     if raw is None or not can_copy(raw, memory):
         return False
@@ -198,7 +197,7 @@ def _copied(
 
 
 def _put(memory: torch.Tensor, where: Chosen, rows: torch.Tensor) -> None:
-    """Overwrites rows of a tensor on any device, of another type perhaps."""
+    """Overwrite rows of a tensor of any device and dtype."""
     if isinstance(where, slice):
         memory[where].copy_(rows)
     elif memory.dtype == rows.dtype and can_copy(rows, memory):
@@ -208,7 +207,7 @@ def _put(memory: torch.Tensor, where: Chosen, rows: torch.Tensor) -> None:
 
 
 def _exceptions(header: RowsHeader, data: bytes | memoryview) -> tuple[np.ndarray, torch.Tensor]:
-    """Positions in the chunk, sorted, of rows stored exactly, and the rows."""
+    """Decode the sorted positions of the rows stored exactly, and these rows."""
     count, cols = header.exceptions, header.rectangle.cols
     if not count:
         return _NONE, torch.empty((0, cols), dtype=header.dtype, device="cpu")
@@ -223,7 +222,7 @@ def _exceptions(header: RowsHeader, data: bytes | memoryview) -> tuple[np.ndarra
 
 
 def _tensor(data: memoryview) -> torch.Tensor:
-    """The bytes as a tensor; a copy if they can't be written to."""
+    """Wrap bytes as a uint8 tensor; read-only bytes are copied."""
     if not len(data):
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)

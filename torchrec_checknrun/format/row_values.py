@@ -1,7 +1,7 @@
-"""Rows as they are stored: which bytes are whose, what they decode to, and where to.
+"""Encoded weights and optimizer states of a chunk's rows: decode rows, or select rows undecoded.
 
-A chunk's weights and its optimizer states, each with a way to take some rows out without decoding
-them: for a restore that wants only these, and for a chunk that is to hold only these.
+Selecting serves restores that need only some rows, and compaction, which writes chunks of only some
+rows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torchrec_checknrun.native import BLOCK_BYTES, Chosen
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Rows' weights as they are stored.
+    """Encoded weights of rows.
 
     Attributes:
-        data: 1-D uint8; of all rows, but what is at exceptions means nothing.
+        data: 1-D uint8, of all rows; without meaning at exceptions.
         count, cols, dtype: of the rows.
-        exceptions: sorted int64 positions of the rows that are stored exactly.
-        exact: ``(exceptions, cols)``, those rows.
+        exceptions: sorted int64 positions of the rows stored exactly.
+        exact: ``(exceptions, cols)``, the rows stored exactly.
     """
 
     codec: Codec
@@ -39,10 +39,10 @@ class EncodedRows:
 
     @property
     def raw(self) -> torch.Tensor | None:
-        """The rows' own bytes; None if they are encoded.
+        """The rows' raw bytes; None if the rows are encoded.
 
         Raises:
-            ValueError: there are more or fewer.
+            ValueError: the number of bytes is wrong.
         """
         if not self.codec.verbatim or len(self.exceptions):
             return None
@@ -51,11 +51,11 @@ class EncodedRows:
 
     @property
     def row_bytes(self) -> int:
-        """Of a decoded row."""
+        """Bytes of a decoded row."""
         return self.cols * self.dtype.itemsize
 
     def select(self, positions: np.ndarray) -> EncodedRows | None:
-        """Those rows alone, still encoded; None if the codec can't tell them apart."""
+        """Return some rows, still encoded, by position; None if the codec can't separate rows."""
         chosen = self.codec.select(
             self.data, self.parameters, self.count, self.cols, torch.from_numpy(positions)
         )
@@ -74,7 +74,7 @@ class EncodedRows:
         )
 
     def decode(self, start: int, out: torch.Tensor) -> None:
-        """Rows from ``start`` on, as many as ``out`` has, which may be on any device."""
+        """Decode rows from ``start`` on, as many as ``out`` has; ``out`` may be on any device."""
         self.codec.decode(self.data, self.parameters, self.count, start, out)
         here = slice(*np.searchsorted(self.exceptions, (start, start + len(out))))
         if here.start < here.stop:
@@ -82,10 +82,10 @@ class EncodedRows:
             out[at.to(out.device)] = self.exact[here].to(out.device)
 
     def write(self, chosen: Chosen, weight: torch.Tensor, where: Chosen) -> bool:
-        """Decodes chosen rows into as many rows of a weight, if that is possible at once.
+        """Decode chosen rows into as many rows of a weight, if possible without a temporary.
 
         Returns:
-            Whether it was.
+            Whether the rows were written.
         """
         if isinstance(chosen, slice) and isinstance(where, slice):
             if weight.is_contiguous():
@@ -102,15 +102,15 @@ class EncodedRows:
         return True
 
     def _exact(self, positions: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
-        """Which of those rows are stored exactly, as positions among them, and these rows."""
+        """Return which of the given positions are stored exactly, as indices, and their rows."""
         at = np.searchsorted(positions, self.exceptions)
         kept = at < len(positions)
         kept[kept] = positions[at[kept]] == self.exceptions[kept]
         return at[kept], self.exact[torch.from_numpy(kept)]
 
     def blocks(self, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
-        """Chosen rows, decoded, some at a time, each time in the same memory; and how many there
-        were before.
+        """Decode chosen rows block by block, each block in the same memory; yield with each block
+        the number of rows before it.
         """
         size = max(1, BLOCK_BYTES // self.row_bytes)
         rows, positions = self, None
@@ -138,12 +138,12 @@ class EncodedRows:
 
 @dataclass(frozen=True)
 class EncodedState:
-    """Rows' optimizer state as it is stored.
+    """An encoded optimizer state of rows.
 
     Attributes:
         data: 1-D uint8.
-        width: values of each row.
-        rowwise: one value, as ``(n,)``.
+        width: values per row.
+        rowwise: whether the state is one value per row, of shape ``(n,)``.
     """
 
     parameters: Parameters
@@ -154,10 +154,10 @@ class EncodedState:
     rowwise: bool
 
     def checked(self) -> EncodedState:
-        """Itself.
+        """Check the number of bytes; return this state.
 
         Raises:
-            ValueError: it isn't as long as it should be.
+            ValueError: the number of bytes is wrong.
         """
         values = self.count * self.width
         size = values * row_state.state_row_bytes(self.parameters, self.dtype)
@@ -166,11 +166,11 @@ class EncodedState:
 
     @property
     def raw(self) -> torch.Tensor | None:
-        """The rows' own bytes; None if they are encoded."""
+        """The rows' raw bytes; None if the rows are encoded."""
         return self.data if self.parameters["scheme"] == "fp32" else None
 
     def select(self, positions: np.ndarray) -> EncodedState:
-        """Those rows' alone, still encoded."""
+        """Return the state of the rows at given positions, still encoded."""
         size = self.width * row_state.state_row_bytes(self.parameters, self.dtype)
         if not len(positions):
             return replace(self, data=self.data[:0], count=0)
@@ -178,7 +178,7 @@ class EncodedState:
         return replace(self, data=torch.from_numpy(chosen), count=len(positions))
 
     def decode(self, chosen: Chosen) -> torch.Tensor:
-        """Of chosen rows, ``(n,)`` or ``(n, cols)``."""
+        """Decode the state of chosen rows: ``(n,)`` or ``(n, cols)``."""
         if not isinstance(chosen, slice):
             return self.select(chosen).decode(slice(0, len(chosen)))
         size = self.width * row_state.state_row_bytes(self.parameters, self.dtype)

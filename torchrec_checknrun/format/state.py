@@ -1,13 +1,13 @@
-"""State objects as bytes without pickle: a JSON tree of containers, and the tensors' raw bytes.
+"""Encode state objects without pickle: a JSON tree of containers, and the tensors' raw bytes.
 
-Everything that isn't a row of a sharded table goes this way: dense parameters, dense optimizers,
-readers, progress. The tree stands in the chunk index, so shapes are known before data is read.
+All state except rows of sharded tables is stored so: dense parameters, dense optimizers, readers,
+progress. The tree is part of the chunk index, so that shapes are known before any data is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, UnsupportedState
+from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedState
 from torchrec_checknrun.format.plain_values import (
     DTYPES,
     SETS,
@@ -24,33 +24,35 @@ from torchrec_checknrun.format.plain_values import (
     set_of,
     sorted_members,
 )
-from torchrec_checknrun.placements import dtype_of
+
+MOST_DEPTH = 100
+"""The deepest nesting of containers: decoding recurses, and stacks are limited."""
+MOST_DIMENSIONS = 32
+"""The most dimensions of a tensor or an array."""
+SHARDED = (ShardedTensor, DTensor)
+"""Types of state-dict leaves of which each rank holds a part."""
+TORCH_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not name.startswith("q")}
+"""Dtypes of tensors that can be stored, by name."""
+_ALIGN = 64
+"""Bytes to which each leaf's offset in the payload is aligned."""
+_NUMPY_KINDS = "biufc"
+"""Kinds of NumPy dtypes that can be stored: numbers and booleans."""
 
 Tree = dict[str, Any]
-"""One node: its type's letter, and what that needs; see ``_Encoder``."""
-
-_ALIGN = 64
-MOST_DEPTH = 100
-"""Of containers in containers: what is deeper can't be read on every stack."""
-MOST_DIMENSIONS = 32
-"""Of a tensor or an array."""
-SHARDED = (ShardedTensor, DTensor)
-TORCH_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not name.startswith("q")}
-"""Of tensors that can be stored, by name."""
-_NUMPY_KINDS = "biufc"
+"""A node: a letter for the type, with the content; see ``_Encoder``."""
 
 
 def encode_state(value: object, name: str) -> tuple[Tree, list[bytes | memoryview]]:
-    """The tree of a state dict, and the pieces of payload that its leaves point into, in order.
+    """Encode a state dict as a tree, and the pieces of the payload that its leaves point into.
 
     Args:
         value: tensors, numpy arrays and scalars, bytes, str, int, float, complex, bool, None,
             ``torch.dtype``, ``torch.Size``, paths, ranges, slices, and list, tuple, set, frozenset
             or dict (keys str or int) of them. Sets are stored in sorted order.
-        name: what errors call the object.
+        name: the object's name in errors.
 
     Raises:
-        UnsupportedState: anything else is in there; names the key.
+        UnsupportedState: the state holds a value of another type; names the key.
     """
     encoder = _Encoder()
     tree = encoder.node(value, name)
@@ -58,6 +60,14 @@ def encode_state(value: object, name: str) -> tuple[Tree, list[bytes | memoryvie
 
 
 class _Encoder:
+    """Encoder of one state object.
+
+    A node is ``{"v": value}`` for null, booleans, integers and strings, ``{"f": hex}`` for floats,
+    ``{"d": [[key, node], …]}``, ``{"l": nodes}``, ``{"t": nodes}`` and ``{"set": nodes}`` for
+    containers, ``{"b": span}`` for bytes, ``{"x": span, …}`` for tensors, ``{"n": span, …}`` for
+    NumPy arrays, or one of ``plain_values``. A span is offset and length in the payload.
+    """
+
     def __init__(self) -> None:
         self.pieces: list[bytes | memoryview] = []
         self._size = 0
@@ -144,21 +154,21 @@ class _Encoder:
 
 
 def are_convertible(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Tell whether values of one dtype are restored into another: the same, or both are floats."""
+    """Return whether saved values can be restored as the wanted dtype: the same, or both floats."""
     return saved == wanted or (saved.is_floating_point and wanted.is_floating_point)
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes; no copy of one that is contiguous in CPU memory."""
+    """Return a tensor's bytes, without a copy if it is contiguous in CPU memory."""
     if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_cpu:
         return np.ascontiguousarray(tensor.detach().numpy()).data  # bytes already
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # Of a single element PyTorch takes any stride for contiguous, but not for a view.
+    # PyTorch calls a single element contiguous whatever its stride, but refuses to view it.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
 def decode_state(tree: Tree, payload: bytes | memoryview) -> Any:
-    """The value again; tensors and arrays are on the CPU and own their memory.
+    """Decode a value; tensors and arrays are on the CPU and own their memory.
 
     Raises:
         CorruptCheckpoint: the tree is malformed or points outside the payload.
@@ -167,20 +177,20 @@ def decode_state(tree: Tree, payload: bytes | memoryview) -> Any:
 
 
 def tree_items(tree: Tree | None) -> dict[str | int, Tree]:
-    """The nodes of a dict's items, by key; empty if the tree is no dict."""
+    """Return the nodes of a dict's items by key; an empty dict if the tree is not a dict."""
     if not isinstance(tree, dict):
         return {}
     return {_require_key(key): node for key, node in tree.get("d", [])}
 
 
 def tree_values(tree: Tree | None) -> list[Tree]:
-    """The nodes of a list's or tuple's elements; empty if the tree is none."""
+    """Return the nodes of a list's or tuple's items; an empty list if the tree is neither."""
     nodes = (tree.get("l") or tree.get("t")) if isinstance(tree, dict) else None
     return list(nodes or [])
 
 
 def empty_state(tree: Tree) -> Any:
-    """A value of that structure: tensors of its shapes and dtypes with zeros, other leaves None."""
+    """Build a value of a tree's structure: zeros for tensors, None for other leaves."""
 
     def zeros(node: Tree) -> torch.Tensor | None:
         dtype = TORCH_DTYPES.get(node.get("dtype", "")) if "x" in node else None
@@ -243,162 +253,17 @@ def _leaf(node: Tree, payload: memoryview) -> Any:
 def _slice(payload: memoryview, span: list[int]) -> memoryview:
     offset, length = span
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise CorruptCheckpoint(f"state tree: {span} is no offset and length")
+        raise CorruptCheckpoint(f"state tree: {span} is not an offset and a length")
     if offset + length > len(payload):
         raise CorruptCheckpoint(f"state tree: {span} lies outside the {len(payload)} bytes stored")
     return payload[offset : offset + length]
 
 
 def is_sharded(value: object) -> bool:
-    """Tell whether a state-dict leaf is a table, its optimizer state or another sharded tensor."""
+    """Return whether a state-dict leaf is sharded: a table, its optimizer state or a tensor."""
     return isinstance(value, SHARDED)
 
 
 def never(_: object) -> bool:
-    """Tell of any key that it is no table's."""
+    """Return False: the default of predicates that recognize a table's keys."""
     return False
-
-
-def check_state(
-    current: object,
-    tree: Tree,
-    path: str,
-    covered: Callable[[object], bool],
-    of_table: Callable[[object], bool] = never,
-    exact: bool = False,
-) -> None:
-    """Refuses a saved tree that doesn't fit the live object, before anything is changed.
-
-    A dict that has lost keys, or a tensor of another shape or dtype, doesn't fit, but that one type
-    of float is converted into another. Keys that only
-    the checkpoint has are fine, unless ``exact``: some objects create their state late. So are
-    lists of another length: what an object keeps in a list may be more at one time than at another.
-
-    Args:
-        covered: tells leaves of ``current`` that are restored as table rows.
-        of_table: tells keys of a table, under which an optimizer keeps what is not rows (its step
-            counter): that depends on the table's sharding, and what is missing stays as it is.
-
-    Raises:
-        IncompatibleCheckpoint: names the key, saved and wanted.
-    """
-    if isinstance(current, dict) and "d" in tree:
-        saved = tree_items(tree)
-        for key, value in current.items():
-            if key in saved:
-                if of_table(key) and isinstance(value, dict) and "d" in saved[key]:
-                    known = tree_items(saved[key])
-                    value = {k: v for k, v in value.items() if k in known}
-                    check_state(value, saved[key], f"{path}.{key}", covered, of_table)
-                else:
-                    check_state(value, saved[key], f"{path}.{key}", covered, of_table, exact)
-            elif not of_table(key) and not _all_covered(value, covered):
-                raise IncompatibleCheckpoint(
-                    f"{path}.{key} is not in the checkpoint, which has {_some(saved)}: restore "
-                    "with the model and state objects it was saved with, or start a fresh run"
-                )
-        extra = [key for key in saved.keys() - current.keys() if not of_table(key)]
-        if exact and extra:
-            raise IncompatibleCheckpoint(
-                f"{path}.{extra[0]} is in the checkpoint only; the model's has {_some(current)}: "
-                "restore with the state objects (the optimizer) it was saved with"
-            )
-    elif isinstance(current, (list, tuple)):
-        items = tree_values(tree)
-        for i, value in enumerate(current if len(items) == len(current) else ()):
-            check_state(value, items[i], f"{path}[{i}]", covered, of_table, exact)
-    elif isinstance(current, torch.Tensor) and (
-        not covered(current) or ("x" in tree and isinstance(current, SHARDED))
-    ):
-        wanted = f"{str(dtype_of(current)).removeprefix('torch.')} {list(current.shape)}"
-        found = f"{tree['dtype']} {tree['shape']}" if "x" in tree else f"no tensor ({sorted(tree)})"
-        if "x" not in tree or not _fits(current, TORCH_DTYPES.get(tree["dtype"]), tree["shape"]):
-            raise IncompatibleCheckpoint(
-                f"{path}: the checkpoint has {found}, the model wants {wanted}: build the model as "
-                "it was when the checkpoint was saved"
-            )
-
-
-def _all_covered(value: object, covered: Callable[[object], bool]) -> bool:
-    if isinstance(value, dict):
-        return all(_all_covered(v, covered) for v in value.values())
-    return covered(value)
-
-
-def _some(saved: Mapping[Any, object]) -> str:
-    names = [str(key) for key in saved]
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing there"
-
-
-def common_state(current: Any, saved: Any, path: str, skipped: list[str]) -> Any:
-    """What of ``saved`` fits a live state dict, for restores that aren't strict.
-
-    Args:
-        skipped: gets what doesn't fit: keys only one side has, tensors of another shape or dtype.
-    """
-    if isinstance(current, dict) and isinstance(saved, dict):
-        skipped += [f"state {path}.{key}: only in the checkpoint" for key in saved.keys() - current]
-        return {
-            key: common_state(current[key], value, f"{path}.{key}", skipped)
-            for key, value in saved.items()
-            if key in current
-        }
-    if isinstance(current, torch.Tensor) and not (
-        isinstance(saved, torch.Tensor) and _fits(current, saved.dtype, list(saved.shape))
-    ):
-        skipped.append(f"state {path}: of another shape or type than the model's")
-        return current
-    return saved
-
-
-def _fits(current: torch.Tensor, dtype: torch.dtype | None, shape: list[int]) -> bool:
-    own = dtype_of(current)
-    same_type = dtype is not None and (own is None or are_convertible(dtype, own))
-    return same_type and list(current.shape) == shape
-
-
-def merge_state(
-    current: Any,
-    saved: Any,
-    of_table: Callable[[object], bool] = never,
-    kept: Callable[[Any, Any], bool] = lambda current, _: is_sharded(current),
-) -> Any:
-    """Puts saved values into a live state dict, in place where it can be, and returns it.
-
-    Live tensors keep their identity (they may be a model's parameters) and get the saved content;
-    what the checkpoint doesn't have stays.
-
-    Args:
-        kept: tells live values that stay as they are, with what was saved in their place: those
-            that are restored elsewhere.
-    """
-    if kept(current, saved):
-        return current
-    if isinstance(current, dict) and isinstance(saved, dict):
-        for key, value in saved.items():
-            if not of_table(key):
-                current[key] = merge_state(current.get(key), value, of_table, kept)
-            elif isinstance(known := current.get(key), dict) and isinstance(value, dict):
-                merge_state(known, {k: v for k, v in value.items() if k in known}, kept=kept)
-        return current
-    if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
-        with torch.no_grad():
-            current.copy_(saved)
-        return current
-    return _graft(current, saved, kept)
-
-
-def _graft(current: Any, saved: Any, kept: Callable[[Any, Any], bool]) -> Any:
-    """The saved value, with the live ones in it that are restored elsewhere."""
-    if kept(current, saved):
-        return current
-    if isinstance(current, dict) and isinstance(saved, dict):
-        found = {key: _graft(current.get(key), value, kept) for key, value in saved.items()}
-        others = {k: v for k, v in current.items() if k not in found and kept(v, None)}
-        return {**found, **others}
-    same_kind = isinstance(saved, (list, tuple)) and type(saved) is type(current)
-    if same_kind and len(saved) == len(current):
-        return type(saved)(_graft(c, s, kept) for c, s in zip(current, saved, strict=True))
-    if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
-        return saved.to(current.dtype) if are_convertible(saved.dtype, current.dtype) else saved
-    return saved

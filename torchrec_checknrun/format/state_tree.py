@@ -1,7 +1,7 @@
-"""Checks a stored state's tree before anything is made of it: its depth, its types, its bytes.
+"""Check a stored state's tree before decoding: depth, types and bytes; search live state dicts.
 
-What is made of a checked tree takes no more memory than payload and index have bytes, times a small
-factor: every leaf has bytes of its own, and exactly as many as its shape and dtype say.
+Decoding a checked tree allocates at most a small multiple of the bytes of payload and index: every
+leaf has bytes of its own, exactly as many as its shape and dtype imply.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _HEX_FLOAT = re.compile(r"[-+]?(0x[01]\.[0-9a-f]{1,13}p[-+][0-9]{1,4}|inf|nan)")
 
 
 def check_tree(tree: object, length: int) -> None:
-    """Refuses a tree that ``state.encode_state`` doesn't make.
+    """Refuse a tree that ``state.encode_state`` would not make.
 
     Args:
-        length: bytes of the payload that it points into.
+        length: bytes of the payload that the tree points into.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: names the defect.
     """
     end = _check(tree, 0, 0)
     if end > length:
@@ -38,13 +38,13 @@ def check_tree(tree: object, length: int) -> None:
 
 
 def _check(node: object, end: int, depth: int) -> int:
-    """Checks a node; returns where the bytes of its last leaf end.
+    """Check a node; return the offset where the bytes of its last leaf end.
 
     Args:
-        end: where those of the leaf before it ended.
+        end: the offset where the bytes of the previous leaf ended.
     """
     if type(node) is not dict or not node:
-        raise ValueError(f"{shown(node)} is no node")
+        raise ValueError(f"{shown(node)} is not a node")
     if depth > MOST_DEPTH:
         raise ValueError(f"nested more than {MOST_DEPTH} deep")
     letter = next(iter(node))
@@ -52,7 +52,7 @@ def _check(node: object, end: int, depth: int) -> int:
     if letter in ("x", "n"):
         return _check_array(node, letter, end)
     if len(node) != 1:
-        raise ValueError(f"{shown(node)} is no node")
+        raise ValueError(f"{shown(node)} is not a node")
     if letter == "b":
         return _bytes_after(end, value)[1]
     if letter == "v" and (value is None or type(value) in (bool, int, str)):
@@ -60,28 +60,32 @@ def _check(node: object, end: int, depth: int) -> int:
     if letter == "f" and type(value) is str and _HEX_FLOAT.fullmatch(value):
         as_float(value)
         return end
-    if letter in ("l", "t", *SETS) and type(value) is list:
-        for item in value:
-            end = _check(item, end, depth + 1)
-            if letter in SETS:
-                _check_member(item)
-        return end
-    if letter == "d" and type(value) is list:
-        keys = set()
-        for item in value:
-            if type(item) is not list or len(item) != 2 or type(item[0]) not in (str, int):
-                raise ValueError(f"{shown(item)} is no key with a node")
-            if item[0] in keys:
-                raise ValueError(f"the key {shown(item[0])} is there twice")
-            keys.add(item[0])
-            end = _check(item[1], end, depth + 1)
-        return end
+    if letter in ("l", "t", "d", *SETS) and type(value) is list:
+        return _check_container(letter, value, end, depth + 1)
     check_value(node)
     return end
 
 
+def _check_container(letter: str, items: list[Any], end: int, depth: int) -> int:
+    """Check the items of a list, tuple, set or dict; return as ``_check``."""
+    keys = set()
+    for item in items:
+        node = item
+        if letter == "d":
+            if type(item) is not list or len(item) != 2 or type(item[0]) not in (str, int):
+                raise ValueError(f"{shown(item)} is not a key with a node")
+            if item[0] in keys:
+                raise ValueError(f"the key {shown(item[0])} appears twice")
+            keys.add(item[0])
+            node = item[1]
+        end = _check(node, end, depth)
+        if letter in SETS:
+            _check_member(node)
+    return end
+
+
 def _check_member(node: dict[str, Any]) -> None:
-    """Refuses what no set can hold: it must have a hash, and be equal to itself when read again."""
+    """Refuse a node that no set can hold: members are hashable and compare equal when decoded."""
     letter = next(iter(node))
     if letter in ("l", "d", "x", "set", "slice") or (letter == "n" and node["scalar"] is False):
         raise ValueError(f"a set has {shown(node)} as a member, which has no hash")
@@ -113,27 +117,27 @@ def _item_bytes(letter: str, dtype: object) -> int:
             return np.dtype(dtype).itemsize
         except TypeError:
             pass
-    raise ValueError(f"{shown(dtype)} is no dtype that is stored")
+    raise ValueError(f"{shown(dtype)} is not a dtype that is stored")
 
 
 def _bytes_after(end: int, span: object) -> tuple[int, int]:
-    """Where a leaf's bytes begin and end. Leaves come in the order of their bytes, so that none has
-    those of another.
+    """Return the offsets where a leaf's bytes begin and end. Leaves come in the order of their
+    bytes, so that no two share any.
     """
     offset, length = _pair(span)
     if offset < end:
-        raise ValueError(f"a leaf at byte {offset}, where another one ends at {end}")
+        raise ValueError(f"a leaf begins at byte {offset}, but the previous one ends at {end}")
     return offset, offset + length
 
 
 def _pair(span: object) -> tuple[int, int]:
     if type(span) is not list or len(span) != 2:
-        raise ValueError(f"{shown(span)} is no offset and length")
+        raise ValueError(f"{shown(span)} is not an offset and length")
     return as_count(span[0]), as_count(span[1])
 
 
 def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Find the values of some types in a state dict, with the keys that lead there."""
+    """Yield the values of given types in a live state dict, each with the keys that lead to it."""
     if isinstance(value, kinds):
         yield path, value
     elif isinstance(value, dict) and len(path) <= MOST_DEPTH:

@@ -1,7 +1,7 @@
-"""What this package is compared with: stock DCP, and no checkpoints, behind the same methods.
+"""Provide the baselines of this package, stock DCP and no checkpoints, behind the same methods.
 
-Nothing of our own format, planner or tracking is used here; what ``dcp.save`` and ``dcp.load`` do
-with a TorchRec model is what a user gets from ``checkpoint=dcp``.
+Nothing of our own format, planner or tracking is used here: ``checkpoint=dcp`` gives a user exactly
+what ``dcp.save`` and ``dcp.load`` do with a TorchRec model.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class _Closing:
-    """A context manager that closes at the end, but waits for nobody after an error."""
+    """A context manager that closes at the end, but waits for no rank after an error."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     def __enter__(self) -> Self:
         return self
@@ -50,29 +50,29 @@ class _Closing:
 
 
 class NoCheckpointer(_Closing):
-    """``checkpoint=off``."""
+    """The checkpointer of ``checkpoint=off``: counts steps, saves nothing."""
 
     def __init__(self) -> None:
         self.steps = 0
 
     def restore(self) -> None:
-        """Nothing to restore: a fresh start."""
+        """Restore nothing: a fresh start."""
 
     def step(self) -> CheckpointReport | None:
-        """Counts steps, saves nothing."""
+        """Count a step; save nothing."""
         self.steps += 1
         return None
 
     def save(self, *, wait: bool = True) -> CheckpointReport | None:
-        """Save nothing: there is never a report."""
+        """Save nothing; return no report."""
         return None
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 class _Steps:
-    """The step counter as a Stateful."""
+    """The step counter, as a Stateful."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -85,13 +85,14 @@ class _Steps:
 
 
 class DcpCheckpointer(_Closing):
-    """``checkpoint=dcp`` and ``checkpoint=dcp_async``: all of the model, every time, in fp32.
+    """The checkpointer of ``checkpoint=dcp`` and ``dcp_async``: the whole model, always, in fp32.
 
     Args:
         root: a folder, mounted on all machines; no URL.
-        asynchronous: ``dcp.async_save``: training waits only for the copy to host memory. Its
-            default stager can't copy TorchRec's ShardedTensor, so the file writer stages.
-        resume: as of ``Checkpointer``: auto, must or never.
+        asynchronous: whether to use ``dcp.async_save``: training waits only for the copy to host
+            memory. Its default stager can't copy TorchRec's ShardedTensor, so the file writer
+            stages.
+        resume: auto, must or never, as for ``Checkpointer``.
 
     Raises:
         ValueError: the root is a URL, which stock DCP would take for a local folder's name.
@@ -115,7 +116,7 @@ class DcpCheckpointer(_Closing):
             )
         self._root = Path(root)
         self._steps = _Steps()
-        # DCP keeps one rank's content of each, however it was declared.
+        # DCP keeps one rank's content of each object, however it was declared.
         objects = {
             n: s.state if isinstance(s, (PerRank, Replicated)) else s for n, s in state.items()
         }
@@ -135,17 +136,17 @@ class DcpCheckpointer(_Closing):
         return self._steps.value
 
     def restore(self) -> RestoreReport | None:
-        """Loads the checkpoint of the highest step that has metadata.
+        """Load the checkpoint of the highest step that has metadata.
 
         Raises:
-            CheckpointNotFound: there is none, and ``resume`` is ``must``.
+            CheckpointNotFound: there is no checkpoint, and ``resume`` is ``must``.
         """
         started = time.perf_counter()
         path = None if self._resume == "never" else self._ranks.from_rank_0(self._newest)
         if path is None and self._resume == "must":
             raise CheckpointNotFound(
                 f"nothing to restore: no checkpoint in {self._root}. Name the root that the "
-                'checkpoints are in, or start anew with resume="auto"'
+                'checkpoints are in, or start fresh with resume="auto"'
             )
         if path is None:
             return None
@@ -157,7 +158,7 @@ class DcpCheckpointer(_Closing):
         )
 
     def step(self) -> CheckpointReport | None:
-        """Save at every ``every_steps`` steps; report what is in storage when the call returns."""
+        """Count a step; save at every ``every_steps``-th, and report the bytes stored by then."""
         self._steps.value += 1
         return None if self.steps % self._every_steps else self._save(wait=False)
 
@@ -165,7 +166,8 @@ class DcpCheckpointer(_Closing):
         """Save everything.
 
         Args:
-            wait: until it is durable, which it is in any case unless ``asynchronous``.
+            wait: whether to wait until the checkpoint is durable; without ``asynchronous`` it
+                always is.
 
         Returns:
             The report if ``wait``; None otherwise.
@@ -223,13 +225,13 @@ class DcpCheckpointer(_Closing):
         return report
 
     def wait(self) -> None:
-        """Returns when a background save is durable; raises its error."""
+        """Wait until a background save is durable; raise its error."""
         if self._running is not None:
             running, self._running = self._running, None
             running.result()
 
     def close(self) -> None:
-        """Waits for a background save."""
+        """Wait for a background save."""
         self.wait()
 
     def _newest(self) -> Path | None:

@@ -1,15 +1,15 @@
-"""The Hydra group ``checkpoint``: one switch between this package, stock DCP and nothing.
+"""Define the Hydra group ``checkpoint``: one switch between this package, stock DCP and nothing.
 
-An app with this package installed says ``checkpoint: check_n_run`` in its defaults, and
-``hydra.utils.instantiate(cfg.checkpoint, model=…, state=…)`` where it has the model: whatever was
-chosen has the same methods. The configs are structured: a misspelt key fails at start.
+An app with this package installed writes ``checkpoint: check_n_run`` into its defaults, and calls
+``hydra.utils.instantiate(cfg.checkpoint, model=…, state=…)`` once it has the model: every choice
+has the same methods. The configs are structured: a misspelt key fails at start.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,12 @@ from omegaconf.nodes import AnyNode
 if TYPE_CHECKING:
     from torch import nn
 
+    from torchrec_checknrun.codecs.quantization import Quantization
     from torchrec_checknrun.dense.buffers import Patterns
     from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer, NoCheckpointer
     from torchrec_checknrun.root.policy import Policy
     from torchrec_checknrun.root.report import CheckpointReport
+    from torchrec_checknrun.root.retention import Retention
     from torchrec_checknrun.run.checkpointer import Checkpointer
     from torchrec_checknrun.run.triggers import Trigger
 
@@ -35,11 +37,11 @@ _QUANTIZATION = (
     *("bits", "method", "expected_restores", "mean_bits", "offset"),
     *("optimizer_state", "compress", "exact_below_rows", "codec"),
 )
-"""Keys of the config that make its ``Quantization``, beside ``tables``."""
+"""Keys of the config that become its ``Quantization``, beside ``tables``."""
 
 
 class PolicyName(Enum):
-    """Policies that need no parameters, as they are written in a config."""
+    """The policies that need no parameters, as spelled in a config."""
 
     full = "full"
     one_shot = "one_shot"
@@ -48,17 +50,17 @@ class PolicyName(Enum):
 
 
 Resume = Enum("Resume", {"auto": "auto", "must": "must", "never": "never"})
-"""What ``restore()`` does; see ``Checkpointer``."""
+"""The default of ``restore()``; see ``Checkpointer``."""
 Background = Enum("Background", {"thread": "thread", "process": "process"})
 Staging = Enum("Staging", {"auto": "auto", "copy": "copy", "encode": "encode"})
 WhenBusy = Enum("WhenBusy", {"skip": "skip", "wait": "wait"})
 Bits = Enum("Bits", {"auto": "auto", "2": 2, "3": 3, "4": 4, "8": 8})
-"""Widths, as they are written in a config; null for exact rows."""
+"""Widths as spelled in a config; null for exact rows."""
 
 
 @dataclass
 class TableConfig:
-    """How the tables that a pattern names are stored; see ``Quantization``."""
+    """The quantization of the tables that a pattern matches; see ``Quantization``."""
 
     bits: Bits | None = None
     method: str = "adaptive"
@@ -71,8 +73,9 @@ class TableConfig:
 
 @dataclass
 class CheckNRunConfig:
-    """``checkpoint: check_n_run``. The arguments of ``Checkpointer``, and of its ``Quantization``,
-    as plain values.
+    """The choice ``checkpoint: check_n_run``: the arguments of ``Checkpointer`` as plain values.
+
+    The arguments of its ``Quantization``, triggers and ``Retention`` are keys here, too.
     """
 
     _target_: str = "torchrec_checknrun.hydra_config.config.make_check_n_run"
@@ -108,7 +111,7 @@ class CheckNRunConfig:
 
 @dataclass
 class DcpConfig:
-    """``checkpoint: dcp``: ``dcp.save`` and ``dcp.load`` of everything, as they come with torch."""
+    """The choice ``checkpoint: dcp``: torch's ``dcp.save`` and ``dcp.load`` of everything."""
 
     _target_: str = "torchrec_checknrun.hydra_config.config.make_dcp"
     root: str = MISSING
@@ -119,7 +122,7 @@ class DcpConfig:
 
 @dataclass
 class OffConfig:
-    """``checkpoint: off``: no checkpoints; keeps the keys that switches elsewhere may set."""
+    """The choice ``checkpoint: off``: no checkpoints, but keys that other switches may set."""
 
     _target_: str = "torchrec_checknrun.hydra_config.config.make_off"
     root: str | None = None
@@ -163,7 +166,7 @@ def _check_n_run() -> DictConfig:
 
 
 def register() -> None:
-    """Fill Hydra's ConfigStore with the group (the package's Hydra plugin calls this)."""
+    """Register the group in Hydra's ConfigStore; called by the package's Hydra plugin."""
     store = ConfigStore.instance()
     options: dict[str, Any] = {
         "check_n_run": _check_n_run(),
@@ -178,88 +181,97 @@ def register() -> None:
 def make_check_n_run(
     *,
     root: str,
-    every_steps: int | None,
-    policy: PolicyName | Policy,
-    tables: Mapping[str, Mapping[str, Any]],
-    triggers: Sequence[Trigger],
-    every_seconds: float | None,
-    at_end: bool,
-    on_sigterm: bool,
-    grace_seconds: float,
-    background: Background,
-    staging: Staging,
-    memory_budget: int | None,
-    when_busy: WhenBusy,
-    max_failures: int,
-    keep: int | None,
-    keep_every_hours: float | None,
-    resume: Resume,
-    timeout_seconds: float,
     model: nn.Module,
     state: Mapping[str, Any],
     per_rank_buffers: Patterns = (),
     callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
-    **others: Any,
+    **values: Any,
 ) -> Checkpointer:
-    """Make a ``Checkpointer`` of a ``CheckNRunConfig`` and what only the app has.
+    """Make a ``Checkpointer`` of a config and the app's objects.
 
     Args:
-        others: the quantization's keys.
+        values: the other fields of ``CheckNRunConfig``.
 
     Raises:
-        TypeError: an argument is unknown.
+        TypeError: an argument is unknown, or the root is missing.
         ValueError: as ``Checkpointer``; ``keep_every_hours`` is given, and all are kept; or a
             policy, trigger or codec is a mapping without ``_target_``.
     """
     import torchrec_checknrun as package
-    from torchrec_checknrun.root.policy import POLICIES
 
-    def choice(values: Mapping[str, Any], **more: Any) -> package.Quantization:
-        named = {**values, **more}
-        optimizer, bits = named.pop("optimizer_state"), named.pop("bits")
-        _require_objects("codec", named.get("codec"))
-        return package.Quantization(bits=bits and bits.value, optimizer=optimizer, **named)
-
-    quantization = {name: others.pop(name) for name in _QUANTIZATION if name in others}
-    _refuse_unknown(others, "check_n_run")
-    if keep is None and keep_every_hours is not None:
-        raise ValueError(
-            f"checkpoint.keep=null keeps all checkpoints, and keep_every_hours={keep_every_hours} "
-            "would say nothing: give a number to keep, such as keep=2, or leave keep_every_hours "
-            "out"
-        )
-
-    _require_objects("policy", policy)
-    for trigger in triggers:
-        _require_objects("triggers", trigger)
-    wanted = list(triggers)
-    if every_seconds is not None:
-        wanted.append(package.EverySeconds(every_seconds))
-    if at_end:
-        wanted.append(package.AtEnd())
-    if on_sigterm:
-        wanted.append(package.OnSigterm(grace_seconds))
+    known = {field.name for field in fields(CheckNRunConfig)}
+    _refuse_unknown([name for name in values if name not in known], "check_n_run")
+    config = CheckNRunConfig(root=root, **values)
     return package.Checkpointer(
-        root,
+        config.root,
         model=model,
         state=_objects(state),
         per_rank_buffers=_buffers(per_rank_buffers),
-        policy=POLICIES[policy.value]() if isinstance(policy, PolicyName) else policy,
-        quantization=choice(
-            quantization, tables={pattern: choice(values) for pattern, values in tables.items()}
-        ),
-        every_steps=every_steps,
-        triggers=wanted,
-        background=background.value,
-        staging=staging.value,
-        memory_budget=memory_budget,
-        when_busy=when_busy.value,
-        max_failures=max_failures,
-        retention=None if keep is None else package.Retention(keep, keep_every_hours),
-        resume=resume.value,
-        timeout_seconds=timeout_seconds,
+        policy=_policy(config),
+        quantization=_quantization(config),
+        every_steps=config.every_steps,
+        triggers=_triggers(config),
+        background=config.background.value,
+        staging=config.staging.value,
+        memory_budget=config.memory_budget,
+        when_busy=config.when_busy.value,
+        max_failures=config.max_failures,
+        retention=_retention(config),
+        resume=config.resume.value,
+        timeout_seconds=config.timeout_seconds,
         callbacks=callbacks,
     )
+
+
+def _policy(config: CheckNRunConfig) -> Policy:
+    from torchrec_checknrun.root.policy import POLICIES
+
+    policy: PolicyName | Policy = config.policy
+    _require_objects("policy", policy)
+    return POLICIES[policy.value]() if isinstance(policy, PolicyName) else policy
+
+
+def _quantization(config: CheckNRunConfig) -> Quantization:
+    from torchrec_checknrun import Quantization
+
+    def choice(values: Mapping[str, Any], **more: Any) -> Quantization:
+        named = {**values, **more}
+        optimizer, bits = named.pop("optimizer_state"), named.pop("bits")
+        _require_objects("codec", named.get("codec"))
+        return Quantization(bits=bits and bits.value, optimizer=optimizer, **named)
+
+    given: Mapping[str, Any] = config.tables  # Hydra hands configs over, which are mappings
+    tables = {pattern: choice(values) for pattern, values in given.items()}
+    return choice({name: getattr(config, name) for name in _QUANTIZATION}, tables=tables)
+
+
+def _triggers(config: CheckNRunConfig) -> list[Trigger]:
+    from torchrec_checknrun.run.triggers import AtEnd, EverySeconds, OnSigterm
+
+    for trigger in config.triggers:
+        _require_objects("triggers", trigger)
+    triggers: list[Trigger] = list(config.triggers)
+    if config.every_seconds is not None:
+        triggers.append(EverySeconds(config.every_seconds))
+    if config.at_end:
+        triggers.append(AtEnd())
+    if config.on_sigterm:
+        triggers.append(OnSigterm(config.grace_seconds))
+    return triggers
+
+
+def _retention(config: CheckNRunConfig) -> Retention | None:
+    from torchrec_checknrun import Retention
+
+    if config.keep is not None:
+        return Retention(config.keep, config.keep_every_hours)
+    if config.keep_every_hours is not None:
+        raise ValueError(
+            "checkpoint.keep=null keeps all checkpoints, and "
+            f"keep_every_hours={config.keep_every_hours} would have no effect: give a number to "
+            "keep, such as keep=2, or omit keep_every_hours"
+        )
+    return None
 
 
 def make_dcp(
@@ -277,8 +289,8 @@ def make_dcp(
     """Make a checkpointer on stock DCP with the same methods.
 
     Args:
-        per_rank_buffers: for a switch between configs; stock DCP keeps one rank's buffers, which a
-            warning says.
+        per_rank_buffers: ignored with a warning, since stock DCP keeps one rank's buffers; accepted
+            so that the switch needs no change in the app.
 
     Raises:
         TypeError: an argument is unknown.
@@ -324,7 +336,7 @@ def make_off(
     return NoCheckpointer()
 
 
-def _refuse_unknown(unknown: Mapping[str, Any], chosen: str) -> None:
+def _refuse_unknown(unknown: Iterable[str], chosen: str) -> None:
     for name in unknown:
         raise TypeError(
             f"checkpoint={chosen} has no key {name!r}, and hydra.utils.instantiate takes beside "
@@ -357,15 +369,15 @@ def _require_objects(key: str, value: object) -> None:
 
 
 def _buffers(patterns: Any) -> Any:
-    """Return the patterns as they were given to ``instantiate``, which makes configs of lists."""
+    """Return the patterns as given to ``instantiate``, which converts lists into configs."""
     return OmegaConf.to_container(patterns) if OmegaConf.is_config(patterns) else patterns
 
 
 def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state objects as they were given to ``instantiate``.
+    """Return the state objects as given to ``instantiate``.
 
     Raises:
-        ValueError: one is a dataclass: Hydra has made a config, and so a copy, of it.
+        ValueError: an object is a dataclass, which Hydra has copied into a config.
     """
     for name, item in state.items():
         if OmegaConf.is_config(item):

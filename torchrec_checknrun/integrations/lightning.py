@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class CheckNRun(Callback):  # type: ignore[misc]  # the library's types may be missing
+class CheckNRun(Callback):
     """A callback that restores before the first batch and saves while the Trainer trains.
 
     The model's tables must be sharded (``DistributedModelParallel``) when ``fit`` begins, and the

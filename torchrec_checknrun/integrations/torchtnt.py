@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchtnt.framework.unit import TTrainUnit
 
 
-class CheckNRun(Callback):  # type: ignore[misc]  # the library's types may be missing
+class CheckNRun(Callback):
     """A callback that restores before the first batch and saves while ``train`` or ``fit`` trains.
 
     Everything that the unit tracks is saved and restored: optimizers, learning rate schedulers,

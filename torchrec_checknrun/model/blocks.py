@@ -1,8 +1,8 @@
-"""Sharded tensors that are no tables: FSDP2's dense parameters, TorchRec's managed collisions.
+"""Cut sharded tensors that are no tables into chunks: FSDP2 parameters, managed collisions.
 
-They may change anywhere, so that every checkpoint holds them wholly: each rank writes its local
-parts, in pieces, and a restore takes from whichever pieces overlap the parts it has. Any dtype, any
-number of dimensions.
+Such tensors may change anywhere, so every checkpoint holds them whole: each rank writes its local
+parts, in pieces, and a restore reads the pieces that overlap its parts. Any dtype, any number of
+dimensions.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from torchrec_checknrun.boxes import Box, Span, overlap, tiles
 from torchrec_checknrun.errors import InvalidPlan
-from torchrec_checknrun.format.block_chunk import KIND, BlockHeader, Path, decode_block, name_of
-from torchrec_checknrun.format.chunk import EncodedChunk, Entry, dtype_name
+from torchrec_checknrun.format.block_chunk import BlockHeader, Path, decode_block, name_of
+from torchrec_checknrun.format.chunk import BLOCK, EncodedChunk, Entry, dtype_name
 from torchrec_checknrun.format.state import raw_bytes
 
 
@@ -24,12 +24,13 @@ class Block:
     """A local part of a sharded tensor, or all of a plain one that is restored from blocks.
 
     Attributes:
+        path: of the tensor in the state dict.
         size: the whole tensor's shape.
-        box: which part of it this is.
+        box: the part's place in the whole tensor.
         tensor: the live memory, of the box's shape.
-        layout: the rows of all its shards on all ranks, sorted, if the tensor tells.
-        replica: whether another rank writes the same.
-        elsewhere: whether ranks that this one's mesh doesn't know may hold the same part.
+        layout: the rows of the tensor's shards on all ranks, sorted; None if unknown.
+        replica: whether another rank writes the same part.
+        elsewhere: whether ranks outside of this one's device mesh may hold the same part.
     """
 
     path: Path
@@ -42,30 +43,30 @@ class Block:
 
     @property
     def rows(self) -> Span:
-        """Its span along the first dimension."""
+        """The part's span along the first dimension."""
         return self.box.spans[0]
 
     @property
     def summary(self) -> BlockSummary:
-        """Tell the global plan what it must know, but for the digest."""
+        """The summary for the global plan, without the digest."""
         return BlockSummary(self.path, dtype_name(self.tensor.dtype), self.size, self.box)
 
     def pieces(self, chunk_bytes: int) -> Iterator[Box]:
-        """Parts of it that make chunks.
+        """Cut the part into pieces, one for each chunk.
 
         Args:
-            chunk_bytes: as for the rows of tables, of which a chunk holds a fifth.
+            chunk_bytes: as for table rows; a piece has at most a fifth of these bytes.
         """
         return self.box.pieces(max(1, chunk_bytes // (5 * self.tensor.element_size())))
 
     def part(self, piece: Box) -> torch.Tensor:
-        """The live memory of a box that lies within this one."""
+        """Return the live memory of a box that lies within this one."""
         return self.tensor[piece.slices(self.box)]
 
     def encode(self, piece: Box) -> EncodedChunk:
-        """Make a part a chunk; its bytes are the live memory's where that can be."""
+        """Encode a piece as a chunk, whose bytes are the live memory where possible."""
         entry: Entry = {
-            "kind": KIND,
+            "kind": BLOCK,
             "path": list(self.path),
             "dtype": dtype_name(self.tensor.dtype),
             "size": list(self.size),
@@ -75,7 +76,7 @@ class Block:
         return EncodedChunk(entry, [raw_bytes(self.part(piece))])
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
-        """Overwrite what a piece has of this part; floats become the tensor's type of float."""
+        """Write the values that a piece has of this part, converted to the tensor's dtype."""
         common = self.box.intersect(header.box)
         if common is not None:
             piece = decode_block(header, payload)
@@ -84,10 +85,10 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockSummary:
-    """What rank 0 needs of a block to check the whole.
+    """The facts about a block that rank 0 needs to check the whole tensor.
 
     Attributes:
-        digest: of its values; None if no other rank may have the same part.
+        digest: of the block's values; None if no other rank may have the same part.
     """
 
     path: Path
@@ -98,13 +99,14 @@ class BlockSummary:
 
 
 def check_blocks(path: Path, parts: list[tuple[BlockSummary, int]]) -> set[int]:
-    """Refuse a sharded tensor that ranks see differently, or write twice or in part.
+    """Refuse a sharded tensor that ranks see differently, write twice or write only in part.
 
     Args:
-        parts: its local parts on all ranks, each with its rank.
+        path: of the tensor.
+        parts: the tensor's local parts on all ranks, each with its rank.
 
     Returns:
-        Positions among ``parts`` of those that a lower rank has as well, to be left out.
+        Positions among ``parts`` of the duplicates of a lower rank's part, to be left out.
 
     Raises:
         InvalidPlan: names the tensor and the ranks.
@@ -124,12 +126,12 @@ def check_blocks(path: Path, parts: list[tuple[BlockSummary, int]]) -> set[int]:
         if known is part or not part.box.volume:
             again |= {i} if known is not part else set()
         elif part.digest is None or known.digest is None:
-            continue  # an overlap, see below
+            continue  # refused below as an overlap
         elif part.digest != known.digest:
             raise InvalidPlan(
                 f"{name}: ranks {known_rank} and {rank} hold {part.box} each on a mesh of its own, "
-                "with different values. Where all are to be saved give them names of their own; "
-                "where they should be the same, the ranks have come apart"
+                "with different values. To save them all, give them different names; if they "
+                "should be equal, the ranks have diverged"
             )
         else:
             again.add(i)

@@ -1,14 +1,13 @@
-"""Managed collisions (zero-collision hashing): what their modules know beside the state dict.
+"""Collect the state of managed-collision modules (zero-collision hashing) beside the state dict.
 
-The remapping tables are blocks. But a module also keeps the ids it has seen since its last eviction
-and counts the steps to the next: without them a restored run would evict at other steps, and other
-ids, than one that was never interrupted. And raw ids are dealt to the ranks by their value, so that
-remapping tables can't be cut anywhere else for another number of ranks.
+The remapping tables are blocks. But a module also keeps the ids seen since its last eviction and
+counts the steps to the next one: without them a restored run would evict at other steps, and other
+ids, than an uninterrupted one. Raw ids are distributed over the ranks by value, so remapping tables
+can't be cut elsewhere for another number of ranks. The checks of a restore are in
+``restore/collisions.py``, the stored form in ``format/collision_chunk.py``.
 """
 
 from __future__ import annotations
-
-import logging
 
 from torch import nn
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
@@ -19,17 +18,15 @@ from torchrec_checknrun.boxes import Span
 from torchrec_checknrun.format.collision_chunk import CollisionState, Facts, Tensors
 from torchrec_checknrun.model.kernels import find_modules
 
-logger = logging.getLogger(__name__)
-
-
 COLLECTION = "_managed_collision_collection."
 MODULES = "_managed_collision_modules."
+"""Parts of a module's state-dict path."""
 RAW_IDS = frozenset({"_mch_sorted_raw_ids", HashZchManagedCollisionModule.IDENTITY_BUFFER})
-"""Of each kind of module, the buffer that has the raw ids."""
+"""The buffer with the raw ids, of each kind of module."""
 
 
 def facts_of(module: ManagedCollisionModule, rows: Span) -> Facts:
-    """Return what an index entry says of a live module that maps ids to these rows."""
+    """Return the index entry's facts about a live module that maps ids to these rows."""
     if not isinstance(module, MCHManagedCollisionModule):
         return Facts(rows, module.input_size(), module.buckets())
     return Facts(
@@ -44,12 +41,16 @@ def facts_of(module: ManagedCollisionModule, rows: Span) -> Facts:
 
 
 class Collisions:
-    """The managed-collision modules of a sharded model, by state-dict path."""
+    """The managed-collision modules of a sharded model.
+
+    Attributes:
+        modules: by state-dict path.
+        rows: by path, the rows of its table that the module maps ids to.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, ManagedCollisionModule] = {}
         self.rows: dict[str, Span] = {}
-        """The rows of its table that each module maps ids to."""
         for path, collection in find_modules(model, (ShardedManagedCollisionCollection,)):
             prefix = f"{path}.{MODULES}" if path else MODULES
             for table, module in collection._managed_collision_modules.items():
@@ -58,7 +59,7 @@ class Collisions:
                 self.rows[prefix + table] = (start, start + rows)
 
     def state(self) -> CollisionState | None:
-        """What they know now; None if there are none."""
+        """Return the modules' present facts and histories; None if there are no modules."""
         if not self.modules:
             return None
         return CollisionState(
@@ -68,7 +69,7 @@ class Collisions:
 
 
 def _history(module: ManagedCollisionModule) -> Tensors:
-    """The ids seen since the last eviction, and what is kept of each."""
+    """Return the ids seen since the last eviction, ``(n,)``, and the metadata of each id."""
     if not isinstance(module, MCHManagedCollisionModule) or module._input_history_buffer_size < 0:
         return {}
     count = module._current_history_buffer_offset

@@ -1,10 +1,11 @@
-"""Dense optimizers in a checkpoint: by parameter names, and with just the state they had made.
+"""Save and restore dense optimizers by parameter names, with just the state that they had made.
 
 Many optimizers make a parameter's state at its first step (Adam's moments), but TorchRec's wrappers
-load only what they have state for, and rows of data-parallel tables need a place to go. And plain
-torch optimizers number their parameters, which shifts when a table becomes data parallel. So what
-is stored is by name, and before a restore the live optimizers get the state that the checkpoint
-has, and lose what they had not made by then. No step is taken on the parameters for that.
+load only what they already have state for, and rows of data-parallel tables need a place to be
+restored to. Plain torch optimizers number their parameters, and the numbers shift when a table
+becomes data parallel. So state is stored by name. Before a restore the live optimizers get the
+state that the checkpoint has, and lose the state that had not been made when it was saved; no step
+is taken on the parameters for that.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class DenseStates:
     """The optimizers among a run's state objects.
 
     Args:
-        model: whose parameter names plain torch optimizers' state is stored under.
-        states: all state objects by name; those that are no optimizers are left alone.
-        tracked: knows which of the model's tables are in fused kernels: a dense optimizer over all
-            of a model's parameters has them too, but never steps them.
+        model: names the parameters of plain torch optimizers.
+        states: all state objects by name; those that are no optimizers are ignored.
+        tracked: knows the tables in fused kernels: a dense optimizer over all of a model's
+            parameters includes these tables, but never steps them.
     """
 
     def __init__(
@@ -51,7 +52,11 @@ class DenseStates:
         return name in self._states
 
     def stored(self) -> dict[str, Any]:
-        """What a checkpoint holds of each, with the live tensors."""
+        """Return the stored form of each optimizer's state by name, with the live tensors.
+
+        Raises:
+            SaveFailed: names the optimizer whose state can't be read.
+        """
         stored = {}
         for name, optimizer in self._optimizers(self._states).items():
             try:
@@ -73,44 +78,44 @@ class DenseStates:
         strict: bool,
         resized: bool = False,
     ) -> dict[str, Any]:
-        """Makes the live optimizers' state as much as a checkpoint's, for it to be restored into.
+        """Make the live optimizers' state match a checkpoint's, to be restored in place.
 
         Args:
-            trees: what was stored, by name.
-            tables: by each of the model's tables the names of the optimizer state that its rows
-                were stored with; None for a table that isn't restored.
-            strict: whether the optimizers must be those that were saved.
+            trees: the stored trees, by name.
+            tables: by each of the model's tables, the names of the optimizer state stored with
+                its rows; None for a table that isn't restored.
+            strict: whether the optimizers must be the saved ones.
             resized: the checkpoint was saved by another number of ranks.
 
         Returns:
             The state dicts to restore into, in the stored form, with the live tensors.
 
         Raises:
-            IncompatibleCheckpoint: parameters of one group had different options, or a wrapper that
-                had counters is missing; names it.
+            IncompatibleCheckpoint: parameters of one group had different options, or a wrapper
+                with counters is missing; names them.
         """
         self.undo()
         self._fitted = self._optimizers(self._states.keys() & trees.keys(), resized)
         return {n: o.fit(trees[n], n, tables, strict) for n, o in self._fitted.items()}
 
     def load(self, name: str, content: dict[str, Any]) -> None:
-        """Gives an optimizer what ``fit`` returned, when it is restored."""
+        """Load the state dict that ``fit`` returned, once restored, into its optimizer."""
         if name in self._fitted:
             self._fitted[name].load(content)
         else:
             self._states[name].load_state_dict(content)
 
     def finish(self) -> None:
-        """Write what wrappers hold, and rates and other group options, into the live optimizers.
+        """Write wrappers' values, rates and other group options into the live optimizers.
 
-        Call it after all state objects were loaded: some set rates while they are.
+        Call it after all state objects were loaded: some set rates when loaded.
         """
         for name, optimizer in self._fitted.items():
             optimizer.finish(name)
 
     @contextmanager
     def fitted(self, undo: bool = False) -> Iterator[None]:
-        """Takes back what ``fit`` made of the live optimizers if the block fails, or always."""
+        """Undo ``fit`` after the block: if the block fails, or always if ``undo`` is set."""
         try:
             yield
         except BaseException:
@@ -120,7 +125,7 @@ class DenseStates:
             self.undo()
 
     def undo(self) -> None:
-        """Takes back what ``fit`` made of the live optimizers."""
+        """Put the live optimizers' state back as it was before ``fit``."""
         for optimizer in self._fitted.values():
             optimizer.undo()
         self._fitted = {}
@@ -135,7 +140,7 @@ class DenseStates:
         }
 
     def _elsewhere(self) -> Iterator[object]:
-        """Yield what is stored with the model and with other state objects."""
+        """Yield all objects that are stored with the model or as other state objects."""
         yield from self._objects
         for module in (self._model, *self._objects):
             if isinstance(module, nn.Module):
@@ -155,7 +160,7 @@ class DenseStates:
 
 
 def _is_known(state: object) -> TypeGuard[Optimizer]:
-    """Whether it is an optimizer with the state dict that torch's or TorchRec's have."""
+    """Return whether a state object is an optimizer with torch's or TorchRec's state dict."""
     if isinstance(state, KeyedOptimizer):
         return True
     return isinstance(state, Optimizer) and type(state).state_dict is Optimizer.state_dict

@@ -1,12 +1,12 @@
-"""Writes to tables by anybody but training and this package: their rows must count as modified.
+"""Notice writes to tables outside of training and this package, and count the rows as modified.
 
 FBGEMM updates rows without telling PyTorch: the version counter of the memory stands still while a
-fused kernel trains. Whatever writes through a parameter, a view or a state dict (``copy_``,
+fused kernel trains. A write through a parameter, a view or a state dict (``copy_``,
 ``weight[rows] = …``, ``load_state_dict``) moves the counter. One counter serves all tables of a
-kernel, so that all their rows are marked: a superset is always right.
+kernel, so all their rows are marked: a superset is always safe.
 
-No counter sees writes through ``.data``, NumPy, a collective on the table itself or a kernel of the
-user's own: such rows must be named with ``mark``.
+No counter moves with writes through ``.data``, NumPy, a collective on the table itself or a user's
+own kernel: name such rows with ``mark``.
 """
 
 from __future__ import annotations
@@ -15,38 +15,37 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from torchrec_checknrun.model.kernels import Kernel
+from torchrec_checknrun.model.marks import Marks
 from torchrec_checknrun.model.stepped_tables import SteppedTables
-
-if TYPE_CHECKING:
-    from torchrec_checknrun.model.marks import Marks
 
 logger = logging.getLogger(__name__)
 
 
 class _Seen(NamedTuple):
-    """A tensor of a kernel's memory, as it was last looked at."""
+    """A tensor of a kernel's memory, as last seen."""
 
     address: int
     version: int
     tensor: weakref.ref[torch.Tensor] | None
-    """Of a dense optimizer's state, which may be replaced by other memory at the same address."""
+    """Set for a dense optimizer's state, which other memory may replace at the same address."""
 
 
 class WriteWatch:
-    """Notices writes to the memory of one kernel's tables that were not announced.
+    """A watch on the memory of one kernel's tables that notices writes not announced.
 
     Args:
         kernel: holds the tables.
-        marks: of its local shards, in the kernel's order.
+        marks: of the kernel's local shards, in the kernel's order.
 
     Attributes:
-        warns: whether to log the first write; before any marks were taken or cleared, whatever is
-            saved first holds all rows anyway.
+        stepped: finds the tables that dense optimizers step.
+        warns: whether to log the first write. Not before marks were first taken or cleared: until
+            then the next checkpoint holds all rows anyway.
     """
 
     _alive: ClassVar[weakref.WeakSet[WriteWatch]] = weakref.WeakSet()
@@ -63,7 +62,7 @@ class WriteWatch:
 
     @classmethod
     def of(cls, modules: Iterable[Any]) -> list[WriteWatch]:
-        """Return the watches on these kernels, of all who track them.
+        """Return all trackers' watches on these kernels.
 
         Args:
             modules: TorchRec's kernel modules, or FBGEMM's inside them.
@@ -76,7 +75,7 @@ class WriteWatch:
         ]
 
     def check(self) -> None:
-        """Mark all rows, for every consumer, if anything was written since the last look."""
+        """Mark all rows, for every consumer, if the memory was written since last seen."""
         if self._announced:
             return
         now = self._look()
@@ -97,12 +96,12 @@ class WriteWatch:
             )
 
     def acknowledge(self) -> None:
-        """Take the memory as it is now for known: its modified rows are marked."""
+        """Accept the memory's present content, whose modified rows are marked."""
         if not self._announced:
             self._seen = self._look()
 
     def flush(self) -> None:
-        """Bring rows back from the GPU cache to memory, which may write there."""
+        """Write rows in the GPU cache back to memory."""
         with announced([self.kernel.module]):
             self.kernel.flush()
 
@@ -117,7 +116,7 @@ class WriteWatch:
         return [_Seen(tensor.data_ptr(), _version(tensor), None) for tensor in (*weights, *states)]
 
     def _dense_states(self) -> Iterator[torch.Tensor]:
-        """Find data-parallel tables' rows of optimizer state; every step of theirs asks."""
+        """Yield data-parallel tables' rows of optimizer state; every step calls this."""
         for optimizer in self.kernel.optimizers:
             for stepped in self.stepped.of(optimizer):
                 rows = stepped.parameter.size(0)
@@ -128,9 +127,12 @@ class WriteWatch:
 
 @contextmanager
 def announced(modules: Iterable[Any]) -> Iterator[None]:
-    """Let writes to some kernels' memory pass: whoever writes has marked the rows for all.
+    """Let the block write to kernels' memory whose rows it has marked for all trackers.
 
-    If an exception leaves the block, all rows are marked at the next look.
+    If an exception leaves the block, the next ``WriteWatch.check`` marks all rows.
+
+    Args:
+        modules: TorchRec's kernel modules, or FBGEMM's inside them.
     """
     watches = WriteWatch.of(modules)
     for watch in watches:
@@ -145,6 +147,18 @@ def announced(modules: Iterable[Any]) -> Iterator[None]:
     for watch in watches:
         watch._announced -= 1
         watch.acknowledge()
+
+
+def mark_memory(written: Iterable[torch.Tensor]) -> None:
+    """Mark every row, for all trackers, of the kernels that hold one of these tensors."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in written if tensor.numel()}
+    for watch in list(WriteWatch._alive):
+        # The kernel is asked again: its weights may have moved since the shards were last used.
+        weights = watch.kernel.module.split_embedding_weights()
+        states = [state for shard in watch.kernel.shards for state in shard.optimizer.values()]
+        if any(t.untyped_storage().data_ptr() in memory for t in (*weights, *states)):
+            for marks in watch._marks:
+                marks.mark_all()
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -1,10 +1,10 @@
-"""Mark rows as training touches them, by hooks.
+"""Mark rows as training changes them, by hooks on kernels, optimizers and evictions.
 
-Fused kernels have hooks on their output's gradient, data-parallel tables on their optimizers. Rows
-of evicted ids change without a backward pass: TorchRec has the kernel reset them (managed
-collisions and pruning do), and initialises them again. There are no hooks for that, so that the
-kernel's own method is put behind one, and the collection's method that initialises rows as well: it
-writes to a parameter, as users do by hand.
+Fused kernels have a hook on the gradient of their output, data-parallel tables on their dense
+optimizers. Rows of evicted ids change without a backward pass: TorchRec has the kernel reset them
+(for managed collisions and pruning) and initializes them again. PyTorch has no hooks for either, so
+the kernel's own method and the collection's method that initializes rows are wrapped. The latter
+writes to a parameter, as users do by hand, and is announced to the ``WriteWatch``.
 """
 
 from __future__ import annotations
@@ -32,21 +32,36 @@ from torchrec_checknrun.model.marks import Marks, PendingRows
 
 logger = logging.getLogger(__name__)
 
+Listener = Callable[[int, torch.Tensor], None]
+"""Called with a logical table's number and the shard-local rows about to be reset."""
+
+_RESET = "reset_embedding_weight_momentum"
+"""FBGEMM's method that resets rows."""
+_LISTENERS = "_checknrun_reset_listeners"
+_EVICTION_HOOKS = "_checknrun_eviction_hooks"
+"""Attribute with the number of hooks on a collection."""
+
 
 class KernelHook:
-    """Marks the rows of one kernel as its backward passes come by."""
+    """A hook that marks the rows of one kernel at its backward passes and resets.
+
+    Args:
+        marks: of the kernel's local shards, in the kernel's order.
+
+    Attributes:
+        writes: notices writes to the kernel's tables outside of training.
+    """
 
     def __init__(self, kernel: Kernel, marks: list[Marks]) -> None:
         self.kernel = kernel
         self._marks = marks
         self._warned = False
         self.writes = WriteWatch(kernel, marks)
-        """What is written to its tables beside training."""
         self._handle = kernel.module.register_forward_hook(self._after_forward)
         self._resets = ResetHook(kernel.module._emb_module, self._at_reset)
 
     def remove(self) -> None:
-        """Takes the hooks off the kernel."""
+        """Remove the hooks from the kernel."""
         self.writes.warns = False
         self._handle.remove()
         self._resets.remove()
@@ -55,11 +70,11 @@ class KernelHook:
         self, module: nn.Module, args: tuple[KeyedJaggedTensor, ...], out: torch.Tensor
     ) -> None:
         if self.kernel.touches_other_rows and self.kernel.module._emb_module.training:
-            self._mark_all()  # a moving average is taken here already, gradient or not
+            self._mark_all()  # the forward pass updates moving averages, even without a gradient
         if not out.requires_grad:
-            return  # evaluation: nothing will be updated
+            return  # evaluation updates nothing
         features = args[0]
-        # Both are at hand already (the kernel has just used them): no device synchronisation.
+        # The kernel has just used both, so reading them needs no device synchronization.
         values, offsets = features.values(), features.offset_per_key()
         out.register_hook(lambda _grad: self._at_backward(values, offsets))
 
@@ -71,11 +86,11 @@ class KernelHook:
             self._marks[shard].mark(values[offsets[feature] : offsets[feature + 1]])
 
     def _at_reset(self, table: int, rows: torch.Tensor) -> None:
-        # Managed collisions initialise the rows of this table, by the kernel's order. But what it
-        # resets is a feature's table, so that theirs may be another table's rows as well.
+        # Managed collisions initialize rows of the table with this number in the kernel's order.
+        # But the kernel resets the table of the feature with this number: perhaps another one.
         shards = {table}
         if self.kernel.module._emb_module.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-            shards.add(self.kernel.feature_to_shard[table])  # for others it does nothing
+            shards.add(self.kernel.feature_to_shard[table])  # other optimizers' rows aren't reset
         for shard in shards & set(range(len(self._marks))):
             marks = self._marks[shard]
             marks.mark(rows[(rows >= 0) & (rows < marks.rows)])
@@ -92,11 +107,11 @@ class KernelHook:
 
 
 class DataParallelHook(KernelHook):
-    """Marks the rows of data-parallel tables, which change when their dense optimizer steps.
+    """A hook that marks the rows of data-parallel tables when their dense optimizer steps.
 
-    Until then a backward pass's rows are pending: with gradient accumulation a step applies those
-    of several passes. Each rank sees the lookups of its own batch only; ``TrackedModel.unite``
-    makes the union before a checkpoint is cut.
+    Until then the rows of a backward pass are pending: with gradient accumulation one step applies
+    those of several passes. Each rank sees the lookups of its own batch only;
+    ``TrackedModel.all_reduce_marks`` makes the union before a checkpoint is cut.
     """
 
     def __init__(self, kernel: Kernel, marks: list[Marks]) -> None:
@@ -107,8 +122,10 @@ class DataParallelHook(KernelHook):
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients wait for one of the dense optimizers that are known. They don't when
-        ``zero_grad`` has dropped them; the rows stay pending, and the next step marks them as well.
+        """Whether gradients wait for one of the known dense optimizers.
+
+        Gradients that ``zero_grad`` has dropped don't; their rows stay pending, and the next step
+        marks them as well.
         """
         return any(
             has_gradient(stepped.parameter)
@@ -118,37 +135,37 @@ class DataParallelHook(KernelHook):
         )
 
     def remove(self) -> None:
-        """Takes the hooks off the kernel and the optimizers."""
+        """Remove the hooks from the kernel and the optimizers."""
         super().remove()
         self._steps.remove()
         self._stepped.remove()
 
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
-        values = values.clone()  # until the step its memory may have become another batch's
+        values = values.clone()  # the memory may hold another batch by the time of the step
         for feature, shard in enumerate(self.kernel.feature_to_shard):
             self._pending[shard].add(values[offsets[feature] : offsets[feature + 1]])
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if self.writes.stepped.of(optimizer):
-            self.writes.check()  # the step writes as well, and its writes are expected
+            self.writes.check()  # before the step, whose own writes are expected
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         stepped = self.writes.stepped.of(optimizer)
         if not stepped or wraps_another(optimizer):
-            return  # the one inside has told us
+            return  # the inner optimizer has announced the same step
         self.writes.acknowledge()
-        groups = {
+        touches_others = {
             number: touches_other_rows(optimizer, optimizer.param_groups[number])
             for number in {each.group for each in stepped}
         }
         for i in {each.table for each in stepped}:
             self._pending[i].mark()
-        everywhere = sorted({each.table for each in stepped if groups[each.group]})
-        for i in everywhere:
+        whole = sorted({each.table for each in stepped if touches_others[each.group]})
+        for i in whole:
             self._marks[i].mark_all()
-        if everywhere and not self._warned:
+        if whole and not self._warned:
             self._warned = True
-            tables = [self.kernel.shards[i].table for i in everywhere]
+            tables = [self.kernel.shards[i].table for i in whole]
             _warn_all_rows(type(optimizer).__name__, tables)
 
 
@@ -161,34 +178,21 @@ def _warn_all_rows(optimizer: object, tables: list[str]) -> None:
     )
 
 
-Listener = Callable[[int, torch.Tensor], None]
-"""Called with a logical table's number and the local rows that are reset."""
-
-
-_METHOD = "reset_embedding_weight_momentum"
-
-
-_LISTENERS = "_checknrun_reset_listeners"
-
-
-_HOOKS = "_checknrun_eviction_hooks"
-
-
 class ResetHook:
-    """Tells a listener which rows of a table-batched embedding are reset, before they are."""
+    """A hook that tells a listener which rows a table-batched embedding is about to reset."""
 
     def __init__(self, tbe: nn.Module, listener: Listener) -> None:
         self._tbe = tbe
-        if hasattr(tbe, _METHOD):
+        if hasattr(tbe, _RESET):
             vars(tbe).setdefault(_LISTENERS, {})[id(self)] = listener
-            # A method, not a closure: in a copy of the module it belongs to the copy.
-            vars(tbe)[_METHOD] = MethodType(_tell_and_reset, tbe)
+            # A method, not a closure: in a copy of the module it must belong to the copy.
+            vars(tbe)[_RESET] = MethodType(_tell_and_reset, tbe)
 
     def remove(self) -> None:
-        """Takes the hook off; with the last one, the kernel is as it was."""
+        """Remove the hook; the last one restores the kernel's own method."""
         listeners = vars(self._tbe).get(_LISTENERS, {})
         if listeners.pop(id(self), None) is not None and not listeners:
-            del vars(self._tbe)[_LISTENERS], vars(self._tbe)[_METHOD]
+            del vars(self._tbe)[_LISTENERS], vars(self._tbe)[_RESET]
 
 
 def _tell_and_reset(
@@ -204,26 +208,26 @@ def _tell_and_reset(
         for listener in vars(self)[_LISTENERS].values():
             listener(table, rows)
     with announced([self]):
-        getattr(type(self), _METHOD)(
+        getattr(type(self), _RESET)(
             self, pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids
         )
 
 
 class EvictionHook:
-    """Announces what a sharded managed-collision collection writes to the rows of evicted ids."""
+    """A hook that announces a managed-collision collection's writes to the rows of evicted ids."""
 
     def __init__(self, collection: Any) -> None:
         self._collection = collection
         attributes = vars(collection)
-        attributes[_HOOKS] = attributes.get(_HOOKS, 0) + 1
+        attributes[_EVICTION_HOOKS] = attributes.get(_EVICTION_HOOKS, 0) + 1
         attributes["_evict"] = MethodType(_announce_and_evict, collection)
 
     def remove(self) -> None:
-        """Take the hook off; with the last one, the collection is as it was."""
+        """Remove the hook; the last one restores the collection's own method."""
         attributes = vars(self._collection)
-        attributes[_HOOKS] -= 1
-        if not attributes[_HOOKS]:
-            del attributes[_HOOKS], attributes["_evict"]
+        attributes[_EVICTION_HOOKS] -= 1
+        if not attributes[_EVICTION_HOOKS]:
+            del attributes[_EVICTION_HOOKS], attributes["_evict"]
 
 
 def _announce_and_evict(self: Any, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:

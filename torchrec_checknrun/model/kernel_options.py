@@ -1,10 +1,10 @@
-"""What a fused kernel's optimizer goes by besides its counter and its parameter group's rate.
+"""Read and set a fused kernel's optimizer options besides its counter and its group's rate.
 
-Its own rate is another one until the fused optimizer's next ``step()`` or ``zero_grad()``, or if it
-was set by hand (``set_learning_rate``); and hyperparameters can be set while it trains
-(``update_hyper_parameters``). All of it goes with the tables, as the rate does, since each rank has
-other kernels. As with torch's parameter groups, what was saved wins over what a new process was
-built with.
+The kernel's own rate differs from the group's until the fused optimizer's next ``step()`` or
+``zero_grad()``, or if set by hand (``set_learning_rate``); hyperparameters can be set while
+training (``update_hyper_parameters``). All of them are saved with the tables, as the rate is, since
+each rank has other kernels. As with torch's parameter groups, saved values win over the values that
+a new process was built with.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _HYPERPARAMETERS = (
     "ema_beta",
     "min_shrinkage",
 )
-"""FBGEMM's ``OptimizerArgs`` that are numbers and may be set while training."""
+"""Numeric fields of FBGEMM's ``OptimizerArgs`` that may be set while training."""
 
 
 def kernel_options(tbe: Any, group: Mapping[str, Any]) -> Options:
-    """Return what a kernel's optimizer goes by, for all its tables alike.
+    """Return the options of a kernel's optimizer, which all tables of the kernel share.
 
     Args:
         tbe: the table-batched embedding module.
-        group: of the fused optimizer.
+        group: the fused optimizer's parameter group.
 
     Returns:
-        Of the kernel ``learning_rate``, ``step`` (the counter that its update goes by, which lags
-        behind the stored one where that was set by hand), hyperparameters; and of the parameter
-        group all but the rate that is one plain value (``initial_lr`` of a scheduler).
+        The kernel's ``learning_rate``, ``step`` (the counter that its update uses, which lags
+        behind the stored one if that was set by hand) and hyperparameters; and the parameter
+        group's plain values other than its rate (``initial_lr`` of a scheduler).
     """
     found: Options = {
         f"{_KERNEL}learning_rate": _number(tbe.get_learning_rate()),
@@ -74,22 +74,24 @@ def kernel_options(tbe: Any, group: Mapping[str, Any]) -> Options:
 
 
 def set_kernel_options(tbe: Any, group: dict[str, Any], of_tables: Mapping[str, Options]) -> None:
-    """Write what ``kernel_options`` returned, where a kernel's tables agree on it.
+    """Set the options that ``kernel_options`` returned, where a kernel's tables agree on them.
 
     Args:
-        of_tables: by table; those that were data parallel have none.
+        tbe: the table-batched embedding module.
+        group: the fused optimizer's parameter group.
+        of_tables: by table; tables that were data parallel have none.
     """
     names = dict.fromkeys(name for options in of_tables.values() for name in options)
     changed = []
     for name in names:
         values = [options[name] for options in of_tables.values() if name in options]
         if name == f"{_KERNEL}step" and len(values) < len(of_tables):
-            continue  # another table's counter may be ahead
+            continue  # the counter of a table without one may be ahead
         if any(value != values[0] for value in values):
-            if name != f"{_KERNEL}step":  # taken from the counter again
+            if name != f"{_KERNEL}step":  # the kernel copies that from its counter
                 logger.warning(
-                    "tables %s are in one kernel now and were trained with %s %s: it stays as it "
-                    "is; set it if that is not what you want",
+                    "tables %s share a kernel now but were trained with %s %s: the kernel keeps "
+                    "its present value; set another one after the restore if needed",
                     list(of_tables),
                     name.removeprefix(_KERNEL),
                     ", ".join(
@@ -106,15 +108,15 @@ def set_kernel_options(tbe: Any, group: dict[str, Any], of_tables: Mapping[str, 
             changed.append(f"{name} = {values[0]}")
     if changed:
         logger.warning(
-            "the kernel of tables %s goes on with %s, as saved: set it after the restore if you "
-            "want another value",
+            "the kernel of tables %s continues with %s, as saved: set another value after the "
+            "restore if needed",
             list(of_tables),
             ", ".join(changed),
         )
 
 
 def _set(tbe: Any, name: str, value: Any) -> bool:
-    """Set one value; returns whether a hyperparameter was another one."""
+    """Set one option; return whether it is a hyperparameter whose value has changed."""
     if name == "learning_rate":
         tbe.set_learning_rate(value)
     elif name == "step":
@@ -134,7 +136,7 @@ def _set(tbe: Any, name: str, value: Any) -> bool:
 
 
 def _number(value: float) -> float | str:
-    """JSON has no infinity and no NaN: these are stored as text."""
+    """Return infinity and NaN as text, since JSON has neither."""
     return value if math.isfinite(value) else str(float(value))
 
 

@@ -1,5 +1,6 @@
-"""How TorchRec arranges tables in FBGEMM kernels (table-batched embedding modules), and the local
-shards in them: the rest of the package sees only ``LocalShard``.
+"""Find the FBGEMM kernels (table-batched embedding modules) of a model, and the shards in them.
+
+Only this file knows how TorchRec arranges tables in kernels; the rest sees ``LocalShard``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from torchrec_checknrun.dense.optimizers import row_states, state_of
 from torchrec_checknrun.errors import UnsupportedTable
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 
-# Fused optimizers whose update leaves a row that was not looked up as it is.
 _TOUCHES_LOOKED_UP_ROWS_ONLY = frozenset(
     {
         EmbOptimType.SGD,
@@ -45,20 +45,21 @@ _TOUCHES_LOOKED_UP_ROWS_ONLY = frozenset(
         EmbOptimType.PARTIAL_ROWWISE_LAMB,
     }
 )
+"""Fused optimizers whose update changes no row that was not looked up."""
 
 
 @dataclass
 class Kernel:
-    """One table-batched embedding module: the tables it holds and which feature feeds which.
+    """One table-batched embedding module, its tables, and the features that feed them.
 
     Attributes:
         module: TorchRec's kernel module; its forward gets a KeyedJaggedTensor of shard-local ids.
-        shards: its tables' local shards, in the kernel's order.
+        shards: the tables' local shards, in the kernel's order.
         feature_to_shard: for each key of that KeyedJaggedTensor, by position, the index in
             ``shards`` (a feature's *name* is ambiguous: two tables may share it).
-        touches_other_rows: whether its fused optimizer may change rows that were not looked up.
+        touches_other_rows: whether the fused optimizer may change rows that were not looked up.
         data_parallel: every rank has these tables, and a dense optimizer updates them.
-        optimizers: the dense optimizers that are known, for data-parallel tables' state.
+        optimizers: the known dense optimizers, for data-parallel tables' state.
     """
 
     module: Any
@@ -69,8 +70,9 @@ class Kernel:
     optimizers: tuple[Optimizer, ...] = ()
 
     def flush(self) -> None:
-        """Brings rows that live in a GPU cache back to memory, and finds that memory again: it may
-        have moved (``model.to``, say).
+        """Write rows in a GPU cache back to memory, and find the memory again.
+
+        The memory may have moved (``model.to``, say).
         """
         self.module.flush()
         weights = self.module.split_embedding_weights()
@@ -79,10 +81,10 @@ class Kernel:
             shard.weight, shard.optimizer = weight.detach(), state
 
     def memory(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tables' weights and their fused optimizer states, where they are now.
+        """Return the tables' weights and their fused optimizer states at their present address.
 
         Returns:
-            Views of the kernel's memory; of the GPU caches nothing.
+            Views of the kernel's memory; GPU caches are not included.
         """
         weights = self.module.split_embedding_weights()
         if self.data_parallel:
@@ -91,18 +93,18 @@ class Kernel:
         return weights, [state for of_table in states for state in of_table.values()]
 
     def purge(self) -> None:
-        """Drops cached rows after the shards' memory was written, lest stale ones win."""
+        """Drop cached rows after the shards' memory was written, lest stale ones win."""
         self.module.purge()
 
 
 def find_kernels(
     model: nn.Module, optimizers: tuple[Optimizer, ...] = (), known: Iterable[Kernel] = ()
 ) -> tuple[list[Kernel], dict[str, TableShape]]:
-    """All kernels under ``model`` on this rank, and all tables they share with other ranks.
+    """Find all kernels under ``model`` on this rank, and the model's tables.
 
     Args:
-        optimizers: dense optimizers, in which data-parallel tables' state is looked for.
-        known: kernels that were found before; those that are still there stay.
+        optimizers: dense optimizers that may hold data-parallel tables' state.
+        known: kernels found before; those still in the model are returned again.
 
     Returns:
         The kernels, and every table's shape by name, the same on all ranks.
@@ -128,7 +130,7 @@ def find_kernels(
 
 
 def embedding_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Sharded collections, with what their tables' names begin with in the state dict."""
+    """Yield the sharded collections, each with its tables' prefix in the state dict."""
     kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
     for path, module in find_modules(model, kinds):
         is_bag = isinstance(module, ShardedEmbeddingBagCollection)
@@ -142,7 +144,10 @@ def find_modules(
     path: str = "",
     seen: set[int] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Modules of some kinds with their state-dict path (wrappers add nothing to it), each once."""
+    """Yield the modules of some kinds, each once, with its state-dict path.
+
+    Wrappers (DistributedModelParallel, DistributedDataParallel) add nothing to the path.
+    """
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -202,7 +207,7 @@ def _kernel(module: Any, prefix: str, optimizers: tuple[Optimizer, ...]) -> Kern
 def _optimizer_states(
     tbe: Any, weights: list[torch.Tensor], optimizers: tuple[Optimizer, ...]
 ) -> list[dict[str, torch.Tensor]]:
-    """Per table, the state views under the names that TorchRec's fused optimizer gives them."""
+    """Return views of each table's state, under the names of TorchRec's fused optimizer."""
     if not isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen):
         return [row_states(state_of(optimizers, weight), weight) for weight in weights]
     per_table = [] if tbe.optimizer == EmbOptimType.NONE else tbe.split_optimizer_states()

@@ -1,8 +1,8 @@
-"""How far a table's optimizer is: its step counter and learning rate, which go with the table.
+"""Read and set the clock of a table's optimizer: step counter and learning rate.
 
-A fused optimizer keeps them in its kernel (TorchRec puts the counter into no state dict), a dense
-one per parameter and per parameter group. Adam and LAMB correct their bias by the counter, so it
-has to follow a table from one to the other.
+A fused optimizer keeps both in its kernel (TorchRec puts the counter into no state dict), a dense
+one per parameter and per parameter group. Adam and LAMB correct their bias by the counter, so the
+clock must follow a table from one kernel or optimizer to another.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _CORRECTS_BIAS = frozenset(
 
 @dataclass(frozen=True)
 class OptimizerClock:
-    """What a table's optimizer knows besides the rows' state.
+    """The state of a table's optimizer besides its rows.
 
     Attributes:
-        step: its step counter; None for a dense optimizer that counts none.
-        learning_rate: as schedulers have set it, in the parameter group.
-        options: what else a fused one has, see ``kernel_options``; empty for a dense one.
+        step: the step counter; None for a dense optimizer without one.
+        learning_rate: the parameter group's, as set by schedulers.
+        options: a fused optimizer's further options, see ``kernel_options``; empty for a dense one.
     """
 
     step: int | None
@@ -49,7 +49,7 @@ class OptimizerClock:
 
 
 def table_progress(kernels: Iterable[Kernel]) -> dict[str, OptimizerClock]:
-    """By table with a shard here, how far its optimizer is; not where none is known."""
+    """Return the clock of each table with a shard on this rank and a known optimizer."""
     found: dict[str, OptimizerClock] = {}
     for kernel in kernels:
         if kernel.data_parallel:
@@ -66,11 +66,11 @@ def table_progress(kernels: Iterable[Kernel]) -> dict[str, OptimizerClock]:
 
 
 def set_table_progress(kernels: Iterable[Kernel], progress: Mapping[str, OptimizerClock]) -> None:
-    """Makes the optimizers as far as that, for the tables that are named.
+    """Set the clocks of the named tables' optimizers.
 
-    A kernel has one counter: of tables that were at different steps, the furthest counts. A
-    learning rate is set where it is the tables' alone: in their kernel, if they agree on it, and in
-    a dense parameter group that holds nothing else. Elsewhere it stays, and a warning says so.
+    A kernel has one counter: it is set to the highest of its tables'. A learning rate is set only
+    where nothing but these tables uses it: in their kernel, if they agree, and in a dense parameter
+    group that holds nothing else. Elsewhere it stays, with a warning.
     """
     for kernel in kernels:
         if kernel.data_parallel:
@@ -85,11 +85,11 @@ def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
     steps = {step for table in tables if (step := progress[table].step) is not None}
     if steps:
         tbe.iter.fill_(max(steps))
-        tbe.iter_cpu.zero_()  # taken from iter again at the next forward
+        tbe.iter_cpu.zero_()  # the next forward pass copies iter to it
     if len(steps) > 1 and tbe.optimizer in _CORRECTS_BIAS:
         logger.warning(
-            "tables %s are in one kernel now and were at optimizer steps %s: its bias correction "
-            "goes on from the last of these",
+            "tables %s share a kernel now but were at optimizer steps %s: its bias correction "
+            "continues from the highest",
             tables,
             sorted(steps),
         )
@@ -101,7 +101,7 @@ def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
         tbe.set_learning_rate(rate)
     elif rates:
         _warn_of_rate(tables, rates, group)
-    # A rate that the parameter group doesn't tell: set by hand, or before the next step tells it.
+    # Last: the kernel's own rate may differ from the group's, and wins.
     set_kernel_options(tbe, group, {table: progress[table].options for table in tables})
 
 
@@ -135,19 +135,19 @@ def _set_dense(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
 
 
 def _dense_groups(kernel: Kernel) -> Iterator[tuple[LocalShard, Optimizer, dict[str, Any]]]:
-    """A data-parallel kernel's tables, each with the optimizer and parameter group that step it."""
+    """Yield a data-parallel kernel's tables, each with its optimizer and parameter group."""
     for shard in kernel.shards:
         for optimizer in kernel.optimizers:
             group = group_of(optimizer, shard.weight)
-            if group is not None and "lr" in group:  # a wrapper's may have none
+            if group is not None and "lr" in group:  # a wrapper's group may have no rate
                 yield shard, optimizer, group
                 break
 
 
 def _warn_of_rate(tables: list[str], rates: set[float], group: Mapping[str, Any]) -> None:
     logger.warning(
-        "tables %s were trained with learning rate %s; the parameter group that they are in now is "
-        "not theirs alone and keeps %g: set it if that is not what you want",
+        "tables %s were trained with learning rate %s; their present parameter group has other "
+        "members, too, and keeps %g: set another rate after the restore if needed",
         tables,
         ", ".join(f"{rate:g}" for rate in sorted(rates)),
         float(group["lr"]),

@@ -1,8 +1,8 @@
-"""Marks that follow their rows when shards move between the ranks of a running job.
+"""Carry marks with their rows when shards move between the ranks of a running job.
 
-TorchRec's dynamic resharding (``update_shards``) replaces all kernels of a collection, and a hook
-on a kernel goes with it. Here is what it takes to go on exactly: to hear of it, to know whether
-rows were cut into other columns, and to carry a byte per row from the old shards to the new.
+TorchRec's dynamic resharding (``update_shards``) replaces all kernels of a collection, and the
+hooks on them are lost. ``Collections`` notices the call and tells whether rows were cut into other
+columns; ``carry`` moves a byte per row from the old shards to the new.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_checknrun.model.kernels import embedding_collections
+from torchrec_checknrun.model.marks import Cut
+from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.shards import LocalShard, Rectangle
 
 Around = Callable[[dist.ProcessGroup | None], AbstractContextManager[None]]
-"""What surrounds the moving of shards; given the group of the ranks that hold them."""
+"""A context that surrounds the moving of shards, given the group of the ranks that hold them."""
 Place = tuple[str, Rectangle]
-"""A part of a table: the table's full name, and which rows and columns."""
+"""A part of a table: the table's full name, and its rows and columns."""
 
 
 class Collections:
-    """The sharded collections of a model: whether they are sharded anew, and into which columns.
+    """The sharded collections of a model, and the column ranges of their tables.
 
     Args:
-        model: TorchRec's collections are under it.
-        around: called whenever one of them is sharded anew by ``update_shards``, on all ranks.
+        model: contains TorchRec's collections.
+        around: surrounds every ``update_shards`` of a collection, on all ranks.
     """
 
     def __init__(self, model: nn.Module, around: Around) -> None:
@@ -39,13 +41,14 @@ class Collections:
         self._around = around
         self._stop: dict[nn.Module, Callable[[], None]] = {}
         self._known: dict[int, tuple[object, frozenset[tuple[int, int]]]] = {}
-        """Sharding specs that were looked at, by id: one has a part for every rank."""
+        """Column ranges by id of a sharding spec, which is slow to read: it has a part per rank."""
         self._columns = self._column_ranges()
         self._closed = False
 
     def changed(self) -> bool:
-        """Looks for the collections again: whether any table has other column ranges than when this
-        was called last. Every rank finds the same.
+        """Find the collections again; return whether any table's column ranges have changed.
+
+        Changed since the last call, that is. Every rank returns the same.
         """
         found = [collection for _, collection in embedding_collections(self._model)]
         for collection in self._stop.keys() - set(found):
@@ -58,7 +61,7 @@ class Collections:
         return before != self._columns
 
     def close(self) -> None:
-        """Gives the collections their own ``update_shards`` back."""
+        """Restore the collections' own ``update_shards``."""
         self._closed = True
         for stop in self._stop.values():
             stop()
@@ -71,8 +74,9 @@ class Collections:
             yield
 
     def _column_ranges(self) -> dict[str, frozenset[tuple[int, int]]]:
-        """By table, where its shards' columns begin and end; nothing for a data-parallel table. By
-        the sharding plan, and so the same on all ranks.
+        """Return the columns at which shards begin and end, by table; none if data-parallel.
+
+        They come from the sharding plan, so all ranks return the same.
         """
         found = {}
         for prefix, collection in embedding_collections(self._model):
@@ -89,7 +93,7 @@ class Collections:
 
 
 class _Resharding:
-    """Stands in front of one collection's ``update_shards``, for all who track the collection."""
+    """A wrapper of one collection's ``update_shards``, for all trackers of the collection."""
 
     def __init__(self, collection: Any) -> None:
         self._update_shards: Callable[..., None] = collection.update_shards
@@ -98,7 +102,7 @@ class _Resharding:
     def __call__(
         self, changed_sharding_params: Mapping[str, Any], env: Any, device: torch.device | None
     ) -> None:
-        """TorchRec's ``update_shards``, of the same arguments."""
+        """Call TorchRec's ``update_shards`` with the same arguments."""
         with ExitStack() as stack:
             for around in self._around:
                 stack.enter_context(around(env.process_group))
@@ -106,10 +110,10 @@ class _Resharding:
 
     @classmethod
     def surround(cls, collection: Any, around: Around) -> Callable[[], None]:
-        """Puts ``around`` around it from now on.
+        """Surround the collection's ``update_shards`` by ``around``.
 
         Returns:
-            What ends that; after the last one the collection has its own method again.
+            A function that undoes it; the last one restores the collection's own method.
         """
         found = vars(collection).get("update_shards")
         resharding = found if isinstance(found, cls) else cls(collection)
@@ -125,44 +129,95 @@ class _Resharding:
 
 
 def all_states_moved(shards: Sequence[LocalShard]) -> bool:
-    """Whether TorchRec moves the optimizer state of a rank's part of a collection along.
+    """Return whether TorchRec moves the optimizer state along with these shards of one rank.
 
-    It knows one state per table, ``momentum1``, and gives up on all if one table has none.
+    TorchRec moves one state per table, ``momentum1``, and none at all if one table has none.
     """
     return {tuple(shard.optimizer) for shard in shards} in (set(), {()}, {("momentum1",)})
 
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of a part of a table, one for each row ``(rows,)`` uint8, on any device."""
+    """One byte for each row of a part of a table, ``(rows,)`` uint8 on any device."""
 
     place: Place
     bytes: torch.Tensor
 
     def rows(self, common: Rectangle) -> torch.Tensor:
-        """A view of those of some rows that are in it."""
+        """Return a view of the bytes of some of the part's rows."""
         start = self.place[1].row_start
         return self.bytes[common.row_start - start : common.row_stop - start]
 
     def add(self, common: Rectangle, values: torch.Tensor) -> None:
-        """ORs bytes of those rows into it."""
+        """OR bytes into those of some of the part's rows."""
         self.rows(common).bitwise_or_(values.to(self.bytes.device))
 
 
-def carry(held: Sequence[Part], wanted: Sequence[Part], ranks: Ranks) -> list[int]:
-    """ORs what was held into what is wanted, wherever they have rows of a column in common.
+def carry_marks(
+    gone: Sequence[TrackedShard], new: Sequence[TrackedShard], ranks: Ranks, all_known: bool
+) -> None:
+    """Mark the rows of new shards as they were marked in the old ones; a collective.
 
-    A collective. Parts that stay where they were are nothing to the other ranks; of the others each
-    byte goes from the rank that held it to those that want it, at most one per row and overlapping
-    column range.
+    Args:
+        gone: this rank's old shards.
+        new: this rank's new shards.
+        all_known: whether TorchRec has moved all optimizer state along, on all ranks. If not, all
+            rows are marked; if so, only rows that no rank held.
+    """
+    unknown = carry(
+        [Part(_place(shard), shard.marks.raw) for shard in gone],
+        [Part(_place(shard), shard.marks.raw) for shard in new],
+        ranks,
+    )
+    for i in unknown if all_known else range(len(new)):
+        new[i].mark_all()
+
+
+def carry_cuts(
+    gone: Sequence[TrackedShard],
+    new: Sequence[TrackedShard],
+    ranks: Ranks,
+    cuts: Mapping[int, Cut],
+    held: Sequence[frozenset[int]],
+) -> None:
+    """Move the rows of cuts to the new shards; a collective.
+
+    A cut that some ranks no longer hold might never be merged there: its rows are marked at once.
+
+    Args:
+        gone, new: as for ``carry_marks``.
+        cuts: this rank's open cuts, by number.
+        held: numbers of the open cuts of each rank.
+    """
+    for number in sorted(frozenset().union(*held)):
+        cut = cuts.get(number, Cut(number, {}))
+        pending = {shard.marks: torch.zeros_like(shard.marks.raw) for shard in new}
+        carry(
+            [Part(_place(shard), cut.bytes(shard.marks)) for shard in gone],
+            [Part(_place(shard), pending[shard.marks]) for shard in new],
+            ranks,
+        )
+        if all(number in numbers for numbers in held):
+            cut.move([shard.marks for shard in gone], pending)
+            continue
+        for marks, taken in pending.items():
+            marks.raw.bitwise_or_(taken)
+
+
+def carry(held: Sequence[Part], wanted: Sequence[Part], ranks: Ranks) -> list[int]:
+    """OR held bytes into wanted ones, wherever the parts have rows of a column in common.
+
+    A collective. Parts that stay on their rank concern no other rank. Each byte of any other part
+    goes from the rank that held it to those that want it, at most once per overlapping column
+    range.
 
     Args:
         held: bytes of this rank's old shards.
-        wanted: of its new ones, changed in place.
-        ranks: those that hold the tables.
+        wanted: bytes of this rank's new shards, changed in place.
+        ranks: the ranks that hold the tables.
 
     Returns:
-        Which of the wanted parts, by index, nobody held, or not the whole of them.
+        Indices of the wanted parts that the held ones, on all ranks, don't cover completely.
     """
     for i, j, common in _overlaps(_places(held), _places(wanted)):
         wanted[j].add(common, held[i].rows(common))
@@ -176,7 +231,7 @@ def carry(held: Sequence[Part], wanted: Sequence[Part], ranks: Ranks) -> list[in
     for peer, (peer_held, peer_wanted) in enumerate(everyone):
         if peer == ranks.rank:
             continue
-        # Both sides go through the same pairs, so that the tags of their messages are the same.
+        # Both sides walk the same pairs in the same order, so their messages' tags agree.
         for tag, (i, _, common) in enumerate(_overlaps(_places(going), peer_wanted)):
             rows = going[i].rows(common)
             message = rows if on_device else rows.cpu()
@@ -198,6 +253,10 @@ def carry(held: Sequence[Part], wanted: Sequence[Part], ranks: Ranks) -> list[in
     return [j for j, area in left.items() if area > 0]
 
 
+def _place(shard: TrackedShard) -> Place:
+    return shard.table, shard.rectangle
+
+
 def _places(parts: Iterable[Part]) -> list[Place]:
     return [part.place for part in parts]
 
@@ -205,7 +264,7 @@ def _places(parts: Iterable[Part]) -> list[Place]:
 def _overlaps(
     held: Sequence[Place], wanted: Sequence[Place]
 ) -> Iterator[tuple[int, int, Rectangle]]:
-    """Pairs of parts, by index, that have a block in common, and that block."""
+    """Yield the pairs of parts, by index, that have a block in common, and that block."""
     of_table: dict[str, list[int]] = {}
     for j, (table, _) in enumerate(wanted):
         of_table.setdefault(table, []).append(j)

@@ -1,9 +1,10 @@
-"""Table shards inside a state dict, for those who call ``dcp.save`` and ``dcp.load`` themselves.
+"""Split a state dict into table shards, blocks and the dense part.
 
 TorchRec puts tables (``…embedding_bags.t.weight``) and fused optimizer state
 (``state.<weight>.<t>.momentum1``) into state dicts as ShardedTensor or DTensor whose local shards
-are views of the kernels' memory. Here they are found, rows and their optimizer state are joined
-again; other sharded tensors are blocks, and what remains is the dense part.
+are views of the kernels' memory. ``find_shards`` joins rows and their optimizer state again, for
+users who call ``dcp.save`` and ``dcp.load`` themselves; ``find_blocks`` collects the other sharded
+tensors, and ``drop_tables`` leaves the dense part.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 
+MODEL = "model"
+"""The state that holds the model's dense parameters."""
 _WEIGHT = ".weight"
 
 
 @dataclass
 class _Sharded:
-    """One ShardedTensor or DTensor of a state dict, both seen alike.
+    """One ShardedTensor or DTensor of a state dict, in one form for both.
 
     Attributes:
-        shards: this rank's, each with its offset; of a DTensor with placements see ``placed``.
-        placed: this rank's parts of a DTensor that no table can be; None for others.
+        shards: this rank's shards, each with its offset; empty where ``placed`` is set.
+        placed: this rank's parts of a DTensor with placements, which is no table; otherwise None.
     """
 
     path: Path
@@ -50,14 +53,14 @@ class _Sharded:
         return name_of(self.path)
 
     def parts(self) -> list[LocalPart]:
-        """This rank's parts, where it is no table.
+        """Return this rank's parts of a tensor that is no table.
 
         Raises:
-            UnsupportedState: they can't be stored.
+            UnsupportedState: a part can't be stored.
         """
         parts = self.placed
         if parts is None:
-            # A row-wise state's offsets may have a column that it hasn't.
+            # A row-wise state is 1-D, though its offsets may have a column.
             parts = [
                 LocalPart(Box.at(offset[: tensor.dim()], tensor.shape), tensor)
                 for offset, tensor in self.shards
@@ -79,10 +82,10 @@ class _Sharded:
 
 
 class StoredTables:
-    """What is written as table rows, to tell it from the rest of a state dict.
+    """The names and memory that are written as table rows, apart from the rest of a state dict.
 
     Args:
-        tables: names of all tables, whichever rank holds them.
+        tables: names of all tables on all ranks.
         shards: the local shards that are written.
     """
 
@@ -93,20 +96,22 @@ class StoredTables:
         }
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a local tensor is a view of that memory (one without elements needs none)."""
+        """Return whether a local tensor is a view of table memory; an empty one always is."""
         return not tensor.numel() or tensor.untyped_storage().data_ptr() in self._memory
 
     def covers(self, value: object) -> bool:
-        """Whether a state-dict leaf is restored as table rows or blocks: a sharded tensor, or a
-        data-parallel table or its optimizer state.
+        """Return whether a state-dict leaf is restored as table rows or blocks.
+
+        That is a sharded tensor, or a data-parallel table or its optimizer state.
         """
         return is_sharded(value) or (
             isinstance(value, torch.Tensor) and value.numel() > 0 and self.holds(value)
         )
 
     def name(self, key: object) -> bool:
-        """Whether a key is a table's weight, under which its optimizer state is kept; a combined
-        optimizer puts the name of its part before it.
+        """Return whether a key is a table's weight, under which its optimizer state is kept.
+
+        A combined optimizer prefixes the key by the name of its part.
         """
         while isinstance(key, str) and key:
             if key in self._weights:
@@ -116,8 +121,10 @@ class StoredTables:
 
 
 def drop_tables(value: Any, stored: StoredTables, depth: int = 0) -> Any:
-    """A copy of a state dict without its sharded leaves (see ``find_blocks``) and data-parallel
-    tables, and without their optimizer's entries. In lists and tuples None takes their place.
+    """Copy a state dict without sharded leaves (see ``find_blocks``) and data-parallel tables.
+
+    Entries of the tables' optimizers are left out as well. In lists and tuples None takes their
+    place.
     """
     if is_sharded(value):
         return None
@@ -137,15 +144,16 @@ def drop_tables(value: Any, stored: StoredTables, depth: int = 0) -> Any:
 def find_blocks(
     state_dict: dict[str, Any], stored: StoredTables, optimizers: Container[object] = ()
 ) -> list[Block]:
-    """Local shards in a state dict that are not stored as table rows.
+    """Find the local shards in a state dict that are not stored as table rows.
 
     Args:
-        optimizers: top-level keys of optimizers' state dicts: what is sharded there under a table's
-            name is the table's state, even if its memory is that of shards that have since moved
-            to other ranks.
+        stored: the tables.
+        optimizers: top-level keys of optimizers' state dicts: a sharded tensor there under a
+            table's name is the table's state, even if its memory belongs to shards that have since
+            moved to other ranks.
 
     Raises:
-        UnsupportedState: one can't be stored as it is, or has a table's name but not its memory.
+        UnsupportedState: a shard can't be stored, or has a table's name but not its memory.
     """
     found: list[_Sharded] = []
     _collect(state_dict, (), found)
@@ -158,8 +166,8 @@ def find_blocks(
                 continue
             raise UnsupportedState(
                 f"{sharded.name} is not the memory of the table of that name that is tracked: "
-                "track the model that is saved, and save one model at a time (if the table was "
-                "sharded anew, by update_shards, make the optimizer anew as well)"
+                "track the model that is saved, and save one model at a time (if update_shards "
+                "has resharded the table, make a new optimizer as well)"
             )
         layout = _layout(sharded.value)
         for part in sharded.parts():
@@ -172,14 +180,15 @@ def find_blocks(
 
 
 def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str, TableShape]]:
-    """Local shards in a state dict, weights joined with their fused optimizer state.
+    """Find the local shards in a state dict, weights joined with their fused optimizer state.
 
     Returns:
-        This rank's shards, and the shapes of all tables. A table's name is its weight's state-dict
-        name without ``.weight``, whatever the key above it.
+        This rank's shards, and the shapes of all tables. A table's name is its weight's own key
+        without ``.weight``; keys above it don't count.
 
     Raises:
-        UnsupportedState: there is a table's optimizer state without the table.
+        UnsupportedState: a table's optimizer state is there without the table, or two tables have
+            the same name.
     """
     found: list[_Sharded] = []
     _collect(state_dict, (), found)
@@ -195,11 +204,11 @@ def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str,
             continue
         owner = str(sharded.path[-2]) if len(sharded.path) > 1 else ""
         if owner not in weights and not owner.endswith(_WEIGHT):
-            continue  # no table's: see find_blocks
+            continue  # no table's state: see find_blocks
         if owner not in weights:
             raise UnsupportedState(
                 f"{sharded.name} is sharded, but the state dict has no table weight {owner!r} that "
-                "it could be the optimizer state of: put the model's state dict beside it"
+                "it could be the optimizer state of: save the model's state dict with it"
             )
         table = owner.removesuffix(_WEIGHT).rsplit(".", 1)[-1]
         states[owner][str(sharded.path[-1]).removeprefix(f"{table}.")] = sharded
@@ -239,10 +248,10 @@ def _join(
 
 
 def plain_targets(value: Any, paths: Container[Path]) -> list[Block]:
-    """Those plain tensors of a state dict that are to be restored from blocks.
+    """Find the plain tensors of a state dict that are to be restored from blocks.
 
     Args:
-        paths: of the tensors that a checkpoint has as blocks.
+        paths: paths of the tensors that a checkpoint has as blocks.
     """
     return [
         Block(path, tuple(leaf.shape), Box.whole(leaf.shape), leaf.detach())
@@ -252,7 +261,7 @@ def plain_targets(value: Any, paths: Container[Path]) -> list[Block]:
 
 
 def write_whole(value: Any, whole: torch.Tensor) -> None:
-    """Write a plain tensor into the local parts of a sharded one of its shape."""
+    """Write a plain tensor into the local parts of a sharded one of the same shape."""
     found: list[_Sharded] = []
     _collect(value, (), found)
     for part in found[0].parts():
@@ -270,7 +279,7 @@ def _collect(value: Any, path: Path, found: list[_Sharded]) -> None:
             found.append(_Sharded(place, size, leaf, shards, None))
         elif isinstance(local := leaf._local_tensor, LocalShardsWrapper):
             offsets = [tuple(offset) for offset in local.local_offsets()]
-            # On a rank without a shard there is still an offset.
+            # A rank without a shard still has an offset.
             tensors = [shard.detach() for shard in local.local_shards()]
             shards = list(zip(offsets, tensors, strict=False))
             found.append(_Sharded(place, size, leaf, shards, None))
@@ -279,13 +288,9 @@ def _collect(value: Any, path: Path, found: list[_Sharded]) -> None:
 
 
 def _layout(value: Any) -> tuple[Span, ...] | None:
-    """The rows of all its shards on all ranks, where it tells."""
+    """Return the rows of a ShardedTensor's shards on all ranks; None for a DTensor."""
     if not isinstance(value, ShardedTensor):
         return None
     shards = value.metadata().shards_metadata
     rows = {(s.shard_offsets[0], s.shard_offsets[0] + s.shard_sizes[0]) for s in shards}
     return tuple(sorted(rows))
-
-
-MODEL = "model"
-"""The state that holds the model's dense parameters."""

@@ -1,7 +1,7 @@
-"""Which of a kernel's tables a dense optimizer steps, and where data-parallel tables lie.
+"""Find the tables of a kernel that a dense optimizer steps, and data-parallel tables' memory.
 
-Every step of every optimizer in the process asks, also of those that have nothing to do with
-tables: so it is found once, and again only after parameters or memory have changed.
+Every step of every optimizer in the process needs the answer, even of optimizers without tables: so
+the answer is kept until parameters or memory change.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Stepped(NamedTuple):
     """A table that an optimizer steps.
 
     Attributes:
-        table: its position among the kernel's.
-        group: position of the parameter group among the optimizer's; the group's dict may be
-            replaced by the optimizer's ``load_state_dict``.
-        parameter: the table's, as the optimizer has it.
+        table: position among the kernel's tables.
+        group: position of the parameter group among the optimizer's; ``load_state_dict`` may
+            replace the group's dict.
+        parameter: the optimizer's parameter, a view of the table's memory.
     """
 
     table: int
@@ -35,7 +35,7 @@ class Stepped(NamedTuple):
 
 @dataclass(frozen=True)
 class _Known:
-    """What was found of an optimizer, and by which parameters and memory."""
+    """The tables that an optimizer steps, with the parameters and memory that they depend on."""
 
     optimizer: weakref.ref[Optimizer]
     address: int
@@ -44,7 +44,7 @@ class _Known:
     places: list[int]
 
     def holds(self, optimizer: Optimizer, address: int) -> bool:
-        """Tell whether neither the kernel's memory nor the optimizer's parameters are others."""
+        """Return whether the kernel's memory and the optimizer's parameters are unchanged."""
         groups = optimizer.param_groups
         if self.optimizer() is not optimizer or address != self.address:
             return False
@@ -60,7 +60,7 @@ class _Known:
 
 
 class SteppedTables:
-    """Finds the tables of one data-parallel kernel that optimizers step."""
+    """A cached search for the tables of one data-parallel kernel that optimizers step."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -69,7 +69,7 @@ class SteppedTables:
         self._weights: list[torch.Tensor] = []
 
     def weights(self) -> list[torch.Tensor]:
-        """Return the tables' weights where they are now, views of one memory."""
+        """Return the tables' weights at their present address, views of one memory."""
         base: torch.Tensor = self._kernel.module._emb_module.weights
         address = base.data_ptr()
         if self._memory is None or self._memory[0] is not base or self._memory[1] != address:
@@ -78,7 +78,7 @@ class SteppedTables:
         return self._weights
 
     def of(self, optimizer: Optimizer) -> tuple[Stepped, ...]:
-        """Return the tables that an optimizer steps; of most optimizers there are none."""
+        """Return the tables that an optimizer steps; most optimizers step none."""
         weights = self.weights()
         assert self._memory is not None
         address = self._memory[1]

@@ -1,4 +1,4 @@
-"""One local shard of a tracked table: its marks, and its rows in and out by global ids."""
+"""Mark, read and write the rows of one local shard of a tracked table, by global ids."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.model.marks import Consumer, Marks
-from torchrec_checknrun.model.resharding import Place
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 
 RowIds = torch.Tensor | np.ndarray | Sequence[int]
+"""Global row ids, ``(n,)`` of any integer dtype."""
 
 
 class TrackedShard:
     """One local shard with its marks; all row ids that go in or out are global.
 
     Args:
-        kernel: holds it.
-        index: which of the kernel's shards it is.
+        kernel: holds the shard.
+        index: position among the kernel's shards.
+        marks: of the shard.
         writes: notices what is written to the kernel's tables by hand.
+
+    Attributes:
+        local: the shard's memory.
+        marks: which of the shard's rows are modified.
     """
 
     _alive: ClassVar[weakref.WeakSet[TrackedShard]] = weakref.WeakSet()
@@ -45,36 +50,35 @@ class TrackedShard:
 
     @property
     def rectangle(self) -> Rectangle:
-        """Which rows and columns of the table are here."""
+        """The shard's rows and columns of the table."""
         return self.local.rectangle
 
     @property
     def kernel_module(self) -> object:
-        """The TorchRec kernel module that holds the shard, with others perhaps."""
+        """The TorchRec kernel module that holds the shard, perhaps among other shards."""
         return self._kernel.module
 
-    @property
-    def place(self) -> Place:
-        """Table and rectangle."""
-        return self.table, self.rectangle
-
     def mark(self, rows: RowIds) -> None:
-        """Marks those of ``rows`` that are here; others are another rank's business."""
+        """Mark those of ``rows`` that are in the shard; ignore all others."""
         ids = as_ids(rows) - self.rectangle.row_start
         self.marks.mark(ids[(ids >= 0) & (ids < self.rectangle.rows)].to(self.marks.raw.device))
 
     def mark_all(self) -> None:
-        """Marks every row of the shard."""
+        """Mark every row of the shard."""
         self.marks.mark_all()
 
     def modified_rows(self, consumer: Consumer = Consumer.USER) -> torch.Tensor:
-        """Sorted global ids ``(n,)`` int64 (CPU) of rows modified since ``clear(consumer)``."""
+        """Return the rows modified since ``clear(consumer)``.
+
+        Returns:
+            Sorted global ids ``(n,)`` int64, on the CPU.
+        """
         self._writes.check()
         mask = self.marks.modified(consumer).cpu().numpy()
         return torch.from_numpy(np.flatnonzero(mask)) + self.rectangle.row_start
 
     def read_rows(self, rows: RowIds) -> Rows:
-        """Copies of weight and optimizer rows.
+        """Copy weight and optimizer rows.
 
         Raises:
             IndexError: a row is not in this shard.
@@ -83,11 +87,14 @@ class TrackedShard:
         return self.local.gather(as_ids(rows))
 
     def encode_rows(self, rows: RowIds, bits: int = 8) -> torch.Tensor:
-        """The rows' weights in FBGEMM's fused rowwise layout, ``(n, row_bytes)`` uint8.
+        """Encode the rows' weights in FBGEMM's fused rowwise layout.
 
         Args:
             rows: global ids in this shard.
             bits: 8, 4 or 2.
+
+        Returns:
+            ``(n, row_bytes)`` uint8.
 
         Raises:
             IndexError: a row is not in this shard.
@@ -113,17 +120,16 @@ class TrackedShard:
         weight: torch.Tensor,
         optimizer: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Overwrites rows in place; they count as modified for every consumer, of all who track
-        the model.
+        """Overwrite rows in place and mark them for every consumer, of all trackers.
 
         Args:
             rows: global ids in this shard, ``(n,)``.
             weight: ``(n, cols)``.
-            optimizer: states by name as ``read_rows`` gives them; those left out stay.
+            optimizer: states by name as ``read_rows`` returns them; those left out stay.
 
         Raises:
             IndexError: a row is not in this shard.
-            ValueError: a shape doesn't fit, or a state has an unknown name.
+            ValueError: a shape doesn't match, or a state has an unknown name.
         """
         ids = as_ids(rows)
         states = dict(optimizer or {})
@@ -137,15 +143,15 @@ class TrackedShard:
                     f"{expected}"
                 )
         self._writes.flush()
-        self.local.local_ids(ids)  # if one isn't here, nothing is marked
+        self.local.local_ids(ids)  # raises before anything is marked
         with announced([self._kernel.module]):
             for shard in self.everywhere():
-                shard.mark(ids)  # first: whatever happens, no row is written unmarked
+                shard.mark(ids)  # before the write, so that no row is ever written unmarked
             self.local.scatter(Rows(ids, weight, states))
         self._kernel.purge()
 
     def everywhere(self) -> Iterator[TrackedShard]:
-        """This shard as everyone has it who tracks its kernel; the first is this one."""
+        """Yield every tracker's view of this shard, this one first."""
         yield self
         for shard in list(self._alive):
             if shard._kernel.module is self._kernel.module and shard._index == self._index:
@@ -153,10 +159,10 @@ class TrackedShard:
 
 
 def as_ids(rows: RowIds) -> torch.Tensor:
-    """Return row ids as a vector ``(n,)`` int64, where they are.
+    """Return row ids as a vector ``(n,)`` int64, on their device.
 
     Raises:
-        TypeError: they are no integers.
+        TypeError: the ids are no integers.
     """
     device = rows.device if isinstance(rows, torch.Tensor) else "cpu"
     ids = torch.as_tensor(rows, device=device).reshape(-1)

@@ -1,4 +1,4 @@
-"""Restores sharded tensors from pieces that were cut in any other way."""
+"""Restore sharded tensors from stored pieces, however these were cut."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchrec_checknrun.format.state import are_convertible
 from torchrec_checknrun.model.blocks import Block
 
 SavedBlocks = dict[Path, dict[str, BlockHeader]]
-"""A checkpoint's pieces: by the tensor's path and the name of the chunk."""
+"""A checkpoint's pieces, by the tensor's path and the name of the chunk."""
 
 
 def saved_blocks(entries: Mapping[str, Entry]) -> SavedBlocks:
-    """Sort a checkpoint's pieces by tensor.
+    """Group a checkpoint's pieces by tensor.
 
     Args:
         entries: index entries of pieces, by the name of the chunk.
@@ -33,15 +33,16 @@ def saved_blocks(entries: Mapping[str, Entry]) -> SavedBlocks:
 
 
 class BlockRestore:
-    """Restores sharded tensors from the pieces that a checkpoint has of them.
+    """A restore of sharded tensors from a checkpoint's pieces.
 
     Args:
-        blocks: the local parts that are to be restored.
+        blocks: the local parts to restore.
         saved: the checkpoint's pieces, see ``saved_blocks``.
-        strict: whether the checkpoint must have them; if not, they stay and are listed.
+        strict: refuse a checkpoint without these tensors; otherwise they stay as they are, listed
+            in ``skipped``.
 
     Attributes:
-        skipped: what was on one side only, or differs.
+        skipped: tensors on one side only, or of another size or dtype.
     """
 
     def __init__(self, blocks: Iterable[Block], saved: SavedBlocks, strict: bool) -> None:
@@ -62,16 +63,16 @@ class BlockRestore:
         """Check the checkpoint's pieces against the local parts.
 
         Args:
-            where: what errors call the checkpoint.
+            where: the checkpoint's name in errors.
             asked: the state dict's keys.
-            known: what is sharded in the state dict on any rank.
-            wholly: keys under which nothing of the checkpoint may be left out.
+            known: paths of tensors that are sharded in the state dict on any rank.
+            wholly: keys under which no tensor of the checkpoint may be left out.
 
         Returns:
-            The names of the chunks that are needed.
+            The names of the chunks to read.
 
         Raises:
-            IncompatibleCheckpoint: a tensor is missing there, or of another size or dtype.
+            IncompatibleCheckpoint: a tensor is missing on one side, or of another size or dtype.
             CorruptCheckpoint: a piece is missing or malformed.
         """
         others = self._saved.keys() - self._wanted.keys() - set(known)
@@ -84,17 +85,17 @@ class BlockRestore:
             if self._strict:
                 raise IncompatibleCheckpoint(
                     f"{name_of(path)} is sharded in {where}, and there is no tensor to restore it "
-                    "into: let the model and state objects be those it was saved with, with their "
+                    "into: restore with the model and state objects it was saved with, with their "
                     "state made, or leave it out with strict=False"
                 )
             self.skipped.append(f"state {name_of(path)}: only in the checkpoint")
         needed: dict[str, None] = {}
         for path, blocks in list(self._wanted.items()):
-            problem = self._misfit(path, blocks[0], where)
+            problem = self._incompatibility(path, blocks[0], where)
             if problem and self._strict:
                 raise IncompatibleCheckpoint(
                     f"{name_of(path)} {problem}: restore with the model and state objects it was "
-                    "saved with, or keep what is there with strict=False"
+                    "saved with, or keep the live tensor with strict=False"
                 )
             if problem:
                 self.skipped.append(f"state {name_of(path)} {problem}")
@@ -105,9 +106,7 @@ class BlockRestore:
         return list(needed)
 
     def blocks(self) -> Iterator[tuple[Block, tuple[Span, ...]]]:
-        """After ``plan``: the local shards that will be restored, with the shards' rows when they
-        were saved, sorted.
-        """
+        """Yield the local shards to restore, as planned, with the saved shards' rows, sorted."""
         for path, blocks in self._wanted.items():
             shards = {header.shard.spans for header in self._saved[path].values()}
             layout = tuple(sorted({spans[0] for spans in shards if spans}))
@@ -115,12 +114,12 @@ class BlockRestore:
                 yield block, layout
 
     def load(self, entry: Entry, payload: bytes | memoryview) -> None:
-        """Writes a piece into the local shards that it is for."""
+        """Write a piece into the local shards that it overlaps."""
         header = block_header(entry)
         for block in self._wanted.get(header.path, ()):
             block.write(header, memoryview(payload))
 
-    def _misfit(self, path: Path, block: Block, where: str) -> str | None:
+    def _incompatibility(self, path: Path, block: Block, where: str) -> str | None:
         if path not in self._saved:
             return f"is not in {where}"
         for header in self._saved[path].values():

@@ -1,74 +1,65 @@
-"""Read what a chain holds: its files' indexes, and its chunks by several threads, each verified."""
+"""Read a chain: the indexes of its files, and its chunks by several threads, each one verified."""
 
 from __future__ import annotations
 
-import io
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from reprlib import repr as shown
-from typing import Any, NoReturn
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
-from torch.futures import Future
 
-from torchrec_checknrun.errors import (
-    CheckNRunError,
-    CorruptCheckpoint,
-    InvalidPlan,
-    StorageUnreachable,
-)
-from torchrec_checknrun.format.chunk import Entry
+from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
+from torchrec_checknrun.format.chunk import ROWS, Entry
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk, read_indexes
-from torchrec_checknrun.format.row_chunk import KIND
-from torchrec_checknrun.format.row_chunk import KIND as ROWS
-from torchrec_checknrun.root.chain import Chain, resolve
+from torchrec_checknrun.in_order import Turn, run_in_order
+from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.threads import Turn, run_in_order
+
+_THREADS = 8
+_CHUNKS_AT_ONCE = 3
+"""Memory for all threads, in sizes of the largest chunk's decoded rows."""
+_IDS_BYTES = 24
 
 
 @dataclass(frozen=True)
 class ChainContent:
-    """A chain with the index of every file in it, checkpoints oldest first."""
+    """A chain with the chunks of each checkpoint, from the files' indexes, oldest first."""
 
     chain: Chain
     chunks: tuple[tuple[StoredChunk, ...], ...]
 
 
-class ReadableChunk(io.BytesIO):
-    """A stored chunk for the planner, which may find that it needs no byte of it.
+@dataclass(frozen=True)
+class ReadableChunk:
+    """A stored chunk to be loaded, whose bytes are read only on demand.
 
-    A BytesIO because DCP's planners are given those.
-
-    Args:
-        key: which chunk of the chain.
-        read: gives its bytes, verified, in memory that may be used again once it is loaded.
-        turn: entered by what one thread at a time must do, when several load chunks, and after what
-            the plan has of the table's other checkpoints before.
+    Attributes:
+        key: the chunk's key within the chain.
+        entry: the chunk's index entry.
+        payload: returns the verified bytes, in memory that is reused once the chunk is loaded.
+        turn: a context that one thread at a time enters, after the turns of the table's chunks of
+            checkpoints that come before in the plan.
     """
 
-    def __init__(self, key: str, entry: Entry, read: Callable[[], memoryview], turn: Turn) -> None:
-        super().__init__()
-        self.key = key
-        self.entry = entry
-        self.payload = read
-        self.turn = turn
+    key: str
+    entry: Entry
+    payload: Callable[[], memoryview]
+    turn: Turn
 
 
 def read_content(root: Folder, chain: Chain) -> ChainContent:
-    """Reads the chunk indexes of a chain.
+    """Read the chunk indexes of a chain.
 
-    The tables are of the size that the manifests say, so that memory of it may be taken.
+    Checks that the tables have the sizes given in the manifests, so that memory of these sizes may
+    be taken.
 
     Raises:
-        CorruptCheckpoint: an index is missing, or differs from what the manifest says of it or of
-            the tables; or the full checkpoint isn't full.
+        CorruptCheckpoint: an index is missing, or differs from the manifest; or the full checkpoint
+            isn't full.
     """
     content = ChainContent(
         chain, tuple(read_indexes(root, manifest) for manifest in chain.manifests)
@@ -80,14 +71,14 @@ def read_content(root: Folder, chain: Chain) -> ChainContent:
 
 
 def table_problems(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
-    """How tables that a manifest has aren't those of its chunks, as far as indexes tell: at most
-    two lines for each table.
+    """Compare a manifest's tables with the indexes of its chunks; yield at most two problems for
+    each table.
     """
     others: dict[str, str] = {}
     rows: dict[str, Counter[Columns]] = {name: Counter() for name in manifest.tables}
     for chunk in chunks:
         entry = chunk.entry
-        if entry["kind"] != KIND:
+        if entry["kind"] != ROWS:
             continue
         name, size = entry["table"], (entry["table_rows"], entry["table_dim"])
         table = manifest.tables.get(name)
@@ -109,10 +100,10 @@ def table_problems(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterato
 
 
 def _gap(name: str, table: TableTotals, rows: Counter[Columns]) -> str:
-    """Columns of which a full checkpoint has too few rows, or too many.
+    """Describe columns of which a full checkpoint has too few or too many rows; empty if none.
 
     Args:
-        rows: by the columns of chunks, how many rows they have.
+        rows: number of rows by the columns of chunks.
     """
     changes: Counter[int] = Counter()
     for (first, last), count in rows.items():
@@ -131,140 +122,60 @@ def _gap(name: str, table: TableTotals, rows: Counter[Columns]) -> str:
     return ""
 
 
-_THREADS = 8
+def read_chunks(
+    root: Folder,
+    chunks: Sequence[StoredChunk],
+    load: Callable[[ReadableChunk], object],
+    threads: int | None = None,
+) -> None:
+    """Read chunks and load them; chunks of rows by several threads, with turns in the given order.
 
-
-_CHUNKS_AT_ONCE = 3
-"""Of the size that the largest chunk's rows have in memory: what all threads may take."""
-
-
-_IDS_BYTES = 24
-
-
-class StorageReader(DcpStorageReader):
-    """Reads a checkpoint, and the ones it is differential to.
+    Every chunk is verified before ``load`` sees a byte of it. Memory stays at a few chunks, however
+    many threads read.
 
     Args:
-        path: the checkpoint's directory, a path or fsspec URL; one that is open is not opened
-            again, and its ``timeout_seconds`` are kept.
-        chain: what a restore needs, if that is decided already; else it is looked up.
-        threads: how many read; None: one for each CPU of this process, up to 8. However many, they
-            take no more memory than a few chunks do.
+        load: called for each chunk.
+        threads: number of threads; None: one for each CPU of this process, up to 8.
 
     Raises:
-        ValueError: no thread.
+        CorruptCheckpoint: a chunk is damaged.
+        OSError: the storage failed.
     """
+    threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
+    rows = [chunk for chunk in chunks if chunk.entry["kind"] == ROWS]
+    longest = max((chunk.entry["length"] for chunk in rows), default=0)
+    # As many are touched as chunks are loaded at once.
+    free = [np.empty(longest, dtype=np.uint8).data for _ in range(threads)]
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | Folder,
-        chain: Chain | None = None,
-        threads: int | None = None,
-    ) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads must be at least 1, not {threads}")
-        self._folder = path if isinstance(path, Folder) else Folder(path)
-        self._chain = chain
-        self._threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
-        self._chunks: dict[str, StoredChunk] = {}
+    def readable(chunk: StoredChunk, turn: Turn, memory: memoryview | None) -> ReadableChunk:
+        return ReadableChunk(chunk.key, chunk.entry, lambda: read_chunk(root, chunk, memory), turn)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(os.fspath(checkpoint_id))
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self._folder, self._chain = Folder(checkpoint_id), None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The chain and all chunks in it; the planner raises what went wrong, by its own type."""
-        content: ChainContent | CheckNRunError | OSError
+    def load_rows(number: int, turn: Turn) -> None:
+        memory = free.pop()
         try:
-            if self._chain is None:
-                self._chain = resolve(self._folder.parent, self._folder.name)
-            content = read_content(self._folder.parent, self._chain)
-            self._chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
-        except (CheckNRunError, OSError) as error:
-            content = error  # DCP would turn an exception into a message of its own
-        return Metadata(_ForLoadPlannerOnly(), planner_data=content)
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Gives the planner its chunks; those of table rows by several threads, each chunk with its
-        turn in the plan's order. Every chunk is verified before the planner sees a byte of it.
-        """
-        items = [(item, self._chunks[item.storage_index.fqn]) for item in plan.items]
-        rows = [(item, chunk) for item, chunk in items if chunk.entry["kind"] == ROWS]
-        longest = max((chunk.entry["length"] for _, chunk in rows), default=0)
-        # Of these only so many are ever touched as chunks are loaded at once.
-        free = [np.empty(longest, dtype=np.uint8).data for _ in range(self._threads)]
-
-        def load(number: int, turn: Turn) -> None:
-            memory = free.pop()
-            try:
-                self._load(*rows[number], planner, turn, memory)
-            except StorageUnreachable:
-                raise  # a read that was given up may still fill it
-            except BaseException:
-                free.append(memory)
-                raise
+            load(readable(rows[number], turn, memory))
+        except StorageUnreachable:
+            raise  # an abandoned read may still write to the memory
+        except BaseException:
             free.append(memory)
+            raise
+        free.append(memory)
 
-        sizes = [_memory(chunk) for _, chunk in rows]
-        most = _CHUNKS_AT_ONCE * max((_decoded(chunk) for _, chunk in rows), default=0)
-        stages = [(chunk.entry["table"], chunk.checkpoint) for _, chunk in rows]
-        run_in_order(load, sizes, stages, most, self._threads)
-        for item, chunk in items:
-            if chunk.entry["kind"] != ROWS:
-                self._load(item, chunk, planner, nullcontext(), None)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _load(
-        self,
-        item: ReadItem,
-        chunk: StoredChunk,
-        planner: LoadPlanner,
-        turn: Turn,
-        memory: memoryview | None,
-    ) -> None:
-        def read() -> memoryview:
-            return read_chunk(self._folder.parent, chunk, memory)
-
-        planner.load_bytes(item, ReadableChunk(chunk.key, chunk.entry, read, turn))
+    sizes = [_memory(chunk) for chunk in rows]
+    most = _CHUNKS_AT_ONCE * max((_decoded(chunk) for chunk in rows), default=0)
+    stages = [(chunk.entry["table"], chunk.checkpoint) for chunk in rows]
+    run_in_order(load_rows, sizes, stages, most, threads)
+    for chunk in chunks:
+        if chunk.entry["kind"] != ROWS:
+            load(readable(chunk, nullcontext(), None))
 
 
 def _memory(chunk: StoredChunk) -> int:
-    """Bytes that it takes to load a chunk of rows: its own, and their ids in several forms."""
+    """Return the bytes to load a chunk of rows: its own, and the ids in several forms."""
     return int(chunk.entry["length"]) + _IDS_BYTES * int(chunk.entry["count"])
 
 
 def _decoded(chunk: StoredChunk) -> int:
-    """Bytes of a chunk's rows as a table has them."""
+    """Return the bytes of a chunk's decoded rows."""
     first, last = chunk.entry["columns"]
     return max(4 * (last - first) * int(chunk.entry["count"]), _memory(chunk))
-
-
-class _ForLoadPlannerOnly(dict[str, Any]):
-    """DCP's own planner would look for its keys here; without them it loads nothing, or names a
-    missing key where the planner is what is wrong.
-    """
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise InvalidPlan(
-            "StorageReader reads checkpoints for this package's LoadPlanner: pass "
-            "planner=LoadPlanner() to dcp.load as well"
-        )
-
-    keys = items = __iter__ = __contains__ = __getitem__ = _refuse

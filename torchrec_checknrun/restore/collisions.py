@@ -1,7 +1,13 @@
-"""Check that restored remapping tables are right where they are, and make modules go on."""
+"""Restore managed-collision modules (TorchRec's remapping of raw ids to rows).
+
+A module's remapping table is restored as blocks. Raw ids belong to ranks by their value, so a plan
+is refused under which a restored table would lie on the wrong rank; and after the restore each
+module continues with its saved history of ids and its iteration counters.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -19,13 +25,14 @@ from torchrec_checknrun.model.collisions import (
     RAW_IDS,
     Collisions,
     facts_of,
-    logger,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Part:
-    """What one rank knew of a module."""
+    """One saved rank's state of a module."""
 
     rank: int
     facts: Facts
@@ -33,7 +40,7 @@ class _Part:
 
 
 class CollisionRestore:
-    """Checks that restored remapping tables are right where they are, and makes modules go on.
+    """A restore of managed-collision modules beside their tensors.
 
     Args:
         collisions: the model's modules; None if only its state dict is known.
@@ -51,18 +58,19 @@ class CollisionRestore:
         blocks: Iterable[tuple[Block, tuple[Span, ...]]],
         where: str,
     ) -> list[str]:
-        """Checks every module of which raw ids are among the blocks.
+        """Check every module whose raw ids are among the blocks.
 
         Args:
-            entries: index entries of what the modules knew, by the name of the chunk.
-            blocks: what will be restored, with the rows of the saved shards.
-            where: what errors call the checkpoint.
+            entries: index entries of the modules' chunks, by the name of the chunk.
+            blocks: the blocks to restore, with the rows of the saved shards.
+            where: the checkpoint's name in errors.
 
         Returns:
-            The names of the chunks that are needed.
+            The names of the chunks to read.
 
         Raises:
-            IncompatibleCheckpoint: names the module, and what can be done.
+            IncompatibleCheckpoint: a module can't be restored on these ranks; names the module, and
+                the remedy.
         """
         known = {name: collision_facts(entry) for name, entry in entries.items()}
         needed = set()
@@ -91,10 +99,10 @@ class CollisionRestore:
         return sorted(needed)
 
     def load(self, entry: Entry, payload: bytes | memoryview) -> None:
-        """Keeps what a rank's modules knew until ``finish``.
+        """Keep a saved rank's state of the modules until ``finish``.
 
         Raises:
-            CorruptCheckpoint: it isn't what the index entry says.
+            CorruptCheckpoint: the state differs from the index entry.
         """
         tensors = decode_state_chunk(entry, payload)
         for path, parts in self._parts.items():
@@ -103,24 +111,24 @@ class CollisionRestore:
                     part.tensors = _checked(path, tensors, part.facts)
 
     def finish(self) -> None:
-        """Makes the modules go on as they were saved, when all blocks have come."""
+        """Give the modules their saved state, once all blocks are restored."""
         for path, segments in self._segments.items():
             module = self._modules[path]
-            module._output_segments_tensor.copy_(segments)  # the saved ones came with the model
+            module._output_segments_tensor.copy_(segments)  # was overwritten with the saved one
             if path in self._regrouped:
-                module.validate_state()  # sorts the remapping table, of which parts were joined
+                module.validate_state()  # sorts the remapping table, whose parts were joined
             _resume(path, module, self._parts[path])
 
 
 def _checked(path: str, tensors: object, facts: Facts) -> Tensors:
-    """A module's part of what is stored."""
+    """Return a module's part of a chunk, checked to be a history of at most its size."""
     history = tensors.get(path, {}) if isinstance(tensors, dict) else None
     room = max(0, facts.history_size)
     if not isinstance(history, dict) or not all(
         isinstance(kept, torch.Tensor) and kept.dim() == 1 and len(kept) <= room
         for kept in history.values()
     ):
-        raise CorruptCheckpoint(f"{NAME}: what {path} has seen is no history of {room} ids")
+        raise CorruptCheckpoint(f"{NAME}: the history of {path} is not one of at most {room} ids")
     return history
 
 
@@ -131,7 +139,7 @@ def _check_layout(
     now: tuple[Span, ...] | None,
     saved: tuple[Span, ...],
 ) -> None:
-    """Refuses shards that the saved ones, with the raw ids dealt to them, don't make up."""
+    """Refuse a shard that is no union of saved shards, with the raw ids dealt to them."""
     if module is None:
         raise IncompatibleCheckpoint(
             f"{path}: its remapping table was saved in rows {list(saved)} and is sharded as "
@@ -148,10 +156,13 @@ def _check_layout(
 
 
 def make_up(own: Span, now: tuple[Span, ...], saved: tuple[Span, ...], ids: int) -> bool:
-    """Whether a shard is some of the saved ones, and gets exactly the raw ids that they got.
+    """Return whether a shard is a union of saved shards and gets exactly their raw ids.
 
     Args:
-        ids: raw ids are below this; 0 for any, which are dealt out in turn.
+        own: the shard's rows.
+        now: rows of all shards.
+        saved: rows of all saved shards.
+        ids: bound of the raw ids; 0 for unbounded ids, which are dealt out in turn.
     """
     rank = now.index(own)
     before, after = -(-ids // len(saved)), -(-ids // len(now))
@@ -168,13 +179,13 @@ def make_up(own: Span, now: tuple[Span, ...], saved: tuple[Span, ...], ids: int)
 
 
 def check_names(blocks: Iterable[Block], renamed: Mapping[str, str]) -> None:
-    """Refuses to rename tables whose ids are mapped.
+    """Refuse to rename tables whose ids are remapped.
 
     Args:
-        renamed: by saved name, the tables that go into one of another name.
+        renamed: new names of renamed tables, by saved name.
 
     Raises:
-        IncompatibleCheckpoint: names the table.
+        IncompatibleCheckpoint: a remapped table is renamed; names the table.
     """
     for path in dict.fromkeys(str(block.path[-1]).rpartition(".")[0] for block in blocks):
         prefix, _, table = path.rpartition(f"{COLLECTION}{MODULES}")
@@ -191,14 +202,14 @@ def _check_facts(path: str, saved: Facts, now: Facts, where: str) -> None:
         then, today = getattr(saved, what), getattr(now, what)
         if then != today:
             raise IncompatibleCheckpoint(
-                f"{path} had {what} {then} in {where} and has {today} now, which maps ids "
-                "elsewhere: build the module as it was saved"
+                f"{path} had {what} {then} in {where} and has {today} now, which maps ids to other "
+                "rows: build the module as it was saved"
             )
 
 
 def _resume(path: str, module: MCHManagedCollisionModule, parts: list[_Part]) -> None:
-    """Sets what the module has seen since its last eviction, joined if it was several modules."""
-    module._current_iter = -1  # TorchRec's sign that the steps are to be counted from the buffer's
+    """Set the module's history since its last eviction, joined from several modules if need be."""
+    module._current_iter = -1  # makes TorchRec read the step count from the module's buffer
     module._current_history_buffer_offset = 0
     module._evicted = False
     parts = [part for part in parts if part.tensors]
@@ -207,7 +218,7 @@ def _resume(path: str, module: MCHManagedCollisionModule, parts: list[_Part]) ->
         part.tensors.keys() != names | {"ids"} for part in parts
     ):
         logger.warning(
-            "%s evicts in another way than when it was saved: what it had seen since its last "
+            "%s has another eviction policy than when it was saved: its history since the last "
             "eviction is dropped",
             path,
         )

@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a state object: its tree, and its sharded tensors beside it.
+"""Whole trees of stored state objects: the stored tree, with nodes added for sharded tensors.
 
-Sharded tensors are stored apart, as blocks. With a node for each of them the tree is whole again:
-a sharded tensor can be compared with a plain one, and either be restored into the other.
+Sharded tensors are stored apart, as blocks. With a node for each of them a tree is whole again, so
+that a sharded tensor can be compared with a plain one, and each restored into the other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torchrec_checknrun.restore.blocks import SavedBlocks
 
 
 def with_blocks(tree: Tree, name: str, saved: SavedBlocks) -> Tree:
-    """Add nodes to a tree for a state's sharded tensors, as if they were plain, without bytes.
+    """Return a tree with nodes added for a state's sharded tensors, as if plain, without bytes.
 
     Args:
-        tree: stays as it is.
-        name: the state's.
+        tree: the stored tree, not changed.
+        name: the state's name.
         saved: the checkpoint's sharded tensors.
     """
     added: _Added = {}
@@ -38,7 +38,7 @@ def with_blocks(tree: Tree, name: str, saved: SavedBlocks) -> Tree:
 
 
 def tensor_paths(tree: Tree, path: Path) -> Iterator[Path]:
-    """Find the plain tensors of a tree, with the keys that lead there."""
+    """Yield the paths of a tree's plain tensors."""
     if "x" in tree:
         yield path
     items: Iterable[tuple[Any, Tree]] = tree.get("d") or enumerate(tree_values(tree))
@@ -59,11 +59,11 @@ def conversions(current: Any, tree: Tree | None, path: str) -> Iterator[str]:
 
 
 _Added = dict[str | int, Any]
-"""Headers of tensors by key, those of the same container together."""
+"""Headers of tensors by key, nested as the containers are."""
 
 
 def _with(tree: Tree, added: _Added | BlockHeader) -> Tree:
-    """A copy of a tree with nodes for tensors; what would be within a leaf is left out."""
+    """Return a copy of a tree with nodes for tensors; leave out tensors within a leaf."""
     if isinstance(added, BlockHeader):
         return {"x": [0, 0], "dtype": dtype_name(added.dtype), "shape": list(added.size)}
     if "d" in tree:

@@ -1,10 +1,10 @@
-"""Rows into a shard of another shape: other columns, or optimizer state kept another way.
+"""Convert stored rows to a shard of other columns, or with optimizer state of another kind.
 
 Row-wise optimizer state is one value per row *and column shard*: of row-wise Adagrad, the mean
-squared gradient over the shard's own columns. So the state of a shard made of several is their
-mean, weighted by columns: exactly what it would have accumulated itself; and so is the mean of
-pointwise state. A shard that is a part of one gets that one's value, which is the right mean, but
-not what these columns would have accumulated.
+squared gradient over the shard's own columns. So the state of a shard joined from several is their
+mean, weighted by columns, which is exactly the state that the shard would have accumulated itself;
+the same holds for the mean of pointwise state. A part of a saved shard gets the saved value: the
+right mean, but an approximation of what its columns would have accumulated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Columns = tuple[int, int]
 
 
 def is_converted(shard: LocalShard, header: RowsHeader) -> bool:
-    """Whether rows were stored with other columns or another kind of state than a shard has."""
+    """Return whether rows were stored with other columns, or another kind of state, than a
+    shard's.
+    """
     stored, own = header.rectangle, shard.rectangle
     rowwise = {name: state.dim() == 1 for name, state in shard.optimizer.items()}
     return (stored.col_start, stored.col_stop) != (own.col_start, own.col_stop) or any(
@@ -33,11 +35,13 @@ def is_converted(shard: LocalShard, header: RowsHeader) -> bool:
 
 
 class Conversion:
-    """Writes stored rows into one local shard that has them otherwise.
+    """A conversion of stored rows into one local shard.
+
+    Takes memory for ``rows`` values for each row-wise state and each stored column range that
+    overlaps the shard.
 
     Args:
-        shard: where the rows go. Memory: ``rows`` values for each stored column range that overlaps
-            the shard and each row-wise state.
+        shard: the shard to write.
     """
 
     def __init__(self, shard: LocalShard) -> None:
@@ -47,7 +51,7 @@ class Conversion:
         self._approximated = False
 
     def scatter(self, header: RowsHeader, rows: Rows) -> None:
-        """Writes the columns of the rows (all within the shard) that the shard has."""
+        """Write the shard's columns of stored rows, all within the shard's row range."""
         own, stored = self._shard.rectangle, header.rectangle
         columns = max(own.col_start, stored.col_start), min(own.col_stop, stored.col_stop)
         target = slice(columns[0] - own.col_start, columns[1] - own.col_start)
@@ -74,18 +78,18 @@ class Conversion:
         part.scatter(Rows(rows.ids, rows.weight[:, source], pointwise))
 
     def finish(self) -> None:
-        """Joins the row-wise states, when all rows have come."""
+        """Join the row-wise states, once all rows are written."""
         own = self._shard.rectangle
         for name, parts in self._parts.items():
             joined = torch.zeros(own.rows, dtype=torch.float64, device="cpu")
             for (start, stop), values in parts.items():
                 joined.add_(values, alpha=(stop - start) / own.cols)
-            target = self._shard.optimizer[name]  # new rows of a table that grew stay as they are
+            target = self._shard.optimizer[name]  # new rows of a table that grew are not written
             target.copy_(torch.where(self._restored.to(target.device), joined.to(target), target))
         if self._shard.optimizer and self._approximated:
             logger.warning(
                 "%s: optimizer state was kept per row for more columns than these, or is pointwise "
-                "now: each gets the row's value, which approximates what it would have accumulated",
+                "now: the row's value is used, an approximation of the accumulated state",
                 self._shard,
             )
         elif self._parts:

@@ -1,7 +1,7 @@
-"""Model tensors that a state dict has copies of: hooks clone them, cast them or gather them.
+"""Model tensors of which a state dict holds copies, since hooks clone, cast or gather them.
 
-What is written into a copy never reaches the model, so such models are handed their restored state
-dict by their own ``load_state_dict``, and asked afterwards whether that was taken.
+A write into a copy never reaches the model. So such models load their restored state dict by their
+own ``load_state_dict``, and are checked afterwards to have taken the values.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torchrec_checknrun.model.tracked import TrackedModel
 def copied(
     model: nn.Module, content: object, tracked: TrackedModel
 ) -> dict[str, list[torch.Tensor]]:
-    """Find the values of a model's state dict whose memory is that of no parameter, buffer or
-    table.
+    """Find the values of a model's state dict that share memory with no parameter, buffer or table.
 
     Returns:
-        By name this rank's tensors of each, several of a sharded one; others than dicts have none.
+        This rank's tensors of each value, by name; several of a sharded tensor. Empty if the
+        content is no dict.
     """
     if not isinstance(content, dict):
         return {}
@@ -42,14 +42,14 @@ def copied(
 
 
 def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
-    """Let a model load what was restored into copies; what was restored in place is loaded onto
-    itself. On all ranks: it may be a collective.
+    """Let a model load the values restored into copies; values restored in place are loaded onto
+    themselves. Call this on all ranks: loading may be a collective.
 
     Args:
         content: the model's state dict, restored.
 
     Raises:
-        IncompatibleCheckpoint: the model didn't take a value; names it.
+        IncompatibleCheckpoint: the model didn't take a value; names the value.
     """
     copies = copied(model, content, tracked)
     wanted = {name: [local.clone() for local in locals_] for name, locals_ in copies.items()}
@@ -66,7 +66,7 @@ def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
 
 
 def _locals(value: object) -> list[torch.Tensor]:
-    """Return the memory that this rank has of a tensor."""
+    """List this rank's local tensors of a value."""
     if isinstance(value, ShardedTensor):
         return [local for shard in value.local_shards() for local in _locals(shard.tensor)]
     if isinstance(value, DTensor):
@@ -74,7 +74,7 @@ def _locals(value: object) -> list[torch.Tensor]:
     if isinstance(value, LocalShardsWrapper):
         return [local for shard in value.local_shards() for local in _locals(shard)]
     if not isinstance(value, torch.Tensor) or hasattr(value, "__tensor_flatten__"):
-        return []  # tensors that only wrap others have no memory, and are not saved
+        return []  # tensors that only wrap other tensors have no memory, and are not saved
     has_memory = value.layout == torch.strided and not value.is_meta and value.numel() > 0
     return [value.detach()] if has_memory else []
 
@@ -84,7 +84,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Tell whether two tensors have the same values; NaN is the same as NaN."""
+    """Return whether two tensors have the same values; NaN equals NaN."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     expected = expected.to(found.device)

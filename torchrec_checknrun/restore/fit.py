@@ -1,7 +1,7 @@
-"""How a checkpoint's tables are matched with a model's, and what is refused before any change.
+"""Match a checkpoint's tables with a model's, and refuse incompatible ones before any change.
 
-By default a checkpoint fits the model it was saved from, whatever the sharding. What else may be
-restored (renamed, missing, shrunk tables, weights without optimizer state) is asked for explicitly.
+By default a checkpoint fits the model that was saved, whatever the sharding. Any other restore
+(renamed, missing or shrunk tables, weights without optimizer state) must be asked for.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torchrec_checknrun.shards import LocalShard, TableShape
 
 @dataclass(frozen=True)
 class Fit:
-    """What may differ between a checkpoint and the model it is restored into.
+    """Differences that a restore allows between a checkpoint and the model.
 
     Attributes:
-        rename: saved table name to the model's; full names, or last parts where they are unique.
-        strict: whether both must have the same tables, optimizer states and state keys. If not,
-            what only one of them has is skipped and listed.
-        shrink: whether a table may have fewer rows than were saved (the last ones are dropped).
-            More rows are always allowed: the new ones keep their initialisation.
-        optimizer: whether the rows' optimizer state is restored with them.
-        only: restore these tables of the model and nothing else; None is all.
+        rename: the model's table name by saved name; full names, or last parts where unique.
+        strict: require the same tables, optimizer states and state keys on both sides. Otherwise
+            tables, states and keys on one side only are skipped and listed.
+        shrink: allow tables with fewer rows than were saved (the last ones are dropped). More rows
+            are always allowed: the new ones keep their initialisation.
+        optimizer: restore the rows' optimizer state with them.
+        only: restore these tables of the model and nothing else; None: everything.
     """
 
     rename: Mapping[str, str] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class Fit:
 
 @dataclass
 class Match:
-    """Which saved table goes into which of the model's.
+    """A mapping of saved tables to the model's.
 
     Attributes:
-        target: by saved name.
-        resized: whether a table has another number of rows or another name now.
-        skipped: what is on one side only, for the user.
+        target: the model's table by saved name.
+        resized: whether a table has another number of rows or another name now, or is left out.
+        skipped: descriptions of tables on one side only, for the user.
     """
 
     target: dict[str, str]
@@ -55,11 +55,11 @@ class Match:
 def match_tables(
     wanted: Mapping[str, TableShape], saved: Mapping[str, TableShape], fit: Fit
 ) -> Match:
-    """Matches tables by name.
+    """Match tables by name.
 
     Raises:
-        IncompatibleCheckpoint: a table has no counterpart or another size, and that wasn't asked
-            for; names it, saved and wanted, and the remedy.
+        IncompatibleCheckpoint: a table has no counterpart or another size, and ``fit`` doesn't
+            allow that; names the table, both sizes, and the remedy.
     """
     rename = {
         _full_name(old, saved, "the checkpoint"): _full_name(new, wanted, "the model")
@@ -81,15 +81,15 @@ def match_tables(
     if only is None and skipped and fit.strict:
         raise IncompatibleCheckpoint(
             f"{'; '.join(skipped)}. The model has {sorted(wanted)}: restore into the model that "
-            "was saved, name the renamed with map={old: new}, or skip them with strict=False"
+            "was saved, give new names with map={old: new}, or skip the tables with strict=False"
         )
     for name in sorted(missing if only is None else missing & only):
         message = f"table {name!r} ({_size(wanted[name])}): only in the model"
         if fit.strict:
             raise IncompatibleCheckpoint(
                 f"{message}. The checkpoint has {sorted(saved)}: restore into the model that was "
-                "saved, name the renamed with map={old: new}, or keep its initialisation with "
-                "strict=False"
+                "saved, give new names with map={old: new}, or keep the table's initialisation "
+                "with strict=False"
             )
         skipped.append(message)
     return Match(target, resized or bool(skipped) or only is not None, skipped)
@@ -98,17 +98,18 @@ def match_tables(
 def check_rows(
     shard: LocalShard, header: RowsHeader, fit: Fit, with_state: bool = False
 ) -> str | None:
-    """Refuses rows of another data type, or with other optimizer state.
+    """Refuse rows of another data type, or with other optimizer state.
 
     Args:
-        with_state: whether the checkpoint has the table's optimizer state, if not in these rows:
-            they are older than its optimizer's first step, and newer ones replace them.
+        with_state: whether any rows of the table were stored with optimizer state. Then rows
+            without state are older than the optimizer's first step, and newer rows replace them.
 
     Returns:
-        What is left out, for the user; None if nothing is.
+        A description of optimizer state that is left out, for the user; None if there is none.
 
     Raises:
-        IncompatibleCheckpoint: names the table, saved and wanted.
+        IncompatibleCheckpoint: the data type or optimizer state differs; names the table, the saved
+            and the live one.
     """
     if header.dtype != shard.weight.dtype:
         raise IncompatibleCheckpoint(
@@ -124,16 +125,16 @@ def check_rows(
     if fit.strict:
         raise IncompatibleCheckpoint(
             f"table {shard.table!r} was saved with optimizer state {saved}, the model's optimizer "
-            f"has {live}: use the optimizer it was trained with, skip what only one of them has "
-            "with strict=False, or load the weights alone with load_tables"
+            f"has {live}: use the optimizer it was trained with, skip state on one side only with "
+            "strict=False, or load the weights alone with load_tables"
         )
     return f"table {shard.table!r}: optimizer state was saved as {saved}, the model has {live}"
 
 
 def is_rounded(shard: LocalShard, header: RowsHeader) -> bool:
-    """Whether a shard has optimizer state in a narrower type than it was stored in.
+    """Return whether a shard's optimizer state has a narrower type than was stored.
 
-    Dense optimizers keep it in the table's own type, fused ones in fp32.
+    Dense optimizers keep state in the table's own type, fused ones in fp32.
     """
     return any(
         torch.promote_types(dtype, shard.optimizer[name].dtype) != shard.optimizer[name].dtype
@@ -143,10 +144,10 @@ def is_rounded(shard: LocalShard, header: RowsHeader) -> bool:
 
 
 def common_states(shard: LocalShard, header: RowsHeader, fit: Fit) -> set[str]:
-    """Names of the optimizer states that are restored with some rows.
+    """Name the optimizer states to restore with some rows.
 
-    ``momentum1`` is the first state of any fused optimizer, so of different ones it is the same
-    thing only if both have Adam's second moment beside it, or neither has.
+    ``momentum1`` is the first state of any fused optimizer, so two optimizers mean the same by that
+    name only if both have Adam's second moment beside it, or neither has.
     """
     own, stored = shard.optimizer.keys(), header.optimizer.keys()
     if not fit.optimizer or ("exp_avg_sq" in own) != ("exp_avg_sq" in stored):

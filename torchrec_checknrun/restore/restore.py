@@ -1,8 +1,8 @@
-"""From a root of checkpoints to a restored model: find the newest whole chain, check it, apply it.
+"""Restore a model from a root: find the newest whole chain, check it, load it.
 
-Nothing is changed before manifests, sizes, indexes and the layout were checked on all ranks. Should
-the storage fail after that, everything is written again from the next whole chain, or the caller is
-told that the model is no longer one state.
+Nothing is changed before manifests, sizes, indexes and the layout were checked on all ranks. If the
+storage fails after that, everything is restored from the next whole chain, or the caller gets
+``ModelPartlyRestored``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
@@ -32,12 +30,13 @@ from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
-from torchrec_checknrun.ranks import Ranks, own_error
-from torchrec_checknrun.restore.chunks import StorageReader
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.restore.copied_values import copied, load_copied
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.plan import LoadPlanner, Merge
+from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.shared_root import require_shared
+from torchrec_checknrun.restore.states import Merge
 from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.counting import is_newest
@@ -48,13 +47,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Restored:
-    """What the model was restored from.
+    """The result of a restore.
 
     Attributes:
-        converted: rows lie in other column ranges than stored, on any rank.
-        passed_over: newer checkpoints that could not be used, and why.
-        skipped: what only the checkpoint or only the model has.
-        forks: newer checkpoints are left behind.
+        chain: the chain that was restored.
+        converted: whether rows lie in other column ranges than stored, on any rank.
+        passed_over: newer checkpoints that could not be used, with the reasons.
+        skipped: descriptions of tables and values on one side only.
+        forks: whether newer checkpoints are abandoned.
     """
 
     chain: Chain
@@ -66,14 +66,16 @@ class Restored:
 
 @dataclass
 class Target:
-    """What is to be restored.
+    """The objects to restore.
 
     Attributes:
-        model: None: only the tables, not the dense parameters.
-        per_rank: merge functions of the states that each rank has its own of.
+        model: the model; None: only the tables, not the dense parameters.
+        tracked: the model's tables.
+        states: state objects by name.
+        per_rank: merge functions of the states of which each rank has its own.
+        fit: allowed differences between checkpoint and model.
         replicated: names of states of which rank 0's content is stored.
-        buffers: the model's buffers that each rank has its own of.
-        fit: what may differ between checkpoint and model.
+        buffers: the model's buffers of which each rank has its own.
     """
 
     model: nn.Module | None
@@ -88,92 +90,142 @@ class Target:
 def restore(
     root: Folder, target: Target, ranks: Ranks, checkpoint: str | None, verify_all: bool
 ) -> Restored | None:
-    """Restores ``checkpoint``, or the newest whole chain; None if the root has no checkpoint.
+    """Restore a checkpoint, or the newest whole chain.
 
     Args:
-        checkpoint: an id; then there is no falling back to another one.
+        checkpoint: an id, which excludes a fallback to another checkpoint; None: the newest.
         verify_all: read and decode everything once before anything is changed.
 
+    Returns:
+        The chain that was restored; None if the root has no checkpoint.
+
     Raises:
-        CheckNRunError: as documented in ``Checkpointer.restore``, the same on all ranks.
+        CheckNRunError: see ``Checkpointer.restore``; the same error on all ranks.
     """
-    passed_over: list[str] = []
-    unusable: set[str] = set()
-    changed = False
-    optimizers = DenseStates(target.model, target.states, target.tracked)
-    others = {n: state for n, state in target.states.items() if n not in optimizers}
-    objects = StateObjects(others)
-    while True:
-        chain, problems, at_the_top = ranks.from_rank_0(lambda: _find(root, checkpoint, unusable))
-        passed_over += [problem for problem in problems if problem not in passed_over]
-        if chain is None and changed:
-            raise ModelPartlyRestored(
-                "a restore failed half-way and no other whole chain is left; the model is no "
-                f"longer one state. Start again from a new model. {'; '.join(passed_over)}"
-            )
-        if chain is None and passed_over:
-            raise ChainBroken(
-                f"{root} holds checkpoints, but none can be restored: {'; '.join(passed_over)}. "
-                "Mend the storage, or start a fresh run with another root"
-            )
-        if chain is None:
-            return None
-        if not passed_over:
-            require_shared(root, ranks, chain.head.id, MANIFEST_NAME)
+    attempts = _Attempts(root, target, ranks, checkpoint)
+    while (chain := attempts.next_chain()) is not None:
         try:
-            converted = False
-            for dry_run in (True, False) if verify_all else (False,):
-                planner = LoadPlanner(
-                    target.tracked,
-                    per_rank=target.per_rank,
-                    fit=target.fit,
-                    buffers=target.buffers,
-                    objects=objects,
-                    optimizers=optimizers,
-                    dry_run=dry_run,
-                )
-                try:
-                    with optimizers.fitted(undo=dry_run):
-                        live = _load(root, chain, target, ranks, planner)
-                finally:
-                    changed = changed or any(ranks.gather(planner.began))
-                converted = any(ranks.gather(planner.converted))
+            live = attempts.load(chain, verify_all)
         except (CorruptCheckpoint, ChainBroken, OSError) as error:
-            # Of storage that doesn't answer nothing is known to be damaged.
-            if checkpoint is not None or isinstance(error, StorageUnreachable):
-                if changed:
-                    raise ModelPartlyRestored(
-                        f"{chain.head.id} failed half-way: {error}. The model is no longer one "
-                        "state: restore another checkpoint, or start again"
-                    ) from error
-                raise
-            unusable.add(chain.head.id)
-            passed_over.append(f"{chain.head.id}: {error}")
-            continue
+            # Unreachable storage doesn't mean that the checkpoint is damaged.
+            if checkpoint is None and not isinstance(error, StorageUnreachable):
+                attempts.pass_over(chain, error)
+                continue
+            if attempts.changed:
+                raise ModelPartlyRestored(
+                    f"{chain.head.id} failed half-way: {error}. The model is no longer one "
+                    "state: restore another checkpoint, or start again"
+                ) from error
+            raise
         except CheckNRunError as error:
-            if changed:
+            if attempts.changed:
                 raise ModelPartlyRestored(str(error)) from error
             raise
-        _hand_back(target, live, optimizers, planner.progress, ranks)
-        forks = bool(passed_over) or not at_the_top
-        return Restored(chain, converted, passed_over, sorted(set(planner.skipped)), forks)
+        return attempts.finish(chain, live)
+    return None
+
+
+class _Attempts:
+    """The attempts of one restore, which falls back to older chains.
+
+    Attributes:
+        changed: whether anything may have been changed, on any rank.
+    """
+
+    def __init__(self, root: Folder, target: Target, ranks: Ranks, checkpoint: str | None) -> None:
+        self._root, self._target, self._ranks = root, target, ranks
+        self._checkpoint = checkpoint
+        self._optimizers = DenseStates(target.model, target.states, target.tracked)
+        self._objects = StateObjects(
+            {n: state for n, state in target.states.items() if n not in self._optimizers}
+        )
+        self._passed_over: list[str] = []
+        self._unusable: set[str] = set()
+        self._newest = True
+        self._converted = False
+        self.changed = False
+
+    def next_chain(self) -> Chain | None:
+        """Find the next chain to try; None if the root has no checkpoint. A collective.
+
+        Raises:
+            ModelPartlyRestored: all chains failed, one of them half-way.
+            ChainBroken: all chains failed.
+        """
+        chain, problems, self._newest = self._ranks.from_rank_0(
+            lambda: _find(self._root, self._checkpoint, self._unusable)
+        )
+        self._passed_over += [line for line in problems if line not in self._passed_over]
+        reasons = "; ".join(self._passed_over)
+        if chain is None and self.changed:
+            raise ModelPartlyRestored(
+                "a restore failed half-way and no other whole chain is left; the model is no "
+                f"longer one state. Start again from a new model. {reasons}"
+            )
+        if chain is None and self._passed_over:
+            raise ChainBroken(
+                f"{self._root} holds checkpoints, but none can be restored: {reasons}. "
+                "Fix the storage, or start a fresh run with another root"
+            )
+        if chain is not None and not self._passed_over:
+            require_shared(self._root, self._ranks, chain.head.id, MANIFEST_NAME)
+        return chain
+
+    def pass_over(self, chain: Chain, error: Exception) -> None:
+        """Exclude a chain that failed."""
+        self._unusable.add(chain.head.id)
+        self._passed_over.append(f"{chain.head.id}: {error}")
+
+    def load(self, chain: Chain, verify_all: bool) -> dict[str, Any]:
+        """Load a chain into the live objects; return their restored state dict. A collective."""
+        live: dict[str, Any] = {}
+        for dry_run in (True, False) if verify_all else (False,):
+            self._chain_restore = ChainRestore(
+                self._target.tracked,
+                per_rank=self._target.per_rank,
+                fit=self._target.fit,
+                buffers=self._target.buffers,
+                objects=self._objects,
+                optimizers=self._optimizers,
+                dry_run=dry_run,
+            )
+            try:
+                with self._optimizers.fitted(undo=dry_run):
+                    live = _load(self._root, chain, self._target, self._ranks, self._chain_restore)
+            finally:
+                began = self._ranks.gather(self._chain_restore.began)
+                self.changed = self.changed or any(began)
+            self._converted = any(self._ranks.gather(self._chain_restore.converted))
+        return live
+
+    def finish(self, chain: Chain, live: dict[str, Any]) -> Restored:
+        """Give the objects their restored content, and report. A collective."""
+        progress = self._chain_restore.progress
+        _hand_back(self._target, live, self._optimizers, progress, self._ranks)
+        return Restored(
+            chain,
+            self._converted,
+            self._passed_over,
+            skipped=sorted(set(self._chain_restore.skipped)),
+            forks=bool(self._passed_over) or not self._newest,
+        )
 
 
 def _find(
     root: Folder, checkpoint: str | None, unusable: set[str]
 ) -> tuple[Chain | None, list[str], bool]:
-    """The chain, why newer ones were passed over, and whether no newer one counts."""
+    """Find the chain; also return why newer ones were passed over, and whether it is the newest."""
     if checkpoint is None:
         return *newest(root, unusable), True
     chain = resolve(root, checkpoint)
     try:
         return chain, [], is_newest(root, latest_claim(root), chain.head)
-    except ClaimDamaged:  # nothing can be written here now, but what was asked for can be read
+    except ClaimDamaged:  # prevents saves to this root, but not a restore
         return chain, [], is_newest(root, None, chain.head)
 
 
 def _load(
-    root: Folder, chain: Chain, target: Target, ranks: Ranks, planner: LoadPlanner
+    root: Folder, chain: Chain, target: Target, ranks: Ranks, chain_restore: ChainRestore
 ) -> dict[str, Any]:
     live: dict[str, Any] = {}
 
@@ -187,22 +239,18 @@ def _load(
     unasked = chain.head.states.keys() - live.keys() - {BUFFERS}
     for name in unasked if target.model is not None else ():
         logger.warning(
-            "%s holds state %r, which is not restored: it was not given to the Checkpointer",
+            "%s holds state %r, which is not restored, since the Checkpointer has no such state",
             chain.head.id,
             name,
         )
-    reader = StorageReader(root / chain.head.id, chain)
-    try:
-        dcp.load(
-            live,
-            storage_reader=reader,
-            planner=planner,
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
-    except CheckpointException as error:
-        raise own_error(error) from error
+    live = dict(sorted(live.items()))  # the same order on all ranks
+    ranks.reduce(lambda: chain_restore.plan(read_content(root, chain), live), _agree)
+    ranks.reduce(lambda: chain_restore.load(root), _agree)
     return live
+
+
+def _agree(_: list[None]) -> None:
+    """Decide nothing: only errors matter."""
 
 
 def _hand_back(
@@ -212,8 +260,8 @@ def _hand_back(
     progress: Mapping[str, OptimizerClock],
     ranks: Ranks,
 ) -> None:
-    """Give the state objects their content, and the tables' optimizers their progress; the model's
-    was written in place, but for what its state dict only has copies of.
+    """Give the state objects their content, the tables' optimizers their progress, and the model
+    the values of which its state dict has copies; all else was written in place.
     """
     content = live.get(MODEL)
 
@@ -238,6 +286,6 @@ def _hand_back(
         ranks.on_all_ranks(hand_back)
     except Exception as error:
         raise ModelPartlyRestored(
-            f"the model or a state object refused what was restored: {error!r}. The model is no "
+            f"the model or a state object refused its restored content: {error!r}. The model is no "
             "longer one state: start again from a new model"
         ) from error

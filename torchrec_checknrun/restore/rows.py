@@ -1,9 +1,9 @@
-"""A chain's rows into the shards that a rank holds: each row once, in its newest version.
+"""Restore a chain's rows into a rank's shards: each row once, in its newest version.
 
-Checkpoints are read from the newest to the oldest, and a row that has come is not written again; a
-chunk in whose range all rows have come is not even read. In the chain's order come only the rows of
-tables that must be converted (to other columns, or optimizer state of another kind): parts of a
-row may be from different chunks then.
+Checkpoints are read from the newest to the oldest. A row that has been restored is not written
+again, and a chunk in whose range all rows have been restored is not even read. Only tables that
+must be converted (to other columns, or optimizer state of another kind) are read in the chain's
+order: parts of a row may come from different chunks then.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 
 class RowRestore:
-    """Restores the rows of a chain.
+    """A restore of a chain's rows: call ``plan``, then ``load`` for each chunk, then ``finish``.
 
     Args:
         content: the chain.
-        targets: by saved name, the model's table that the rows go into.
-        fit: what may differ between checkpoint and model.
+        targets: the model's table for each saved table, by saved name.
+        fit: allowed differences between checkpoint and model.
 
     Attributes:
-        states: by the model's tables, names of the optimizer state that any rows were stored with.
+        states: names of the optimizer states stored with any rows, by the model's table.
         converted: whether tables differ from the saved ones in more than the ranks that hold them.
         without_state: tables whose optimizer state is left out.
-        skipped: what is on one side only.
+        skipped: descriptions of optimizer state on one side only.
     """
 
     def __init__(self, content: ChainContent, targets: Mapping[str, str], fit: Fit) -> None:
@@ -70,15 +70,15 @@ class RowRestore:
         self._missing: list[int] = []
 
     def plan(self, shards: Sequence[LocalShard], marks: Sequence[Marks] | None) -> list[str]:
-        """Checks the chain against the local shards.
+        """Check the chain against the local shards.
 
         Args:
-            shards: what is to be restored.
-            marks: of each; every row that a differential checkpoint holds is marked there. None:
-                nobody tracks them.
+            shards: the shards to restore.
+            marks: marks of each shard, in which every row of a differential checkpoint is marked;
+                None: the shards are not tracked.
 
         Returns:
-            The chunks that are needed, by key, in the order in which they are.
+            The keys of the chunks to read, in reading order.
 
         Raises:
             IncompatibleCheckpoint: rows don't fit a shard.
@@ -110,7 +110,7 @@ class RowRestore:
                         self._conversions.setdefault(i, Conversion(shards[i]))
                         self._in_order.add(target)
                     elif not states >= older.get(target, set()):
-                        # Of its rows, some state is the older one's.
+                        # Some state of these rows comes from an older checkpoint.
                         self._in_order.add(target)
             for target, states in seen.items():
                 older.setdefault(target, set()).update(states)
@@ -121,10 +121,10 @@ class RowRestore:
         return newest_first + [key for key in self._by_age(False) if self._comes_in_order(key)]
 
     def load(self, chunk: ReadableChunk, dry_run: bool) -> None:
-        """Writes a chunk's rows, or those of which nothing newer has come; several threads may.
+        """Write a chunk's rows, except rows with a newer version. Thread-safe.
 
         Args:
-            dry_run: read and decode all, but change nothing.
+            dry_run: read and decode all rows, but change nothing.
         """
         header, age, into = self._planned[chunk.key]
         in_order = self._comes_in_order(chunk.key)
@@ -147,7 +147,7 @@ class RowRestore:
                 self._write(i, rows, chosen)
 
     def finish(self, dry_run: bool) -> None:
-        """When all chunks have been loaded.
+        """Finish conversions and marks, once all chunks have been loaded.
 
         Raises:
             CorruptCheckpoint: rows are missing.
@@ -155,8 +155,8 @@ class RowRestore:
         for shard, missing in zip(self._shards, self._missing, strict=True):
             if missing:
                 raise CorruptCheckpoint(
-                    f"{self._chain.head.id} and what it builds on lack {missing} values of "
-                    f"{shard}, or have some twice: {self._chain.baseline.id} is not full"
+                    f"{self._chain.head.id} and its parents lack {missing} values of {shard}, or "
+                    f"have some twice: {self._chain.baseline.id} is not full"
                 )
         if not dry_run:
             self._mark(range(len(self._shards)))
@@ -171,7 +171,7 @@ class RowRestore:
         return self._targets[self._planned[key][0].table] in self._in_order
 
     def _check_rows(self, shard: LocalShard, header: RowsHeader) -> None:
-        """Refuses rows that don't fit a shard; notes where optimizer state is left out."""
+        """Refuse rows that don't fit a shard; note optimizer state that is left out."""
         other = check_rows(shard, header, self._fit, bool(self.states[shard.table]))
         if other is not None:
             if not common_states(shard, header, self._fit):
@@ -183,9 +183,10 @@ class RowRestore:
             logger.warning("%s: optimizer state is rounded to a narrower type", shard.table)
 
     def _check_baseline(self) -> None:
-        """Refuses a chain whose full checkpoint can't have all rows of the local shards.
+        """Refuse a chain whose full checkpoint can't have all rows of the local shards.
 
-        Chunks of a compacted one have gaps: what of them is a shard's is known when they are read.
+        Chunks of a compacted checkpoint have gaps, so that their exact rows in a shard are known
+        only once they are read.
         """
         saved = self._chain.head.tables
         self._missing = [0] * len(self._shards)
@@ -210,7 +211,7 @@ class RowRestore:
                 )
 
     def _has(self, i: int, header: RowsHeader) -> bool:
-        """Whether all rows that a chunk may have of a shard have come."""
+        """Return whether all rows of a shard in a chunk's range have been restored."""
         own = self._shards[i].rectangle
         common = own.intersect(header.rectangle)
         assert common is not None
@@ -219,12 +220,14 @@ class RowRestore:
         )
 
     def _within(self, i: int, rows: StoredRows) -> slice:
-        """Those of a chunk's rows that are in a shard."""
+        """Return the range of a chunk's rows that lie in a shard."""
         own = self._shards[i].rectangle
         return slice(*map(int, np.searchsorted(rows.ids, (own.row_start, own.row_stop))))
 
     def _claim(self, i: int, rows: StoredRows) -> Chosen:
-        """Those of a chunk's rows in a shard that have not come yet; from now on they have."""
+        """Choose a chunk's rows in a shard that have not been restored yet, and note that they
+        are.
+        """
         own, within = self._shards[i].rectangle, self._within(i, rows)
         new = self._done[i].add(rows.ids[within] - own.row_start)
         chosen = within if new is None else new + within.start
@@ -233,7 +236,7 @@ class RowRestore:
         return chosen
 
     def _next(self, i: int, rows: StoredRows, age: int, dry_run: bool) -> None:
-        """The next of a table's chunks, where they come in the chain's order."""
+        """Write the next chunk of a table that is read in the chain's order."""
         shard, within = self._shards[i], self._within(i, rows)
         if age == 0:
             common = shard.rectangle.intersect(rows.header.rectangle)
@@ -257,8 +260,8 @@ class RowRestore:
             rows.write(shard, chosen, states)
 
     def _mark(self, into: Iterable[int]) -> None:
-        """Marks the rows that differential checkpoints hold: those that have come before the full
-        one's first.
+        """Mark the rows of differential checkpoints, which have been restored before the first row
+        of the full one.
         """
         for i in self._unmarked.intersection(into):
             self._unmarked.remove(i)

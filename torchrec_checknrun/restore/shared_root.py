@@ -1,4 +1,4 @@
-"""Refuse a root that not all ranks see: each would restore, or begin, a run of its own."""
+"""Refuse a root that not all ranks see, where each rank would restore or start a run of its own."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from itertools import islice
 
 from torchrec_checknrun.errors import CheckNRunError, RootNotShared, StorageFailed
 from torchrec_checknrun.ranks import Ranks, listed, ranks_text
-from torchrec_checknrun.root.chain import committed, has_manifest
+from torchrec_checknrun.root.checkpoints import committed, has_manifest
 from torchrec_checknrun.store.folder import Folder
 
 PATIENCE_SECONDS = 40.0
-"""How long a file that rank 0 sees may stay unseen elsewhere: caches of network file systems keep
-what they know of a directory for half a minute."""
-
+"""Seconds that a file may stay unseen on other ranks: network file systems cache a directory's
+entries for half a minute.
+"""
 
 _REMEDY = (
     "Give a folder on a file system that all machines mount, or an object store such as "
@@ -24,15 +24,15 @@ _REMEDY = (
 
 
 def require_shared(root: Folder, ranks: Ranks, folder_name: str, file: str) -> None:
-    """Refuse a root that not all ranks see alike; a collective.
+    """Refuse a root that not all ranks see alike. A collective.
 
     Args:
-        folder_name, file: a file in a folder of the root that rank 0 sees. (Other ranks' ``file``
-            doesn't count.)
+        folder_name: a folder of the root.
+        file: a file in that folder that rank 0 sees; other ranks' argument is ignored.
 
     Raises:
-        RootNotShared: names the ranks and hosts that see something else.
-        StorageFailed: a rank could not look; names it, its host and why.
+        RootNotShared: some ranks don't see the file; names the ranks and hosts.
+        StorageFailed: a rank could not look; names the rank, its host and the cause.
     """
     if ranks.world_size == 1:
         return
@@ -53,10 +53,10 @@ def require_shared(root: Folder, ranks: Ranks, folder_name: str, file: str) -> N
 
 
 def require_nowhere(root: Folder, ranks: Ranks) -> None:
-    """Refuse a root without committed checkpoints on rank 0 if other ranks see one; a collective.
+    """Refuse a root without committed checkpoints on rank 0 if another rank sees one. A collective.
 
     Raises:
-        RootNotShared: names the ranks and hosts that see one.
+        RootNotShared: names the rank and host that see a checkpoint.
     """
     if ranks.world_size == 1:
         return
@@ -76,9 +76,7 @@ def require_nowhere(root: Folder, ranks: Ranks) -> None:
 
 
 def _sees(folder: Folder, name: str) -> bool | str:
-    """Return whether a file is there, once it is or was looked for long enough; or why that can't
-    be told.
-    """
+    """Look for a file until it is there or patience ends; return whether it is, or the error."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:

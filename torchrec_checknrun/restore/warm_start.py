@@ -1,4 +1,4 @@
-"""Tables of one run as the start of another: transfer learning, a new model on old embeddings."""
+"""Load tables of another run: transfer learning, or a new model on old embeddings."""
 
 from __future__ import annotations
 
@@ -27,23 +27,27 @@ def load_tables(
     optimizer: bool = False,
     timeout_seconds: float = 1800.0,
 ) -> Restored:
-    """Loads some tables' rows from a checkpoint into a model; everything else stays as it is.
+    """Load some tables' rows from a checkpoint into a model; everything else stays as it is.
 
-    Called on all ranks. The tables' rows count as modified for everyone who tracks the model, also
+    Call this on all ranks. The tables' rows count as modified for every tracker of the model, also
     if an error comes half-way.
 
     Args:
-        root: where the checkpoints are.
-        model: sharded in any way.
+        root: a path or fsspec URL that holds the checkpoints.
+        model: the model, with any sharding plan.
         tables: the model's tables to load, by full name, or its last part where that is unique.
-        checkpoint: an id; None for the newest whole chain.
-        map: saved table name to the model's, where they differ.
-        shrink: whether a table may have fewer rows than were saved.
-        optimizer: whether the rows' fused optimizer state is loaded, too.
+        checkpoint: a checkpoint's id; None: the head of the newest whole chain.
+        map: the model's table name by saved name, where they differ.
+        shrink: allow tables with fewer rows than were saved.
+        optimizer: load the rows' fused optimizer state, too.
+        timeout_seconds: limit for each storage operation and each wait for another rank.
+
+    Returns:
+        The chain that was loaded, and descriptions of skipped tables and states.
 
     Raises:
-        CheckpointNotFound: there is no checkpoint.
-        CheckNRunError: as ``Checkpointer.restore``.
+        CheckpointNotFound: the root holds no committed checkpoint.
+        CheckNRunError: see ``Checkpointer.restore``.
     """
     fit = Fit(map or {}, strict=True, shrink=shrink, optimizer=optimizer, only=tuple(tables))
     tracked = track(model)

@@ -1,15 +1,16 @@
-"""What a root holds, checkpoint by checkpoint, and what each of them is good for.
+"""List the checkpoints of a root, each with its status and size.
 
 From manifests and file names alone: no tensor is read, and torch is not imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torchrec_checknrun.errors import (
+    ChainBroken,
     CheckNRunError,
     CheckpointNotFound,
     ClaimDamaged,
@@ -17,16 +18,22 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
 )
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.root.chain import committed, incompatibility, read_manifest
+from torchrec_checknrun.root.chain import files_problem, walk
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import FOLDER, Claim, Claims, read_claims, require_claim
 from torchrec_checknrun.root.liveness import seems_alive
 from torchrec_checknrun.root.retention import abandoned_ids, is_pinned
 from torchrec_checknrun.store.folder import Folder
 
 Status = Literal["restorable", "abandoned", "ignored", "undecided", "broken", "uncommitted"]
-"""A restore can choose it; is on a fork that was left behind; comes from a writer that had been
-replaced; only a damaged claim tells whether it counts; misses files, or what it builds on; has no
-manifest.
+"""The use of a checkpoint:
+
+- restorable: a restore may choose it;
+- abandoned: on a fork from which the run did not go on;
+- ignored: committed by a writer that had been replaced;
+- undecided: only a damaged claim tells whether it counts;
+- broken: files are missing, or a checkpoint of its chain is;
+- uncommitted: without a manifest.
 """
 
 
@@ -35,11 +42,11 @@ class Listed:
     """One directory of a root.
 
     Attributes:
-        manifest: None if there is none that can be read.
-        chain: ids of what a restore reads, oldest first; empty if that isn't all there.
+        manifest: None if there is none, or none that can be read.
+        chain: ids of the checkpoints that a restore reads, oldest first; empty if broken.
         bytes: of all files in the directory.
-        chain_bytes: the same of the whole chain.
-        problem: why it is broken.
+        chain_bytes: of all files of the chain.
+        problem: why the checkpoint is broken.
     """
 
     id: str
@@ -57,7 +64,7 @@ class Inventory:
     """All directories of checkpoints, newest first.
 
     Attributes:
-        claim: of the writer that wrote there last.
+        claim: of the last writer.
         alive: whether that writer is probably at work.
         problems: what is wrong with the claims.
     """
@@ -68,8 +75,23 @@ class Inventory:
     problems: tuple[str, ...] = ()
 
 
+@dataclass
+class _Content:
+    """The directories of checkpoints in a root, as read.
+
+    Attributes:
+        files: by id, the sizes of all files in the directory.
+        manifests: by id, the manifests that can be read.
+        problems: by id, why a directory or its files can't be used.
+    """
+
+    files: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
 def inventory(root: Folder) -> Inventory:
-    """Looks at every checkpoint of a root: one listing and one small file for each.
+    """Look at every checkpoint of a root: one listing and one small file for each.
 
     Raises:
         CheckpointNotFound: there is none, committed or not.
@@ -81,64 +103,25 @@ def inventory(root: Folder) -> Inventory:
         raise CheckpointNotFound(
             f"no checkpoints in {root}: name the folder or URL that was given to Checkpointer"
         )
-    manifests: dict[str, Manifest] = {}
-    problems: dict[str, str] = {}
-    files: dict[str, dict[str, int]] = {}
+    content = _read(root, ids)
+    lost = _lost_claim(root, claims, content.manifests)
+    counts = _counts(claims, ids, content.manifests, lost[0] if lost is not None else None)
+    counting = {id: m for id, m in content.manifests.items() if counts[id] is not False}
+    abandoned = abandoned_ids(counting.values(), content.problems)
+    listed = []
     for id in ids:
-        files[id] = {}
-        try:
-            files[id] = (root / id).sizes()
-            # Links aren't among the files; reading one says what is wrong with it.
-            if MANIFEST_NAME not in files[id] and not (root / id).is_link(MANIFEST_NAME):
-                continue
-            manifests[id] = read_manifest(root, id)
-        except (CheckNRunError, StorageFailed) as error:
-            if isinstance(error, StorageUnreachable):
-                raise
-            problems[id] = str(error)
-            continue
-        problem = _files_problem(manifests[id], files[id])
-        if problem is not None:
-            problems[id] = problem
-    counts = {id: claims.counts(id, manifest.epoch) for id, manifest in manifests.items()}
-    lost = _lost_claim(root, claims, manifests)
-    if lost is not None:  # nothing tells of it, nor of what is older, whether it counts
-        older = ids[ids.index(lost[0]) :]
-        counts |= {id: None for id in older if counts.get(id)}
-    counting = {id: manifest for id, manifest in manifests.items() if counts[id] is not False}
-    abandoned = abandoned_ids(counting.values(), problems)
-    found = []
-    for id in ids:
-        manifest, own = manifests.get(id), files[id]
-        chain: list[Manifest] = []
-        problem = problems.get(id)
-        status: Status = "uncommitted"
-        if manifest is not None:
-            chain, broken = _chain(manifest, manifests, problems)
-            problem = problem or broken
-            status = "restorable"
-            if id not in counting:
-                status = "ignored"
-            elif counts[id] is None:
-                status = "undecided"
-            elif id in abandoned:
-                status = "abandoned"
-        if problem is not None:
-            status, chain = "broken", []
-        found.append(
-            Listed(
-                id=id,
-                status=status,
-                manifest=manifest,
-                chain=tuple(m.id for m in chain),
-                chain_bytes=sum(sum(files[m.id].values()) for m in chain),
-                bytes=sum(own.values()),
-                pinned=bool(own) and is_pinned(root / id),
-                problem=problem,
-            )
-        )
+        status: Status = "restorable"
+        if id not in content.manifests:
+            status = "uncommitted"
+        elif id not in counting:
+            status = "ignored"
+        elif counts[id] is None:
+            status = "undecided"
+        elif id in abandoned:
+            status = "abandoned"
+        listed.append(_listed(root, id, status, content))
     return Inventory(
-        tuple(found),
+        tuple(listed),
         claims.latest,
         claims.latest is not None and seems_alive(root, claims.latest),
         (
@@ -148,10 +131,36 @@ def inventory(root: Folder) -> Inventory:
     )
 
 
+def _read(root: Folder, ids: Sequence[str]) -> _Content:
+    """Read manifests and file sizes.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
+    content = _Content()
+    for id in ids:
+        content.files[id] = {}
+        try:
+            files = content.files[id] = (root / id).sizes()
+            # Links aren't among the files; reading one raises a precise error.
+            if MANIFEST_NAME not in files and not (root / id).is_link(MANIFEST_NAME):
+                continue
+            content.manifests[id] = read_manifest(root, id)
+        except (CheckNRunError, StorageFailed) as error:
+            if isinstance(error, StorageUnreachable):
+                raise
+            content.problems[id] = str(error)
+            continue
+        problem = files_problem(content.manifests[id], files)
+        if problem is not None:
+            content.problems[id] = problem
+    return content
+
+
 def _lost_claim(
     root: Folder, claims: Claims, manifests: Mapping[str, Manifest]
 ) -> tuple[str, str] | None:
-    """Return the newest checkpoint whose claim was deleted, and what to do about it."""
+    """Return the newest checkpoint whose claim was deleted, and the remedy."""
     for id, manifest in manifests.items():
         if claims.latest is not None and manifest.epoch > claims.highest:
             try:
@@ -161,29 +170,59 @@ def _lost_claim(
     return None
 
 
-def _files_problem(manifest: Manifest, files: Mapping[str, int]) -> str | None:
-    for file in manifest.files:
-        size = files.get(file.name)
-        if size != file.size:
-            found = "is missing" if size is None else f"has {size}"
-            return f"{file.name} should have {file.size} bytes and {found}"
-    return None
+def _counts(
+    claims: Claims, ids: Sequence[str], manifests: Mapping[str, Manifest], lost: str | None
+) -> dict[str, bool | None]:
+    """Return by id whether a checkpoint counts; None if that can't be told.
+
+    Args:
+        lost: the newest checkpoint whose claim was deleted: nothing tells whether it, or an older
+            one, counts.
+    """
+    counts = {id: claims.counts(id, manifest.epoch) for id, manifest in manifests.items()}
+    if lost is not None:
+        counts |= {id: None for id in ids[ids.index(lost) :] if counts.get(id)}
+    return counts
 
 
-def _chain(
-    head: Manifest, manifests: Mapping[str, Manifest], problems: Mapping[str, str]
-) -> tuple[list[Manifest], str | None]:
-    """The chain, oldest first, and what is wrong with what the head needs."""
-    chain = [head]
-    while (link := chain[-1].parent) is not None:
-        parent = manifests.get(link.id)
-        if parent is None:
-            why = f"can't be read: {problems[link.id]}" if link.id in problems else "is missing"
-            return [], f"{chain[-1].id} needs {link.id}, which {why}"
-        problem = incompatibility(chain[-1], parent)
-        if problem is not None:
-            return [], problem
-        if link.id in problems:
-            return [], f"it needs {link.id}, which is damaged: {problems[link.id]}"
-        chain.append(parent)
+def _listed(root: Folder, id: str, status: Status, content: _Content) -> Listed:
+    manifest, files = content.manifests.get(id), content.files[id]
+    problem = content.problems.get(id)
+    chain: list[Manifest] = []
+    if manifest is not None:
+        chain, broken = _chain(manifest, content)
+        problem = problem or broken
+    if problem is not None:
+        status, chain = "broken", []
+    return Listed(
+        id=id,
+        status=status,
+        manifest=manifest,
+        chain=tuple(m.id for m in chain),
+        chain_bytes=sum(sum(content.files[m.id].values()) for m in chain),
+        bytes=sum(files.values()),
+        pinned=bool(files) and is_pinned(root / id),
+        problem=problem,
+    )
+
+
+def _chain(head: Manifest, content: _Content) -> tuple[list[Manifest], str | None]:
+    """Return the chain, oldest first, and the problem of a checkpoint that the head needs."""
+    problems = content.problems
+
+    def find(child: Manifest, id: str) -> Manifest:
+        if id not in content.manifests:
+            why = f"can't be read: {problems[id]}" if id in problems else "is missing"
+            raise ChainBroken(f"{child.id} needs {id}, which {why}")
+        return content.manifests[id]
+
+    chain: list[Manifest] = []
+    try:
+        for manifest in walk(head, find):
+            if chain and manifest.id in problems:
+                what = problems[manifest.id]
+                return [], f"it needs {manifest.id}, which is damaged: {what}"
+            chain.append(manifest)
+    except ChainBroken as error:
+        return [], str(error)
     return chain[::-1], None

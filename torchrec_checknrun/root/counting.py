@@ -1,7 +1,7 @@
-"""Which committed checkpoints count under a claim, and what becomes of those that can't be read.
+"""List the committed checkpoints that count under a claim.
 
-A restore and a pruning have no use for one that can't be read. In the next claim's list it counts:
-should it be read again later, nothing of it is lost.
+Restores and prunings skip checkpoints that can't be read. The next claim lists them nevertheless:
+should they become readable again, nothing is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
 )
 from torchrec_checknrun.format.manifest import Manifest, sequence_of
-from torchrec_checknrun.root.chain import committed, read_manifest
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import Claim, require_claim
 from torchrec_checknrun.store.folder import Folder
 
@@ -32,12 +32,12 @@ def counting(
     """List the committed checkpoints that can be read and count, highest sequence number first.
 
     Args:
-        claim: the latest; of earlier writers only what it admits counts.
-        names: what is in the root, if that is known.
-        known: manifests that were read before, by id; gets those that are read now.
+        claim: the latest; checkpoints of earlier writers count only if it admits them.
+        names: the names in the root, if listed already.
+        known: manifests read before, by id; receives the ones read now.
 
     Raises:
-        ClaimDamaged: the claim was deleted under which one of them was committed.
+        ClaimDamaged: the claim under which one of them was committed was deleted.
         StorageFailed: a manifest can't be read.
     """
     for _, manifest in _each_that_counts(root, claim, names, known):
@@ -50,13 +50,11 @@ def counting(
 def counting_ids(
     root: Folder, claim: Claim | None, known: MutableMapping[str, Manifest] | None = None
 ) -> Iterator[str]:
-    """List the ids of all committed checkpoints that count, for the next claim to name.
-
-    Those that can't be read now are among them: of what could be read again later nothing is lost.
-    Arguments as of ``counting``.
+    """List the ids of all committed checkpoints that count, for the next claim, including those
+    that can't be read now. Arguments as in ``counting``.
 
     Raises:
-        ClaimDamaged: the claim was deleted under which one of them was committed.
+        ClaimDamaged: the claim under which one of them was committed was deleted.
         StorageUnreachable: the storage doesn't answer.
     """
     for name, _ in _each_that_counts(root, claim, None, known):
@@ -64,10 +62,10 @@ def counting_ids(
 
 
 def is_newest(root: Folder, claim: Claim | None, head: Manifest) -> bool:
-    """Whether no checkpoint with a higher sequence number counts, or may count.
+    """Return whether no checkpoint with a higher sequence number counts, or may count.
 
     Raises:
-        ClaimDamaged, StorageUnreachable: as ``counting_ids``.
+        ClaimDamaged, StorageUnreachable: as in ``counting_ids``.
     """
     for name, manifest in _each_that_counts(root, claim, None, None):
         if isinstance(manifest, Manifest):
@@ -78,7 +76,7 @@ def is_newest(root: Folder, claim: Claim | None, head: Manifest) -> bool:
 
 
 def highest_epoch(root: Folder, known: MutableMapping[str, Manifest] | None = None) -> int:
-    """Return the highest epoch that a checkpoint was committed in, 0 without one.
+    """Return the highest epoch in which a checkpoint was committed; 0 if there is none.
 
     Raises:
         StorageUnreachable: the storage doesn't answer.
@@ -93,8 +91,8 @@ def _each_that_counts(
     names: Iterable[str] | None,
     known: MutableMapping[str, Manifest] | None,
 ) -> Iterator[tuple[str, Manifest | Exception]]:
-    """List committed checkpoints with their manifests, or why these can't be read. Whether those
-    count nothing tells: they do.
+    """List committed checkpoints with their manifests, or with the error of reading them; the
+    latter count, since nothing tells otherwise.
     """
     for name in committed(root, names):
         try:

@@ -1,10 +1,10 @@
-"""One writer per run: who may commit checkpoints to a root.
+"""The lease: the right of a single writer to commit checkpoints to a root.
 
-Each writer claims an epoch, a number that is higher than all before, and renews its claim while it
-lives. Another one is refused until the claim has not been renewed for a lease, or its holder is
-known to be gone. Should the earlier writer wake up again, it finds the later claim and stops; had
-it committed something in between, readers ignore that: a claim names the checkpoints that were
-there when its epoch began, and of earlier epochs only those count.
+Each writer claims an epoch, a number higher than all before, and renews the claim while it lives.
+Another writer is refused until the claim has not been renewed for a lease, or its holder is known
+to be gone. Should the earlier writer wake up again, it finds the later claim and stops; readers
+ignore anything it committed in between: a claim lists the checkpoints that existed when its epoch
+began, and of earlier epochs only those count.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ __all__ = ["FOLDER", "LEASE_SECONDS", "Claim", "Holder", "Lease", "latest_claim"
 logger = logging.getLogger(__name__)
 
 _RENEWALS = 4
-"""In the time that a claim lasts."""
+"""Renewals per duration of a claim."""
 
 
 class Lease:
     """This process's right to write to a root. Used on rank 0 only.
 
     Args:
-        root: of the checkpoints.
         seconds: how long the claim lasts after its last renewal.
     """
 
     _held: ClassVar[list[Lease]] = []
-    """This process's. Those of one root share its claim: none may overwrite what another needs."""
+    """This process's leases. Leases of one root share its claim: none may overwrite what another
+    needs.
+    """
 
     def __init__(self, root: Folder, seconds: float = LEASE_SECONDS) -> None:
         self._root = root
@@ -65,7 +66,7 @@ class Lease:
 
     @property
     def claim(self) -> Claim:
-        """The epoch that was claimed."""
+        """The claim that was acquired."""
         assert self._claim is not None, "no epoch was claimed"
         return self._claim
 
@@ -81,15 +82,15 @@ class Lease:
         """Claim the next epoch, and renew the claim from now on.
 
         Args:
-            committed: lists the ids of the checkpoints that count under the claim before.
-            uses: ids of those that this process was restored from.
-            above: an epoch that is taken, whether or not its claim is still there.
+            committed: lists the ids of the checkpoints that count under the previous claim.
+            uses: ids of the checkpoints that this process was restored from.
+            above: an epoch in use, even if its claim no longer exists.
             force: take the root from a writer that may be alive, or whose claim is damaged.
-            expected: the highest epoch that was claimed when this was decided.
+            expected: the highest epoch when the caller decided; another one refuses.
 
         Raises:
-            RootInUse: another writer lives, or was faster, or has come since it was decided.
-            ClaimDamaged: checkpoints are there, and a claim can't be read that says which count.
+            RootInUse: another writer lives, was faster, or came after the caller decided.
+            ClaimDamaged: the root has checkpoints, and the claim that lists them can't be read.
         """
         holder = Holder.this_process()
         claims = read_claims(self._root)
@@ -97,9 +98,9 @@ class Lease:
         if expected is not None and claims.highest != expected:
             by = self._who(claims.highest)
             raise RootInUse(
-                f"{self._root} was claimed by {by} meanwhile: nothing was changed; look again"
+                f"{self._root} was claimed by {by} meanwhile: nothing was changed; try again"
             )
-        # From the same listing: whoever claims from now on is either seen, or takes this number.
+        # From the same listing: a later claim is either seen, or takes this number.
         number = max(claims.highest, above) + 1
         if not force:
             self._require_decided(claims, committed)
@@ -109,8 +110,8 @@ class Lease:
             if not force and latest is not None:
                 self._refuse_unless_free(latest, holder)
             claim = self._take(number, holder, tuple(uses))
-        if claim.earlier is None:  # new, or the storage failed when it was
-            # Listed only now: what was committed before the claim was made does count.
+        if claim.earlier is None:  # new, or the storage failed after an earlier attempt
+            # Listed only now: checkpoints committed before the claim was made count.
             earlier = _united(committed(latest), claim.uses)
             claim = replace(claim, earlier=earlier, before=None)
             self._folder.put(claim.name, claim.to_bytes())
@@ -125,10 +126,10 @@ class Lease:
         try:
             clean_up(self._root, below=claim.epoch)
         except Exception as error:
-            logger.warning("what killed processes have left in %s stays: %s", self._folder, error)
+            logger.warning("temporary files in %s stay: %s", self._folder, error)
 
     def use(self, ids: Iterable[str]) -> None:
-        """Name the checkpoints that this process was restored from meanwhile, at once."""
+        """Name in the claim, at once, the checkpoints that this process was restored from."""
         with self._lock:
             if self._claim is not None:
                 uses, earlier = tuple(ids), self._claim.earlier
@@ -138,12 +139,12 @@ class Lease:
                 self._put()
 
     def progressed(self) -> None:
-        """Note that the training loop has called: renewals alone prove only that a thread lives."""
+        """Note a call of the training loop: renewals alone prove only that a thread lives."""
         self._moved = time.monotonic()
 
     def check(self) -> None:
-        """Check that the root is still this process's: before a commit, and after it. A claim that
-        was damaged or deleted meanwhile is written anew.
+        """Check, before and after a commit, that the root is still this process's. Write a claim
+        anew that was damaged or deleted meanwhile.
 
         Raises:
             RootInUse: another writer has taken the root over.
@@ -154,7 +155,8 @@ class Lease:
                 raise RootInUse(f"{self._root} was given up by this process")
             epoch = self.claim.epoch
             if (ours := self._is_ours()) is None:
-                logger.warning("%s/%s is written anew", self._folder, self.claim.name)
+                name = self.claim.name
+                logger.warning("%s/%s was damaged or deleted: rewriting it", self._folder, name)
                 ours = self._write()
         if not ours:
             by = self._who(max([epoch, *self._newer(epoch)]))
@@ -164,11 +166,11 @@ class Lease:
             )
 
     def release(self, forget: bool = False) -> None:
-        """Give the root up, so that the next writer needn't wait. A storage that doesn't answer is
-        not waited for longer than the end of a process may take: then the claim expires.
+        """Give the root up, so that the next writer needn't wait. If the storage doesn't answer
+        within the time that a process may take to end, the claim expires instead.
 
         Args:
-            forget: delete the claim: the folder has one writer only, ever.
+            forget: delete the claim, since the folder never gets another writer.
         """
         self._stop.set()
         thread = threading.Thread(
@@ -199,13 +201,14 @@ class Lease:
         return [other for other in epochs(self._root) if other > epoch]
 
     def _who(self, epoch: int) -> str:
+        """Describe the holder of an epoch for errors."""
         try:
             return str(read_claim(self._root, epoch).holder)
         except (FileNotFoundError, ValueError, CorruptCheckpoint):
             return "another writer"
 
     def _beside(self, claim: Claim) -> list[Lease]:
-        """Others of this process that hold the claim."""
+        """List this process's other leases of the same claim."""
         return [
             other
             for other in tuple(Lease._held)
@@ -217,7 +220,7 @@ class Lease:
     def _require_decided(
         self, claims: Claims, committed: Callable[[Claim | None], Iterable[str]]
     ) -> None:
-        """Refuse a root of which a damaged claim might say what counts, if there is anything."""
+        """Refuse a root with checkpoints if a damaged claim might decide which of them count."""
         if not claims.undecided:
             return
         if next(iter(committed(None)), None) is not None:
@@ -226,8 +229,8 @@ class Lease:
             if is_fresh(self._root, name, watch=True):
                 raise RootInUse(
                     f"{self._folder}/{name} is damaged and was written less than "
-                    f"{LEASE_SECONDS:.0f} s ago, by whoever it was: give this run a root of its "
-                    "own; or, if no other process writes there, start it again in a minute"
+                    f"{LEASE_SECONDS:.0f} s ago: give this run a root of its own; or, if no other "
+                    "process writes there, start this run again in a minute"
                 )
 
     def _refuse_unless_free(self, latest: Claim, holder: Holder) -> None:
@@ -237,8 +240,8 @@ class Lease:
         by = f"{self._root} is written to by {latest.holder}, which {standing.why}"
         if standing.state != "alive":
             raise RootInUse(
-                f"{by}: end that process; or take the right to commit away from it with "
-                f"`checknrun unlock {self._root}`, which says whom that would hurt"
+                f"{by}: end that process; or revoke its right to commit with "
+                f"`checknrun unlock {self._root}`, which names the consequences"
             )
         if latest.holder.alive_here:
             raise RootInUse(f"{by}: give this run a root of its own, or end that process")
@@ -260,7 +263,7 @@ class Lease:
                 f"{self._root} was claimed at the same moment by {self._who(epoch)}: give this run "
                 "a root of its own"
             ) from None
-        # Where the store has no conditional put, the last of two that came at once has won.
+        # In a store without conditional puts, the last of two simultaneous ones wins.
         if self._newer(epoch) or self._written(epoch) != claim:
             raise RootInUse(
                 f"{self._root} was claimed at the same moment by another writer: give this run a "
@@ -269,15 +272,15 @@ class Lease:
         return claim
 
     def _forget_older(self, claim: Claim) -> None:
-        """Delete the claims before the last one before this, which has its list and decides now.
-        Those of later epochs may have none yet.
+        """Delete the claims older than the one before this, now that this one has its list. Keep
+        later ones: they may have no list yet.
         """
         older = [epoch for epoch in epochs(self._root) if epoch < claim.epoch]
         for epoch in older[:-1]:
             self._folder.delete(claim_name(epoch))
 
     def _written(self, epoch: int) -> Claim | None:
-        """Read a claim that was just put; a store may show it a little later."""
+        """Read a claim just written; a store may show it with a delay."""
         for pause in (0.05, 0.2, 1.0, 0.0):
             try:
                 return read_claim(self._root, epoch)
@@ -287,17 +290,18 @@ class Lease:
                 return None
         raise StorageFailed(
             errno.ENOENT,
-            f"{self._folder}/{claim_name(epoch)} was written, but can't be found: start again",
+            f"{self._folder}/{claim_name(epoch)} was written, but can't be found: start the run "
+            "again",
         )
 
     def _renew(self) -> None:
         while not self._stop.wait(self._seconds / _RENEWALS):
             with self._lock:
                 if self._claim is None or not self._put():
-                    return  # ``check`` says so before the next commit
+                    return  # ``check`` raises before the next commit
 
     def _put(self) -> bool:
-        """Renew the claim. Returns False once another writer has the root, as far as is known."""
+        """Renew the claim; return False once another writer is known to have the root."""
         try:
             return self._is_ours() is not False and self._write()
         except Exception as error:
@@ -305,7 +309,7 @@ class Lease:
             return True
 
     def _is_ours(self) -> bool | None:
-        """Whether the root is still this process's; None if its claim can't be read, or is gone."""
+        """Return whether the root is still this process's; None if the claim is damaged or gone."""
         if self._newer(self.claim.epoch):
             return False
         try:
@@ -314,13 +318,13 @@ class Lease:
             return None
 
     def _write(self) -> bool:
-        """Write the claim, with what all its leases know. Returns False if another writer has just
-        taken its number.
+        """Write the claim with the knowledge of all its leases; return False if another writer has
+        just taken the epoch.
         """
         together = [self, *self._beside(self.claim)]
         uses = _united(*(lease.claim.uses for lease in together))
         earlier = _united(*(lease.claim.earlier or () for lease in together))
-        for lease in together:  # it counts for good, also when the one that restored it is closed
+        for lease in together:  # restored checkpoints count even after their lease is released
             lease._claim = replace(lease.claim, earlier=earlier)
         renewals = 1 + max(lease.claim.renewals for lease in together)
         idle = max(0.0, time.monotonic() - max(lease._moved for lease in together))

@@ -1,7 +1,8 @@
-"""The checkpoints that descend from each other through what was really restored and committed.
+"""The lineage: checkpoints that descend from each other through actual restores and commits.
 
-Plain bookkeeping, the same on every rank: what the next checkpoint's parent is, and when it must be
-full whatever the policy says.
+Plain bookkeeping, the same on every rank: the next checkpoint's parent, and whether it must be full
+regardless of the policy. Also the highest sequence number that this process has committed to each
+root.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from torchrec_checknrun.root.chain import Chain, narrow
 from torchrec_checknrun.root.policy import Decision, Policy
 from torchrec_checknrun.store.folder import Folder
 
+_numbers: dict[str, int] = {}
+"""By root, the highest sequence number that this process has committed."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -26,12 +30,12 @@ class Proposal:
 
 
 class Lineage:
-    """What was committed or restored last, and the history since the last full checkpoint.
+    """The last checkpoint committed or restored, and the history since the last full one.
 
     Attributes:
-        history: the last full checkpoint and those upon it, oldest first.
-        lossy_restores: how often this lineage was restored from a lossy checkpoint.
-        id: names it; rank 0's counts until the first commit.
+        history: the last full checkpoint and those based on it, oldest first.
+        lossy_restores: restores from lossy checkpoints so far.
+        id: the lineage's name; until the first commit, rank 0's is the one that counts.
     """
 
     def __init__(self) -> None:
@@ -40,16 +44,18 @@ class Lineage:
         self.id = secrets.token_hex(8)
         self._converted = False
         self._widths: dict[str, int] = {}
-        """Of the history, as ``Chain.widths``: not found anew while training waits, lest it wait
-        longer with each checkpoint."""
+        """The history's widths, see ``Chain.widths``: kept up to date rather than recomputed while
+        training waits, which would take longer with each checkpoint.
+        """
 
     @property
     def previous(self) -> Manifest | None:
+        """The last checkpoint; None at a run's start."""
         return self.history[-1] if self.history else None
 
     @property
     def chain_length(self) -> int:
-        """How many checkpoints a restore of the last one reads."""
+        """The number of checkpoints that a restore of the last one reads."""
         by_id = {manifest.id: manifest for manifest in self.history}
         length, manifest = 0, self.previous
         while manifest is not None:
@@ -66,16 +72,16 @@ class Lineage:
         sequence: int,
         epoch: int,
     ) -> Proposal:
-        """Decides on the next checkpoint (on rank 0).
+        """Decide on the next checkpoint (on rank 0).
 
         Args:
-            bits: the quantization asked for, None for exact.
-            value_bits: the width that means.
+            bits: the requested quantization, None for exact.
+            widths: by table, the bits of a value that this means.
             sequence: its sequence number, used by no attempt before.
             epoch: the writer's.
 
         Raises:
-            TypeError: the policy decides something else than a ``Decision``.
+            TypeError: the policy returns something other than a ``Decision``.
         """
         decision = Decision.FULL if self._must_be_full(widths) else policy.decide(self.history)
         if not isinstance(decision, Decision):
@@ -102,23 +108,23 @@ class Lineage:
         return Proposal(new_id(sequence, step), header, decision)
 
     def committed(self, manifest: Manifest) -> None:
-        """A proposed checkpoint exists now; to be told again changes nothing."""
+        """Append a proposed checkpoint, now committed; idempotent."""
         if self.previous is not None and self.previous.link == manifest.link:
             return
         self.id = manifest.lineage
         full = manifest.kind == "full"
         self._widths = {} if full else self._widths
         narrow(self._widths, manifest)
-        # In one go: whoever prunes looks at it meanwhile.
+        # In one assignment: a pruning reads the history meanwhile.
         self.history = (manifest,) if full else (*self.history, manifest)
         self._converted = False
 
     def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
-        """The model is in a checkpoint's state now.
+        """Continue from a chain to whose head the model was restored.
 
         Args:
-            forks: there is a newer one, which is left behind.
-            converted: rows lie in other column ranges than stored, on any rank.
+            converted: on some rank, the shards' column ranges differ from the stored ones.
+            forks: the restore abandons a newer checkpoint.
         """
         self.history, self._widths = chain.manifests, chain.widths
         self.lossy_restores = chain.head.lossy_restores + int(chain.lossy)
@@ -126,18 +132,18 @@ class Lineage:
         self._converted = converted
 
     def force_full(self) -> None:
-        """The next checkpoint can't be differential: rows lie in other column ranges than in those
-        so far, or one of these is damaged.
+        """Make the next checkpoint full: the column ranges have changed, or a checkpoint of the
+        history is damaged.
         """
         self._converted = True
 
     def holds(self, step: int, widths: Mapping[str, int]) -> bool:
-        """Whether the last checkpoint is of this step, as one that is made now would be."""
+        """Return whether the last checkpoint is of this step and at least as wide as a new one."""
         last = self.previous
         return last is not None and last.step == step and not self._must_be_full(widths)
 
     def _fractions(self) -> tuple[float, ...]:
-        """Sizes of the differential checkpoints since the last full one, for the next to name."""
+        """Return the fractions of the differential checkpoints since the last full one."""
         last, baseline = self.history[-1], self.history[0]
         if last.kind == "full":
             return ()
@@ -146,11 +152,8 @@ class Lineage:
     def _must_be_full(self, widths: Mapping[str, int]) -> bool:
         if not self.history or self._converted:
             return True
-        # Rows not written again would stay in the fewer bits they have now.
+        # Rows not written again would stay in fewer bits.
         return any(bits > self._widths.get(table, bits) for table, bits in widths.items())
-
-
-_numbers: dict[str, int] = {}
 
 
 def last_number(root: Folder) -> int:

@@ -1,9 +1,8 @@
-"""Whether a claim's holder may still be at work: known of this host, else by the store's times.
+"""Judge whether a claim's holder may still be at work: by process on this host, else by file times.
 
-No host's clock is asked. A claim's age is the store's time of a probe that was just put, less the
-store's time of the claim, which its holder renews: one clock has stamped both. A process that is
-known to live on this host is never replaced without somebody's word, and neither is one whose claim
-has a time that is still to come.
+No host's clock is used. A claim's age is the store's time of a probe just written, minus the
+store's time of the claim, which its holder renews: one clock has stamped both. A process known to
+live on this host, or a claim with a time in the future, is replaced only at a user's request.
 """
 
 from __future__ import annotations
@@ -30,19 +29,23 @@ from torchrec_checknrun.store.folder import Folder
 logger = logging.getLogger(__name__)
 
 _STUCK_LEASES = 5
-"""After so many leases without a call of the training loop, a living holder may be stuck."""
+"""Leases without a call of the training loop after which a living holder may be stuck."""
 _LOOKS = 20
-"""How often a claim is looked at where only watching tells whether it is renewed."""
+"""How often to look at a claim while watching for a renewal."""
 
 State = Literal["free", "alive", "stuck", "future"]
-"""Nobody is known to work there, or can be waited for any longer; somebody does; somebody lives but
-makes no progress; the claim's time is still to come, so that its age can't be told.
+"""The state of a claim:
+
+- free: nobody is known to hold it, or its lease has expired;
+- alive: its holder is at work;
+- stuck: its holder lives but makes no progress;
+- future: its time is in the future, so that its age is unknown.
 """
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How a claim stands.
+    """The state of a claim, with the reason.
 
     Attributes:
         why: completes "the holder …".
@@ -55,7 +58,7 @@ class Standing:
 
     @property
     def free(self) -> bool:
-        """Whether somebody else may claim the root."""
+        """Whether another writer may claim the root."""
         return self.state == "free"
 
 
@@ -65,9 +68,9 @@ def standing_of(
     """Judge whether a claim's holder may still be at work.
 
     Args:
-        asking: who would take its place; None: somebody who only looks.
-        watch: where the store keeps no times, look for a lease whether the claim is renewed; else
-            the holder is taken to be alive.
+        asking: the holder that would take its place; None for a mere look.
+        watch: if the store keeps no times, watch for a lease whether the claim is renewed;
+            otherwise presume the holder alive.
 
     Raises:
         StorageFailed: the storage refused.
@@ -93,7 +96,7 @@ def standing_of(
 
 
 def seems_alive(root: Folder, claim: Claim) -> bool:
-    """Whether a claim's holder is probably at work: for lists. Writes nothing, so that it goes by
+    """Return whether a claim's holder is probably at work. For listings, which write no probe: by
     this host's clock.
     """
     if _known(claim, None) is not None:
@@ -103,7 +106,7 @@ def seems_alive(root: Folder, claim: Claim) -> bool:
 
 
 def is_abandoned(folder: Folder) -> bool:
-    """Whether nobody is at work in a folder: no claim is there, or none that is renewed.
+    """Return whether nobody is at work in a folder: it has no claim, or none that is renewed.
 
     Raises:
         StorageFailed: the storage refused.
@@ -117,12 +120,12 @@ def is_abandoned(folder: Folder) -> bool:
 def is_fresh(
     root: Folder, name: str, seconds: float = LEASE_SECONDS, *, watch: bool = False
 ) -> bool:
-    """Whether a file of ``writers/`` was written within a lease, by the store's times. Where these
-    don't tell, it may have been.
+    """Return whether a file of ``writers/`` was written within a lease, by the store's times; True
+    if these don't tell.
 
     Args:
-        watch: where the store keeps no times, or the file's is still to come, look for a lease
-            whether it is written again.
+        watch: if the store keeps no times, or the file's is in the future, watch for a lease
+            whether the file is written again.
     """
     folder = root / FOLDER
     with probe(folder) as now:
@@ -130,19 +133,19 @@ def is_fresh(
     if watch and (age is None or age < -seconds):
         why = "the store keeps no times" if age is None else f"its time is {-age:.0f} s from now"
         logger.warning(
-            "%s/%s: %s: looking for %.0f s whether it is written again", folder, name, why, seconds
+            "%s/%s: %s: watching for %.0f s whether it is written again", folder, name, why, seconds
         )
         return _changes(folder, name, _content(folder, name), seconds)
     return age is None or age <= seconds
 
 
 def clean_up(root: Folder, below: int = 0, others: Iterable[tuple[str, str]] = ()) -> None:
-    """Delete temporaries that killed processes have left.
+    """Delete temporary files of killed processes.
 
     Args:
-        below: claims of lower epochs are written by nobody any more; all else is left alone until
-            it is a lease old, by the store's times.
-        others: checkpoints' ids and names of temporary files there, beside those in ``writers/``.
+        below: nobody writes claims of lower epochs any more; other files stay until they are a
+            lease old, by the store's times.
+        others: temporary files outside ``writers/``: checkpoint ids and names.
 
     Raises:
         StorageFailed: the storage refused.
@@ -162,8 +165,8 @@ def clean_up(root: Folder, below: int = 0, others: Iterable[tuple[str, str]] = (
 
 @contextmanager
 def probe(folder: Folder) -> Iterator[float | None]:
-    """Put a small file and give the time that the store gave it, in seconds since 1970; None where
-    the store keeps no times. The file is deleted again.
+    """Write a small file and yield the store's time of it, in seconds since 1970; None if the store
+    keeps no times. Delete the file afterwards.
     """
     name = f"probe-{secrets.token_hex(8)}"
     folder.create()
@@ -176,7 +179,7 @@ def probe(folder: Folder) -> Iterator[float | None]:
 
 
 def _known(claim: Claim, asking: Holder | None) -> Standing | None:
-    """How a claim stands without a look at any clock, if that is known."""
+    """Return a claim's state if known without a look at any clock."""
     if claim.released:
         return Standing("free", "has given the root up")
     if asking is not None and claim.holder.precedes(asking):
@@ -204,7 +207,7 @@ def _is_renewed(folder: Folder, claim: Claim) -> bool:
 
 
 def _changes(folder: Folder, name: str, before: bytes | None, seconds: float) -> bool:
-    """Watch whether a file changes, or goes."""
+    """Watch for so many seconds whether a file changes or disappears."""
     for _ in range(_LOOKS):
         time.sleep(seconds / _LOOKS)
         if _content(folder, name) != before:
@@ -213,7 +216,7 @@ def _changes(folder: Folder, name: str, before: bytes | None, seconds: float) ->
 
 
 def _content(folder: Folder, name: str) -> bytes | None:
-    """Read what a writer would write anew; None where there is no file that can be read."""
+    """Read a file; None if there is none that can be read."""
     try:
         return folder.read(name)
     except (FileNotFoundError, CorruptCheckpoint):

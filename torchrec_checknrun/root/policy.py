@@ -1,7 +1,7 @@
-"""When a checkpoint holds all rows and when only modified ones (Check-N-Run, section 5.1).
+"""Policies: decide whether a checkpoint holds all rows or modified ones (Check-N-Run, section 5.1).
 
-A policy is any object with ``decide``: it sees what was committed since the last full checkpoint
-and says what the next one should be. It runs on rank 0 only; the other ranks hear the decision.
+A policy is any object with a method ``decide``, which takes the checkpoints committed since the
+last full one. It runs on rank 0 only; the other ranks receive the decision.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchrec_checknrun.format.manifest import Manifest
 
 
 class Decision(Enum):
-    """What the next checkpoint holds."""
+    """The content of the next checkpoint."""
 
     FULL = "all rows"
     SINCE_BASELINE = "rows modified since the last full checkpoint"
@@ -23,20 +23,20 @@ class Decision(Enum):
 
 
 class Policy(Protocol):
-    """Decides about the next checkpoint."""
+    """A rule for the content of the next checkpoint."""
 
     def decide(self, history: Sequence[Manifest]) -> Decision:
-        """What to save now.
+        """Decide what to save now.
 
         Args:
-            history: the last full checkpoint and what was committed upon it, oldest first; never
-                empty (a run's first checkpoint is full without asking).
+            history: the last full checkpoint and those based on it, oldest first; never empty (a
+                run's first checkpoint is full without a decision).
         """
 
 
 @dataclass(frozen=True)
 class Full:
-    """Every checkpoint holds all rows: the fastest restore, the most bytes."""
+    """A policy of full checkpoints only: the fastest restore, the most bytes."""
 
     def decide(self, history: Sequence[Manifest]) -> Decision:
         return Decision.FULL
@@ -44,8 +44,8 @@ class Full:
 
 @dataclass(frozen=True)
 class OneShot:
-    """All rows modified since the one full checkpoint: a restore reads two, whatever their number;
-    checkpoints grow as training goes on.
+    """A policy of one full checkpoint, then rows modified since: a restore reads at most two
+    checkpoints, and checkpoints grow during training.
     """
 
     def decide(self, history: Sequence[Manifest]) -> Decision:
@@ -54,7 +54,7 @@ class OneShot:
 
 @dataclass(frozen=True)
 class Consecutive:
-    """Only rows modified since the last checkpoint: the fewest bytes; a restore reads them all."""
+    """A policy of rows modified since the last checkpoint: the fewest bytes, the longest chains."""
 
     def decide(self, history: Sequence[Manifest]) -> Decision:
         return Decision.SINCE_LAST
@@ -62,12 +62,12 @@ class Consecutive:
 
 @dataclass(frozen=True)
 class Intermittent:
-    """Rows modified since the last full checkpoint, until writing all of them anew pays.
+    """A policy of rows modified since the last full checkpoint, until a new full one is cheaper.
 
-    After differential checkpoints of the sizes ``S_1 … S_i``, as fractions of a full one, a new
-    full one and then growth as it was cost ``1 + ΣS``; going on costs at least ``S_i`` each time,
-    so ``(i + 1) · S_i`` in as many. The next one is full as soon as that is not more
-    (Check-N-Run, section 5.1).
+    After differential checkpoints of sizes ``S_1 … S_i``, as fractions of a full one, a new full
+    checkpoint followed by the same growth costs ``1 + ΣS``. As many further differential ones cost
+    at least ``S_i`` each, together ``(i + 1) · S_i``. The next checkpoint is full once the former
+    is not more (Check-N-Run, section 5.1).
     """
 
     def decide(self, history: Sequence[Manifest]) -> Decision:
@@ -85,4 +85,4 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "consecutive": Consecutive,
     "intermittent": Intermittent,
 }
-"""By the names that configs use."""
+"""Policies by their names in configs."""

@@ -1,7 +1,7 @@
-"""Deletes what no kept checkpoint needs, and what crashed saves have left.
+"""Prune a root: delete checkpoints that no kept one needs, and leftovers of crashed saves.
 
-A checkpoint's manifest goes first, so that a crash half-way leaves either the whole checkpoint or
-something that is no checkpoint, which the next pruning removes.
+``retention`` decides on checkpoints, ``deletion`` deletes them; this module takes care of other
+writers.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, MutableMapping
+from dataclasses import dataclass, field
 
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
     RootInUse,
-    SaveFailed,
     StorageFailed,
     StorageUnreachable,
     UnsupportedFormat,
 )
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, sequence_of
-from torchrec_checknrun.root.chain import committed, read_manifest
-from torchrec_checknrun.root.claims import FOLDER, Claim, latest_claim
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.root.chain import files_problem
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.claims import Claim, latest_claim
 from torchrec_checknrun.root.counting import counting, counting_ids, highest_epoch
-from torchrec_checknrun.root.deletion import Deletion, with_parents
+from torchrec_checknrun.root.deletion import Deletion, find_leftovers, with_parents
 from torchrec_checknrun.root.lease import Lease
-from torchrec_checknrun.root.liveness import clean_up, is_abandoned, standing_of
+from torchrec_checknrun.root.liveness import clean_up, standing_of
 from torchrec_checknrun.root.retention import (
     PINNED,
     Retention,
@@ -42,17 +42,18 @@ from torchrec_checknrun.store.folder import Folder
 logger = logging.getLogger(__name__)
 
 _TEMPORARY = re.compile(r"\.(manifest\.json|pinned)\.[0-9a-f]+")
+"""Names under which a manifest or a pin is written before it takes its place."""
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was deleted, or would be.
+    """The result of a pruning, or of a dry run.
 
     Attributes:
         verdict: on the committed checkpoints.
         leftovers: directories of saves that were never committed.
-        bytes: that the deleted checkpoints had.
-        problems: what stays although it should go, since it is no file of this package's.
+        bytes: of the deleted checkpoints.
+        problems: what could not be deleted, with the reason.
     """
 
     verdict: Verdict
@@ -72,106 +73,181 @@ def prune(
     known: MutableMapping[str, Manifest] | None = None,
     dry_run: bool = False,
 ) -> Pruned:
-    """Deletes what no kept checkpoint needs.
+    """Delete checkpoints that no kept one needs, and leftovers of failed saves.
 
     Args:
         in_use: ids that stay whatever the retention says.
-        own: the claim of the writer that asks; None for a person, who leaves alone what a live
-            writer may be working on, and also deletes what readers ignore: checkpoints that
-            replaced writers have committed.
+        own: the claim of the writer that asks; None for a person, whose pruning leaves alone what
+            a live writer may be working on, but also deletes checkpoints that replaced writers
+            have committed and that readers therefore ignore.
         still_ours: raises an error once the writer that asks was replaced; called before each
-            checkpoint that is deleted.
-        below: only leftovers of lower sequence numbers are certain to be dead; None: all, if no
-            writer lives.
-        known: manifests that earlier calls have read; gets those that this one reads.
+            deletion of a checkpoint.
+        below: delete only leftovers with lower sequence numbers; None for all, if no writer lives.
+        known: manifests read by earlier calls; receives the ones that this call reads.
 
     Raises:
         RootInUse: the writer that asks was replaced.
-        IncompatibleCheckpoint: a person asks, and no whole checkpoint counts, but others are there,
-            which replaced writers have committed; nothing was deleted.
+        IncompatibleCheckpoint: a person asks, and only checkpoints of replaced writers are whole;
+            nothing was deleted.
         ClaimDamaged: which checkpoints count can't be told; nothing was deleted.
-        CorruptCheckpoint: a pinned checkpoint's manifest is damaged, so that nothing tells what it
-            needs; nothing was deleted.
-        UnsupportedFormat: a newer release has written something here, and only that one knows what
-            it needs; nothing was deleted.
-        StorageFailed: the storage refused; pruning again goes on where it stopped.
+        CorruptCheckpoint: a pinned checkpoint's manifest is damaged, so that its parents are
+            unknown; nothing was deleted.
+        UnsupportedFormat: a checkpoint is of a newer release, so that its parents are unknown;
+            nothing was deleted.
+        StorageFailed: the storage refused; another pruning resumes where this one stopped.
     """
-    claim = latest_claim(root)
-    if own is not None and (claim is None or claim.epoch < own.epoch):
-        claim = own  # a listing lags behind
-    if own is not None and claim is not None and claim.epoch > own.epoch:
-        raise RootInUse(f"{root} has another writer now: it decides what is deleted")
+    claim = _deciding_claim(root, own)
+    known = {} if known is None else known
+    plan = _plan(root, retention, in_use, own, claim, below, known)
+    if not dry_run:
+        if plan.leftovers and own is None and claim is not None and not _fence(root, claim):
+            plan.leftovers = ()
+        _carry_out(root, plan, below, Deletion(root, known, still_ours))
+    problems = tuple(dict.fromkeys(plan.problems))
+    return Pruned(plan.verdict, plan.leftovers, plan.bytes, problems)
+
+
+@dataclass
+class _Plan:
+    """What a pruning is about to delete.
+
+    Attributes:
+        sizes: bytes of all committed checkpoints, by id.
+        temporary: files of killed processes in checkpoints, by id and name.
+        leftovers: directories of saves that were never committed.
+    """
+
+    verdict: Verdict
+    sizes: dict[str, int]
+    temporary: list[tuple[str, str]]
+    leftovers: tuple[str, ...] = ()
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the checkpoints to delete."""
+        return sum(self.sizes[id] for id in self.verdict.delete)
+
+
+def _plan(
+    root: Folder,
+    retention: Retention,
+    in_use: Collection[str],
+    own: Claim | None,
+    claim: Claim | None,
+    below: int | None,
+    known: MutableMapping[str, Manifest],
+) -> _Plan:
+    """Decide what to delete; arguments as in ``prune``, with the claim that decides."""
     names = root.names()
     others_live = own is None and claim is not None and _may_live(root, claim)
-    known = {} if known is None else known
-    temporary: list[tuple[str, str]] = []
     for id in known.keys() - set(names):
-        del known[id]  # a long run's would grow
+        del known[id]  # otherwise a long run's would grow
     found = list(counting(root, claim, names, known))
     used = {*in_use}
     if claim is not None and (own is not None or others_live):
         used |= {*claim.uses, *_committed_last(claim, found)}
+    plan = _decide(root, retention, names, found, known, used, by_person=own is None)
+    if not others_live:
+        unknown = sorted(set(names) - plan.sizes.keys())
+        plan.leftovers = tuple(find_leftovers(root, unknown, below, plan.problems))
+    if plan.verdict.delete:
+        _check_readable(root, set(names) - known.keys())
+    return plan
+
+
+def _decide(
+    root: Folder,
+    retention: Retention,
+    names: Collection[str],
+    found: list[Manifest],
+    known: MutableMapping[str, Manifest],
+    used: set[str],
+    *,
+    by_person: bool,
+) -> _Plan:
+    """Decide on the committed checkpoints.
+
+    Args:
+        found: manifests of the checkpoints that count.
+        used: ids that stay whatever the retention says.
+        by_person: also decide on checkpoints that don't count.
+    """
     apart = set(names) - {manifest.id for manifest in found}
     others = [manifest for id, manifest in known.items() if id in apart]
     verdict = judge(found, retention, in_use=used)
-    if verdict.delete or (others and own is None):  # else pins and damage make no difference
+    temporary: list[tuple[str, str]] = []
+    if verdict.delete or (others and by_person):  # otherwise pins and damage make no difference
         pinned, damaged, gone, temporary = _look(root, [*found, *others])
-        for id in gone:  # deleted by somebody else since it was read, perhaps not to the end
+        for id in gone:  # deleted by another process since it was read, perhaps not to the end
             del known[id]
         found, others = [[m for m in ms if m.id not in gone] for ms in (found, others)]
         verdict = judge(found, retention, pinned, used, damaged, others)
-        if own is None:
+        if by_person:
             _require_counting(root, [m for m in found if m.id not in damaged], others)
             needed = with_parents(known, {*verdict.keep, *(m.id for m in found)})
             ignored = {m.id: "of a replaced writer" for m in others if m.id not in needed}
             verdict = Verdict(verdict.keep, {**ignored, **verdict.delete})
     sizes = {manifest.id: manifest.stored_bytes for manifest in [*found, *others]}
-    unknown = sorted(set(names) - sizes.keys())
-    problems: list[str] = []
-    leftovers = () if others_live else tuple(_leftovers(root, unknown, below, problems))
-    if verdict.delete:
-        _check_readable(root, set(names) - known.keys())
-    if not dry_run:
-        if leftovers and own is None and claim is not None and not _fence(root, claim):
-            leftovers = ()
-        delete = Deletion(root, known, still_ours)
-        for id in verdict.delete:
-            delete(id, _delete)
-        gone_now = []
-        for name in leftovers:
-            # Looked at again: a save or a compaction may have gone on meanwhile.
-            for still in _leftovers(root, [name], below, problems):
-                gone_now += [name] if delete(still, _delete_uncommitted) else []
-        leftovers = tuple(gone_now)
-        problems += delete.odd
-        if delete.failed:
-            raise delete.failed[0]
-        try:
-            clean_up(root, others=temporary)
-        except StorageUnreachable:
-            raise
-        except StorageFailed as error:
-            problems.append(f"temporary files in {root} stay: {error}")
-    bytes = sum(sizes[id] for id in verdict.delete)
-    return Pruned(verdict, leftovers, bytes, tuple(dict.fromkeys(problems)))
+    return _Plan(verdict, sizes, temporary)
+
+
+def _carry_out(root: Folder, plan: _Plan, below: int | None, delete: Deletion) -> None:
+    """Delete checkpoints and leftovers; leave in the plan the leftovers that are gone.
+
+    Raises:
+        StorageFailed: the storage refused a deletion.
+    """
+    for id in plan.verdict.delete:
+        delete.checkpoint(id)
+    gone: list[str] = []
+    for name in plan.leftovers:
+        # Looked at again: a save or a compaction may have gone on meanwhile.
+        for still in find_leftovers(root, [name], below, plan.problems):
+            gone += [name] if delete.leftover(still) else []
+    plan.leftovers = tuple(gone)
+    plan.problems += delete.odd
+    if delete.failed:
+        raise delete.failed[0]
+    try:
+        clean_up(root, others=plan.temporary)
+    except StorageUnreachable:
+        raise
+    except StorageFailed as error:
+        plan.problems.append(f"temporary files in {root} stay: {error}")
+
+
+def _deciding_claim(root: Folder, own: Claim | None) -> Claim | None:
+    """Return the latest claim, which decides what counts.
+
+    Raises:
+        RootInUse: the writer that asks was replaced.
+    """
+    claim = latest_claim(root)
+    if own is not None and (claim is None or claim.epoch < own.epoch):
+        return own  # a listing lags behind
+    if own is not None and claim is not None and claim.epoch > own.epoch:
+        raise RootInUse(f"{root} has another writer now, which decides what is deleted")
+    return claim
 
 
 def _may_live(root: Folder, claim: Claim) -> bool:
-    """Return whether a claim's holder may be at work. Where nothing can be written, as on a disk
-    that is full, it may: what can be deleted for certain is deleted nevertheless.
+    """Return whether a claim's holder may be at work; True where that can't be tested because the
+    disk is full or read-only: certain deletions are possible nevertheless.
     """
     try:
         return not standing_of(root, claim).free
     except StorageUnreachable:
         raise
     except StorageFailed as error:
-        logger.warning("it can't be told whether %s is written to: %s", root, error)
+        logger.warning("unknown whether a writer is at work in %s: %s", root, error)
         return True
 
 
 def _fence(root: Folder, claim: Claim) -> bool:
-    """Begin an epoch that nobody holds if the holder of the latest is only silent: should it live,
-    it commits nothing to what is taken for a leftover. Returns False if it is not silent any more.
+    """Begin an epoch without a holder if the holder of the latest is only silent: should that
+    process still live, it can no longer commit what is taken for a leftover. Return False if the
+    holder shows signs of life again.
     """
     if claim.released or claim.holder.gone:
         return True
@@ -180,17 +256,17 @@ def _fence(root: Folder, claim: Claim) -> bool:
     try:
         lease.acquire(lambda before: counting_ids(root, before), above=above, expected=claim.epoch)
     except RootInUse as error:
-        logger.warning("what was never committed stays: %s", error)
+        logger.warning("leftovers of failed saves stay: %s", error)
         return False
     lease.release()
     return True
 
 
 def _require_counting(root: Folder, whole: list[Manifest], others: list[Manifest]) -> None:
-    """Refuse to delete what replaced writers have committed where nothing else could be restored.
+    """Refuse to delete checkpoints of replaced writers if no other could be restored.
 
     Raises:
-        IncompatibleCheckpoint: names the newest of them.
+        IncompatibleCheckpoint: names the newest.
     """
     if others and not whole:
         newest = max(others, key=lambda manifest: manifest.sequence).id
@@ -202,34 +278,40 @@ def _require_counting(root: Folder, whole: list[Manifest], others: list[Manifest
 
 
 def _committed_last(claim: Claim, found: Iterable[Manifest]) -> Iterable[str]:
-    """What a live writer's next checkpoint may build on: its last one, which needs the others. It
-    knows nothing of a compacted copy.
+    """Return the id of a live writer's last checkpoint, on which its next may build. Compacted
+    copies don't count: the writer doesn't know of them.
     """
     own = [m for m in found if m.epoch == claim.epoch and original_of(m) == m.id]
     return [max(own, key=lambda m: m.sequence).id] if own else []
 
 
 def _check_readable(root: Folder, names: Iterable[str]) -> None:
+    """Refuse to delete anything if a checkpoint that must stay has unknown parents.
+
+    Raises:
+        UnsupportedFormat: it is of a newer release.
+        CorruptCheckpoint: it is pinned, and its manifest is damaged.
+    """
     for name in committed(root, names):
         try:
             read_manifest(root, name)
         except UnsupportedFormat as error:
             raise UnsupportedFormat(f"nothing is deleted from {root}: {error}") from error
         except CheckNRunError as error:
-            # Whatever it was, nothing can be restored from it; but somebody wants to keep it.
+            # It can't be restored, but a pin keeps it, and its parents with it.
             if PINNED in (root / name).names():
                 raise CorruptCheckpoint(
-                    f"nothing is deleted from {root}: {name} is pinned, and nothing tells what it "
-                    f"needs, since its manifest can't be read: {error}. Put that right, or "
-                    f"`checknrun unpin {root} {name}`"
+                    f"nothing is deleted from {root}: {name} is pinned, but the checkpoints that "
+                    f"it needs are unknown, since its manifest can't be read: {error}. Repair the "
+                    f"manifest, or run `checknrun unpin {root} {name}`"
                 ) from error
 
 
 def _look(
     root: Folder, found: Iterable[Manifest]
 ) -> tuple[set[str], set[str], set[str], list[tuple[str, str]]]:
-    """Find the ids of those that are pinned, of those that lack files or parts of them, and of
-    those that are no checkpoints any more; and temporary files, by id and name.
+    """Return the ids of checkpoints that are pinned, damaged (files missing or too short), and
+    deleted meanwhile; and temporary files, by id and name.
     """
     pinned, damaged, gone = set[str](), set[str](), set[str]()
     temporary: list[tuple[str, str]] = []
@@ -241,15 +323,15 @@ def _look(
         if is_pinned(root / manifest.id):
             pinned.add(manifest.id)
         temporary += [(manifest.id, name) for name in files if _TEMPORARY.fullmatch(name)]
-        if any(files.get(file.name) != file.size for file in manifest.files):
+        if files_problem(manifest, files) is not None:
             damaged.add(manifest.id)
     return pinned, damaged, gone, temporary
 
 
 class Pruner:
-    """Prunes in the background after a commit, one time after the other. Used on rank 0 only.
+    """A background thread that prunes after a commit, one run at a time. Used on rank 0 only.
 
-    Failures are logged: a checkpoint too many does no harm.
+    Failures are logged: an extra checkpoint does no harm.
     """
 
     def __init__(self, prune: Callable[[int], Pruned]) -> None:
@@ -258,16 +340,16 @@ class Pruner:
         self._told: set[str] = set()
 
     def start(self, sequence: int) -> None:
-        """After the checkpoint of this sequence number was committed."""
+        """Prune after the commit of a sequence number; do nothing while a pruning still runs."""
         if self._thread is not None and self._thread.is_alive():
-            return  # the next commit comes
+            return  # the next commit prunes
         self._thread = threading.Thread(
             target=self._run, args=(sequence,), name="checknrun-prune", daemon=True
         )
         self._thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Waits for what is running, at most so long."""
+        """Wait for a running pruning, at most so many seconds."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -275,7 +357,7 @@ class Pruner:
         try:
             done = self._prune(sequence)
         except Exception as error:
-            logger.warning("old checkpoints were not all deleted, the next try follows: %s", error)
+            logger.warning("pruning failed, the next commit tries again: %s", error)
             return
         for problem in done.problems:
             if problem not in self._told:
@@ -288,67 +370,3 @@ class Pruner:
                 done.bytes / 1e6,
                 len(done.leftovers),
             )
-
-
-def _leftovers(
-    root: Folder, names: Iterable[str], below: int | None, problems: list[str]
-) -> Iterator[str]:
-    for name in names:
-        sequence = sequence_of(name)
-        if sequence is None or (below is not None and sequence >= below):
-            continue
-        try:
-            if _is_leftover(root, name):
-                yield name
-        except (CheckNRunError, OSError) as error:
-            if isinstance(error, StorageUnreachable):
-                raise
-            problems.append(f"{root}/{name} stays: {error}")
-
-
-def _is_leftover(root: Folder, name: str) -> bool:
-    if root.is_link(name) or root.size(name) is not None:
-        return False  # a file of that name is none of ours
-    folder = root / name
-    if folder.is_link(MANIFEST_NAME) or folder.size(MANIFEST_NAME) is not None:
-        return False
-    if PINNED in folder.names():
-        return False  # somebody wants to keep it, though its manifest is gone
-    return is_abandoned(folder)  # a compaction has no epoch of the root's
-
-
-def _delete(folder: Folder) -> list[str]:
-    """Delete a checkpoint's files and the folder; returns the names of what is none of them."""
-    folder.delete(MANIFEST_NAME)
-    return _delete_files(folder)
-
-
-def _delete_uncommitted(folder: Folder) -> list[str]:
-    """As ``_delete``, of what has no manifest.
-
-    Raises:
-        SaveFailed: it has got one.
-    """
-
-    def look() -> None:
-        if folder.size(MANIFEST_NAME) is not None:
-            raise SaveFailed("it was committed meanwhile")
-
-    return _delete_files(folder, look)
-
-
-def _delete_files(folder: Folder, before_each: Callable[[], object] = lambda: None) -> list[str]:
-    files, kept = folder.sizes(), []
-    for name in folder.names():
-        if name in files or folder.is_link(name):
-            before_each()
-            folder.delete(name)
-        elif name == FOLDER:
-            claims = folder / FOLDER
-            for claim in claims.sizes():
-                claims.delete(claim)
-            claims.remove()
-        else:
-            kept.append(name)
-    folder.remove()
-    return kept

@@ -1,4 +1,4 @@
-"""What a checkpoint or a restore cost and did, for logs, callbacks and programs."""
+"""Reports on checkpoints and restores, for logs, callbacks and programs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torchrec_checknrun.format.manifest import Manifest
 
 @dataclass
 class Progress:
-    """When a checkpoint got how far, in seconds from its begin, on this rank.
+    """The times of a checkpoint's stages on this rank, in seconds since it began.
 
     Attributes:
-        staged: training went on.
-        encoded, written: the last chunk was encoded; the rank's file was durable.
-        committed: it was known that the checkpoint exists.
-        in_parts: staging had to wait for memory.
+        staged: when training resumed.
+        encoded, written: when the last chunk was encoded, and the rank's file durable.
+        committed: when the checkpoint was known to exist.
+        in_parts: whether staging had to wait for memory.
     """
 
     staged: float = 0.0
@@ -29,28 +29,28 @@ class Progress:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """One committed checkpoint, the same on all ranks but for the times.
+    """A report on one committed checkpoint, the same on all ranks except for the times.
 
     Attributes:
-        parent: id of the checkpoint it is differential to, None if full.
+        parent: id of the checkpoint that a differential one needs, None if full.
         modified_rows, total_rows: stored and all rows of the sharded tables.
         modified_fraction: stored values over all values.
         table_fractions: the same, by table.
-        bytes: in storage, by what they are: weights, ids, optimizer, dense, manifest, other
-            (indexes and footers).
-        full_fp32_bytes: what a full checkpoint in fp32 would hold.
-        modified_bytes: the stored rows with their optimizer state as they are in memory, and the
-            dense part.
-        encoded_bytes: the same encoded, before anything is compressed, and with row ids.
-        stall_seconds: how long training waited, on this rank: until everything was staged.
-        encoded_seconds, written_seconds, committed_seconds: when, from the same begin, the rank's
+        bytes: in storage, by kind: weights, ids, optimizer, dense, manifest, other (indexes and
+            footers).
+        full_fp32_bytes: of a full checkpoint in fp32.
+        modified_bytes: of the stored rows with their optimizer state in memory, and of the dense
+            part.
+        encoded_bytes: of the same encoded, with row ids, before compression.
+        stall_seconds: how long training waited on this rank, until everything was staged.
+        encoded_seconds, written_seconds, committed_seconds: when, since the same begin, the rank's
             last chunk was encoded, its file durable, and the checkpoint known to exist.
-        in_parts: there was not enough staging memory: training waited for the storage as well.
+        in_parts: whether training also waited for the storage, for lack of staging memory.
         lossy_restores: restores from lossy checkpoints in this lineage so far.
-        chain_length: checkpoints that a restore of this one reads.
+        chain_length: number of checkpoints that a restore of this one reads.
         error_mean, error_max: measured relative l2 error of stored rows, None if exact.
-        unchanged: nothing was written: what was to be saved is what this checkpoint, of the same
-            step, holds already. The times are then those of its own save, or 0 if it was restored.
+        unchanged: whether nothing was written because this checkpoint, of the same step, already
+            holds the same content. The times are then of its own save, or 0 if it was restored.
     """
 
     id: str
@@ -79,10 +79,11 @@ class CheckpointReport:
 
     @property
     def total_bytes(self) -> int:
+        """All bytes in storage."""
         return sum(self.bytes.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only, with the sum of bytes beside their parts."""
+        """Return plain values for JSON, with ``total_bytes``."""
         return {**asdict(self), "total_bytes": self.total_bytes}
 
     def metrics(self, prefix: str = "checkpoint/") -> dict[str, float]:
@@ -118,12 +119,12 @@ class CheckpointReport:
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a model was restored from.
+    """A report on one restore.
 
     Attributes:
         chain: ids of the checkpoints read, oldest first.
-        passed_over: newer checkpoints that could not be used, and why.
-        skipped: what only the checkpoint or only the model has (with ``strict=False``).
+        passed_over: newer checkpoints that could not be used, with the reasons.
+        skipped: content that only the checkpoint or only the model has (with ``strict=False``).
         seconds: from the call to the end, on this rank.
     """
 
@@ -137,7 +138,7 @@ class RestoreReport:
     skipped: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     def metrics(self, prefix: str = "restore/") -> dict[str, float]:
@@ -161,7 +162,7 @@ def _floats(prefix: str, values: Mapping[str, object]) -> dict[str, float]:
 def checkpoint_report(
     manifest: Manifest, chain_length: int, progress: Progress
 ) -> CheckpointReport:
-    """A report from what was committed."""
+    """Build the report on a committed checkpoint."""
     tables = manifest.tables.values()
     parts = {
         "weights": sum(t.weight_bytes for t in tables),

@@ -1,7 +1,8 @@
-"""Which checkpoints may go: plain decisions on manifests; ``pruning`` carries them out.
+"""Decide which checkpoints may go, from manifests alone (``prune`` carries it out); keep pins.
 
-The unit is the chain: whatever a kept checkpoint needs is kept. Forks that were left behind go
-first. What can't be read is never chosen here.
+The unit is the chain: everything that a kept checkpoint needs is kept. Abandoned forks go first.
+Checkpoints that can't be read are never chosen. A pin is a small file in a checkpoint's directory
+that keeps the checkpoint, and its chain, until it is unpinned.
 """
 
 from __future__ import annotations
@@ -10,22 +11,28 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.errors import ChainBroken, CorruptCheckpoint
 from torchrec_checknrun.format.checks import seal, unseal
 from torchrec_checknrun.format.manifest import Manifest, sequence_of
-from torchrec_checknrun.root.chain import age, incompatibility, is_copy, read_manifest
+from torchrec_checknrun.root.chain import walk
+from torchrec_checknrun.root.checkpoints import age, is_copy, read_manifest
 from torchrec_checknrun.store.folder import Folder
+
+PINNED = "pinned"
+"""The file in a checkpoint's directory that keeps it."""
+_MOST_BYTES = 1 << 16
+"""The largest pin that is read."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints stay.
+    """A rule for how many checkpoints stay.
 
     Args:
-        keep: the newest so many restorable points; a compacted checkpoint stands for what it was
-            made of, and pinned ones aren't counted. With 1 a damaged newest one has no other to
-            fall back to, except those that its own chain needs.
-        every_hours: also the first point of every so many hours; None: of none.
+        keep: number of newest restorable points; a compacted checkpoint stands for its originals,
+            and pinned ones aren't counted. With 1, a damaged newest checkpoint leaves only those
+            of its own chain to fall back to.
+        every_hours: also keep the first point of every so many hours; None for none.
 
     Raises:
         ValueError: out of range.
@@ -37,8 +44,8 @@ class Retention:
     def __post_init__(self) -> None:
         if not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1:
             raise ValueError(
-                f"keep must be at least 1, in whole ones, not {self.keep!r}: to keep all, give "
-                "retention=None"
+                f"keep must be at least 1, an int, not {self.keep!r}: to keep all checkpoints, "
+                "give retention=None"
             )
         hours = self.every_hours
         is_number = isinstance(hours, (int, float)) and not isinstance(hours, bool)
@@ -51,11 +58,11 @@ class Retention:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to become of a root's checkpoints.
+    """A decision on a root's checkpoints.
 
     Attributes:
-        keep: by id, why it stays.
-        delete: by id, why it goes; in this order, which never leaves one without its parent.
+        keep: by id, the reason to stay.
+        delete: by id, the reason to go; in an order that never leaves one without its parent.
     """
 
     keep: Mapping[str, str]
@@ -70,66 +77,77 @@ def judge(
     damaged: Collection[str] = (),
     ignored: Iterable[Manifest] = (),
 ) -> Verdict:
-    """Decides on all committed checkpoints of a root.
+    """Decide on all committed checkpoints of a root.
 
     Args:
-        manifests: of all that count, in any order.
-        pinned: ids that a user wants to keep.
-        in_use: ids that a writer goes on from.
-        damaged: ids of those of which files are missing or too short: no restorable points.
-        ignored: others, which don't count and aren't decided on; the pinned ones of them stay, and
-            so does what they need.
+        manifests: of all checkpoints that count, in any order.
+        pinned: ids of checkpoints that a user keeps.
+        in_use: ids of checkpoints that a writer resumes from or builds on.
+        damaged: ids of checkpoints with missing or short files: no restorable points.
+        ignored: checkpoints that don't count and are not decided on; pinned ones stay nevertheless,
+            with those that they need.
     """
     history = _History.of(manifests, damaged)
-    points, abandoned = history.points, history.abandoned
     by_id = {**{manifest.id: manifest for manifest in ignored}, **history.by_id}
     held = [id for id in pinned if id in by_id]
-    # What is pinned may be of a fork, which nothing tells once the rest of it is gone.
+    # A pinned checkpoint may be of a fork, which can't be told once the rest of the fork is gone.
     apart = {*held, *(m.id for id in held for m in _needs(by_id[id], by_id) or ())}
-    newest = [point for point in points.values() if point.id not in apart][: retention.keep]
-    reasons = {manifest.id: f"one of the newest {retention.keep}" for manifest in newest}
+    candidates = [point for point in history.points.values() if point.id not in apart]
+    newest = candidates[: retention.keep]
+    keep = {manifest.id: f"one of the newest {retention.keep}" for manifest in newest}
     if retention.every_hours is not None:
-        others = [point for point in points.values() if point.id not in apart]
-        for manifest in _first_of_each(others, 3600 * retention.every_hours):
-            reasons.setdefault(manifest.id, f"the first of {retention.every_hours:g} hours")
+        for manifest in _first_of_each(candidates, 3600 * retention.every_hours):
+            keep.setdefault(manifest.id, f"the first of {retention.every_hours:g} hours")
     for ids, reason in ((held, "pinned"), (in_use, "in use")):
         for id in ids:
             if id in by_id:
-                reasons.setdefault(id, reason)
-    for id in list(reasons):
+                keep.setdefault(id, reason)
+    for id in list(keep):
         for parent in _needs(by_id[id], by_id) or ():
-            reasons.setdefault(parent.id, f"{id} needs it")
+            keep.setdefault(parent.id, f"{id} needs it")
+    # A damaged checkpoint stays while newer than these, or while these are few: it may be fixed.
+    last = newest[-1].sequence if len(newest) == retention.keep else None
+    return Verdict(keep, _deletable(history, keep, last))
+
+
+def _deletable(history: _History, keep: Collection[str], last: int | None) -> dict[str, str]:
+    """Return the checkpoints to delete, with reasons: children before their parents, forks first.
+
+    Args:
+        last: delete damaged checkpoints with lower sequence numbers; None for none.
+    """
+    points, abandoned = history.points, history.abandoned
     restorable = {manifest.id for manifest in history.whole}
     delete = {}
-    # Children before their parents, forks first.
     for manifest in sorted(history.ordered, key=lambda m: m.id not in abandoned):
-        if manifest.id in reasons:
+        if manifest.id in keep:
             continue
         if manifest.id in abandoned:
-            delete[manifest.id] = "on a fork that was left behind"
-        elif (point := points.get(manifest.id, manifest)) is not manifest and point.id in reasons:
+            delete[manifest.id] = "on an abandoned fork"
+        elif (point := points.get(manifest.id, manifest)) is not manifest and point.id in keep:
             delete[manifest.id] = f"compacted into {point.id}"
         elif manifest.id in restorable:
             delete[manifest.id] = "older than what is kept"
-        elif len(newest) == retention.keep and manifest.sequence < newest[-1].sequence:
-            # One that is newer, or while there is little else, may yet be mended.
+        elif last is not None and manifest.sequence < last:
             delete[manifest.id] = "damaged, or what it builds on is"
-    return Verdict(reasons, delete)
+    return delete
 
 
 def abandoned_ids(manifests: Iterable[Manifest], damaged: Collection[str] = ()) -> set[str]:
-    """Ids of checkpoints on forks that the run didn't go on from; arguments as of ``judge``."""
+    """Return ids of checkpoints on forks that the run abandoned; arguments as in ``judge``."""
     return _History.of(manifests, damaged).abandoned
 
 
 @dataclass(frozen=True)
 class _History:
-    """All checkpoints, newest first: which can be restored, and which were left behind.
+    """All checkpoints of a root.
 
     Attributes:
-        whole: those of which nothing is damaged or missing.
-        points: what stands for each state that wasn't left behind, by the id of the checkpoint that
-            a run saved it in: that one, or the compacted copy of it.
+        ordered: newest first.
+        whole: checkpoints of complete, undamaged chains, newest first.
+        points: restorable points, by the id of the checkpoint in which the run saved that state:
+            the checkpoint itself, or its compacted copy.
+        abandoned: ids of checkpoints on forks that the run abandoned.
     """
 
     ordered: list[Manifest]
@@ -153,7 +171,7 @@ class _History:
 
 
 def original_of(manifest: Manifest) -> str:
-    """The id of the checkpoint that a run saved this state in: its own, unless it is compacted."""
+    """Return the id of a compacted copy's original; for other checkpoints their own id."""
     link = manifest.previous
     if link is None or manifest.kind != "full" or not is_copy(manifest.id):
         return manifest.id
@@ -161,20 +179,16 @@ def original_of(manifest: Manifest) -> str:
 
 
 def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] | None:
-    """What a restore needs beside the manifest itself; None if that isn't all there."""
-    found: list[Manifest] = []
-    while (link := manifest.parent) is not None:
-        parent = by_id.get(link.id)
-        if parent is None or incompatibility(manifest, parent) is not None:
-            return None
-        found.append(parent)
-        manifest = parent
-    return found
+    """Return the checkpoints that a restore needs beside the given one; None if any is missing."""
+    try:
+        return list(walk(manifest, lambda _, id: by_id[id]))[1:]
+    except (KeyError, ChainBroken):
+        return None
 
 
 def _abandoned(whole: Sequence[Manifest], by_id: Mapping[str, Manifest]) -> set[str]:
-    """Those that the newest one's lineage has jumped over: an older one was gone on from."""
-    copies = {original_of(manifest): manifest for manifest in whole}  # of some nothing else is left
+    """Return the ids that the newest lineage has jumped over by resuming from an older one."""
+    copies = {original_of(manifest): manifest for manifest in whole}  # originals may be deleted
     lineage: set[str] = set()
     jumps: list[tuple[int, int]] = []
     at = whole[0] if whole else None
@@ -194,49 +208,43 @@ def _abandoned(whole: Sequence[Manifest], by_id: Mapping[str, Manifest]) -> set[
 
 def _first_of_each(points: Sequence[Manifest], seconds: float) -> Iterable[Manifest]:
     first: dict[int, Manifest] = {}
-    for manifest in points:  # newest first: the oldest of a time stays
+    for manifest in points:  # newest first: the oldest of each period stays
         when = datetime.fromisoformat(manifest.created_at).timestamp()
         first[int(when // seconds)] = manifest
     return first.values()
-
-
-PINNED = "pinned"
-"""The file in a checkpoint's directory that keeps it."""
-
-
-_MOST_BYTES = 1 << 16
 
 
 def pin(root: Folder, id: str) -> None:
     """Keep a checkpoint, and what it needs, until it is unpinned.
 
     Raises:
-        CheckpointNotFound, CorruptCheckpoint: there is no such checkpoint.
+        CheckpointNotFound, CorruptCheckpoint: there is no such checkpoint, or its manifest is
+            damaged.
     """
     read_manifest(root, id)
     write_pin(root, id)
 
 
 def write_pin(root: Folder, id: str) -> None:
-    """Write a checkpoint's pin, in the place of a damaged one as well."""
+    """Write a checkpoint's pin, replacing a damaged one."""
     (root / id).put(PINNED, seal("pin", {"id": id}))
 
 
 def unpin(root: Folder, id: str) -> None:
-    """Take a pin away, if there is one."""
+    """Delete a checkpoint's pin, if there is one."""
     (root / id).delete(PINNED)
 
 
 def is_pinned(folder: Folder) -> bool:
-    """Return whether a checkpoint's directory holds a pin, or anything else under its name."""
+    """Return whether a checkpoint's directory holds a pin, or anything else of that name."""
     try:
         return PINNED in folder.names()
-    except CorruptCheckpoint:  # the directory itself is a link: nothing in there is the root's
+    except CorruptCheckpoint:  # the directory is a link: its content is not the root's
         return False
 
 
 def pin_problem(root: Folder, id: str) -> str | None:
-    """Say what is wrong with a checkpoint's pin; None if there is none, or a sound one.
+    """Return what is wrong with a checkpoint's pin; None if there is none, or a valid one.
 
     Raises:
         StorageFailed: the storage refused.
@@ -245,12 +253,12 @@ def pin_problem(root: Folder, id: str) -> str | None:
         data = (root / id).read(PINNED, 0, _MOST_BYTES + 1)
         if unseal(data, "pin", _MOST_BYTES) == {"id": id}:
             return None
-        what = "it is another checkpoint's"
+        what = "the pin of another checkpoint"
     except FileNotFoundError:
         return None
     except (ValueError, CorruptCheckpoint) as error:
         what = str(error)
     return (
         f"{root}/{id}/{PINNED}: {what}. It keeps the checkpoint nevertheless; `checknrun repair "
-        f"{root}` writes it anew, `checknrun unpin` takes it away"
+        f"{root}` rewrites it, `checknrun unpin` removes it"
     )

@@ -1,5 +1,6 @@
-"""Accompany a training job: when to save, on which ranks, and how to end in time.
+"""Accompany a training job: decide when to save, on all ranks alike, and end in time.
 
-``Checkpointer`` is what users call; it compares the ranks' arguments, restores, decides together
-with the other ranks when a save is due, and hears SIGTERM. Read ``checkpointer.py`` first.
+``Checkpointer`` is the class users call. It compares the ranks' arguments, restores, decides
+together with the other ranks when a save is due, and handles SIGTERM. Read ``checkpointer.py``
+first, then ``saver.py``.
 """

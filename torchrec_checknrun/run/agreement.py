@@ -1,7 +1,7 @@
-"""Refuse what differs between the ranks and must not, before anybody waits for anybody.
+"""Refuse differences between the ranks that must not be, before any rank waits for another.
 
 Ranks that were started with other arguments, or that don't see the same storage, would wait in
-different collectives until a timeout, or save checkpoints of which each has a part.
+different collectives until a timeout, or each save a part of a different checkpoint.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ _ABSENT = "absent"
 
 
 def agreed(ranks: Ranks, make: Callable[[], T], describe: Callable[[T], Mapping[str, str]]) -> T:
-    """Make something on every rank that all ranks must have alike; a collective.
+    """Make an object on every rank and require that the ranks' objects agree; a collective.
 
     Args:
-        describe: by name, what must not differ.
+        make: makes this rank's object.
+        describe: returns, by name, the parts that must not differ.
 
     Returns:
-        This rank's.
+        This rank's object.
 
     Raises:
-        Exception: the first rank's that could not make it, on every rank.
-        ValueError: the ranks' differ; as ``require_agreement``.
+        Exception: the error of the first rank whose ``make`` failed, on every rank.
+        ValueError: the objects differ; see ``require_agreement``.
     """
     made: list[T] = []
 
@@ -48,7 +49,7 @@ def require_agreement(described: Sequence[Mapping[str, str]]) -> None:
     """Refuse arguments that differ between ranks.
 
     Args:
-        described: by argument, of every rank in order.
+        described: each rank's arguments by name, in rank order.
 
     Raises:
         ValueError: names each argument that differs, its values and their ranks.

@@ -1,36 +1,37 @@
-"""Validate what a Checkpointer is made with, before anything is made of it.
+"""Check a Checkpointer's arguments one by one, and convert them to their final form.
 
-A mistake found here names the argument, the expectation and an example; later it would surface at
-some step, in a library below, or on one rank only.
+A mistake found here names the argument, the expectation and an example. Found later, it would
+surface at some step, in a library below, or on one rank only.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.model.state_dict import MODEL
-from torchrec_checknrun.restore.plan import Merge
+from torchrec_checknrun.restore.states import Merge
 from torchrec_checknrun.root.policy import POLICIES, Intermittent, Policy
-from torchrec_checknrun.root.retention import Retention
-from torchrec_checknrun.run.triggers import EverySteps, Trigger
-from torchrec_checknrun.save.background import BackgroundKind
-from torchrec_checknrun.save.staging import StagingMode
+from torchrec_checknrun.run.triggers import EverySteps
 from torchrec_checknrun.store.folder import Folder
 
-Resume = Literal["auto", "must", "never"]
-"""What ``restore()`` does: take the newest chain if there is one, insist on one, or start anew."""
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 _LONGEST_SECONDS = 1e8
-"""Three years: process groups count milliseconds, and can't count to infinity."""
+"""Three years: process groups count milliseconds in 64 bits, and can't take infinity."""
+_ROOT = (
+    'root must be a folder or URL such as "/checkpoints/run-17" or "s3://bucket/run-17", not {!r}'
+)
 _ONLY_HYDRA = {
     **dict.fromkeys(("bits", "method", "mean_bits", "offset"), "quantization=Quantization(bits=8)"),
     **dict.fromkeys(("compress", "exact_below_rows"), "quantization=Quantization(compress=True)"),
@@ -44,148 +45,42 @@ _ONLY_HYDRA = {
     **dict.fromkeys(("keep", "keep_every_hours"), "retention=Retention(keep=2, every_hours=6)"),
     "asynchronous": 'background="thread", which is the default',
 }
-"""Keys of the Hydra group ``checkpoint``, and how Python says the same."""
+"""Keys of the Hydra group ``checkpoint`` that Checkpointer spells differently, and its spelling."""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """A Checkpointer's arguments, checked and in their final form.
+class PerRank:
+    """A state object that differs between ranks: each rank's own is saved.
 
-    Attributes are those of ``Checkpointer``.
+    Attributes:
+        state: the object.
+        merge: function from the list of all saved state dicts, in rank order, to one rank's state
+            dict. Required only to restore on another number of ranks, an error without it.
     """
 
-    root: Folder
-    state: Mapping[str, Stateful | PerRank | Replicated]
-    per_rank_buffers: PerRankBuffers
-    policy: Policy
-    quantization: Quantization
-    every_steps: int | None
-    triggers: tuple[Trigger, ...]
-    background: BackgroundKind
-    staging: StagingMode
-    when_busy: Literal["skip", "wait"]
-    max_failures: int
-    retention: Retention | None
-    resume: Resume
-    timeout_seconds: float
-    chunk_bytes: int
-
-    @classmethod
-    def checked(
-        cls,
-        root: object,
-        *,
-        model: object,
-        state: object,
-        per_rank_buffers: Any,
-        policy: object,
-        quantization: object,
-        every_steps: object,
-        triggers: object,
-        background: Any,
-        staging: Any,
-        when_busy: Any,
-        max_failures: Any,
-        retention: Any,
-        callbacks: object,
-        resume: Any,
-        timeout_seconds: Any,
-        chunk_bytes: Any,
-        unknown: Mapping[str, object],
-    ) -> Arguments:
-        """Return the arguments as ``Checkpointer`` was given them, in their final form.
-
-        Args:
-            unknown: keyword arguments that Checkpointer doesn't have.
-
-        Raises:
-            ValueError, TypeError: an argument is not as expected; names it and gives an example.
-        """
-        _refuse_unknown(unknown)
-        if not isinstance(model, nn.Module):
-            raise ValueError(
-                f"model must be a module such as DistributedModelParallel(...), not {model!r}"
-            )
-        if not _is_count(chunk_bytes, 1):
-            raise ValueError(
-                f"chunk_bytes must be a whole number of bytes such as 32 << 20, not {chunk_bytes!r}"
-            )
-        if not _is_count(max_failures, 0):
-            raise ValueError(
-                f"max_failures must be a whole number, 0 or more, such as 2, not {max_failures!r}"
-            )
-        if not is_timeout(timeout_seconds):
-            raise ValueError(
-                f"timeout_seconds must be positive, up to {_LONGEST_SECONDS:g}, such as 1800, not "
-                f"{timeout_seconds!r}"
-            )
-        for name, value, choices in (
-            ("background", background, get_args(BackgroundKind)),
-            ("staging", staging, get_args(StagingMode)),
-            ("when_busy", when_busy, ("skip", "wait")),
-            ("resume", resume, get_args(Resume)),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {choices}, not {value!r}")
-        if retention is not None and not isinstance(retention, Retention):
-            raise ValueError(
-                "retention must be Retention(keep=...), such as Retention(keep=2), or None, not "
-                f"{retention!r}"
-            )
-        for callback in _listed("callbacks", callbacks, "[print]"):
-            if not callable(callback):
-                raise ValueError(f"callbacks must be functions of a report, not {callback!r}")
-        return cls(
-            root=_as_root(root, timeout_seconds),
-            state=_as_states(state),
-            per_rank_buffers=_as_buffers(per_rank_buffers, model),
-            policy=_as_policy(policy),
-            quantization=_as_quantization(quantization),
-            every_steps=_as_steps(every_steps),
-            triggers=tuple(_as_triggers(triggers)),
-            background=background,
-            staging=staging,
-            when_busy=when_busy,
-            max_failures=max_failures,
-            retention=retention,
-            resume=resume,
-            timeout_seconds=timeout_seconds,
-            chunk_bytes=chunk_bytes,
-        )
-
-    @property
-    def states(self) -> dict[str, Stateful]:
-        """The state objects themselves, without what they are declared to be."""
-        return {
-            name: item.state if isinstance(item, (PerRank, Replicated)) else item
-            for name, item in self.state.items()
-        }
-
-    def described(self) -> dict[str, str]:
-        """Describe everything that all ranks must have alike, by argument, for a comparison.
-
-        Objects of users' own classes that are no dataclasses are described by their class alone:
-        what else they hold may differ between ranks.
-        """
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        states: Mapping[str, object] = values.pop("state")
-        kinds = {name: _kind(state) for name, state in states.items()}
-        return {
-            **{name: _describe(value) for name, value in values.items()},
-            **{f"state[{name!r}]": kind for name, kind in kinds.items()},
-        }
+    # No dataclass: hydra.utils.instantiate would make a config of it.
+    def __init__(self, state: Stateful, merge: Merge | None = None) -> None:
+        self.state = state
+        self.merge = merge
 
 
-def is_timeout(seconds: object) -> bool:
-    """Tell whether process groups can wait for so many seconds."""
-    return (
-        isinstance(seconds, (int, float))
-        and not isinstance(seconds, bool)
-        and 0 < seconds <= _LONGEST_SECONDS
-    )
+class Replicated:
+    """A state object of which rank 0's content is right for all ranks: only rank 0's is saved, and
+    the ranks' contents are not compared.
+
+    Attributes:
+        state: the object.
+    """
+
+    def __init__(self, state: Stateful) -> None:
+        self.state = state
 
 
-def _refuse_unknown(unknown: Mapping[str, object]) -> None:
+def refuse_unknown(unknown: Mapping[str, object]) -> None:
+    """Refuse keyword arguments that Checkpointer doesn't have.
+
+    Raises:
+        TypeError: names the argument; for a key of the Hydra group, shows Checkpointer's spelling.
+    """
     for name, value in unknown.items():
         if name in _ONLY_HYDRA:
             raise TypeError(
@@ -193,12 +88,55 @@ def _refuse_unknown(unknown: Mapping[str, object]) -> None:
                 f"argument: give {_ONLY_HYDRA[name]}, not {name}={value!r}"
             )
         raise TypeError(
-            f"Checkpointer has no argument {name!r}: see help(Checkpointer) for those it has, such "
-            "as every_steps=1000"
+            f"Checkpointer has no argument {name!r}: see help(Checkpointer) for its arguments, "
+            "such as every_steps=1000"
         )
 
 
-def _as_root(root: object, timeout_seconds: float) -> Folder:
+def is_timeout(seconds: object) -> TypeGuard[float]:
+    """Tell whether process groups accept a timeout of so many seconds."""
+    return (
+        isinstance(seconds, (int, float))
+        and not isinstance(seconds, bool)
+        and 0 < seconds <= _LONGEST_SECONDS
+    )
+
+
+def require_timeout(seconds: object) -> None:
+    """Refuse a timeout that process groups don't accept."""
+    if not is_timeout(seconds):
+        raise ValueError(
+            f"timeout_seconds must be positive, up to {_LONGEST_SECONDS:g}, such as 1800, not "
+            f"{seconds!r}"
+        )
+
+
+def require_model(model: object) -> None:
+    """Refuse a model that is no module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a module such as DistributedModelParallel(...), not {model!r}"
+        )
+
+
+def require_count(name: str, value: object, least: int, expected: str) -> None:
+    """Refuse a value that is no whole number of at least ``least``.
+
+    Args:
+        expected: the expectation with an example, for the error.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number{expected}, not {value!r}")
+
+
+def require_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Refuse a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, not {value!r}")
+
+
+def as_root(root: object, timeout_seconds: float) -> Folder:
+    """Return the folder of a path or URL."""
     if isinstance(root, bytes) or not isinstance(root, (str, os.PathLike)):
         raise ValueError(_ROOT.format(root))
     if not str(os.fspath(root)).strip():
@@ -206,12 +144,8 @@ def _as_root(root: object, timeout_seconds: float) -> Folder:
     return Folder(root, timeout_seconds)
 
 
-_ROOT = (
-    'root must be a folder or URL such as "/checkpoints/run-17" or "s3://bucket/run-17", not {!r}'
-)
-
-
-def _as_states(state: object) -> dict[str, Stateful | PerRank | Replicated]:
+def as_states(state: object) -> dict[str, Stateful | PerRank | Replicated]:
+    """Return the state objects by name."""
     example = 'state={"optimizer": optimizer, "reader": reader}'
     if state is None:
         return {}
@@ -220,18 +154,21 @@ def _as_states(state: object) -> dict[str, Stateful | PerRank | Replicated]:
     for name, item in state.items():
         if not isinstance(name, str) or not name:
             raise ValueError(f"names in state must be text, as in {example}, not {name!r}")
-        stateful = getattr(item, "state", None) if _is_declared(item) else item
+        stateful = item.state if isinstance(item, (PerRank, Replicated)) else item
         if isinstance(stateful, type) or not isinstance(stateful, Stateful):
             raise ValueError(
                 f"state {name!r} is a {type(stateful).__name__} without state_dict() and "
                 f"load_state_dict(): wrap it in an object that has them, as in {example}"
             )
         if name in (MODEL, BUFFERS):
-            raise ValueError(f"state may not be called {name!r}: that is the model's own name")
+            raise ValueError(
+                f"state may not be called {name!r}, the model's own name: choose another name"
+            )
     return dict(state)
 
 
-def _as_buffers(patterns: Any, model: nn.Module) -> PerRankBuffers:
+def as_buffers(patterns: Any, model: nn.Module) -> PerRankBuffers:
+    """Return the model's buffers that the patterns name."""
     if not isinstance(patterns, (str, Sequence, Mapping)):
         raise ValueError(
             'per_rank_buffers must be patterns over names of buffers, as "*.running_*", not '
@@ -242,7 +179,8 @@ def _as_buffers(patterns: Any, model: nn.Module) -> PerRankBuffers:
     return PerRankBuffers(patterns, buffer_names(model, model.state_dict()))
 
 
-def _as_policy(policy: object) -> Policy:
+def as_policy(policy: object) -> Policy:
+    """Return a policy, the one of a name, or the default."""
     if policy is None:
         return Intermittent()
     if isinstance(policy, str) and policy in POLICIES:
@@ -255,8 +193,8 @@ def _as_policy(policy: object) -> Policy:
     return policy  # type: ignore[return-value]  # it has ``decide``
 
 
-def _as_quantization(value: object) -> Quantization:
-    """Return the quantization that a width or the arguments of one stand for."""
+def as_quantization(value: object) -> Quantization:
+    """Return a quantization, or the one of a width, of keyword arguments, or of None (exact)."""
     if value is None:
         return Quantization()
     if isinstance(value, Quantization):
@@ -268,15 +206,16 @@ def _as_quantization(value: object) -> Quantization:
             return Quantization(bits=value)
         if isinstance(value, Mapping):
             if unknown := [name for name in value if name not in names]:
-                raise ValueError(f"it has no {unknown[0]!r}, but {', '.join(names)}")
-            tables = {k: _as_quantization(v) for k, v in dict(value.get("tables") or {}).items()}
+                raise ValueError(f"there is no {unknown[0]!r}, only {', '.join(names)}")
+            tables = {k: as_quantization(v) for k, v in dict(value.get("tables") or {}).items()}
             return Quantization(**{**value, "tables": tables})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{expected}: {error}") from error
     raise ValueError(expected)
 
 
-def _as_steps(steps: object) -> int | None:
+def as_steps(steps: object) -> int | None:
+    """Return a number of steps as an int; whole floats count."""
     if steps is None:
         return None
     try:
@@ -287,17 +226,27 @@ def _as_steps(steps: object) -> int | None:
         return EverySteps(operator.index(steps)).steps  # type: ignore[arg-type]  # TypeError
     except (TypeError, ValueError):
         raise ValueError(
-            "every_steps must be at least 1 step, in whole ones, such as 1000, or None, not "
+            "every_steps must be at least 1 step, a whole number such as 1000, or None, not "
             f"{steps!r}"
         ) from None
 
 
-def _as_triggers(triggers: object) -> list[Any]:
+def as_triggers(triggers: object) -> tuple[Any, ...]:
+    """Return the triggers as a tuple."""
     found = _listed("triggers", triggers, "[AtEnd()]")
     for trigger in found:
         if not _is_object(trigger, "due", "by_step"):
             raise ValueError(f"triggers must be objects such as AtEnd(), not {trigger!r}")
-    return list(found)
+    return tuple(found)
+
+
+def as_callbacks(callbacks: object) -> tuple[Any, ...]:
+    """Return the callbacks as a tuple."""
+    found = _listed("callbacks", callbacks, "[print]")
+    for callback in found:
+        if not callable(callback):
+            raise ValueError(f"callbacks must be functions of a report, not {callback!r}")
+    return tuple(found)
 
 
 def _listed(name: str, values: object, example: str) -> Sequence[object]:
@@ -306,64 +255,33 @@ def _listed(name: str, values: object, example: str) -> Sequence[object]:
     return values
 
 
-def _is_declared(item: object) -> bool:
-    return isinstance(item, (PerRank, Replicated))
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def _is_object(value: object, *names: str) -> bool:
     """Tell whether a value has such attributes and is no class, which would have them as well."""
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
-def _kind(state: object) -> str:
-    if not _is_declared(state):
-        return "given"
-    merged = getattr(state, "merge", None) is not None
-    return f"{type(state).__name__}({'with merge' if merged else ''})"
+def refuse_unsharded(model: nn.Module, tables: Collection[str]) -> None:
+    """Refuse embedding collections of which none is sharded; warn of some that are not.
 
+    Args:
+        tables: names of the sharded tables.
 
-def _describe(value: object) -> str:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    if isinstance(value, (Folder, PerRankBuffers)):
-        return str(value)
-    if isinstance(value, Mapping):
-        items = sorted((repr(key), _describe(item)) for key, item in value.items())
-        return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_describe, value))}]"
-    # A dataclass, which mypy does not infer from the attribute.
-    parts = fields(value) if hasattr(value, "__dataclass_fields__") else ()  # type: ignore[arg-type]
-    inside = ", ".join(f"{part.name}={_describe(getattr(value, part.name))}" for part in parts)
-    return f"{type(value).__qualname__}({inside})"
-
-
-class PerRank:
-    """Declares that a state object differs between ranks: each rank's own is saved.
-
-    Attributes:
-        state: the object.
-        merge: makes one rank's state dict of the list of all that were saved, in rank order; needed
-            only to restore on another number of ranks, which is an error without it.
+    Raises:
+        ValueError: names the first collection and the remedy.
     """
-
-    # No dataclass: hydra.utils.instantiate would make a config of it.
-    def __init__(self, state: Stateful, merge: Merge | None = None) -> None:
-        self.state = state
-        self.merge = merge
-
-
-class Replicated:
-    """Declares that rank 0's content of a state object is right for all ranks: only that is saved,
-    and the ranks' contents are not compared.
-
-    Attributes:
-        state: the object.
-    """
-
-    def __init__(self, state: Stateful) -> None:
-        self.state = state
+    kinds = (EmbeddingBagCollection, EmbeddingCollection)
+    found = [
+        (path or "itself", type(module).__name__)
+        for path, module in model.named_modules()
+        if isinstance(module, kinds)
+    ]
+    if found and not tables:
+        raise ValueError(
+            f"model is not sharded: {found[0][0]} is a plain {found[0][1]}. Shard it first and "
+            "give that, as model=DistributedModelParallel(model, device=device)"
+        )
+    if found:
+        logger.warning(
+            "not sharded, and so written in full with every checkpoint: %s",
+            ", ".join(f"{path} ({kind})" for path, kind in found),
+        )

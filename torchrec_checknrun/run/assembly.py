@@ -1,7 +1,7 @@
-"""Assemble what a Checkpointer works with: on all ranks, or on none.
+"""Assemble the parts of a Checkpointer on all ranks, or on none.
 
-An error on one rank (a wrong argument, a table that can't be tracked, no memory) becomes every
-rank's.
+An error on one rank (a wrong argument, a table that can't be tracked, no memory) is raised on every
+rank.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -19,8 +20,8 @@ from torchrec_checknrun.placements import local_bytes
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.run.agreement import agreed
-from torchrec_checknrun.run.arguments import Arguments, PerRank, Replicated, is_timeout
-from torchrec_checknrun.run.unsharded import refuse_unsharded
+from torchrec_checknrun.run.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
+from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.save.background import Background
 
 T = TypeVar("T")
@@ -28,15 +29,16 @@ T = TypeVar("T")
 
 @dataclass
 class Assembly:
-    """A Checkpointer's parts.
+    """The parts of a Checkpointer.
 
     Attributes:
-        ranks: for the training thread.
-        background_ranks: for what runs at the same time behind it.
-        target: the model and its states, tracked.
+        options: the checked arguments.
+        ranks: the ranks as the training thread reaches them.
+        background_ranks: the ranks as the background reaches them, at the same time.
+        target: the tracked model and its states.
     """
 
-    arguments: Arguments
+    options: Options
     ranks: Ranks
     background_ranks: Ranks
     target: Target
@@ -44,47 +46,43 @@ class Assembly:
     _closers: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        check: Callable[[], Arguments],
-        *,
-        timeout_seconds: Any,
-        memory_budget: int | None,
-    ) -> Assembly:
+    def of(cls, given: Mapping[str, Any], unknown: Mapping[str, object]) -> Assembly:
         """Check the arguments, track the model and take staging memory; a collective.
 
         Args:
-            check: makes the arguments, which must be the same on all ranks.
-            timeout_seconds: of the collectives; not checked yet.
-            memory_budget: as of ``Checkpointer``; may differ between ranks.
+            given: Checkpointer's arguments by name, unchecked. All but memory budget and callbacks
+                must be the same on all ranks.
+            unknown: keyword arguments that Checkpointer doesn't have, which are refused.
 
         Raises:
-            ValueError, TypeError, UnsupportedTable: as of ``Checkpointer``.
+            ValueError, TypeError, UnsupportedTable: as ``Checkpointer``.
         """
-        # Before the arguments are checked: a mistake that one rank makes is every rank's error.
-        timeout = timedelta(seconds=timeout_seconds if is_timeout(timeout_seconds) else 60)
-        # Twice as long: whoever hangs in the storage is to have the time to say so.
+        seconds = given["timeout_seconds"]
+        # Before the arguments are checked: one rank's mistake must reach every rank.
+        timeout = timedelta(seconds=seconds if is_timeout(seconds) else 60)
+        # Twice as long: a rank that hangs in the storage needs the time to report it.
         ranks, background_ranks = Ranks(timeout), Ranks(2 * timeout)
         tracked: TrackedModel | None = None
         try:
-            arguments = agreed(ranks, check, Arguments.described)
-            states = arguments.states
-            # A table may be unsupported where it is: on one rank.
-            tracked = agreed(ranks, lambda: _track(model, states), _tables)
-            target = _target(arguments, model, tracked)
-            background = _background(arguments, target, ranks, background_ranks, memory_budget)
+            options = agreed(ranks, partial(Options.of, given, unknown), Options.described)
+            states = options.states
+            # A table may be unsupported on one rank only: the rank that holds it.
+            tracked = agreed(ranks, lambda: _track(options.model, states), _tables)
+            target = _target(options, tracked)
+            background = _background(options, target, ranks, background_ranks)
         except BaseException:
             if tracked is not None:
                 tracked.close()
             ranks.close()
             background_ranks.close()
             raise
-        return cls(arguments, ranks, background_ranks, target, background)
+        return cls(options, ranks, background_ranks, target, background)
 
     def on_all_ranks(self, make: Callable[[], T], close: Callable[[T], None]) -> T:
-        """Make something of these parts on all ranks, or raise one rank's error on all of them and
-        close whatever was made until then, and the parts; a collective.
+        """Make something of these parts on all ranks; a collective.
+
+        On an error, close everything made so far and the parts, and raise one rank's error on all
+        ranks.
         """
 
         def made() -> T:
@@ -121,46 +119,41 @@ def _tables(tracked: TrackedModel) -> dict[str, str]:
     return {f"the model's table {name!r}": size for name, size in sizes.items()}
 
 
-def _target(arguments: Arguments, model: nn.Module, tracked: TrackedModel) -> Target:
-    declared = arguments.state
+def _target(options: Options, tracked: TrackedModel) -> Target:
+    declared = options.state
     return Target(
-        model=model,
+        model=options.model,
         tracked=tracked,
-        states=arguments.states,
+        states=options.states,
         per_rank={n: s.merge for n, s in declared.items() if isinstance(s, PerRank)},
         replicated=frozenset(n for n, s in declared.items() if isinstance(s, Replicated)),
-        buffers=arguments.per_rank_buffers,
+        buffers=options.per_rank_buffers,
     )
 
 
 def _background(
-    arguments: Arguments,
-    target: Target,
-    ranks: Ranks,
-    background_ranks: Ranks,
-    memory_budget: int | None,
+    options: Options, target: Target, ranks: Ranks, background_ranks: Ranks
 ) -> Background:
     made: list[Background] = []
 
     def make() -> None:
-        assert target.model is not None
         made.append(
             Background(
-                arguments.root,
+                options.root,
                 background_ranks,
-                kind=arguments.background,
-                mode=arguments.staging,
-                memory_budget=memory_budget,
-                chunk_bytes=arguments.chunk_bytes,
-                quantization=arguments.quantization.resolved(lossy_restores=0),
+                kind=options.background,
+                mode=options.staging,
+                memory_budget=options.memory_budget,
+                chunk_bytes=options.chunk_bytes,
+                quantization=options.quantization.resolved(lossy_restores=0),
                 expected=[shard.local for shard in target.tracked.shards],
-                dense_bytes=_dense_bytes(target.model, target.tracked),
+                dense_bytes=_dense_bytes(options.model, target.tracked),
             )
         )
 
     try:
         ranks.on_all_ranks(make)
-    except BaseException:  # perhaps on another rank only
+    except BaseException:  # possibly of another rank only
         for background in made:
             background.close()
         raise

@@ -1,4 +1,4 @@
-"""The one object a training loop holds: it decides when, and calls the rooms below in order."""
+"""Provide the one object a training loop holds: decide when, and call the rooms below in order."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from typing_extensions import Never
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import Patterns
-from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored, SaveDeferred, SaveFailed
+from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored, SaveFailed
 from torchrec_checknrun.model.tracked import RowIds
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.restore import restore
+from torchrec_checknrun.restore.restore import Restored, restore
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
 from torchrec_checknrun.root.retention import Retention
-from torchrec_checknrun.run.arguments import Arguments, PerRank, Replicated, Resume
+from torchrec_checknrun.run.arguments import PerRank, Replicated
 from torchrec_checknrun.run.assembly import Assembly
-from torchrec_checknrun.run.missing_root import protect_existing, start_anew
+from torchrec_checknrun.run.facts import Begun, not_begun
+from torchrec_checknrun.run.missing_root import protect_existing, start_fresh
+from torchrec_checknrun.run.options import Callback, Resume, WhenBusy
 from torchrec_checknrun.run.restore_report import report_restored
-from torchrec_checknrun.run.saver import Begun, Callback, Saver
+from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.run.schedule import Schedule
-from torchrec_checknrun.run.triggers import EverySteps, Trigger
+from torchrec_checknrun.run.triggers import Trigger
 from torchrec_checknrun.save.background import BackgroundKind
 from torchrec_checknrun.save.staging import StagingMode
 from torchrec_checknrun.shards import CHUNK_BYTES
@@ -42,55 +44,51 @@ DEFAULT_RETENTION = Retention()
 
 
 class Checkpointer:
-    """Saves a TorchRec model and all it needs to go on, and restores it.
+    """The checkpoints of one TorchRec model: saves the model and its run's state, restores both.
 
-    Made on all ranks at once, after the model is sharded; ``restore``, ``step``, ``save`` and
-    ``close`` are called on all ranks at the same point of the training loop.
+    Construct it on all ranks at once, after the model is sharded. Call ``restore``, ``step``,
+    ``save`` and ``close`` on all ranks at the same point of the training loop.
 
     Args:
         root: folder or fsspec URL of this run's checkpoints.
         model: DistributedModelParallel (or any module with sharded embedding collections). Its
             sharded tables and their fused optimizer state are saved by rows, the rest in full.
-        state: whatever else belongs to the run, by name: optimizer, reader, progress … Each is the
+        state: everything else of the run, by name: optimizer, reader, progress … Each object is the
             same on all ranks (a save compares them, and fails if they differ), or wrapped in
             ``PerRank`` (each rank's own) or ``Replicated`` (rank 0's, for all). Its
-            ``load_state_dict`` is handed what its ``state_dict`` gave when it was saved, whatever
-            the shape. Content: see ``state.encode_state``.
-            (``model.reshard`` makes TorchRec's fused optimizers anew, with step 0 and the first
-            learning rate, and you a new CombinedOptimizer. The one given here serves on, but keeps
-            the old tables in memory: in a job that reshards, give the dense optimizer alone.)
-        per_rank_buffers: names of the model's buffers, or patterns over them, that each rank keeps
-            its own of (``"*.running_*"``, or several in a list). Of others all ranks get rank 0's.
-            Another number of ranks needs a merge function, ``{"*.running_mean": merge}``: it makes
-            one tensor of the list of all that were saved, in rank order.
+            ``load_state_dict`` receives what its ``state_dict`` returned at the save, in any shape.
+            For the allowed content see ``format.state.encode_state``.
+            (``model.reshard`` replaces TorchRec's fused optimizers, step and learning rate
+            included; the CombinedOptimizer given here keeps working, but keeps the old tables in
+            memory: in a job that reshards, give the dense optimizer alone.)
+        per_rank_buffers: patterns over names of buffers of which each rank keeps its own
+            (``"*.running_*"``, or several in a list); of other buffers all ranks get rank 0's. A
+            restore on another number of ranks needs a merge function, ``{"*.running_mean":
+            merge}``, from the list of all saved tensors, in rank order, to one tensor.
         policy: which rows a checkpoint holds: an object, or the name of one (``consecutive``).
-        quantization: in how many bits; exact by default. A width alone (``8``) will do.
+        quantization: bits of stored values; exact by default. A width alone (``8``) will do.
         every_steps: ``step`` saves at every so many steps: the trigger ``EverySteps``.
-        triggers: what else makes ``step`` or ``close`` save: ``EverySeconds``, ``AtEnd``,
+        triggers: further triggers of saves in ``step`` or ``close``: ``EverySeconds``, ``AtEnd``,
             ``OnSigterm``, or your own.
-        callbacks: called on all ranks with the report of every committed checkpoint; what they
-            raise is logged.
-        background: who encodes and writes while training goes on: a ``thread``, or a ``process``,
-            which disturbs training less.
+        callbacks: called on all ranks with each committed checkpoint's report; errors are logged.
+        background: whether a ``thread`` or a ``process`` encodes and writes during training.
         staging: what training waits for: rows are copied out of the tables (``copy``) or encoded on
-            the way (``encode``: less memory); ``auto``: for each table whichever a trial finds
-            faster.
-        memory_budget: bytes for what is on its way to storage, on this rank; None: a quarter of the
-            memory that is free, shared by the machine's ranks. What doesn't fit is staged in parts,
-            while training waits. A state object is one piece: a larger one takes more, with a
+            the way (``encode``: less memory); ``auto`` measures both and chooses for each table.
+        memory_budget: bytes of this rank on their way to storage; None: a quarter of the free
+            memory, shared by the machine's ranks. A larger checkpoint is staged in parts while
+            training waits. A state object is one piece: a larger one exceeds the budget, with a
             warning.
         when_busy: what ``step`` does when a checkpoint is due while one is being written: ``skip``
             it (its rows are part of the next one), or ``wait``.
         max_failures: how many background failures in a row are only logged.
-        retention: which checkpoints stay when new ones are committed; the others are deleted in the
-            background. None: all stay.
-        resume: what ``restore()`` does without more said: ``auto`` takes the newest whole chain, or
-            starts anew where there is no checkpoint; ``must`` raises there; ``never`` starts anew
-            in any case (after a restart by torchrun, too), and keeps the chain that is there.
-        timeout_seconds: how long a save, a restore or ``close`` waits for other ranks, or for a
-            storage that doesn't answer, without hearing anything.
-        chunk_bytes: memory for the rows of a chunk, with every copy of them that is made while it
-            is saved; a restore takes as much.
+        retention: checkpoints to keep after a commit, others are deleted in background; None: all.
+        resume: the default of ``restore()``: ``auto`` takes the newest complete chain, or starts
+            fresh where there is no checkpoint; ``must`` raises there; ``never`` starts fresh in any
+            case (after a restart by torchrun, too), and keeps the existing chain.
+        timeout_seconds: how long a save, a restore or ``close`` waits without any answer from other
+            ranks or the storage.
+        chunk_bytes: bytes of memory for the rows of a chunk, with every copy of them that a save
+            makes; a restore takes as much.
 
     Raises:
         UnsupportedTable: see ``track``.
@@ -112,7 +110,7 @@ class Checkpointer:
         background: BackgroundKind = "thread",
         staging: StagingMode = "auto",
         memory_budget: int | None = None,
-        when_busy: Literal["skip", "wait"] = "skip",
+        when_busy: WhenBusy = "skip",
         max_failures: int = 0,
         retention: Retention | None = DEFAULT_RETENTION,
         callbacks: Sequence[Callback] = (),
@@ -121,54 +119,18 @@ class Checkpointer:
         chunk_bytes: int = CHUNK_BYTES,
         **unknown: Never,
     ) -> None:
-        check = partial(
-            Arguments.checked,
-            root,
-            model=model,
-            state=state,
-            per_rank_buffers=per_rank_buffers,
-            policy=policy,
-            quantization=quantization,
-            every_steps=every_steps,
-            triggers=triggers,
-            background=background,
-            staging=staging,
-            when_busy=when_busy,
-            max_failures=max_failures,
-            retention=retention,
-            callbacks=callbacks,
-            resume=resume,
-            timeout_seconds=timeout_seconds,
-            chunk_bytes=chunk_bytes,
-            unknown=unknown,
-        )
-        parts = Assembly.of(
-            model, check, timeout_seconds=timeout_seconds, memory_budget=memory_budget
-        )
-        arguments = parts.arguments
-        self.root = arguments.root
+        # First of all, before there are other local variables: every argument by its name.
+        given = {k: v for k, v in locals().items() if k not in ("self", "unknown")}
+        parts = Assembly.of(given, unknown)
+        self.root = parts.options.root
         self.steps = 0
         """Optimizer steps done, counted by ``step`` and restored with a checkpoint."""
+        self._options = parts.options
         self._ranks, self._background_ranks = parts.ranks, parts.background_ranks
         self._target = parts.target
-        self._resume = arguments.resume
-        saver = partial(
-            Saver,
-            self.root,
-            model,
-            self._target,
-            self._ranks,
-            parts.background,
-            policy=arguments.policy,
-            quantization=arguments.quantization,
-            retention=retention,
-            max_failures=max_failures,
-            callbacks=callbacks,
-        )
+        saver = partial(Saver, parts.options, parts.target, parts.ranks, parts.background)
         self._saver = parts.on_all_ranks(saver, Saver.close)
-        self._when_busy = when_busy
-        steps = [] if arguments.every_steps is None else [EverySteps(arguments.every_steps)]
-        schedule = partial(Schedule, [*steps, *arguments.triggers], self._ranks)
+        schedule = partial(Schedule, parts.options.all_triggers, parts.ranks)
         self._schedule = parts.on_all_ranks(schedule, lambda made: made.close(failed=True))
         self._partly_restored: str | None = None
         self._closed = False
@@ -183,14 +145,14 @@ class Checkpointer:
         shrink: bool = False,
         required: bool | None = None,
     ) -> RestoreReport | None:
-        """Brings model and state objects to a checkpoint's state.
+        """Restore model and state objects from a checkpoint.
 
         Args:
-            checkpoint: its id; None for the newest whole chain. Then a damaged checkpoint is passed
-                over for the one before it, and the report says why.
-            verify: ``read`` verifies each chunk as it is read; ``all`` reads everything twice, so
-                that damaged data is found before anything is changed.
-            map: saved table name to the model's, for tables that were renamed.
+            checkpoint: its id; None for the newest complete chain, which skips damaged checkpoints
+                and reports why.
+            verify: ``read`` verifies each chunk as it is read; ``all`` reads everything twice and
+                finds damaged data before anything is changed.
+            map: saved table name to the model's, for renamed tables.
             strict: whether checkpoint and model must have the same tables, optimizers and state
                 keys; if not, the report lists what was skipped.
             shrink: whether tables may have fewer rows than were saved. (More are always allowed:
@@ -199,40 +161,51 @@ class Checkpointer:
             required: whether a root without a checkpoint is an error; None: as ``resume`` says.
 
         Returns:
-            What was restored; None if the root holds no checkpoint (a fresh start, which a warning
-            tells, with the place that was searched), or if ``resume`` is ``never``.
+            The report of the restore; None for a fresh start: the root holds no checkpoint (a
+            warning names the place that was searched), or ``resume`` is ``never``.
 
         Raises:
             CheckpointNotFound: there is no checkpoint of that id, or none at all though one is
                 required.
             RootNotShared: the ranks see different storage under the root's name.
-            CorruptCheckpoint, ChainBroken, UnsupportedFormat: it, or all there are, can't be read;
-                the model is unchanged.
+            CorruptCheckpoint, ChainBroken, UnsupportedFormat: neither the checkpoint nor, unless
+                one was named, any older one can be read; the model is unchanged.
             ClaimDamaged: which of the checkpoints count can't be told; the model is unchanged.
-            IncompatibleCheckpoint: it doesn't fit the model; the model is unchanged.
+            IncompatibleCheckpoint: the checkpoint doesn't fit the model, which is unchanged.
             StorageUnreachable: the storage didn't answer for a minute; the model is unchanged.
             ModelPartlyRestored: reading failed after the model was changed, and nothing else could
-                be restored; ``step`` and ``save`` refuse to run from then on.
+                be restored; from then on ``step`` and ``save`` raise this error, too.
         """
         self._refuse_if_closed()
         started = time.perf_counter()
         if verify not in ("read", "all"):
             raise ValueError(f"verify must be 'read' or 'all', not {verify!r}")
-        target = replace(self._target, fit=Fit(map or {}, strict, shrink))
         before = self._saver.quantization
         self._forget_failure()
         self._saver.before_restore()
-        if required is None and checkpoint is None and self._resume == "never":
+        if required is None and checkpoint is None and self._options.resume == "never":
             protect_existing(self.root, self._ranks, self._saver.writer)
             return None
+        found = self._apply(checkpoint, Fit(map or {}, strict, shrink), verify == "all")
+        self._partly_restored = None
+        self._saver.deferred = False
+        if found is None:
+            must = self._options.resume == "must" if required is None else required
+            start_fresh(self.root, self._ranks, required=must)
+            return None
+        return report_restored(self._saver, found, before, time.perf_counter() - started)
+
+    def _apply(self, checkpoint: str | None, fit: Fit, verify_all: bool) -> Restored | None:
+        """Restore the model and note it, or remember that the model is partly restored."""
+        target = replace(self._target, fit=fit)
         try:
-            found = restore(self.root, target, self._ranks, checkpoint, verify == "all")
+            found = restore(self.root, target, self._ranks, checkpoint, verify_all)
             if found is not None:
                 self.steps = found.chain.head.step
                 self._saver.restored(
                     found.chain, found.converted, found.forks, partly=bool(found.skipped)
                 )
-                # What ``found`` says is of the shards as they are.
+                # ``found`` speaks of the shards as they are now.
                 self._target.tracked.converted = False
         except BaseException as error:
             if isinstance(error, ModelPartlyRestored) or not isinstance(
@@ -240,33 +213,27 @@ class Checkpointer:
             ):
                 self._partly_restored = str(error)
             raise
-        self._partly_restored = None
-        self._saver.deferred = False
-        if found is None:
-            must = self._resume == "must" if required is None else required
-            start_anew(self.root, self._ranks, required=must)
-            return None
-        return report_restored(self._saver, found, before, time.perf_counter() - started)
+        return found
 
     def step(self) -> CheckpointReport | None:
-        """To be called after every training step; begins a checkpoint when one is due.
+        """Count a training step and begin a checkpoint if one is due; call it after every step.
 
-        While gradients of dense parameters wait for their optimizer (gradient accumulation), a
-        checkpoint that is due is put off until a step at whose end none does.
+        While gradients of dense parameters wait for their optimizer (gradient accumulation), a due
+        checkpoint is put off until the end of a step that leaves no gradient waiting.
 
         Returns:
             The report of the last checkpoint that has become durable, unless it was returned
-            already; None if there is no such: none was due, it is still on its way, was put off,
-            or failed and so many failures are allowed (``max_failures``; they are logged).
+            already. None without one: no checkpoint was due, or the last one is still on its way,
+            was put off, or failed within ``max_failures`` (such failures are logged).
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: the last checkpoint was not committed, on no
-                rank; its rows stay marked and the next one holds them.
-            ModelPartlyRestored: a restore failed half-way before.
+                rank; its rows stay marked and are part of the next one.
+            ModelPartlyRestored: an earlier restore failed half-way.
             RootInUse, RootNotShared, ClaimDamaged: this run may not write to the root.
         """
         self._require_usable()
-        self._saver.claim_early()
+        self._saver.progressed()
         self.steps += 1
         self._saver.settle(wait=False)
         due = self._schedule.due(self.steps) or self._saver.deferred
@@ -274,7 +241,7 @@ class Checkpointer:
         if ending:
             self._forget_failure()
         if due:
-            self._saver.settle(wait=self._when_busy == "wait")
+            self._saver.settle(wait=self._options.when_busy == "wait")
             self._begin()
         if ending and not self._saver.deferred:
             try:
@@ -293,19 +260,21 @@ class Checkpointer:
         """Save a checkpoint now, after the one that is being written.
 
         Args:
-            wait: until it is durable; if not, it becomes so while training goes on.
+            wait: whether to wait until the checkpoint is durable; if not, training may go on
+                meanwhile.
 
         Returns:
-            If ``wait``, the report of the checkpoint that holds the present state: always. If the
-            last one is of this step and nothing at all has changed since (rows, parameters,
-            buffers, optimizers, state objects), nothing is written and its report is returned, with
-            ``unchanged``. Unless ``wait``, None: always; ``step`` or ``wait`` return the report.
+            With ``wait``, always the report of the checkpoint that holds the present state: of the
+            last one, with ``unchanged``, if it is of this step and nothing at all has changed since
+            (rows, parameters, buffers, optimizers, state objects). Without ``wait``, always None;
+            ``step`` or ``wait`` return the report.
 
         Raises:
-            SaveDeferred: gradients wait for their optimizer on any rank, and ``wait``; ``step``
-                will save as soon as none does, as it also will without ``wait``.
-            SaveFailed, UnsupportedState, InvalidPlan: it was not committed, on no rank, whatever
-                ``max_failures`` allows ``step``; its rows stay marked. Or the one before was not.
+            SaveDeferred: with ``wait``, on any rank gradients wait for their optimizer. With or
+                without ``wait``, ``step`` saves as soon as none waits.
+            SaveFailed, UnsupportedState, InvalidPlan: this or the previous checkpoint was not
+                committed, on no rank, whatever ``max_failures`` allows ``step``; its rows stay
+                marked.
             ModelPartlyRestored, RootInUse, RootNotShared, ClaimDamaged: as ``step``.
         """
         self._require_usable()
@@ -314,18 +283,9 @@ class Checkpointer:
         if not wait:
             self._saver.raise_failure()
             return None
-        self._saver.outcome()  # of the one before: its error, or nothing that is new
-        if begun is Begun.FAILED:
-            raise SaveFailed(
-                f"step {self.steps} was not saved: on another rank the checkpoint before was not "
-                "committed. Its rows are kept for the next one; save again"
-            )
-        if begun is Begun.DEFERRED:
-            raise SaveDeferred(
-                f"step {self.steps} was not saved: gradients wait for their optimizer, and a "
-                "checkpoint would lose them. Call the optimizer's step(), or zero_grad() to drop "
-                "them, and save again; step() saves by itself as soon as none waits"
-            )
+        self._saver.outcome()  # of the previous checkpoint: raises its error
+        if error := not_begun(begun, self.steps):
+            raise error
         if begun is Begun.UNCHANGED:
             return self._saver.unchanged()
         report = self.wait()
@@ -333,12 +293,12 @@ class Checkpointer:
         return report
 
     def mark(self, table: str, rows: RowIds) -> None:
-        """Mark rows (global ids) that were written in a way that PyTorch doesn't notice: through
-        ``.data``, NumPy, a collective on the table or a kernel of your own. Call it on all ranks.
+        """Mark rows (global ids) that were written unnoticed by PyTorch; call it on all ranks.
 
-        Other writes by hand (``copy_``, ``weight[rows] = …``, ``load_state_dict``, also of
+        Writes through ``.data``, NumPy, a collective on the table or a kernel of your own need
+        this. Other writes by hand (``copy_``, ``weight[rows] = …``, ``load_state_dict``, also of
         optimizers) are noticed, and mark all rows of the tables concerned, whether ``mark`` names
-        some or not: do them inside ``writing`` where only those rows are to be saved.
+        some or not: wrap them in ``writing`` to save only the rows written.
 
         Raises:
             KeyError, IndexError: no such table, or no such row of it.
@@ -346,35 +306,27 @@ class Checkpointer:
         self._target.tracked.mark(table, rows)
 
     def writing(self, table: str, rows: RowIds) -> AbstractContextManager[None]:
-        """Announce that the ``with`` block writes these rows (global ids) by hand: they are marked,
-        and no others. Enter it on all ranks; each writes those that it holds.
+        """Mark these rows (global ids), and no others, for the writes of a ``with`` block.
 
-        Raises:
-            KeyError, IndexError: no such table, or no such row of it.
+        Enter it on all ranks; each rank writes the rows that it holds. Raises as ``mark``.
         """
         return self._target.tracked.writing(table, rows)
 
     def mark_all(self, table: str | None = None) -> None:
-        """Mark all rows of a table, or of all tables; call it on all ranks, as ``mark``."""
+        """Mark all rows of a table, or of all tables; call it on all ranks."""
         self._target.tracked.mark_all(table)
 
     def wait(self) -> CheckpointReport | None:
-        """Wait until the checkpoint that was begun is durable.
-
-        Returns:
-            The report of the last checkpoint that has become durable, unless ``step``, ``save`` or
-            ``wait`` has returned it already. None if there is no such: nothing was begun since, or
-            it failed and so many failures are allowed (``max_failures``; they are logged).
+        """Wait until the checkpoint that was begun is durable; return its report as ``step`` does.
 
         Raises:
-            SaveFailed, UnsupportedState, InvalidPlan: it was not committed.
+            SaveFailed, UnsupportedState, InvalidPlan: the checkpoint was not committed.
         """
         self._saver.settle(wait=True)
         return self._saver.outcome()
 
     def close(self) -> None:
-        """Saves if that is due at the end (``AtEnd``), waits, takes the hooks off the model and
-        gives the staging memory back. Closing again does nothing.
+        """Save if ``AtEnd`` asks, wait, remove the hooks, free the staging memory; at most once.
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
@@ -386,7 +338,7 @@ class Checkpointer:
             self._saver.settle(wait=True)
             wanted = self._schedule.at_end and self._partly_restored is None
             if wanted and self._saver.has_unsaved_steps(self.steps):
-                self._forget_failure()  # its rows are part of this one
+                self._forget_failure()  # its rows are part of the checkpoint begun here
                 if self._begin() is Begun.DEFERRED:
                     raise SaveFailed(
                         f"the last checkpoint, of step {self.steps}, was not made: gradients wait "
@@ -411,7 +363,7 @@ class Checkpointer:
     ) -> None:
         if error is None:
             self.close()
-        else:  # the other ranks may never come: wait for nobody
+        else:  # the other ranks may never arrive: wait for none
             self._release(failed=True)
 
     def _release(self, failed: bool = False) -> None:

@@ -1,5 +1,7 @@
-"""Tell what lies where no checkpoint was found: a typo in a root must not begin training anew
-unnoticed, and a run that starts anew on purpose must not delete what is there.
+"""Report what a root without a usable checkpoint holds.
+
+A typo in a root must not start training fresh unnoticed, and a run that starts fresh on purpose
+must not delete what is there.
 """
 
 from __future__ import annotations
@@ -9,39 +11,38 @@ import logging
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound, RootInUse
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.shared_root import require_nowhere
-from torchrec_checknrun.root.chain import committed, has_manifest, newest
-from torchrec_checknrun.root.empty_root import describe_empty
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.checkpoints import committed, describe_empty, has_manifest
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.store.folder import Folder
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 
-def start_anew(root: Folder, ranks: Ranks, *, required: bool) -> None:
-    """Tell loudly that no checkpoint was found, and where; a collective.
+def start_fresh(root: Folder, ranks: Ranks, *, required: bool) -> None:
+    """Warn that no checkpoint was found, and where; a collective.
 
     Raises:
-        CheckpointNotFound: one is required.
-        RootNotShared: other ranks see one.
-        RootInUse: one was committed meanwhile.
+        CheckpointNotFound: a checkpoint is required.
+        RootNotShared: other ranks see a checkpoint.
+        RootInUse: a checkpoint was committed meanwhile.
     """
     require_nowhere(root, ranks)
     where = ranks.from_rank_0(lambda: _describe_uncommitted(root))
     if required:
         raise CheckpointNotFound(
             f"nothing to restore: {where}. Name the root that the checkpoints are in, or start "
-            'anew with required=False or resume="auto"'
+            'fresh with required=False or resume="auto"'
         )
     if ranks.rank == 0:
         logger.warning("nothing restored, a FRESH START: %s", where)
 
 
 def protect_existing(root: Folder, ranks: Ranks, writer: RootWriter) -> None:
-    """Keep the newest chain of a root in which a run starts anew from being deleted, and tell of
-    it; a collective.
+    """Protect the newest chain of a root in which a run starts fresh, and report it; a collective.
 
     Raises:
-        StorageFailed: the storage can't be read: nothing could be kept.
+        StorageFailed: the storage can't be read: nothing could be protected.
     """
 
     def protect() -> str:
@@ -49,11 +50,11 @@ def protect_existing(root: Folder, ranks: Ranks, writer: RootWriter) -> None:
             chain, problems = newest(root)
             writer.leave_behind(chain)
         except CheckNRunError as error:
-            return f"what is in {root} can't be read: {error}"
+            return f"the checkpoints in {root} can't be read: {error}"
         if chain is not None:
             return (
                 f"{root} holds checkpoints up to {chain.head.id} (step {chain.head.step}), which "
-                "this run leaves behind as a fork; that chain is not deleted"
+                "this run abandons as a fork; that chain is not deleted"
             )
         if problems:
             return f"{root} holds checkpoints, but none can be restored: {'; '.join(problems)}"
@@ -65,10 +66,10 @@ def protect_existing(root: Folder, ranks: Ranks, writer: RootWriter) -> None:
 
 
 def _describe_uncommitted(root: Folder) -> str:
-    """As ``describe_empty``.
+    """Describe the content of a root that holds no checkpoint.
 
     Raises:
-        RootInUse: something was committed there just now.
+        RootInUse: a checkpoint was committed there just now.
     """
     if any(has_manifest(root, name) for name in committed(root)):
         raise RootInUse(

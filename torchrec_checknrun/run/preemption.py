@@ -1,8 +1,12 @@
-"""What SIGTERM means, and that the process ends in time: a preemption, or a peer that has died.
+"""Handle SIGTERM: tell a preemption from a peer that has died, and end the process in time.
 
-A preempted job may save once more, and all its ranks are there to do so. But torchrun sends SIGTERM
-to the workers that are left when one has died, and they may be stuck waiting for the dead one. So
-the ranks call the roll, again and again, in threads that no collective can block.
+A preempted job may save once more, and all its ranks are there to do so. But when a worker has
+died, torchrun sends SIGTERM to the workers that are left, and they may be stuck waiting for the
+dead one. So the ranks call the roll, again and again, in threads that no collective can block.
+
+SIGTERM is heard at once, even while the main thread is stuck in C++, where Python's handlers wait:
+the interpreter's C handler writes the signal's number to a socket as soon as the signal comes, and
+a thread that reads the socket can act without disturbing the main thread.
 """
 
 from __future__ import annotations
@@ -27,26 +31,31 @@ from torch.distributed import DistError, Store
 
 logger = logging.getLogger(__name__)
 
+Handler = Callable[[int, FrameType | None], Any]
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""The exit code that a shell reports of a process ended by SIGTERM."""
 PATIENCE_SECONDS = 1.5
-"""How long a roll call waits for an answer. With the time to say goodbye, less than 2 seconds."""
+"""Seconds that a roll call waits for an answer. With the goodbye, less than 2 seconds."""
 _PAUSE_SECONDS = 0.5
-"""Between two looks whether another rank got SIGTERM, and between two roll calls."""
+"""Seconds between two looks for another rank's SIGTERM, and between two roll calls."""
 _GOODBYE_SECONDS = 0.3
 _TICK_SECONDS = 0.1
 
 
 class Preemption:
-    """Listens for SIGTERM, on any rank, and ends this process in time.
+    """A listener for SIGTERM on any rank that ends this process in time.
 
     From the first SIGTERM on, a rank that doesn't answer for ``PATIENCE_SECONDS`` makes the others
     exit, and so does the end of the grace time; both with SIGTERM's exit code, and without
-    unwinding the main thread, which may be stuck. Only ``end`` unwinds it.
+    unwinding the main thread, which may be stuck. Only ``end`` unwinds the main thread.
 
-    Made on all ranks at once; the signal is heard only where this is the main thread.
+    Construct it on all ranks at once; a rank hears the signal only if constructed in its main
+    thread.
 
     Args:
-        store: for a thread of its own; its keys are used by nobody else. None: one rank alone.
-        grace_seconds: from the signal to the exit.
+        store: for a thread of its own; no other code uses its keys. None: one rank alone.
+        grace_seconds: seconds from the signal to the exit.
     """
 
     def __init__(self, store: Store | None, world_size: int, grace_seconds: float) -> None:
@@ -55,7 +64,7 @@ class Preemption:
         self._lock = threading.Lock()
         self._heard = threading.Event()
         self._all_here = threading.Event()
-        self._news = threading.Event()  # SIGTERM was heard, or the roll is not to be called
+        self._news = threading.Event()  # SIGTERM was heard, or there will be no roll call
         self._no_more_rolls = threading.Event()
         self._leaves = False
         self._closed = False
@@ -67,30 +76,30 @@ class Preemption:
         self._roll_call: threading.Thread | None = None
         if store is not None:
             self._roll_call = _thread("checknrun-roll-call", self._call_roll, store)
-            # A thread that comes back from C++ while the interpreter ends would abort the process.
+            # A thread that returns from C++ while the interpreter ends would abort the process.
             atexit.register(self._stop_roll_call)
         _thread("checknrun-sigterm", self._keep_time)
 
     @property
     def heard(self) -> bool:
-        """Whether some rank has got SIGTERM, as far as known here."""
+        """Whether some rank has received SIGTERM, as far as known here."""
         return self._heard.is_set()
 
     @property
     def all_here(self) -> bool:
-        """Whether some rank has got SIGTERM and all have answered since: they can still save."""
+        """Whether all ranks have answered since a SIGTERM, and so can still save."""
         return self._all_here.is_set()
 
     @property
     def remaining_seconds(self) -> float:
-        """Of the grace time; infinite before any SIGTERM."""
+        """Seconds left of the grace time; infinite before any SIGTERM."""
         return max(0.0, self._grace_ends - time.monotonic())
 
     def end(self) -> None:
-        """Ends the process as SIGTERM would have: runs the handler that was there before.
+        """End the process like SIGTERM would have: run the previous handler.
 
-        Should that return, the process is its own again. Without one, the grace time still holds
-        for whatever the exit runs.
+        If that handler returns, the process goes on undisturbed. Without a handler, the grace time
+        still limits everything that the exit runs.
 
         Raises:
             SystemExit: there was no Python handler.
@@ -101,11 +110,11 @@ class Preemption:
         self._stop_clock()
 
     def close(self, failed: bool = False) -> None:
-        """Gives SIGTERM back; if one has come, ends the process as ``end`` does.
+        """Restore SIGTERM's handler; after a SIGTERM, end the process as ``end`` does.
 
         Args:
-            failed: an exception is on its way out and ends the process in its own way. Should it
-                not, after a SIGTERM, then the grace time does.
+            failed: whether an exception is on its way out and ends the process in its own way. If
+                the exception doesn't, after a SIGTERM, the grace time does.
 
         Raises:
             SystemExit: as ``end``.
@@ -133,11 +142,11 @@ class Preemption:
             self._heard.set()
         self._news.set()
         self._sigterm.wake()
-        # Not in this thread: the main one may be stuck with the lock of a stream.
+        # In a thread of its own: the main thread may be stuck with the lock of a stream.
         _thread("checknrun-log", logger.warning, "SIGTERM to %s: calling the roll", to_whom)
 
     def _keep_time(self) -> None:
-        """One thread: hears the signal, and exits at a deadline. It asks nobody for anything."""
+        """Hear the signal and exit at a deadline, in a thread that depends on no other."""
         while not self._clock_stopped:
             if self._sigterm.wait(_TICK_SECONDS if self.heard else None):
                 self._hear("this process")
@@ -149,7 +158,7 @@ class Preemption:
         self._sigterm.dispose()
 
     def _call_roll(self, store: Store) -> None:
-        """The other thread: it may wait for the store, and the first one acts on its silence."""
+        """Call the roll in a thread that may wait for the store; ``_keep_time`` acts on silence."""
         with suppress(DistError):  # the store's process has ended
             while not self._news.wait(_PAUSE_SECONDS):
                 if store.check(["sigterm"]):
@@ -164,7 +173,7 @@ class Preemption:
                 number += 1
             if self._leaves:
                 if number:
-                    store.add(f"here/{number - 1}", -1)  # not to be counted twice
+                    store.add(f"here/{number - 1}", -1)  # else counted twice
                 store.add("left", 1)
 
     def _await_answers(self, store: Store, roll: str) -> None:
@@ -180,7 +189,11 @@ class Preemption:
                 self._all_here.set()
 
     def _stop_roll_call(self, leaves: bool = False) -> None:
-        """``leaves``: the others hear that this rank's silence is no loss."""
+        """Stop calling the roll.
+
+        Args:
+            leaves: whether to tell the other ranks that this rank's silence is no loss.
+        """
         atexit.unregister(self._stop_roll_call)
         with self._lock:
             self._leaves = self._leaves or leaves
@@ -195,38 +208,11 @@ class Preemption:
         self._sigterm.wake()
 
 
-def _thread(name: str, run: Callable[..., None], *arguments: object) -> threading.Thread:
-    thread = threading.Thread(target=run, name=name, args=arguments, daemon=True)
-    thread.start()
-    return thread
-
-
-def _exit(reason: str) -> None:
-    """Exits at once; logs, as far as nobody holds the locks of the streams."""
-
-    def say_goodbye() -> None:
-        logger.critical("exiting at once: %s", reason)
-        for handler in logging.getLogger().handlers + logger.handlers:
-            handler.flush()
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-    _thread("checknrun-goodbye", say_goodbye).join(_GOODBYE_SECONDS)
-    os._exit(EXIT_CODE)
-
-
-Handler = Callable[[int, FrameType | None], Any]
-
-
-EXIT_CODE = 128 + signal.SIGTERM
-"""What a shell reports of a process that SIGTERM ended."""
-
-
 class Sigterm:
-    """Takes SIGTERM over until it is closed.
+    """The handling of SIGTERM, taken over from construction until ``restore``.
 
-    Outside of the main thread, and over a handler that is not Python's, it takes nothing over and
-    warns. A forked child gets back what was there before.
+    Outside of the main thread, and over a handler that is not Python's, nothing is taken over, with
+    a warning. A forked child gets the previous handler back.
     """
 
     def __init__(self) -> None:
@@ -240,7 +226,7 @@ class Sigterm:
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "SIGTERM can be handled in the main thread only, and the checkpointer is made in "
-                "%s: this process will not save when it gets SIGTERM",
+                "%s: this process will not save when it gets SIGTERM; make it in the main thread",
                 threading.current_thread().name,
             )
         elif signal.getsignal(signal.SIGTERM) is None:
@@ -252,17 +238,17 @@ class Sigterm:
             self._install()
 
     def wait(self, seconds: float | None) -> bool:
-        """Returns after so many seconds, or at ``wake``, or when SIGTERM comes: then True."""
+        """Wait for SIGTERM, ``wake`` or a timeout; return whether SIGTERM has come."""
         ready, _, _ = select.select([self._reader], [], [], seconds)
         return bool(ready) and signal.SIGTERM in self._reader.recv(4096)
 
     def wake(self, number: int = 0) -> None:
-        """Makes ``wait`` return in its thread."""
-        with suppress(OSError):  # full: it will return anyway
+        """Make ``wait`` return in its thread."""
+        with suppress(OSError):  # full: ``wait`` will return anyway
             self._writer.send(bytes([number]))
 
     def act(self) -> None:
-        """What SIGTERM would have done: runs the handler before this one.
+        """Act like SIGTERM would have: run the previous handler.
 
         Raises:
             SystemExit: with SIGTERM's exit code; there was no handler.
@@ -273,7 +259,7 @@ class Sigterm:
             raise SystemExit(EXIT_CODE)
 
     def restore(self) -> None:
-        """Puts back what was there before; what others have installed since stays."""
+        """Reinstall the previous handler, unless other code has installed its own since."""
         if not self.installed:
             return
         self.installed = False
@@ -289,24 +275,24 @@ class Sigterm:
         self._is_wakeup = False
 
     def dispose(self) -> None:
-        """Closes the socket, which nobody waits for any more."""
+        """Close the socket, once no thread waits for it any more."""
         if not self._is_wakeup:
             self._reader.close()
             self._writer.close()
 
     def _install(self) -> None:
         self._previous = signal.signal(signal.SIGTERM, self._handle)
-        # C++ code in the main thread was written for a process that SIGTERM ends: no call of its
-        # is to be interrupted by it.
+        # C++ code in the main thread was written for a process that SIGTERM ends: none of its
+        # calls may be interrupted by the signal.
         signal.siginterrupt(signal.SIGTERM, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self.installed = self._is_wakeup = True
         _installed.add(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Makes the interpreter take the signal; runs when the main thread gets to it.
+        """Handle the signal in the main thread, whenever that gets to it.
 
-        Mostly the reading thread has heard of it long before, unless another wakeup file
+        Mostly the reading thread has heard the signal long before, unless another wakeup file
         descriptor was set meanwhile (by asyncio, say).
         """
         if self.installed:
@@ -315,10 +301,33 @@ class Sigterm:
             self.act()
 
 
+def _thread(name: str, run: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=run, name=name, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _exit(reason: str) -> None:
+    """Exit at once; log the reason if no thread holds the locks of the streams."""
+
+    def say_goodbye() -> None:
+        logger.critical("exiting at once: %s", reason)
+        for handler in logging.getLogger().handlers + logger.handlers:
+            handler.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    _thread("checknrun-goodbye", say_goodbye).join(_GOODBYE_SECONDS)
+    os._exit(EXIT_CODE)
+
+
 _installed: weakref.WeakSet[Sigterm] = weakref.WeakSet()
 
 
 def _restore_in_child() -> None:
-    # Its signals would be heard by the parent: the socket is the same one.
+    # The child shares the parent's socket: the parent would hear the child's signals.
     for sigterm in list(_installed):
         sigterm.restore()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)

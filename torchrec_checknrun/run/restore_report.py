@@ -1,4 +1,4 @@
-"""Report a restore: to the log, and to whoever asked for it."""
+"""Report a restore to the log and to the caller."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torchrec_checknrun.run.saver import Saver
 def report_restored(
     saver: Saver, found: Restored, before: Quantization, seconds: float
 ) -> RestoreReport:
-    """Log what was restored, skipped and passed over, and return it.
+    """Log and return the restored, skipped and passed-over parts.
 
     Args:
-        before: in what rows were stored until now: restores from quantized rows are counted, and
-            too many of them raise the width.
-        seconds: the restore took.
+        before: the quantization until now: restores from quantized rows are counted, and too many
+            of them raise the width.
+        seconds: the duration of the restore.
     """
     if saver.quantization != before:
         saver.log(

@@ -1,4 +1,14 @@
-"""Asks the triggers after every step, and has one answer on all ranks."""
+"""Ask the triggers after every step, and give the same answer on all ranks.
+
+Triggers that follow from the step alone answer alike on every rank. Where only rank 0 can answer (a
+clock, a signal), the ranks agree on a step to act at through the store, without a collective in any
+step: rank 0 announces a step a little ahead; the others look once per step, and acknowledge it. At
+that step rank 0 writes ``save`` or ``end`` if all have, and the others wait for its word. No rank
+can act alone: the word is written once, by whichever rank comes first, and a rank that sees the
+announcement too late, or has waited too long, writes that it is off. Then rank 0 announces another
+step, further ahead. When a restore takes all ranks back to before the announcement, rank 0 writes
+that it is off.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +24,29 @@ from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.run.preemption import Preemption
 from torchrec_checknrun.run.triggers import AtEnd, Moment, OnSigterm, Trigger
 
+LEAD = 3
+"""Steps ahead: as many batches as TorchRec's pipelines have in flight, so that a rank's Python code
+is hardly ever further on than rank 0's."""
+
 _SAVE = "save"
 _END = "end"
+_OFF = "off"
+_FURTHEST = 1 << 16
+"""Largest number of steps ahead."""
+_URGENT_SECONDS = 1.0
 
 
 class Schedule:
-    """When checkpoints are due. Made on all ranks at once, with equal triggers.
+    """The steps at which checkpoints are due, the same on all ranks.
 
-    Without a trigger that only rank 0 can answer, asking costs no communication; with one, each
-    other rank looks into the store once per step.
+    Construct it on all ranks at once, with equal triggers. Without a trigger that only rank 0 can
+    answer, asking costs no communication; with one, each other rank looks into the store once per
+    step.
 
     Attributes:
         at_end: whether a checkpoint is due when the checkpointer is closed.
-        ending: whether the checkpoint that is due is the last: save it, wait for it no longer than
-            ``remaining_seconds``, then ``end``. The same on all ranks; stays until then.
+        ending: whether the due checkpoint is the last: save it, wait for it no longer than
+            ``remaining_seconds``, then call ``end``. The same on all ranks; stays until then.
     """
 
     def __init__(
@@ -54,13 +73,14 @@ class Schedule:
 
     @property
     def remaining_seconds(self) -> float:
-        """Until the process ends by itself: the grace time after a SIGTERM; infinite before."""
+        """Seconds until the process ends by itself after a SIGTERM; infinite before one."""
         return self._preemption.remaining_seconds if self._preemption else math.inf
 
     def due(self, step: int) -> bool:
-        """Whether to begin a checkpoint after this step: the same answer on all ranks.
+        """Tell whether to begin a checkpoint after this step; call it on all ranks at every step.
 
-        To be called on all ranks after each step.
+        Returns:
+            The same answer on all ranks.
 
         Raises:
             StoreUnreachable: the ranks can't agree any more.
@@ -72,12 +92,12 @@ class Schedule:
         return any(at_step) or word is not None or self.ending
 
     def saved(self) -> None:
-        """A checkpoint was begun, for whatever reason: seconds count from now."""
+        """Note that a checkpoint was begun, for whatever reason: seconds count from now."""
         self._begun = self._clock()
         self._wanted = False
 
     def end(self) -> None:
-        """Ends the process as SIGTERM would have, when ``ending`` and saved (or not).
+        """End the process like SIGTERM would have, when ``ending`` and saved (or not).
 
         Raises:
             SystemExit: there was no Python handler for SIGTERM, which would have been run instead.
@@ -88,10 +108,10 @@ class Schedule:
         preemption.end()
 
     def close(self, failed: bool = False) -> None:
-        """Gives SIGTERM back; if one has come meanwhile, ends the process as ``end`` does.
+        """Restore SIGTERM's handler; after a SIGTERM, end the process as ``end`` does.
 
         Args:
-            failed: an exception is on its way out, and the other ranks may not come.
+            failed: whether an exception is on its way out, and the other ranks may not come.
 
         Raises:
             SystemExit: as ``end``.
@@ -118,27 +138,14 @@ class Schedule:
         return _SAVE if self._wanted else None
 
 
-LEAD = 3
-"""Steps ahead: as many batches as TorchRec's pipelines have in flight, so that a rank's Python code
-is hardly ever further on than rank 0's."""
-
-
-_FURTHEST = 1 << 16
-
-
-_URGENT_SECONDS = 1.0
-
-
-_OFF = "off"
-
-
 class Appointments:
     """One rank's view of the steps that all ranks act at.
 
     Args:
-        store: used by this thread alone; its keys are used by nobody else.
+        store: used by this thread alone; no other code uses its keys.
         lead: how many steps ahead rank 0 announces; doubled whenever that was too few.
         patience: seconds that a rank waits for rank 0's word before it calls the appointment off.
+        urgent_patience: seconds that rank 0 waits for acknowledgements of an urgent wish.
     """
 
     def __init__(
@@ -159,43 +166,46 @@ class Appointments:
         self._urgent_patience = urgent_patience
         self._number = 0
         self._step: int | None = None
-        """The step announced, once it is known here; on other ranks than 0: and acknowledged."""
+        """The announced step, once known here; on other ranks than 0: known and acknowledged."""
         self._announced_at = 0
-        """On rank 0: the step after which it was."""
+        """On rank 0: the step after which the announcement was made."""
 
     def agreed(self, step: int, wish: str | None, urgent: bool = False) -> str | None:
-        """To be called on all ranks after each step, with the same numbers; these may go back, as
-        they do when an older checkpoint is restored.
+        """Return rank 0's wish at the step that all ranks have agreed on; None at other steps.
+
+        Call it on all ranks after each step, with the same step numbers, which may go back: a
+        restore of an older checkpoint takes them back.
 
         Args:
-            wish: rank 0: what all should do soon, any word; None: nothing (now, or any more). The
-                other ranks': ignored.
-            urgent: rank 0: steps may be slow, and the next one is better than the third; worth
-                a wait of a second for the others.
+            wish: on rank 0: what all ranks should do soon, any word; None: nothing (now, or any
+                more). Ignored on other ranks.
+            urgent: on rank 0: whether steps may be slow and the next one is better than the third;
+                worth a second of waiting for the others.
 
         Returns:
-            Rank 0's wish at the step that all ranks have agreed on, the same on all; else None.
+            The same on all ranks.
 
         Raises:
-            StoreUnreachable: rank 0, or whoever keeps the store, is gone.
+            StoreUnreachable: rank 0, or the process that keeps the store, is gone.
         """
         try:
             return self._invite(step, wish, urgent) if self._rank == 0 else self._follow(step)
         except DistError as error:
             raise StoreUnreachable(
                 "the store through which ranks agree on a checkpoint can't be reached: the process "
-                f"that keeps it (rank 0 or torchrun's agent) has ended or is cut off: {error}"
+                "that keeps it (rank 0 or torchrun's agent) has ended or is cut off; restart the "
+                f"job: {error}"
             ) from error
 
     def close(self) -> None:
-        """This rank comes to no appointment any more: the others need not wait for it."""
+        """Call off a pending appointment, so that the other ranks don't wait for this one."""
         if self._step is not None:
             with suppress(DistError):
                 self._settle(_OFF)
 
     def _invite(self, step: int, wish: str | None, urgent: bool) -> str | None:
         if self._step is not None and step <= self._announced_at:
-            self._settle(_OFF)  # it would be kept only when training has come there again
+            self._settle(_OFF)  # else it would be kept when training gets there again
         if self._step is not None and step >= self._step:
             on_time = step == self._step
             complete = on_time and self._acknowledged(self._urgent_patience if urgent else 0.0)
@@ -224,17 +234,17 @@ class Appointments:
                 return None
             if now:
                 _poll(lambda: self._store.check([self._key("word")]), self._patience)
-            word = self._settle(_OFF)  # unless rank 0's word is there
+            word = self._settle(_OFF)  # unless rank 0 has written another word
             if word != _OFF and now:
                 return word
 
     def _is_off(self) -> bool:
-        """Whether rank 0 was far enough ahead to miss this rank's acknowledgement."""
+        """Tell whether rank 0 was far enough ahead to miss this rank's acknowledgement."""
         word = self._key("word")
         return self._store.check([word]) and self._store.get(word) == _OFF.encode()
 
     def _acknowledged(self, patience: float) -> bool:
-        """Whether all others have, by now or soon, before any of them calls it off."""
+        """Tell whether all other ranks acknowledge in time, before one of them calls it off."""
 
         def settled() -> bool:
             count = self._store.add(self._key("acknowledged"), 0)
@@ -243,7 +253,7 @@ class Appointments:
         return _poll(settled, patience)
 
     def _settle(self, word: str) -> str:
-        """The appointment's one word: this one, if no other came before it."""
+        """Write the appointment's one word, or return the one that was written before."""
         settled: str = self._store.compare_set(self._key("word"), "", word).decode()
         self._number += 1
         self._step = None
@@ -254,7 +264,7 @@ class Appointments:
 
 
 def _poll(condition: Callable[[], bool], patience: float) -> bool:
-    """Asks until it holds, for so many seconds; more and more rarely, but at least once."""
+    """Return whether a condition comes true within ``patience`` seconds; check it at least once."""
     deadline = time.monotonic() + patience
     pause = 0.0005
     while not condition():

@@ -1,7 +1,7 @@
-"""When a checkpoint is begun: every so many steps or seconds, at the end, before a preemption.
+"""Define when a checkpoint is begun: every so many steps or seconds, at the end, at a preemption.
 
-A trigger is any object with ``by_step`` and ``due``, as small as those here; a ``Schedule`` asks it
-after every training step.
+A trigger is any object with ``by_step`` and ``due``, as small as the classes here; a ``Schedule``
+asks every trigger after every training step.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Moment:
-    """What a trigger is asked about.
+    """A moment after a training step, at which a trigger is asked.
 
     Attributes:
         step: optimizer steps done.
-        seconds: since the last checkpoint was begun, or since the schedule was made.
+        seconds: seconds since the last checkpoint was begun, or since the schedule was made.
     """
 
     step: int
@@ -26,11 +26,11 @@ class Moment:
 
 
 class Trigger(Protocol):
-    """Says when a checkpoint is due.
+    """A rule for when a checkpoint is due.
 
     Attributes:
         by_step: whether the answer follows from ``Moment.step`` alone. If so, every rank asks at
-            every step and saves at just the steps that are named. If not (it looks at a clock, a
+            every step and saves at exactly the named steps. If not (the trigger looks at a clock, a
             file, a queue), only rank 0 asks; the ranks then save together, a few steps later.
     """
 
@@ -38,12 +38,12 @@ class Trigger(Protocol):
     def by_step(self) -> bool: ...
 
     def due(self, now: Moment) -> bool:
-        """Whether a checkpoint should be begun. One yes is enough: it is remembered until then."""
+        """Tell whether to begin a checkpoint; one True is remembered until a checkpoint begins."""
 
 
 @dataclass(frozen=True)
 class EverySteps:
-    """At every ``steps``-th step, counted over all attempts.
+    """A checkpoint at every ``steps``-th step, counted over all attempts.
 
     Raises:
         ValueError: ``steps`` is no whole number, or below 1.
@@ -55,7 +55,9 @@ class EverySteps:
     def __post_init__(self) -> None:
         steps: object = self.steps
         if not isinstance(steps, Real) or steps < 1 or steps % 1:
-            raise ValueError(f"EverySteps needs at least 1 step, in whole ones, not {self.steps!r}")
+            raise ValueError(
+                f"EverySteps needs at least 1 step, a whole number as 1000, not {self.steps!r}"
+            )
 
     def due(self, now: Moment) -> bool:
         return now.step % self.steps == 0
@@ -63,7 +65,7 @@ class EverySteps:
 
 @dataclass(frozen=True)
 class EverySeconds:
-    """As soon as the last checkpoint was begun ``seconds`` ago, by rank 0's clock.
+    """A checkpoint once the last one was begun ``seconds`` ago, by rank 0's clock.
 
     Raises:
         ValueError: ``seconds`` is no positive number.
@@ -82,22 +84,24 @@ class EverySeconds:
 
 @dataclass(frozen=True)
 class AtEnd:
-    """When the checkpointer is closed, unless the last step's checkpoint exists already."""
+    """A checkpoint when the checkpointer is closed, unless the last step is saved already."""
 
     by_step = True
 
     def due(self, now: Moment) -> bool:
-        return False  # no step knows that it is the last one
+        return False  # no step is known to be the last one
 
 
 @dataclass(frozen=True)
 class OnSigterm:
-    """When any rank gets SIGTERM: then the process ends as SIGTERM ends it. See ``Preemption``.
+    """A last checkpoint when any rank gets SIGTERM, before SIGTERM ends the process.
+
+    See ``Preemption`` for how the ranks tell a preemption from a dead peer.
 
     Attributes:
-        grace_seconds: from the signal on; a checkpoint that is not durable by then is given up, and
-            the process exits. Choose less than whoever sends the signal waits before SIGKILL:
-            torchrun and Kubernetes wait 30 seconds.
+        grace_seconds: seconds from the signal to the exit; a checkpoint that is not durable by then
+            is given up. Choose less than the sender waits before SIGKILL: torchrun and Kubernetes
+            wait 30 seconds.
 
     Raises:
         ValueError: ``grace_seconds`` is no positive number.
@@ -113,7 +117,7 @@ class OnSigterm:
             )
 
     def due(self, now: Moment) -> bool:
-        return False  # the ranks agree on the step when the signal has come
+        return False  # the ranks agree on the step once the signal has come
 
 
 def _is_duration(seconds: object) -> bool:

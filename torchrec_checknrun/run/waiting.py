@@ -1,8 +1,8 @@
-"""Wait for a checkpoint that is written in the background, as long as anything is heard of it.
+"""Wait for a checkpoint in the background as long as it makes progress, then give it up.
 
-Calls to the storage and collectives end by themselves (``deadlines``, gloo's timeout), and so does
-the save they are part of. What else could keep it from ending ends here: training, ``close`` and
-the interpreter's exit go on without it, and it is never committed.
+Storage calls and collectives end by themselves (``deadlines``, gloo's timeout), and so does their
+save. A save that hangs for any other reason is given up here: training, ``close`` and the
+interpreter's exit go on without it, and it is never committed.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import sys
 import time
 
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.save.background import Save
+from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.store.deadlines import EXIT_SECONDS, longest_silence
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 _LOOK_SECONDS = 0.2
 _MARGIN = 0.1
-"""Of the timeout, and a second: whoever notices first what is wrong is to say so."""
+"""Share of the timeout, beside a second: the part that notices a fault first should report it."""
 
 
 def await_save(save: Save) -> None:
-    """Return when it is known what became of a save; give it up if it doesn't move any more."""
+    """Wait until a save's outcome is known; give the save up once it makes no progress."""
     limit = save.patience.timeout_seconds * (1 + _MARGIN) + 1
     started = time.monotonic()
     while not save.wait(_LOOK_SECONDS):
@@ -33,8 +33,9 @@ def await_save(save: Save) -> None:
 
 
 def await_at_exit(save: Save) -> None:
-    """Return as ``await_save``, and as soon as the storage leaves one call unanswered for
-    ``EXIT_SECONDS``: a process that is to end does so in seconds.
+    """Wait like ``await_save``, but only seconds for a storage call that stays unanswered.
+
+    A process that is to end gives its save up after ``EXIT_SECONDS`` of the storage's silence.
     """
     limit = min(EXIT_SECONDS, save.patience.timeout_seconds)
     started = time.monotonic()
@@ -47,12 +48,10 @@ def await_at_exit(save: Save) -> None:
             save.give_up(_given_up(save, save.patience.timeout_seconds), force=True)
 
 
-def last_words(save: Save) -> None:
-    """At the exit of a script that ended without ``close``: see that what it began becomes durable,
-    or tell.
-    """
+def finish_at_exit(save: Save) -> None:
+    """Finish a save at the exit of a script that did not call ``close``, or log its failure."""
     if getattr(sys, "last_value", None) is not None:
-        return  # it ended by an error: the other ranks may never come
+        return  # the script ended by an error: the other ranks may never arrive
     await_at_exit(save)
     try:
         save.result()
@@ -63,9 +62,7 @@ def last_words(save: Save) -> None:
 
 
 def still_hanging(step: int, ranks: list[int]) -> SaveFailed:
-    """Return the error of a save that can't begin, since an earlier one hasn't ended on ``ranks``
-    although it was given up.
-    """
+    """Return the error of a save that can't begin while an earlier one hangs on ``ranks``."""
     return SaveFailed(
         f"step {step}: an earlier checkpoint was given up, and what it waits for on ranks {ranks} "
         "has not come back yet. Nothing can be saved until then; if it never does, restart the "

@@ -1,24 +1,14 @@
-"""DCP's storage protocol: one file per rank that ends in its own index, and the manifest, last.
+"""Write and commit a checkpoint: one file per rank that ends in its own index, the manifest last.
 
-Nothing is ever unpickled.
+``save_checkpoint`` is the engine of every save: the ranks plan, write and commit together, and an
+error on one rank is an error on all.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any
-
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from torchrec_checknrun.errors import (
     CheckpointExists,
@@ -35,114 +25,167 @@ from torchrec_checknrun.format.manifest import (
 )
 from torchrec_checknrun.format.rank_file import (
     FileSummary,
+    Job,
     WriteRankFile,
     add_totals,
     write_rank_file,
 )
-from torchrec_checknrun.root.chain import check_sizes, highest_sequence
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.root.chain import check_sizes
+from torchrec_checknrun.root.checkpoints import highest_sequence
 from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.lineage import note_number
-from torchrec_checknrun.save.plan import CheckpointPlanner, GlobalPlan, OwnStorage
+from torchrec_checknrun.save.plan import GlobalPlan, LocalPlan, Prepared, Share, make_global_plan
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import gc_paused
 from torchrec_checknrun.version import __version__
 
 
-class StorageWriter(DcpStorageWriter):
-    """Writes one checkpoint into a directory of its own.
+def save_checkpoint(
+    ranks: Ranks, writer: CheckpointWriter, prepare: Callable[[], Prepared]
+) -> Manifest:
+    """Plan, write and commit one checkpoint. A collective.
 
     Args:
-        path: the checkpoint's directory, a path or fsspec URL; it must not hold anything yet.
-            Differential checkpoints must be beside their parents. One that is open is not opened
-            again, which some stores refuse at times.
-        write: how a rank's file is written.
-        before_commit: raises an error if the checkpoint must not come to be.
-        after_commit: raises an error if it did not come to be after all, although it was written.
+        prepare: returns this rank's part of the checkpoint.
+
+    Returns:
+        The manifest, on all ranks.
+
+    Raises:
+        Exception: an error of any rank, the same on all ranks; see ``Ranks.reduce``.
+    """
+    prepared: Prepared | None = None
+    whole: GlobalPlan | None = None
+
+    def plan() -> LocalPlan:
+        nonlocal prepared
+        prepared = prepare()
+        writer.check(ranks.rank == 0)
+        return prepared.local_plan
+
+    def share_out(plans: list[LocalPlan]) -> list[Share]:
+        nonlocal whole
+        assert prepared is not None
+        shares, whole = make_global_plan(plans, prepared.differences)
+        writer.create()
+        return shares
+
+    share = ranks.reduce_scatter(plan, share_out)
+
+    def write() -> FileSummary:
+        assert prepared is not None
+        return writer.write(ranks.rank, prepared.jobs(share))
+
+    def commit(summaries: list[FileSummary]) -> Manifest:
+        assert whole is not None
+        return writer.commit(whole, summaries)
+
+    return ranks.reduce(write, commit)
+
+
+class CheckpointWriter:
+    """A writer of one checkpoint into a directory of its own.
+
+    Args:
+        folder: the checkpoint's directory, which must be empty or missing. Differential checkpoints
+            must lie beside their parents.
+        write: a function that writes a rank's file.
+        before_commit: called on rank 0; raises an error if the commit must not happen.
+        after_commit: called on rank 0; raises an error if the commit doesn't count.
 
     Attributes:
-        written: this rank's file, once it is.
+        folder: the checkpoint's directory.
+        written: a summary of this rank's file; None until it is written.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | Folder,
+        folder: Folder,
         write: WriteRankFile = write_rank_file,
         before_commit: Callable[[], object] = lambda: None,
         after_commit: Callable[[], object] = lambda: None,
     ) -> None:
-        self._folder = path if isinstance(path, Folder) else Folder(path)
+        self.folder = folder
+        self.written: FileSummary | None = None
         self._write = write
         self._before_commit = before_commit
         self._after_commit = after_commit
-        self.written: FileSummary | None = None
-        self._rank = 0
-        self._is_coordinator = True
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(os.fspath(checkpoint_id))
+    def check(self, on_rank_0: bool) -> None:
+        """Check the directory before anything is written; only rank 0 lists its files.
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self._folder = Folder(checkpoint_id)
-
-    def storage_meta(self) -> StorageMeta:
-        return OwnStorage(checkpoint_id=self._folder.url)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._is_coordinator = is_coordinator
-        self._rank = int(kwargs.get("rank", 0))
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuses a directory that was used before: its files could be mistaken for new ones."""
-        if not is_plain_name(self._folder.name):
+        Raises:
+            InvalidPlan: the directory's name is not allowed.
+            CheckpointExists: the directory holds files, which could be mistaken for new ones.
+        """
+        if not is_plain_name(self.folder.name):
             raise InvalidPlan(
-                f"{self._folder} can't be a checkpoint: its name {self._folder.name!r} must have 1 "
+                f"{self.folder} can't be a checkpoint: its name {self.folder.name!r} must have 1 "
                 "to 255 characters without backslash, '::' and control characters"
             )
-        if self._is_coordinator and self._folder.names():
+        if on_rank_0 and (names := self.folder.names()):
             raise CheckpointExists(
-                f"{self._folder} already holds {self._folder.names()[:3]}: a checkpoint directory "
-                "is written once; save into a new one, or remove it if it is not needed"
+                f"{self.folder} already holds {names[:3]}: a checkpoint directory is written "
+                "once; save into a new one, or remove it if it is not needed"
             )
-        return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._folder.create()
-        self._folder.sync()
-        return plans
+    def create(self) -> None:
+        """Create the directory durably, on rank 0."""
+        self.folder.create()
+        self.folder.sync()
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._folder.create()
-        if not isinstance(planner, CheckpointPlanner):
-            raise InvalidPlan(
-                "StorageWriter writes chunks that this package's SavePlanner encodes: pass "
-                "planner=SavePlanner() to dcp.save as well"
-            )
-        jobs = (planner.job(item) for item in plan.items)
-        self.written = summary = self._write(self._folder, self._rank, jobs)
-        done: Future[list[WriteResult]] = Future()
-        index = MetadataIndex(summary.file.name)
-        done.set_result([WriteResult(index, summary.file.size, summary)])
-        return done
+    def write(self, rank: int, jobs: Iterator[Job]) -> FileSummary:
+        """Write a rank's file, durably."""
+        self.folder.create()
+        self.written = self._write(self.folder, rank, jobs)
+        return self.written
 
     @gc_paused()
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits: everything is durable by now, and the manifest makes the checkpoint exist."""
-        plan: GlobalPlan = metadata.planner_data
-        summaries = [result.storage_data for of_rank in results for result in of_rank]
+    def commit(self, plan: GlobalPlan, summaries: Sequence[FileSummary]) -> Manifest:
+        """Commit on rank 0, once all files are durable: the manifest makes the checkpoint exist.
+
+        Args:
+            summaries: of the written files, by rank.
+
+        Raises:
+            InvalidPlan: a rank has written other chunks than planned.
+            SaveFailed: the checkpoint was not committed, or its files are gone.
+        """
         written = tuple(summary.file.chunks for summary in summaries)
         if written != plan.chunks:
             raise InvalidPlan(f"ranks were to write {plan.chunks} chunks, but wrote {written}")
+        manifest = self._manifest(plan, summaries)
+        root, explicit = self.folder.parent, plan.header.epoch is not None
+        self._before_commit()
+        self._check_files(manifest, "while it was written")
+        data = manifest.to_bytes()
+        self.folder.put(MANIFEST_NAME, data, new=True)
+        note_number(root, manifest.sequence)
+        # Between the last look and the put this process may have been stopped for hours.
+        self._check_files(manifest, "while it was committed")
+        if self.folder.read(MANIFEST_NAME) != data:
+            raise SaveFailed(f"{self.folder}/{MANIFEST_NAME} is not the one written here")
+        claim = None if explicit else latest_claim(root)
+        if claim is not None and not claim.admits(manifest.id, manifest.epoch):
+            raise SaveFailed(
+                f"a writer claimed {root} while {manifest.id} was committed, which therefore "
+                "doesn't count: save again, into another directory"
+            )
+        self._after_commit()
+        return manifest
+
+    def _manifest(self, plan: GlobalPlan, summaries: Sequence[FileSummary]) -> Manifest:
+        """Make the manifest; a checkpoint without a number gets the root's next one."""
         header = plan.header
-        root, sequence, epoch = self._folder.parent, header.sequence, header.epoch
+        root, sequence, epoch = self.folder.parent, header.sequence, header.epoch
         if sequence is None:
             sequence = highest_sequence(root) + 1
             require_sequence(sequence)
         if epoch is None:
             epoch = claim.epoch if (claim := latest_claim(root)) else 0
-        manifest = Manifest(
-            id=self._folder.name,
+        return Manifest(
+            id=self.folder.name,
             sequence=sequence,
             step=header.step,
             kind=header.kind,
@@ -161,33 +204,15 @@ class StorageWriter(DcpStorageWriter):
             lineage=header.lineage,
             epoch=epoch,
         ).sealed()
-        self._before_commit()
-        self._check_files(manifest, "while it was written")
-        data = manifest.to_bytes()
-        self._folder.put(MANIFEST_NAME, data, new=True)
-        note_number(root, sequence)
-        # Between the last look and the put this process may have been stopped for hours.
-        self._check_files(manifest, "while it was committed")
-        if self._folder.read(MANIFEST_NAME) != data:
-            raise SaveFailed(f"{self._folder}/{MANIFEST_NAME} is another one than was written")
-        claim = latest_claim(root) if header.epoch is None else None
-        if claim is not None and not claim.admits(manifest.id, epoch):
-            raise SaveFailed(
-                f"a writer claimed {root} while {manifest.id} was committed, so that it doesn't "
-                "count: save again, into another directory"
-            )
-        self._after_commit()
-        # dcp.save gives every rank this metadata once all is done.
-        metadata.planner_data = manifest
 
     def _check_files(self, manifest: Manifest, when: str) -> None:
-        """Check that the files are as they were written.
+        """Check that the files still have their sizes.
 
         Raises:
-            SaveFailed: somebody has taken them for leftovers.
+            SaveFailed: files are gone, which somebody may have taken for leftovers.
         """
         try:
-            check_sizes(self._folder.parent, manifest)
+            check_sizes(self.folder.parent, manifest)
         except CorruptCheckpoint as error:
             raise SaveFailed(
                 f"files of {manifest.id} went away {when}: {error}. Leave deleting to `retention` "
@@ -197,7 +222,7 @@ class StorageWriter(DcpStorageWriter):
 
 def _sum_tables(plan: GlobalPlan, parts: list[dict[str, TableTotals]]) -> dict[str, TableTotals]:
     totals = {name: TableTotals(shape.rows, shape.dim) for name, shape in plan.tables.items()}
-    # Rank by rank, as they lie in memory: a thousand ranks' parts fit in no processor's cache.
+    # Rank by rank, as in memory: a thousand ranks' parts exceed every processor's cache.
     for part in parts:
         for name, of_rank in part.items():
             if name in totals:

@@ -1,7 +1,7 @@
-"""Digests of encoded state: whether two ranks, or two instants, have the same content.
+"""Digests of encoded state, which tell whether two ranks, or two instants, have the same content.
 
-Dict keys count in sorted order, since ranks may have made them in another one; what is stored keeps
-its own. All else counts as it is encoded, to the bit.
+Dict keys are digested in sorted order, since ranks may have inserted them in different orders; the
+stored state keeps its own order. Everything else is digested as encoded, to the bit.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import xxhash
 
 from torchrec_checknrun.dense.param_groups import OWNERS
 from torchrec_checknrun.dense.wrappers import WRAPPERS
-from torchrec_checknrun.format.chunk import EncodedChunk, Entry
+from torchrec_checknrun.format.chunk import STATE, EncodedChunk, Entry
 from torchrec_checknrun.format.state import Tree, tree_items
 
 _WITH_BYTES = ("b", "x", "n")
 """Letters of nodes that point into the payload."""
-_NAMED_PARTS = 512
+_MOST_PARTS = 512
 _PART_BYTES = 4
 _SLICE = 4096
-"""Plain elements of a list that count as one part: a reader may keep a million of them."""
+"""Plain elements of a list that form one part: a reader's list may have a million elements."""
 
 Bytes = bytes | memoryview
 Read = Callable[[int, int], Bytes]
-"""The payload's bytes from an offset on, so many."""
+"""Takes an offset and a length, and returns these bytes of the payload."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,11 @@ class Digest:
     """A state object's digest, small enough to be sent to rank 0 with every plan.
 
     Attributes:
-        whole: of all of it, 16 bytes.
-        parts: four bytes for each of its first 512 values, which tell where two differ.
-        alike: of what all ranks must have alike, 16 bytes: all but what optimizers' wrappers hold.
-            These may know a rank's own things, such as the norm of its gradients.
+        whole: digest of all content, 16 bytes.
+        parts: four bytes for each of the first 512 values, which tell where two objects differ.
+        alike: digest of the content that all ranks must have alike, 16 bytes: all but the content
+            of optimizers' wrappers, which may hold a rank's own values, such as the norm of its
+            gradients.
     """
 
     whole: bytes
@@ -48,33 +49,33 @@ class Digest:
     @classmethod
     def of(cls, chunk: EncodedChunk) -> Digest:
         """Digest a chunk: a state object's tree and payload, any other one's entry and bytes."""
-        if chunk.entry["kind"] != "state":
+        if chunk.entry["kind"] != STATE:
             digest = _plain_digest(chunk.entry, chunk.pieces)
             return cls(digest, b"", digest)
         read = _reader([memoryview(piece) for piece in chunk.pieces])
         parts = list(_parts(chunk.entry["tree"], read))
         digests = [digest for _, digest in parts]
-        named = b"".join(digest[:_PART_BYTES] for digest in digests[:_NAMED_PARTS])
+        first = b"".join(digest[:_PART_BYTES] for digest in digests[:_MOST_PARTS])
         alike = digests
         if OWNERS in tree_items(chunk.entry["tree"]):  # an optimizer's
             alike = [d for path, d in parts if path.partition(".")[0] != WRAPPERS]
-        return cls(_digest_of(digests), named, _digest_of(alike))
+        return cls(_digest_of(digests), first, _digest_of(alike))
 
     def differing(self, other: Digest, tree: Tree) -> list[str]:
-        """Name this object's values that another rank's has not; empty if none of the first 512
-        says so.
+        """Name the values of this object that another rank's object lacks, among the first 512.
 
         Args:
-            tree: of this object.
+            other: the other rank's digest.
+            tree: this object's tree.
         """
         theirs = set(_split(other.parts))
-        paths = islice(_paths(tree), _NAMED_PARTS)
+        paths = islice(_paths(tree), _MOST_PARTS)
         pairs = zip(paths, _split(self.parts), strict=True)
         return list(dict.fromkeys(path for path, part in pairs if part not in theirs))
 
 
 def joint_digest(chunks: Iterable[EncodedChunk]) -> str:
-    """Digest the bytes of chunks, one behind the other, wherever one ends."""
+    """Digest the joined bytes of chunks, however they are split among the chunks."""
     digest = xxhash.xxh3_128()
     for chunk in chunks:
         for piece in chunk.pieces:
@@ -98,7 +99,7 @@ def _split(parts: bytes) -> Iterator[bytes]:
 
 
 def _reader(pieces: list[memoryview]) -> Read:
-    """Find a leaf's bytes: each has a piece of its own, or all have one together (staged)."""
+    """Return a reader of leaves, which have a piece each, or share one (once staged)."""
     if len(pieces) == 1:
         (whole,) = pieces
         return lambda offset, length: whole[offset : offset + length]
@@ -111,7 +112,7 @@ def _reader(pieces: list[memoryview]) -> Read:
 
 
 def _parts(tree: Tree, read: Read) -> Iterator[tuple[str, bytes]]:
-    """The tree's values, each with the digest of its path and content, in the order of paths."""
+    """Yield the tree's values, each with the digest of path and content, in the order of paths."""
     for path, text, node in _values(tree, ""):
         digest = xxhash.xxh3_64(f"{path}\0{text}".encode("utf-8", "surrogatepass"))
         if node is not None:
@@ -124,8 +125,8 @@ def _paths(tree: Tree) -> Iterator[str]:
 
 
 def _values(node: Tree, path: str) -> Iterator[tuple[str, str, Tree | None]]:
-    """Every value's path and text; the node, too, if bytes belong to it. Containers come before
-    what they hold, so that an empty one counts.
+    """Yield every value's path and text, and its node if bytes of the payload belong to it.
+    Containers come before their items, so that empty containers count.
     """
     letter = next(iter(node))
     items = node[letter]
@@ -149,7 +150,7 @@ def _values(node: Tree, path: str) -> Iterator[tuple[str, str, Tree | None]]:
 
 
 def _is_inner(node: Tree) -> bool:
-    """Whether other nodes or bytes may belong to a node."""
+    """Return whether other nodes, or bytes of the payload, may belong to a node."""
     value = next(iter(node.values()))
     return isinstance(value, list)
 

@@ -1,10 +1,10 @@
-"""Start a Python process that imports what this one imports, and nothing that lies about.
+"""Start a Python process with this one's imports, safe from stray files in the current directory.
 
-Python puts the current directory, or the script's, before everything else: a file called
+Python puts the current directory, or the script's, before all other entries: a file called
 ``json.py`` there would run in the new process. And a process that sets its parent-death signal only
 after its imports outlives a parent that is killed meanwhile. So the new process is started isolated
-(``-I``), without ``site`` (``-S``), on a few lines that need the standard library only: they tie it
-to its parent, then make the import path, then load this package from where it is here.
+(``-I``), without ``site`` (``-S``), on a few lines that need the standard library only: these tie
+the process to its parent, then set the import path, then load this package from its place here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ if os.path.isfile(init):
     spec.loader.exec_module(sys.modules[package])
 importlib.import_module(module).main(*arguments)
 """
-"""Ctrl-C and a preemption's SIGTERM are the parent's to answer: it may want one more checkpoint."""
+"""Ctrl-C and a preemption's SIGTERM are ignored: the parent answers them, and may want one more
+checkpoint.
+"""
 
 
 def start(
@@ -49,28 +51,28 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Run ``main(*arguments)`` of a module of this package in a process that ends with this one.
 
-    On Linux it ends with the thread that calls this.
+    On Linux the process ends with the calling thread.
 
     Args:
-        descriptors: open in the process, too.
+        descriptors: file descriptors to pass on, open.
     """
     package = torchrec_checknrun.__name__
     init = str(torchrec_checknrun.__file__)
-    what = json.dumps([import_path(), package, os.path.abspath(init), module, arguments])
+    target = json.dumps([import_path(), package, os.path.abspath(init), module, arguments])
     return subprocess.Popen(
-        [sys.executable, *_flags(), "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid()), what],
+        [sys.executable, *_flags(), "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid()), target],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
     )
 
 
 def import_path() -> list[str]:
-    """List where the new process looks for modules: as here, but in the current directory and the
-    script's only for what is nowhere else, and not at all if only an empty entry names them.
+    """List the new process's import path: this one's, with the current directory and the script's
+    moved to the end, and left out if only an empty entry names them.
     """
     entries = [e for e in sys.path if isinstance(e, str) and os.path.isabs(e)]
     doubtful: set[str] = set()
-    with suppress(OSError):  # it may be gone
+    with suppress(OSError):  # the directory may be gone
         doubtful.add(os.path.realpath(os.getcwd()))
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script:
@@ -80,6 +82,6 @@ def import_path() -> list[str]:
 
 
 def _flags() -> list[str]:
-    """Options of this interpreter that ``-I`` would keep from the environment."""
+    """List this interpreter's options that come from the environment, which ``-I`` ignores."""
     flags = ["-B"] if sys.flags.dont_write_bytecode else []
     return flags + (["-X", "utf8"] if sys.flags.utf8_mode else [])

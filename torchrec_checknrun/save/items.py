@@ -1,6 +1,6 @@
-"""What a rank writes into a checkpoint, item by item, each made into bytes when its turn comes.
+"""Items of a checkpoint: the parts that a rank writes, each encoded when its turn comes.
 
-Rows are gathered and encoded only then, so that memory stays at a few chunks.
+Rows are gathered and encoded only then, so that memory use stays at a few chunks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from torchrec_checknrun.boxes import Box
+from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
-from torchrec_checknrun.codecs.surveys import Settled
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
 from torchrec_checknrun.format.rank_file import Job
@@ -26,13 +26,14 @@ from torchrec_checknrun.save.digest import Digest, joint_digest
 from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
 
 Fingerprint = tuple[Mapping[str, bytes], Mapping[str, OptimizerClock]]
+"""See ``fingerprint``."""
 
 
 class Item(Protocol):
     """A part of a rank's plan."""
 
     def job(self, settled: Settled) -> Job:
-        """What is to be written."""
+        """Return the chunk to write, or a job that encodes one."""
 
 
 @dataclass
@@ -40,8 +41,9 @@ class RowsItem:
     """Rows of one shard.
 
     Attributes:
-        start, stop: those to be written among these rows, by position in the shard.
-        count: how many that are.
+        start, stop: half-open range of positions in the shard; the item holds the rows to be
+            written among these.
+        count: number of the item's rows.
     """
 
     shard: ShardSnapshot
@@ -51,7 +53,7 @@ class RowsItem:
     encoding: TableEncoding
 
     def positions(self) -> torch.Tensor:
-        """The rows, by position in the shard, sorted, int64."""
+        """Return the rows' positions in the shard: ``(count,)`` int64, sorted."""
         return self.shard.positions(self.start, self.stop)
 
     def job(self, settled: Settled) -> EncodedChunk:
@@ -61,7 +63,7 @@ class RowsItem:
 
 @dataclass
 class BlockItem:
-    """A part of what this rank holds of a sharded tensor."""
+    """A piece of this rank's part of a sharded tensor."""
 
     block: Block
     piece: Box
@@ -72,7 +74,7 @@ class BlockItem:
 
 @dataclass
 class ChunkItem:
-    """What is encoded already."""
+    """A chunk that is encoded already."""
 
     chunk: EncodedChunk
 
@@ -85,11 +87,11 @@ class Items:
     """All items of a snapshot.
 
     Attributes:
-        by_name: in the order in which they are written: the small ones first.
-        replicated: bytes of each state that all ranks have alike.
-        trees: the same states, encoded, without their bytes.
-        shared: by its number, the names of the pieces of each block that ranks of another mesh may
-            hold as well, row-major.
+        by_name: items by name, in writing order: the small ones first.
+        replicated: bytes of each replicated state.
+        trees: trees of the replicated states, without their bytes.
+        shared: names of the pieces, row-major, of each block that ranks of another mesh may hold as
+            well; by the block's number.
     """
 
     by_name: dict[str, RowsItem | BlockItem | ChunkItem] = field(default_factory=dict)
@@ -99,14 +101,14 @@ class Items:
 
     @classmethod
     def of(cls, snapshot: Snapshot, quantization: Quantization, chunk_bytes: int) -> Items:
-        """Of a snapshot whose tables are live.
+        """Build the items of a live snapshot.
 
         Args:
-            chunk_bytes: memory for all copies of a chunk that saving it makes, or restoring it.
+            chunk_bytes: memory for all copies of a chunk that a save or a restore makes.
 
         Raises:
-            UnsupportedState: a state object holds what can't be stored, or two parts have one
-                name.
+            UnsupportedState: a state object holds a value that can't be stored, or two parts have
+                the same name.
         """
         items = cls()
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -142,7 +144,7 @@ class Items:
         self.by_name[name] = item
 
     def digests(self) -> dict[str, Digest]:
-        """Digest all items that are no table rows, by name."""
+        """Digest all items but table rows, by name."""
         return {
             name: Digest.of(item.job({}))
             for name, item in self.by_name.items()
@@ -157,12 +159,16 @@ class Items:
 def fingerprint(
     digests: Mapping[str, Digest], progress: Mapping[str, OptimizerClock]
 ) -> Fingerprint:
-    """Tell by little what a checkpoint holds beside table rows, to see whether that has changed."""
+    """Make a small fingerprint of a checkpoint's content beside table rows, to detect changes."""
     return {name: digest.whole for name, digest in digests.items()}, dict(progress)
 
 
 def block_key(number: int, rank: int) -> str:
-    """Begin the names of the items of a rank's block, by its place among the rank's blocks."""
+    """Return the prefix of the item names of a rank's block.
+
+    Args:
+        number: the block's place among the rank's blocks.
+    """
     return f"block:{number}@{rank}#"
 
 
@@ -170,6 +176,6 @@ def state_key(name: str, rank: int | None = None) -> str:
     """Name the item of a state.
 
     Args:
-        rank: whose own the state is; None: all ranks have it alike.
+        rank: the rank that owns the state; None: a replicated state.
     """
     return f"state:{name}" if rank is None else f"state@{rank}:{name}"

@@ -1,8 +1,8 @@
-"""Memory for copies of rows on their way to storage: taken from the system once, used in a circle.
+"""Staging memory for copies of rows on their way to storage: allocated once, used as a ring.
 
 The first touch of memory costs ten times as much as a copy into memory that was touched before, so
-it is touched when it is made, in huge pages where the system gives them. Another process can map
-the same memory through its file descriptor.
+staging memory is touched when it is allocated, in huge pages where the system has them. Another
+process can map the same memory through its file descriptor.
 """
 
 from __future__ import annotations
@@ -20,22 +20,30 @@ import torch
 
 ALIGNMENT = 64
 MEMORY_FRACTION = 0.25
-"""Of the memory that is free at the start, shared by the ranks of a machine: the default budget."""
+"""Default budget of all ranks of a machine, as a fraction of the memory that is free at the start.
+"""
 LEAST_DEFAULT = 64 << 20
-"""The default budget is no smaller, however little seems to be free."""
+"""Least default budget in bytes, however little memory seems to be free."""
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _RECLAIMABLE = ("inactive_file", "slab_reclaimable")
-"""What ``memory.stat`` calls memory that is given back as soon as somebody needs it."""
+"""Names in ``memory.stat`` of memory that the kernel reclaims on demand."""
 
 
 class StagingMemory:
-    """Bytes that were touched.
+    """Memory that was touched.
 
     Args:
         size: in bytes.
-        shared: another process can map it.
-        descriptor: of memory that another process has made; None: new memory.
-        pinned: register it with CUDA, for copies that don't wait.
+        shared: allocate memory that another process can map.
+        descriptor: file descriptor of another process's memory; None: allocate new memory.
+        pinned: register the memory with CUDA, for asynchronous copies.
+
+    Attributes:
+        descriptor: file descriptor for another process; None if not shared.
+        bytes: the memory, ``(size,)`` uint8.
+
+    Raises:
+        RuntimeError: the system has no shared memory of this kind.
     """
 
     def __init__(
@@ -51,18 +59,16 @@ class StagingMemory:
         if shared:
             if not hasattr(os, "memfd_create"):
                 raise RuntimeError(
-                    "background='process' needs memory that processes share, which there is on "
-                    "Linux (memfd_create): use background='thread' here"
+                    "background='process' needs memory that processes share, which only Linux has "
+                    "(memfd_create): use background='thread' here"
                 )
             descriptor = os.memfd_create("torchrec_checknrun staging", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, size)
         self.descriptor = descriptor
-        """For another process; None if not shared."""
         self._pinned = False
         try:
             self._map = self._mapped()
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-            """``(size,)`` uint8."""
             if made:
                 self.bytes.zero_()
             if pinned:
@@ -71,7 +77,7 @@ class StagingMemory:
                 )
                 self._pinned = True
         except BaseException:
-            self.close()  # else the descriptor would keep what was touched
+            self.close()  # else the descriptor would keep the pages alive
             raise
 
     def _mapped(self) -> mmap.mmap:
@@ -84,7 +90,7 @@ class StagingMemory:
         return mapped
 
     def close(self) -> None:
-        """Gives the memory back as soon as nobody looks at it any more."""
+        """Release the memory as soon as no reference is left."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
             self._pinned = False
@@ -93,8 +99,8 @@ class StagingMemory:
             self.descriptor = None
 
     def discard(self) -> None:
-        """Gives the memory back at once, where the system can, whoever still refers to it (as an
-        error's traceback may): he sees zeros. No bytes are left.
+        """Release the pages at once if the system supports it; remaining references (such as an
+        error's traceback) read zeros. ``size`` becomes 0.
         """
         advice = "MADV_DONTNEED" if self.descriptor is None else "MADV_REMOVE"
         self.close()
@@ -106,7 +112,7 @@ class StagingMemory:
 
 
 class StagingAborted(RuntimeError):
-    """Who waited for memory waits in vain: those who use it have failed."""
+    """The background has failed, so that staging memory will not become free."""
 
 
 @dataclass
@@ -117,9 +123,15 @@ class _Piece:
 
 
 class Ring:
-    """Hands out pieces of memory one after the other, each contiguous; waits where none is free.
+    """An allocator of contiguous pieces in ring order, which waits while no piece is free.
 
-    One thread takes; others may give back, in any order.
+    One thread takes pieces; other threads may release them, in any order.
+
+    Args:
+        size: of the memory, in bytes.
+
+    Attributes:
+        waited: whether a ``take`` has waited.
     """
 
     def __init__(self, size: int) -> None:
@@ -129,20 +141,23 @@ class Ring:
         self._changed = threading.Condition()
         self._aborted = False
         self.waited = False
-        """Whether anybody had to wait since ``begin``."""
 
     def begin(self) -> None:
-        """All memory is free again."""
+        """Mark all memory as free."""
         with self._changed:
             self._pieces.clear()
             self._by_offset.clear()
             self._aborted = self.waited = False
 
     def take(self, size: int, when_full: Callable[[], None] = lambda: None) -> int:
-        """The offset of so many bytes that nobody else has; waits until there are.
+        """Allocate a piece, waiting until there is room.
 
         Args:
-            when_full: called before the first wait since ``begin``.
+            size: in bytes, at most the ring's.
+            when_full: called before the first wait.
+
+        Returns:
+            The piece's offset, aligned to ``ALIGNMENT``.
 
         Raises:
             StagingAborted: ``abort`` was called.
@@ -156,14 +171,14 @@ class Ring:
                     when_full()
                 self._changed.wait()
             if offset is None:
-                raise StagingAborted("what was staged could not be written")
+                raise StagingAborted("staged items could not be written")
             piece = _Piece(offset, offset + size)
             self._pieces.append(piece)
             self._by_offset[offset] = piece
             return offset
 
     def release(self, offset: int) -> None:
-        """The bytes taken there are free."""
+        """Free the piece at an offset."""
         with self._changed:
             self._by_offset.pop(offset).free = True
             while self._pieces and self._pieces[0].free:
@@ -171,7 +186,7 @@ class Ring:
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """Nothing will be given back any more."""
+        """End all waits: no piece will be released any more."""
         with self._changed:
             self._aborted = True
             self._changed.notify_all()
@@ -180,7 +195,7 @@ class Ring:
         if not self._pieces:
             return 0
         first, last = self._pieces[0], self._pieces[-1]
-        if last.offset < first.offset:  # it has come round
+        if last.offset < first.offset:  # wrapped around
             return last.stop if first.offset - last.stop >= size else None
         if self.size - last.stop >= size:
             return last.stop
@@ -188,8 +203,8 @@ class Ring:
 
 
 def default_budget() -> int:
-    """Bytes: a fraction of the memory that is free now, for each rank of this machine; but never
-    so few that saves crawl.
+    """Return the default memory budget of a rank in bytes: an equal share of a fraction of the free
+    memory, but never so little that saves crawl.
     """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as lines:
@@ -202,11 +217,13 @@ def default_budget() -> int:
 
 
 def _free_in_group(group: Path) -> int:
-    """Bytes that a container may still take. The files it has read and written count as in use
-    until others need the memory: after hours of training that is all of it.
+    """Return the bytes that a container may still take.
+
+    Cached files, which the kernel counts as used memory until the memory is needed, count as free:
+    after hours of training the cache fills all of it.
 
     Raises:
-        OSError, ValueError: it has no limit, or none that can be read.
+        OSError, ValueError: no limit, or none that can be read.
     """
     most = int((group / "memory.max").read_text())
     used = int((group / "memory.current").read_text())

@@ -1,33 +1,23 @@
-"""DCP's save protocol: every rank plans what it writes, rank 0 checks the whole.
+"""Plan a save: every rank plans its items, rank 0 checks the whole and assigns shared items.
 
-The global plan refuses a checkpoint in which two ranks would write the same rectangle or a part of
-a table is missing, and says which rank writes what all ranks have alike.
+A global plan in which two ranks would write the same rectangle, or a part of a table is missing, is
+refused. Items that several ranks hold alike are assigned to one of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-
+from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.codecs.surveys import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.errors import InvalidPlan
 from torchrec_checknrun.format.block_chunk import Path
-from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.manifest import Header
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.model.blocks import BlockSummary, check_blocks
 from torchrec_checknrun.model.progress import OptimizerClock
-from torchrec_checknrun.ranks import picklable_errors
 from torchrec_checknrun.save.digest import Digest
 from torchrec_checknrun.save.items import Item, Items, block_key, state_key
 from torchrec_checknrun.save.rank_differences import RankDifferences
@@ -36,14 +26,23 @@ from torchrec_checknrun.shards import Rectangle, TableShape, check_coverage
 from torchrec_checknrun.threads import gc_paused
 
 
-@dataclass
-class OwnStorage(StorageMeta):
-    """Says that this package's StorageWriter writes what is planned; others lose the index."""
-
-
 @dataclass(frozen=True)
 class PlanSummary:
-    """What rank 0 needs of a rank's plan to check the whole (sent once, not scattered back)."""
+    """The part of a rank's plan that rank 0 needs to check the whole.
+
+    Attributes:
+        header: rank 0's decision, as this rank knows it.
+        tables: all tables by name.
+        shards: table and rectangle of each shard that this rank writes.
+        fp32_bytes: bytes of each table's shards here, counted as fp32.
+        progress: progress of the tables' optimizers, by table with a shard here.
+        replicated: bytes of each replicated state, which only one rank will write.
+        per_rank: names of states of which each rank has its own.
+        blocks: this rank's parts of other sharded tensors.
+        importance: samples for importance-weighted codecs.
+        lowest: names of replicated states that are not compared: the lowest rank's is stored.
+        digests: digests of the compared replicated states.
+    """
 
     header: Header
     tables: dict[str, TableShape]
@@ -51,24 +50,21 @@ class PlanSummary:
     fp32_bytes: dict[str, int]
     progress: dict[str, OptimizerClock]
     replicated: dict[str, int]
-    """Bytes of each state that all ranks have alike: only one of them will write it."""
     per_rank: tuple[str, ...]
     blocks: list[BlockSummary] = field(default_factory=list)
     surveys: Surveys = field(default_factory=dict)
     """Of codecs that all ranks must settle before rows are encoded."""
     lowest: tuple[str, ...] = ()
-    """States of which the lowest rank's is stored, whatever the others have."""
     digests: dict[str, Digest] = field(default_factory=dict)
-    """Of the other states that all ranks have alike."""
 
     def with_digests(
         self, of_items: Mapping[str, Digest], of_blocks: Mapping[int, str]
     ) -> PlanSummary:
-        """Add what tells whether ranks have these states and blocks alike.
+        """Add the digests that tell whether the ranks' states and blocks are alike.
 
         Args:
             of_items: digests by the items' names.
-            of_blocks: those of the blocks that ranks of another mesh may hold as well, by number.
+            of_blocks: digests, by number, of blocks that ranks of another mesh may hold as well.
         """
         compared = self.replicated.keys() - set(self.lowest)
         return dataclasses.replace(
@@ -82,17 +78,50 @@ class PlanSummary:
 
 
 @dataclass(frozen=True)
+class LocalPlan:
+    """A rank's plan, as sent to rank 0.
+
+    Attributes:
+        items: names of all items of the rank, in writing order.
+        summary: the rest that rank 0 needs.
+    """
+
+    items: tuple[str, ...]
+    summary: PlanSummary
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of the global plan.
+
+    Attributes:
+        items: names of the items to write, in writing order.
+        settled: what codecs chose for all ranks from their surveys.
+    """
+
+    items: tuple[str, ...]
+    settled: Settled
+
+
+@dataclass(frozen=True)
 class GlobalPlan:
-    """What the storage writer turns into a manifest once everything is written."""
+    """The part of the global plan that stays on rank 0, for the manifest.
+
+    Attributes:
+        header: the decision on the checkpoint.
+        tables: all tables by name.
+        fp32_bytes: bytes of each table, counted as fp32.
+        progress: progress of the tables' optimizers, by table.
+        states: whether each rank has its own state, by the state's name.
+        chunks: number of chunks that each rank is to write.
+    """
 
     header: Header
     tables: dict[str, TableShape]
     fp32_bytes: dict[str, int]
     progress: dict[str, OptimizerClock]
     states: dict[str, bool]
-    """By name, whether each rank has its own."""
     chunks: tuple[int, ...]
-    """How many chunks each rank is to write."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +129,10 @@ class Prepared:
     """A rank's part of a checkpoint, ready to be planned.
 
     Attributes:
-        items: what it would write, by name, in this order.
-        chosen: told the names of those that it shall write, once that is known.
-        differences: judges states whose content differs between ranks.
+        summary: the part that rank 0 needs.
+        items: items by name, in writing order.
+        chosen: called with the names of the items that this rank is to write, once known.
+        differences: the judge of states whose content differs between ranks.
     """
 
     summary: PlanSummary
@@ -110,11 +140,21 @@ class Prepared:
     chosen: Callable[[frozenset[str]], None] = lambda names: None
     differences: RankDifferences = field(default_factory=RankDifferences)
 
+    @property
+    def local_plan(self) -> LocalPlan:
+        """This rank's plan, for rank 0."""
+        return LocalPlan(tuple(self.items), self.summary)
+
+    def jobs(self, share: Share) -> Iterator[Job]:
+        """Drop the items that other ranks write; return the jobs of this rank's share."""
+        self.chosen(frozenset(share.items))
+        return (self.items[name].job(share.settled) for name in share.items)
+
 
 def summarize(
     header: Header, snapshot: Snapshot, items: Items, quantization: Quantization
 ) -> PlanSummary:
-    """What rank 0 needs of a snapshot."""
+    """Summarize a snapshot for rank 0."""
     return PlanSummary(
         header=header,
         tables=snapshot.tables,
@@ -129,89 +169,50 @@ def summarize(
     )
 
 
-class CheckpointPlanner(SavePlanner):
-    """Plans a checkpoint whose parts are known.
+@gc_paused()
+def make_global_plan(
+    plans: Sequence[LocalPlan], differences: RankDifferences
+) -> tuple[list[Share], GlobalPlan]:
+    """Check all ranks' plans, and share the items out; on rank 0.
 
     Args:
-        prepare: says what this rank has; called within DCP's planning, so that an error on one rank
-            is an error on all. Its argument is the checkpoint's path.
+        plans: by rank.
+        differences: rank 0's judge of states whose content differs between ranks.
+
+    Returns:
+        The share of each rank, and the plan for the manifest.
+
+    Raises:
+        InvalidPlan: the plans don't form one checkpoint: the ranks disagree on it, two would write
+            the same rectangle, or a part is missing.
+        UnsupportedState: a state differs between ranks without being declared so.
     """
-
-    def __init__(self, prepare: Callable[[str], Prepared]) -> None:
-        self._prepare = prepare
-        self._settled: Settled = {}
-        self._differences = RankDifferences()
-
-    @picklable_errors()  # DCP sends them to rank 0
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        if not isinstance(storage_meta, OwnStorage) or storage_meta.checkpoint_id is None:
-            raise InvalidPlan(
-                "SavePlanner makes chunks that this package's StorageWriter writes: pass "
-                "storage_writer=StorageWriter(path) to dcp.save as well"
-            )
-        self._prepared = self._prepare(str(storage_meta.checkpoint_id))
-        self._differences = self._prepared.differences
-
-    def create_local_plan(self) -> SavePlan:
-        items = [
-            WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
-            for name in self._prepared.items
-        ]
-        return SavePlan(items, planner_data=self._prepared.summary)
-
-    @gc_paused()
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        summaries: list[PlanSummary] = [plan.planner_data for plan in all_plans]
-        _check_agreement(summaries)
-        again = _check_coverage(summaries)
-        differing = self._differences.differing(_held(summaries))
-        writers = _assign_writers(summaries, differing | set(summaries[0].lowest))
-        settled = settle(summary.surveys for summary in summaries)
-        plans = []
-        for rank, plan in enumerate(all_plans):
-            items = [
-                item
-                for item in plan.items
-                if writers.get(item.index.fqn, rank) == rank
-                and not item.index.fqn.startswith(again[rank])
-            ]
-            plans.append(dataclasses.replace(plan, items=items, planner_data=settled or None))
-        progress = self._differences.progress([summary.progress for summary in summaries])
-        fp32_bytes = dict.fromkeys(summaries[0].tables, 0)
-        for summary in summaries:
-            for table, size in summary.fp32_bytes.items():
-                fp32_bytes[table] += size
-        states = dict.fromkeys((name for s in summaries for name in s.replicated), False)
-        states |= dict.fromkeys(summaries[0].per_rank, True)
-        metadata = Metadata(
-            {},  # the files' indexes say what is where; DCP would send it to all ranks
-            planner_data=GlobalPlan(
-                header=summaries[0].header,
-                tables=summaries[0].tables,
-                fp32_bytes=fp32_bytes,
-                progress=progress,
-                states=states,
-                chunks=tuple(len(plan.items) for plan in plans),
-            ),
-        )
-        return plans, metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self._settled = new_plan.planner_data or {}
-        self._prepared.chosen(frozenset(item.index.fqn for item in new_plan.items))
-        return new_plan
-
-    def job(self, write_item: WriteItem) -> Job:
-        """An item that is to be written, not yet encoded."""
-        return self._prepared.items[write_item.index.fqn].job(self._settled)
-
-    def resolve_data(self, write_item: WriteItem) -> EncodedChunk:
-        return self.job(write_item).encode()
+    summaries = [plan.summary for plan in plans]
+    first = summaries[0]
+    _check_agreement(summaries)
+    again = _check_coverage(summaries)
+    differing = differences.differing(_held(summaries))
+    writers = _assign_writers(summaries, differing | set(first.lowest))
+    settled = settle(summary.surveys for summary in summaries)
+    shares = []
+    for rank, plan in enumerate(plans):
+        own = (name for name in plan.items if writers.get(name, rank) == rank)
+        names = tuple(name for name in own if not name.startswith(again[rank]))
+        shares.append(Share(names, settled))
+    fp32_bytes = dict.fromkeys(first.tables, 0)
+    for summary in summaries:
+        for table, size in summary.fp32_bytes.items():
+            fp32_bytes[table] += size
+    states = dict.fromkeys((name for s in summaries for name in s.replicated), False)
+    states |= dict.fromkeys(first.per_rank, True)
+    return shares, GlobalPlan(
+        header=first.header,
+        tables=first.tables,
+        fp32_bytes=fp32_bytes,
+        progress=differences.progress([summary.progress for summary in summaries]),
+        states=states,
+        chunks=tuple(len(share.items) for share in shares),
+    )
 
 
 def _fp32_bytes(shards: list[ShardSnapshot]) -> dict[str, int]:
@@ -235,16 +236,17 @@ def _check_agreement(summaries: list[PlanSummary]) -> None:
 
 
 def _check_coverage(summaries: list[PlanSummary]) -> list[tuple[str, ...]]:
-    """No two ranks write the same, and no part of a table or a sharded tensor is left out.
+    """Refuse plans in which two ranks write the same, or a part of a table or a sharded tensor is
+    missing.
 
     Returns:
-        For each rank how the names of the items begin that another rank writes as well.
+        For each rank the prefixes of the names of items that another rank writes as well.
     """
     tables = summaries[0].tables
     blocks: dict[Path, list[tuple[BlockSummary, int]]] = {}
     keys: dict[Path, list[str]] = {}
-    # Most tables lie in rows, in the order of ranks. Those are seen to be whole in passing: a list
-    # of each table's parts would be of a million objects that lie far from each other in memory.
+    # Most tables are split by rows, in the order of ranks, which is checked in passing: lists of
+    # all tables' parts would hold a million objects that lie far from each other in memory.
     rows_done = dict.fromkeys(tables, 0)
     others: dict[str, list[tuple[Rectangle, int]]] = {}
     for rank, summary in enumerate(summaries):
@@ -273,7 +275,7 @@ def _check_coverage(summaries: list[PlanSummary]) -> list[tuple[str, ...]]:
 
 
 def _held(summaries: list[PlanSummary]) -> dict[str, list[tuple[int, Digest]]]:
-    """Each compared state's digest on the ranks that have it."""
+    """Collect each compared state's digests on the ranks that have the state."""
     held: dict[str, list[tuple[int, Digest]]] = {}
     for rank, summary in enumerate(summaries):
         for name, digest in summary.digests.items():
@@ -282,10 +284,13 @@ def _held(summaries: list[PlanSummary]) -> dict[str, list[tuple[int, Digest]]]:
 
 
 def _assign_writers(summaries: list[PlanSummary], lowest: Container[str] = ()) -> dict[str, int]:
-    """Which rank writes each state that all have alike: the biggest first, to the least loaded.
+    """Assign each replicated state to a rank: the largest first, to the least loaded rank.
 
     Args:
-        lowest: states that the lowest rank writes.
+        lowest: names of states that the lowest rank writes.
+
+    Returns:
+        Ranks by the names of the states' items.
     """
     holders: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
@@ -305,7 +310,7 @@ def _assign_writers(summaries: list[PlanSummary], lowest: Container[str] = ()) -
 
 
 def survey(shards: Iterable[ShardSnapshot], quantization: Quantization) -> Surveys:
-    """Survey this rank's rows that are to be written, where their codec asks for it."""
+    """Sample this rank's rows that are to be written, where their codec asks for a survey."""
     found: Surveys = {}
     for snapshot in shards:
         shard = snapshot.shard

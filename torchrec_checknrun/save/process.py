@@ -1,8 +1,8 @@
-"""A process of its own that encodes and writes, so that training shares no interpreter with it.
+"""A write process per rank, which encodes and writes without sharing training's interpreter.
 
-Started once per rank. It joins no collective, sees the rows in staging memory that it maps, and
-ends with its parent, however that ends. What goes over the connection is between a process and its
-own child; nothing from storage is ever unpickled.
+The process joins no collective, maps the staging memory with the rows, and ends with its parent,
+however the parent ends. Messages over the connection are pickled, between a process and its own
+child only; nothing from storage is ever unpickled.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -29,7 +30,7 @@ from fsspec.spec import AbstractFileSystem
 from torchrec_checknrun.errors import SaveFailed, StorageUnreachable
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.rank_file import FileSummary, Job, write_rank_file
-from torchrec_checknrun.ranks import picklable, picklable_errors
+from torchrec_checknrun.ranks import picklable
 from torchrec_checknrun.save.isolated_start import start
 from torchrec_checknrun.save.memory import StagingMemory
 from torchrec_checknrun.save.staged import Staged, StagedJob
@@ -42,22 +43,44 @@ logger = logging.getLogger(__name__)
 _NICENESS = 10
 """Training comes first."""
 _READY = "ready"
-"""Its first message: its imports are done."""
+"""The process's first message, after its imports."""
 _START_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
 _END_SECONDS = 5.0
 _MARGIN = 0.1
-"""Of the timeout: the process has so much longer to answer than the storage has."""
+"""Extra time for the process to answer, beyond that for the storage, as a fraction of the timeout.
+"""
+
+
+@dataclass
+class _Exchange:
+    """The jobs and answers of one rank file.
+
+    Attributes:
+        sent: jobs that were sent and not answered yet.
+        complete: set once all jobs were sent.
+        outcome: the process's last answer, or why none will come; None until then.
+    """
+
+    sent: queue.SimpleQueue[Job] = field(default_factory=queue.SimpleQueue)
+    complete: threading.Event = field(default_factory=threading.Event)
+    outcome: FileSummary | Exception | None = None
+
+    @property
+    def idle(self) -> bool:
+        """True while no answer is due."""
+        return self.sent.empty() and not self.complete.is_set()
 
 
 class WriteProcess:
-    """The parent's side: ``write`` takes the place of ``write_rank_file``.
+    """The parent's end of a write process, whose ``write`` replaces ``write_rank_file``.
 
-    To be made in a thread that lives as long as the process may be needed: on Linux a child ends
+    Create this in a thread that lives as long as the process may be needed: on Linux a child ends
     with the thread that started it.
 
     Args:
-        threads: of torch in the process.
+        memory: shared staging memory, which the process maps.
+        threads: number of torch threads in the process.
     """
 
     def __init__(self, memory: StagingMemory, threads: int = 1) -> None:
@@ -75,87 +98,89 @@ class WriteProcess:
         self._connection.send(memory.size)
         send_handle(self._connection, memory.descriptor, self.pid)
 
-    @picklable_errors()  # DCP sends them to rank 0
     def write(self, folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSummary:
-        """As ``write_rank_file``, of staged jobs.
+        """Write a rank file of staged jobs; see ``write_rank_file``.
 
         Raises:
-            SaveFailed: the process has died, or writes where this one can't see it.
-            Exception: what went wrong there, or in ``jobs``.
+            SaveFailed: the process has died, or writes to storage that this process can't see.
+            Exception: an error of the process, or of ``jobs``.
         """
         require_shared(folder)
-        sent: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        outcome: list[FileSummary | Exception] = []
-        what, patience = f"writing {folder}/rank-{rank:05d}.bin", folder.patience
-        asked = threading.Event()  # something that is not in ``sent``
-
-        def idle() -> bool:
-            return sent.empty() and not asked.is_set()
-
-        def listen() -> None:
-            try:
-                with patience.watch(what) as beat:
-                    while (
-                        answer := self._receive(
-                            lambda: sent.empty() and not asked.is_set(), beat, patience
-                        )
-                    ) is None:
-                        sent.get().close()
-                outcome.append(answer)
-            except TimeoutError:
-                self._end()
-                outcome.append(silent(what, patience.seconds, patience.timeout_seconds))
-            except (EOFError, OSError):
-                outcome.append(self._dead())
-            with contextlib.suppress(queue.Empty):
-                while True:  # the next job may wait for the memory of those
-                    sent.get_nowait().close()
-
         root, names = folder.outermost
         try:
-            self._connection.send((root, names, patience.timeout_seconds, rank))
+            self._connection.send((root, names, folder.patience.timeout_seconds, rank))
         except OSError:
             raise self._dead() from None
-        listener = threading.Thread(target=listen, daemon=True, name="checknrun-listen")
+        exchange = _Exchange()
+        listener = threading.Thread(
+            target=self._listen,
+            args=(exchange, f"writing {folder}/rank-{rank:05d}.bin", folder.patience),
+            name="checknrun-listen",
+            daemon=True,
+        )
         listener.start()
-        failure: BaseException | None = None
+        failure = self._send(exchange, jobs)
+        exchange.complete.set()
+        with contextlib.suppress(OSError):
+            self._connection.send(failure is None)
+        listener.join()  # the listener ends a process that doesn't answer
+        if failure is not None:
+            raise failure
+        if isinstance(exchange.outcome, Exception):
+            raise exchange.outcome
+        assert exchange.outcome is not None
+        _require_written(folder, exchange.outcome)
+        return exchange.outcome
+
+    def _send(self, exchange: _Exchange, jobs: Iterator[Job]) -> BaseException | None:
+        """Send the jobs until the process has failed; return the error of ``jobs``, if any."""
         try:
             for job in jobs:
                 assert isinstance(job, StagedJob)
-                sent.put(job)
-                if outcome:
+                exchange.sent.put(job)
+                if exchange.outcome is not None:
                     break
                 self._connection.send(job.staged)
         except OSError:
-            pass  # the listener knows more
+            pass  # the listener finds the cause
         except BaseException as error:
-            failure = error
-        asked.set()
-        with contextlib.suppress(OSError):
-            self._connection.send(failure is None)
-        listener.join()  # it ends what doesn't answer
-        if failure is not None:
-            raise failure
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        _require_written(folder, outcome[0])
-        return outcome[0]
+            return error
+        return None
 
-    def _receive(
-        self, idle: Callable[[], bool], beat: Callable[[], None], patience: Patience
-    ) -> FileSummary | Exception | None:
-        """Return the next answer.
+    def _listen(self, exchange: _Exchange, activity: str, patience: Patience) -> None:
+        """Close jobs as they are written, until the process has sent the outcome or failed.
 
         Args:
-            idle: whether none is due.
+            activity: what the process does, for errors.
+        """
+        try:
+            with patience.watch(activity) as beat:
+                while (answer := self._receive(exchange, beat, patience)) is None:
+                    exchange.sent.get().close()
+            exchange.outcome = answer
+        except TimeoutError:
+            self._end()
+            exchange.outcome = silent(activity, patience.seconds, patience.timeout_seconds)
+        except (EOFError, OSError):
+            exchange.outcome = self._dead()
+        with contextlib.suppress(queue.Empty):
+            while True:  # the next job may wait for the memory of these
+                exchange.sent.get_nowait().close()
+
+    def _receive(
+        self, exchange: _Exchange, beat: Callable[[], None], patience: Patience
+    ) -> FileSummary | Exception | None:
+        """Return the next answer: None for a job that is written, or the outcome.
+
+        Args:
             beat: called at every sign of life.
 
         Raises:
-            TimeoutError: none has come for too long.
+            TimeoutError: an answer is due and has not come for too long.
         """
         heard = time.monotonic()
         while True:
-            # The process itself gives up a storage that is silent, a little earlier.
+            # The process itself gives up silent storage a little earlier.
             limit = patience.seconds + _MARGIN * patience.timeout_seconds
             if not self._ready:
                 limit = max(limit, _START_SECONDS)
@@ -165,19 +190,21 @@ class WriteProcess:
                 if answer != _READY:
                     return answer
                 self._ready, heard = True, time.monotonic()
-            elif idle():
+            elif exchange.idle:
                 heard = time.monotonic()
                 beat()
             elif time.monotonic() - heard > limit:
                 raise TimeoutError
+            elif not self._ready:
+                beat()  # the process still imports: no storage is silent
 
     @property
     def alive(self) -> bool:
-        """Whether it can still write."""
+        """True while the process can still write."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Ends it; what it was writing stays uncommitted."""
+        """End the process; a file in progress stays uncommitted."""
         self._end()
         self._connection.close()
         self._socket.close()
@@ -185,13 +212,13 @@ class WriteProcess:
     def _end(self) -> None:
         self._process.kill()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # whoever sends to it is told
+            self._socket.shutdown(socket.SHUT_RDWR)  # senders get an error
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             logger.warning(
-                "the background process %d was killed and has not ended yet: it waits for a disk "
-                "that doesn't answer",
+                "the background process %d was killed and has not ended yet: its disk doesn't "
+                "answer",
                 self.pid,
             )
 
@@ -199,13 +226,13 @@ class WriteProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         return SaveFailed(
-            f"the background process {self.pid} died (exit status {self._process.returncode}); it "
-            "is started anew for the next checkpoint. If the system killed it, memory may be short"
+            f"the background process {self.pid} died (exit status {self._process.returncode}); the "
+            "next checkpoint starts a new one. If the system killed this one, memory may be short"
         )
 
 
 def require_shared(folder: Folder) -> None:
-    """Refuses what each process has for itself: a rank's file would end with the process.
+    """Refuse a folder that only this process sees: the child's files would be lost with the child.
 
     Raises:
         SaveFailed: the folder lies in this process's memory.
@@ -215,8 +242,8 @@ def require_shared(folder: Folder) -> None:
         if isinstance(filesystem, MemoryFileSystem):
             raise SaveFailed(
                 f"{folder} lies in this process's memory ({type(filesystem).__name__}), where "
-                "background='process' can't write; it needs a store that all processes see: use "
-                "background='thread', or another root"
+                "background='process' can't write: use background='thread', or a root that all "
+                "processes see"
             )
         filesystem = getattr(filesystem, "fs", None)  # of a cache, or a folder within
 
@@ -226,13 +253,13 @@ def _require_written(folder: Folder, summary: FileSummary) -> None:
     if size != summary.file.size:
         raise SaveFailed(
             f"{folder}/{summary.file.name}: the background process wrote {summary.file.size} bytes "
-            f"there, of which this process sees {size or 'none'}; background='process' needs a "
-            "store that all processes see: use background='thread', or another root"
+            f"there, of which this process sees {size or 'none'}: use background='thread', or a "
+            "root that all processes see"
         )
 
 
 class _RemoteJob:
-    """A job as the process sees it."""
+    """A job in the write process."""
 
     def __init__(self, staged: Staged, memory: torch.Tensor, done: Callable[[], None]) -> None:
         self._staged = staged
@@ -247,7 +274,7 @@ class _RemoteJob:
 
 
 def main(descriptor: int, threads: int) -> None:
-    """The process: writes one file after the other until its parent is gone."""
+    """Run the write process: write one file after the other until the parent is gone."""
     os.nice(_NICENESS)
     torch.set_num_threads(threads)
     connection = Connection(descriptor)
@@ -282,10 +309,10 @@ def _write(
         raise
     except Exception as error:
         connection.send(picklable(error))  # at once: the parent may be waiting for memory
-        while not ended:  # what the parent has sent in the meantime
+        while not ended:  # drop the messages that the parent has sent in the meantime
             ended = isinstance(connection.recv(), bool)
         if isinstance(error, StorageUnreachable):
-            os._exit(1)  # a thread that hangs would answer some day, in between others
+            os._exit(1)  # a hanging thread's late answer would come between other answers
 
 
 def _open(url: str, names: tuple[str, ...], timeout_seconds: float) -> Folder:
@@ -299,7 +326,6 @@ def _open(url: str, names: tuple[str, ...], timeout_seconds: float) -> Folder:
     except Exception as error:
         raise SaveFailed(
             f"the background process can't open {masked(url)} ({masked(repr(error))}), which the "
-            "training process could. A file system that a program registers at run time is known "
-            "to that program only: name it in the entry points fsspec.specs, or use "
-            "background='thread'"
+            "training process could. A file system registered at run time is known to one process "
+            "only: name it in the entry points fsspec.specs, or use background='thread'"
         ) from error

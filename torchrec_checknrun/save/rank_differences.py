@@ -1,7 +1,7 @@
-"""State that should be the same on all ranks, and isn't: only one content of it can be stored.
+"""Differences between ranks in replicated state, of which only one content can be stored.
 
-Of a state object that is an error, unless it was declared; a model's buffers, and parameters that
-nothing keeps alike, default to the lowest rank's.
+Differing state objects are an error, unless declared; of a model's differing buffers and parameters
+the lowest rank's are stored.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Held = Sequence[tuple[int, Digest]]
 
 @dataclass
 class RankDifferences:
-    """What is needed to judge differences, on rank 0.
+    """Rank 0's judge of differences.
 
     Attributes:
-        trees: rank 0's state objects, encoded, by name.
-        models: names of states that are a model's.
+        trees: trees of rank 0's state objects, by name.
+        models: names of a model's states.
         buffers: names of buffers in a model's state.
-        told: names that a warning was given of; shared by all saves of one run.
+        told: names already warned of; shared by all saves of one run.
     """
 
     trees: Mapping[str, Tree] = field(default_factory=dict)
@@ -42,10 +42,12 @@ class RankDifferences:
     told: set[str] = field(default_factory=set)
 
     def differing(self, states: Mapping[str, Held]) -> set[str]:
-        """Find the states whose content differs between ranks: the lowest rank's is to be stored.
+        """Find the states whose content differs between ranks, for which to store the lowest
+        rank's.
 
         Raises:
-            UnsupportedState: one is no model's; names it, the ranks, and values that differ.
+            UnsupportedState: a differing state is no model's; names the state, the ranks, and the
+                values that differ.
         """
         found = {n for n, held in states.items() if len({d.alike for _, d in held}) > 1}
         for name in sorted(found - self.models):
@@ -65,7 +67,7 @@ class RankDifferences:
     def progress(
         self, of_ranks: Sequence[Mapping[str, OptimizerClock]]
     ) -> dict[str, OptimizerClock]:
-        """Choose each table's optimizer progress: the lowest rank's. Warn once of learning rates
+        """Choose the lowest rank's optimizer progress of each table. Warn once of learning rates
         that differ between the ranks that hold a table.
         """
         chosen: dict[str, OptimizerClock] = {}
@@ -77,14 +79,15 @@ class RankDifferences:
         if differing and _RATES not in self.told:
             self.told.add(_RATES)
             logger.warning(
-                "tables %s have other learning rates on other ranks; the lowest rank's are stored "
-                "and restored on all: set the rate, or step its scheduler, on all ranks",
+                "tables %s have different learning rates on different ranks; the lowest rank's are "
+                "stored and restored on all ranks: set the rate, or step its scheduler, on all "
+                "ranks",
                 listed(list(differing)),
             )
         return chosen
 
     def _warn(self, name: str, held: Held) -> None:
-        """Warn once of a model's parameters; its buffers may differ."""
+        """Warn once of a model's differing parameters; buffers may differ."""
         first, others, values = self._compare(name, held)
         parameters = [value for value in values if value not in self.buffers]
         if (values and not parameters) or name in self.told:
@@ -101,12 +104,12 @@ class RankDifferences:
         )
 
     def _compare(self, name: str, held: Held) -> tuple[int, list[int], list[str]]:
-        """The lowest rank, those that differ from it, and the values in which they do."""
+        """Return the lowest rank, the ranks that differ from it, and the values that differ."""
         (first, own), *others = held
         differing = [(rank, digest) for rank, digest in others if digest.alike != own.alike]
         tree = self.trees.get(name)
         values: dict[str, None] = {}
-        # Of thousands of ranks a few name the values.
+        # A few ranks, of thousands, suffice to name the values.
         if tree is not None and first == 0:
             for _, digest in differing[:_MOST_NAMES]:
                 values.update(dict.fromkeys(own.differing(digest, tree)))

@@ -1,6 +1,6 @@
-"""What one checkpoint will hold, fixed at one instant between two training steps.
+"""Snapshots: the content of one checkpoint, fixed at one instant between two training steps.
 
-A snapshot points at the live tables: it is staged, or written, before training goes on.
+A snapshot points at the live tables and is staged, or written, before training goes on.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from torchrec_checknrun.shards import LocalShard, TableShape
 
 @dataclass
 class ShardSnapshot:
-    """Rows of one local shard that are to be written.
+    """The rows of one local shard that are to be written.
 
     Attributes:
-        shard: where they are.
-        modified: which of its rows, by position; None for all.
+        shard: the shard.
+        modified: positions of the rows to write; None: all rows.
     """
 
     shard: LocalShard
     modified: RowSet | None
 
     def spans(self, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Half-open ranges of rows that make chunks, and how many of each are to be written.
+        """Cut the shard into chunks: yield half-open ranges of positions, and the number of rows to
+        write in each.
 
         Args:
-            chunk_bytes: memory for all copies of a chunk that saving it makes, or restoring it.
+            chunk_bytes: memory for all copies of a chunk that a save or a restore makes.
         """
         size = max(1, chunk_bytes // _row_memory(self.shard))
         if self.modified is not None:
@@ -56,14 +57,17 @@ class ShardSnapshot:
             yield start, stop, stop - start
 
     def positions(self, start: int, stop: int) -> torch.Tensor:
-        """Those of the rows in this range that are to be written, sorted, int64."""
+        """Return the positions of the rows to write in a range: ``(n,)`` int64, sorted."""
         if self.modified is None:
             return torch.arange(start, stop, dtype=torch.int64, device="cpu")
         return torch.from_numpy(self.modified.positions(start, stop))
 
     def sample(self, size: int) -> tuple[torch.Tensor, int]:
-        """Positions in the shard of about so many of its rows that are to be written (int64, evenly
-        spaced, all if there are fewer), and how many there are.
+        """Sample the rows to write.
+
+        Returns:
+            Positions of about ``size`` of the rows (``(n,)`` int64, evenly spaced; all if there are
+            fewer), and the number of rows to write.
         """
         if self.modified is None:
             rows = self.shard.rectangle.rows
@@ -84,15 +88,15 @@ class Snapshot:
 
     Attributes:
         shards: this rank's part of the tables.
-        tables: all tables, the same on all ranks: what the ranks' parts must add up to.
+        tables: all tables, the same on all ranks; the ranks' parts must add up to them.
         states: state dicts by name, without table rows.
-        per_rank: names of states that each rank keeps its own of; the others are the same on all.
-        replicated: of these, names that are not compared: the lowest rank's is stored.
-        models: names of a model's states: if they differ, the lowest rank's is stored.
+        per_rank: names of states of which each rank has its own; the other states are replicated.
+        replicated: names of replicated states that are not compared: the lowest rank's is stored.
+        models: names of a model's states: if the ranks' differ, the lowest rank's is stored.
         buffers: names of the model's buffers in its state dict.
-        progress: of the tables' optimizers, by table with a shard here.
-        blocks: local parts of sharded tensors that are no tables, which this rank is to write.
-        collisions: what managed-collision modules know besides; None if there are none.
+        progress: progress of the tables' optimizers, by table with a shard here.
+        blocks: local parts, to be written by this rank, of sharded tensors other than tables.
+        collisions: state of managed-collision modules beside tensors; None without such modules.
     """
 
     shards: list[ShardSnapshot]
@@ -109,13 +113,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Declared:
-    """State objects, and how they are on several ranks.
+    """State objects as a user has declared them for several ranks.
 
     Attributes:
-        states: all of them by name.
-        per_rank: names of those that each rank keeps its own of.
-        replicated: names of those that rank 0's is stored of, for all.
-        buffers: the model's that each rank keeps its own of.
+        states: state objects by name.
+        per_rank: names of states of which each rank has its own.
+        replicated: names of states of which rank 0's is stored for all ranks.
+        buffers: the model's buffers of which each rank has its own.
     """
 
     states: Mapping[str, Stateful]
@@ -127,7 +131,7 @@ class Declared:
 def take_snapshot(
     model: nn.Module, tracked: TrackedModel, declared: Declared, since: Consumer | None
 ) -> tuple[Snapshot, Cut]:
-    """A snapshot of a model with all its states, and the marks it took; see ``take_rows``.
+    """Take a snapshot of a model with all its states, and cut its marks; see ``take_rows``.
 
     Raises:
         UnsupportedState, SaveFailed: see ``take_states``.
@@ -138,11 +142,11 @@ def take_snapshot(
 
 
 def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> Snapshot:
-    """Take a snapshot of everything but the rows of tables: it has no shards.
+    """Take a snapshot without shards: of everything but table rows.
 
     Raises:
-        UnsupportedState: a state that can't be stored.
-        SaveFailed: a state object has none.
+        UnsupportedState: a state can't be stored.
+        SaveFailed: a state object's ``state_dict()`` raised an error.
     """
     states, content = declared.states, model.state_dict()
     buffers = buffer_names(model, content)
@@ -157,7 +161,7 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 raise SaveFailed(
                     f"state {name!r} can't be saved: its state_dict() raised on rank {rank} "
-                    f"{type(error).__name__}: {error}. Rows are kept for the next checkpoint; mend "
+                    f"{type(error).__name__}: {error}. Rows are kept for the next checkpoint; fix "
                     "it and save again"
                 ) from error
     stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
@@ -167,7 +171,7 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
         if not isinstance(value, torch.Tensor):
             raise UnsupportedState(
                 f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
-                "which can't be given back to it: put it into a state object of its own"
+                "which can't be restored into it: put it into a state object of its own"
             )
     per_rank = declared.per_rank
     if own := declared.buffers.take(dense[MODEL]):
@@ -188,15 +192,16 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
 
 
 def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[ShardSnapshot], Cut]:
-    """Cuts the marks and says which rows to write, of shards that ``tracked.refresh`` has found.
+    """Cut the marks and select the rows to write; call ``tracked.refresh`` first.
+
+    Every checkpoint ends the interval since the last one; only a full one also ends the interval
+    since the baseline.
 
     Args:
         since: ``LAST`` or ``BASELINE`` for a differential checkpoint, None for a full one.
 
     Returns:
-        Per shard what to write; and the cut, to ``merge`` back unless the checkpoint commits.
-        Every checkpoint ends the interval since the last one; only a full one that since the
-        baseline.
+        The rows to write, by shard; and the cut, to ``merge`` back unless the checkpoint commits.
     """
     tracked.write_back()
     if since is Consumer.BASELINE:
@@ -215,7 +220,7 @@ def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[Shard
 
 
 def _own_part(shard: TrackedShard, modified: RowSet | None) -> ShardSnapshot:
-    """What this rank writes of a shard: all of it, or its share of one that every rank has."""
+    """Select this rank's part of a shard: all of it, or a share of one that every rank has."""
     local = shard.local
     if local.replicated and dist.is_initialized():
         rank, world, rows = dist.get_rank(), dist.get_world_size(), local.rectangle.rows
@@ -226,12 +231,12 @@ def _own_part(shard: TrackedShard, modified: RowSet | None) -> ShardSnapshot:
 
 
 def _row_memory(shard: LocalShard) -> int:
-    """Bytes that a row of a chunk takes at most while it is saved or restored.
+    """Bound the bytes that a row of a chunk takes while the chunk is saved or restored.
 
-    It is there as the kernel has it and as it is stored, at most as fp32; and the allocator keeps
-    up to three times as much of what chunks before it have left, whose places don't fit again
-    (``recipes.benchmarks.memory`` measures it). And its id: int64 several times, or as up to 32
-    bools of a sparse chunk's span.
+    A row is held as the kernel has it and as it is stored, at most as fp32; and the allocator keeps
+    up to three times as much of earlier chunks, whose places don't fit again
+    (``recipes.benchmarks.memory`` measures this). A row's id is held several times as int64, or as
+    up to 32 bools of a sparse chunk's span.
     """
     values = sum(
         max(4, tensor.element_size()) * (tensor.shape[1] if tensor.dim() == 2 else 1)

@@ -1,7 +1,7 @@
-"""Copies of what a checkpoint will hold, in staging memory: what the background encodes and writes.
+"""Staged items: copies in staging memory, which the background encodes and writes.
 
-Every object here says only where in the memory its bytes are, so that it can be sent to another
-process that has mapped the same memory.
+Staged items hold offsets rather than bytes, so that they can be sent to another process that has
+mapped the same memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchrec_checknrun.shards import LocalShard, RowBlock, TableShape
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """A contiguous tensor at some offset of the memory."""
+    """A contiguous tensor at an offset of the memory."""
 
     offset: int
     dtype: torch.dtype
@@ -31,26 +31,26 @@ class StagedTensor:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     def at(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, a view of the memory."""
+        """Return the tensor as a view of the memory (``(size,)`` uint8)."""
         if not self.size:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        # Not by views: each would give Python's lock away, and training wait to get it back.
+        # Not by views: each would release Python's lock, and training wait to get it back.
         count = self.size // self.dtype.itemsize
         flat = torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.offset)
         return flat if len(self.shape) == 1 else flat.view(self.shape)
 
 
 def aligned(size: int) -> int:
-    """Bytes of memory for so many bytes: the next piece begins where a view of it may begin."""
+    """Round a size in bytes up, so that the next piece begins where a view may begin."""
     return max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
 
 
 def rows_size(shard: LocalShard, rows: int) -> int:
-    """Bytes of memory for so many rows of a shard, see ``StagedRows.plan``."""
+    """Return the bytes of memory that a number of rows of a shard takes in ``StagedRows``."""
     per_row = [torch.int64.itemsize]
     per_row += [tensor.stride(0) * tensor.element_size() for tensor in shard.tensors]
     return sum(aligned(rows * size) for size in per_row)
@@ -58,7 +58,14 @@ def rows_size(shard: LocalShard, rows: int) -> int:
 
 @dataclass(frozen=True)
 class StagedRows:
-    """Rows as they were in their table."""
+    """Rows copied as they are in their table.
+
+    Attributes:
+        ids: global row ids, ``(n,)`` int64.
+        weight: ``(n, columns)``, of the table's dtype.
+        optimizer: optimizer state by name, ``(n,)`` or ``(n, columns)``.
+        encoding: the encoding to be written.
+    """
 
     table: str
     shape: TableShape
@@ -70,7 +77,7 @@ class StagedRows:
 
     @classmethod
     def plan(cls, shard: LocalShard, rows: int, encoding: TableEncoding, offset: int) -> StagedRows:
-        """Where so many rows of a shard will be, each part behind the other from ``offset`` on."""
+        """Lay out a number of rows of a shard in memory, part after part from ``offset`` on."""
         at = offset
 
         def place(shape: tuple[int, ...], dtype: torch.dtype) -> StagedTensor:
@@ -93,15 +100,15 @@ class StagedRows:
         )
 
     def copy(self, shard: LocalShard, positions: torch.Tensor, memory: torch.Tensor) -> None:
-        """Fills the memory; copies from a GPU are left to its current stream.
+        """Copy rows into the memory; copies from a GPU are queued on its current stream.
 
         Args:
-            positions: ``(n,)`` int64, sorted: which of the shard's rows.
+            positions: positions of the rows in the shard, ``(n,)`` int64, sorted.
         """
         parts = [(shard.weight, self.weight)]
         parts += [(shard.optimizer[name], state) for name, state in self.optimizer.items()]
         if has_extension() and all(can_copy(live, memory) for live, _ in parts):
-            # One call: between several, Python's lock would go from thread to thread.
+            # One call: between several calls, Python's lock would go from thread to thread.
             torch.ops.checknrun.stage_rows(
                 positions,
                 shard.rectangle.row_start,
@@ -124,7 +131,7 @@ class StagedRows:
                 into.copy_(live.index_select(0, here), non_blocking=True)
 
     def encode(self, memory: torch.Tensor) -> EncodedChunk:
-        """As a chunk; parts of it may be views of the memory."""
+        """Encode the rows as a chunk; parts of it may be views of the memory."""
         block = RowBlock(
             table=self.table,
             shape=self.shape,
@@ -145,7 +152,7 @@ class StagedChunk:
     data: StagedTensor
 
     def encode(self, memory: torch.Tensor) -> EncodedChunk:
-        """The chunk; its bytes are views of the memory."""
+        """Return the chunk; its bytes are views of the memory."""
         return EncodedChunk(self.entry, [self.data.at(memory).numpy().data])
 
 
@@ -154,10 +161,12 @@ Staged = StagedRows | StagedChunk
 
 @dataclass
 class StagedJob:
-    """Something staged that is to be written.
+    """A staged item that is to be written.
 
     Attributes:
-        staged: where it is; a process that maps the memory can write it as well.
+        staged: the item; a process that maps the memory can encode it, too.
+        memory: the staging memory, ``(size,)`` uint8.
+        release: called once the item is written: its memory becomes free.
     """
 
     staged: Staged
@@ -172,7 +181,7 @@ class StagedJob:
 
 
 def with_encoding(staged: Staged, encoding: TableEncoding) -> Staged:
-    """The same rows, to be encoded in another way; chunks stay as they are."""
+    """Replace the encoding of staged rows; return a staged chunk as it is."""
     if isinstance(staged, StagedRows):
         return dataclasses.replace(staged, encoding=encoding)
     return staged

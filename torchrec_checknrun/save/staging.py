@@ -1,8 +1,8 @@
-"""The stall: what a checkpoint will hold is copied out of the model while training waits.
+"""The stall: a checkpoint's items are copied out of the model while training waits.
 
-Items go into staging memory in the order in which the background writes them. Where they don't all
-fit, the background begins when the memory is full, and staging goes on as some becomes free: still
-one instant, since training waits until the last item is staged.
+Items go into staging memory in the order in which the background writes them. Where the memory is
+too small for all items, the background begins when the memory is full, and staging continues as
+pieces become free: still one instant, since training waits until the last item is staged.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
-from torchrec_checknrun.codecs.surveys import Settled
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.save.digest import Digest, joint_digest
@@ -41,17 +41,17 @@ from torchrec_checknrun.shards import LocalShard
 StagingMode = Literal["auto", "copy", "encode"]
 _TRIAL_ROWS = 16384
 _MOST_THREADS = 8
-"""More don't find more memory bandwidth."""
+"""More threads find no more memory bandwidth."""
 
 
 class Staging:
     """One checkpoint's items on their way through staging memory.
 
-    ``run`` is the training thread's; all else may be called by another.
+    Call ``run`` in the training thread; other methods may be called by another thread.
 
     Args:
-        ring: of the memory's size; nothing of it is in use.
-        encode: tables whose rows are encoded on the way, rather than copied.
+        ring: an unused ring of the memory's size.
+        encode: tables whose rows are encoded during the stall, rather than copied.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Staging:
             for item in items.by_name.values()
             if isinstance(item, RowsItem)
         }
-        # A GPU copies by itself; of the processor training uses nothing meanwhile.
+        # Copies from a GPU need no processor; copies from CPU tables may use all idle ones.
         self._helpers = idle_threads() if self._devices <= {torch.device("cpu")} else 0
 
     @property
     def items(self) -> Mapping[str, Item]:
-        """By name, what becomes a job as soon as it is staged."""
+        """The items by name; each becomes a job as soon as it is staged."""
         return {name: _StagedItem(self, name) for name in self._items}
 
     def digests(self) -> dict[str, Digest]:
-        """Digest all items that are no table rows, by name, as they were at the snapshot's instant.
+        """Digest all items but table rows, by name, as of the snapshot's instant.
 
-        To be called once the background has been started, and before ``choose``.
+        Call this once the background has been started, and before ``choose``.
 
         Raises:
             BaseException: staging has failed.
@@ -99,9 +99,8 @@ class Staging:
         return found
 
     def shared_digests(self) -> dict[int, str]:
-        """Digest the blocks that ranks of another mesh may hold as well, by number; as ``digests``.
-
-        How the blocks are cut into pieces makes no difference: other ranks may cut them otherwise.
+        """Digest the blocks that ranks of another mesh may hold as well, by number; see
+        ``digests``. The digests don't depend on how a rank cuts the blocks into pieces.
         """
         found = dict(self._shared_digests)
         for number in self._all.shared.keys() - found.keys():
@@ -120,7 +119,7 @@ class Staging:
         return {name for name, item in self._items.items() if not isinstance(item, RowsItem)}
 
     def _digest_live(self) -> None:
-        """Digest what is not staged while training waits: there is no memory for it yet."""
+        """Digest the items for which there is no staging memory yet, while training waits."""
         staged = set(self._staged)
         for name in self._dense() - staged:
             self._digests[name] = Digest.of(self._items[name].job({}))
@@ -129,14 +128,14 @@ class Staging:
                 self._shared_digests[number] = self._all.shared_digest(number)
 
     def run(self, when_full: Callable[[], None]) -> None:
-        """Stages everything. Ends early if the background has given up.
+        """Stage all items; return early if the background has given up.
 
         Args:
-            when_full: called once if there is not memory enough for all, before memory is waited
-                for: somebody must give it back.
+            when_full: called once if memory is too small for all items, before the first wait for
+                memory: start a thread that releases some.
 
         Raises:
-            Exception: an item could not be encoded; ``job`` raises it as well.
+            Exception: an item could not be encoded; ``job`` raises the same error.
         """
         items, turn = iter(self._items.items()), threading.Lock()
 
@@ -148,8 +147,8 @@ class Staging:
 
             def work() -> None:
                 try:
-                    # Memory is taken in the order in which it is given back: else what is staged
-                    # could wait for what can't be.
+                    # Memory is taken in the order in which it is released: else staged items could
+                    # wait for items for which there is no memory.
                     while True:
                         with turn:
                             name, item = next(items, ("", None))
@@ -172,27 +171,27 @@ class Staging:
                         helper.start()
                         helpers.append(helper)
                 work()
-            finally:  # what they copy is to be of this instant
+            finally:  # all copies must be of this instant
                 for helper in helpers:
                     helper.join()
         if self._failure is not None:
             raise self._failure
 
     def fail(self, error: BaseException) -> None:
-        """What isn't staged yet will not be."""
+        """Stop staging because of an error, which ``job`` raises for items not staged yet."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
 
     def choose(self, names: frozenset[str]) -> None:
-        """Only these are to be written here: the memory of others becomes free."""
+        """Keep the items that this rank is to write, and release the memory of the other items."""
         with self._changed:
             self._wanted = names
             for name in self._staged.keys() - names:
                 self._ring.release(self._staged.pop(name)[1])
 
     def job(self, name: str, settled: Settled) -> StagedJob:
-        """What was staged, as soon as it is.
+        """Wait until an item is staged, and return its job.
 
         Raises:
             BaseException: staging has failed.
@@ -221,7 +220,7 @@ class Staging:
     def _place(
         self, item: RowsItem | BlockItem | ChunkItem, when_full: Callable[[], None]
     ) -> tuple[Callable[[], Staged], int]:
-        """Takes memory for an item: where, and what is yet to be done."""
+        """Take memory for an item; return a function that stages the item, and the offset."""
         memory = self._memory.bytes
         if isinstance(item, RowsItem) and item.shard.shard.table not in self._encode:
             shard, offset = item.shard.shard, self._ring.take(copied_size(item), when_full)
@@ -244,8 +243,8 @@ class Staging:
 
     @contextmanager
     def _stream(self) -> Iterator[Callable[[], torch.cuda.Event | None]]:
-        """Around copies from a GPU: on a stream of their own, which training's waits for. Gives
-        what the background waits for, at any moment.
+        """Queue copies from a GPU on a side stream, for which training's stream waits. Yields a
+        function that records the event for which the background waits.
         """
         devices = self._devices - {torch.device("cpu")}
         if not devices:
@@ -261,7 +260,7 @@ class Staging:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same for every checkpoint: CUDA's allocator keeps apart what each stream has used."""
+    """Return one stream for all checkpoints: CUDA's allocator keeps a pool for each stream."""
     return torch.cuda.Stream(device)
 
 
@@ -275,22 +274,24 @@ class _StagedItem:
 
 
 def idle_threads() -> int:
-    """How many threads more than this rank's operations use would find a processor of their own,
-    while all ranks of the machine copy.
+    """Count the helper threads that would find a processor of their own, while all ranks of the
+    machine copy.
     """
     processors = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(0, min(_MOST_THREADS, processors // torch.get_num_threads()) - 1)
 
 
 def encoded_size(shard: LocalShard, rows: int, encoding: TableEncoding) -> int:
-    """About what rows take that are encoded while they are staged; no more than as a copy."""
+    """Estimate the bytes of staging memory for rows encoded during the stall; at most those of a
+    copy.
+    """
     width = 8 * shard.weight.element_size()
     fewer = max(0, width - encoding.codec.value_bits)
     return rows_size(shard, rows) - rows * shard.rectangle.cols * fewer // 8
 
 
 def copied_size(item: RowsItem | BlockItem | ChunkItem) -> int:
-    """Bytes that an item takes as a copy: the most that it takes."""
+    """Return the bytes of staging memory for a copy of an item, which is the most that it takes."""
     if isinstance(item, RowsItem):
         return rows_size(item.shard.shard, item.count)
     if isinstance(item, BlockItem):
@@ -303,11 +304,12 @@ def copied_size(item: RowsItem | BlockItem | ChunkItem) -> int:
 def encoded_while_staged(
     shards: list[LocalShard], quantization: Quantization, mode: StagingMode
 ) -> frozenset[str]:
-    """Tables whose rows are encoded in the stall. What all ranks must agree on first
-    (importance-weighted widths) can't be.
+    """Choose the tables to encode during the stall. Importance-weighted tables are excluded: their
+    widths need a global plan first.
 
     Args:
-        mode: ``auto``: where a trial on some rows is no slower than copying them.
+        mode: ``auto`` chooses tables where encoding, in a trial on some rows, is no slower than
+            copying.
     """
     if mode == "copy":
         return frozenset()
@@ -326,8 +328,8 @@ def encoded_while_staged(
 
 
 def _encodes_as_fast(shard: LocalShard, encoding: TableEncoding) -> bool:
-    """Whether rows are encoded in no more time than they are copied: the best of three trials.
-    Several threads copy, as they do in a stall; of those one at a time encodes.
+    """Time whether rows are encoded as fast as they are copied; the best of three trials counts.
+    In a stall several threads copy, but only one at a time encodes.
     """
     rows = shard.rectangle.rows
     positions = torch.arange(0, rows, max(1, -(-rows // _TRIAL_ROWS)), device="cpu")

@@ -1,8 +1,8 @@
 """Bound every wait for the storage: a call that never returns is given up, and the error names it.
 
-No thread can be killed. So a call to a store runs in a daemon thread of its own, and whoever asked
-waits only so long. What a call that was given up still does, some hours later perhaps, must harm
-nobody: operations that make something visible ask ``given_up`` first.
+A thread can't be killed. So a call to a store runs in a daemon thread of its own, and the caller
+waits for a bounded time. A call that was given up may go on, even hours later, and must do no harm
+then: operations that make something visible check ``given_up`` first.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torchrec_checknrun.errors import StorageUnreachable
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 1800.0
-"""How long ranks and storage are waited for unless the user says otherwise."""
+"""Default limit of waits for ranks and storage."""
 EXIT_SECONDS = 10.0
-"""How long the end of the interpreter waits for one call to the storage."""
+"""Longest wait for one call to the storage while the interpreter ends."""
 _SHARE = 0.8
-"""Of the timeout, for one call: the other ranks, who wait meanwhile, are to hear why."""
+"""Part of the timeout that one call may take: the rest is for telling the waiting ranks why."""
 _IN_DOUBT = 1 / 8
-"""Of that, for the calls that follow one that was given up, until one of them is answered."""
+"""Part of that for calls that follow one that was given up, until a call is answered."""
 _LEAST_IN_DOUBT = 1.0
 _IDLE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 
 
 class _Call(Generic[T]):
-    """One call: what it is, since when nothing was heard of it, and what became of it."""
+    """One call to the storage: name, time of the last sign of life, and outcome."""
 
     def __init__(self, what: str, act: Callable[[], T]) -> None:
         self.what = what
@@ -61,7 +61,7 @@ _current = threading.local()
 
 
 class _Worker:
-    """A daemon thread that runs one call after the other."""
+    """A daemon thread that runs calls one after another."""
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[_Call[Any]] = queue.SimpleQueue()
@@ -69,7 +69,7 @@ class _Worker:
         self.thread.start()
 
     def begin(self, call: _Call[Any]) -> None:
-        self.thread.name = threading.current_thread().name  # stacks and logs say whose call it is
+        self.thread.name = threading.current_thread().name  # stacks and logs name the caller
         self.calls.put(call)
 
     def _run(self) -> None:
@@ -77,7 +77,7 @@ class _Worker:
             _current.call = call
             call.run()
             _current.call = None
-            del call  # and its memory, before the next one comes
+            del call  # frees its memory before the next call comes
             with _lock:
                 _idle.append(self)
 
@@ -93,7 +93,7 @@ class _Worker:
 
 
 def _forget_threads() -> None:
-    """Start anew in a forked child, where none of the threads is."""
+    """Start fresh in a forked child, which has none of the threads."""
     global _lock
     _lock = threading.Lock()
     _idle.clear()
@@ -104,15 +104,15 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 
 def given_up() -> bool:
-    """Return whether nobody waits any more for the call that this thread is running."""
+    """Tell whether the call that this thread is running was given up."""
     call = getattr(_current, "call", None)
     return call is not None and call.given_up
 
 
 def longest_silence() -> tuple[float, str]:
-    """Return for how many seconds, and in which call, the storage has been silent for longest.
+    """Return the longest current silence of the storage: seconds, and the name of the call.
 
-    ``(0.0, "")`` where no call is under way.
+    ``(0.0, "")`` where no call is in progress.
     """
     now = time.monotonic()
     with _lock:
@@ -121,16 +121,16 @@ def longest_silence() -> tuple[float, str]:
 
 
 class Patience:
-    """How long one store's silence is borne; shared by all folders of a root.
+    """The limits of waits for one store; shared by all folders of a root.
 
-    After a call that was given up the next ones are waited for shorter, until one is answered: else
-    whatever asks a dead store five things would wait five times.
+    After a call that was given up the next ones get less time, until one is answered: otherwise
+    five calls to a dead store would take five times the limit.
 
     Args:
-        timeout_seconds: the whole time that a save, restore or close may wait in vain.
+        timeout_seconds: the longest that a save, restore or close may wait in vain.
 
     Attributes:
-        heard: when a call was last answered, by the monotonic clock.
+        heard: time of the last answer, by the monotonic clock.
     """
 
     def __init__(self, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -139,21 +139,21 @@ class Patience:
         self._doubt = threading.Event()
 
     def apart(self) -> Patience:
-        """Return patience with the same store that hears only what it asked for itself."""
+        """Return limits for the same store that count only their own calls' answers."""
         other = Patience(self.timeout_seconds)
         other._doubt = self._doubt
         return other
 
     @property
     def seconds(self) -> float:
-        """How long the next call is waited for."""
+        """Longest wait for the next call."""
         seconds = self.timeout_seconds * _SHARE
         if self._doubt.is_set():
             return min(seconds, max(_LEAST_IN_DOUBT, seconds * _IN_DOUBT))
         return seconds
 
     def beat(self) -> None:
-        """Note a sign of life."""
+        """Record a sign of life."""
         self.heard = time.monotonic()
         self._doubt.clear()
 
@@ -161,11 +161,11 @@ class Patience:
         """Run ``act`` in another thread and return its result.
 
         Raises:
-            StorageUnreachable: it didn't return in time; it may still be running.
-            BaseException: what ``act`` raised.
+            StorageUnreachable: ``act`` didn't return in time; it may still be running.
+            BaseException: raised by ``act``.
         """
         if getattr(_current, "call", None) is not None:
-            return act()  # part of a call that is waited for already
+            return act()  # part of a call that is bounded already
         call = _Call(what, act)
         with _lock:
             worker = _idle.pop() if _idle else None
@@ -189,7 +189,7 @@ class Patience:
             try:
                 raise call.error
             finally:
-                del call  # else it and its error hold each other
+                del call  # the call and its error would keep each other
         return call.value
 
     def result(
@@ -198,10 +198,10 @@ class Patience:
         """Return a future's result.
 
         Args:
-            progress: a value that changes as long as something is done for it.
+            progress: returns a value that changes as long as the work makes progress.
 
         Raises:
-            StorageUnreachable: nothing was done for it for too long.
+            StorageUnreachable: the work made no progress for too long.
         """
         limit, last, call = self.seconds, progress(), _Call(what, lambda: None)
         with self._watched(call):
@@ -219,8 +219,10 @@ class Patience:
 
     @contextmanager
     def watch(self, what: str) -> Iterator[Callable[[], None]]:
-        """Count what is done within as one call, for ``longest_silence``; yield a function that
-        notes a sign of life of it.
+        """Count the block as one call for ``longest_silence``.
+
+        Yields:
+            A function that records a sign of life of the block.
         """
         call = _Call(what, lambda: None)
 
@@ -247,10 +249,10 @@ class Patience:
 
 
 def silent(what: str, seconds: float, timeout_seconds: float) -> StorageUnreachable:
-    """Return the error that says for what, and how long, the storage was waited for in vain."""
+    """Make the error for a wait in vain: names the operation and the seconds waited."""
     return StorageUnreachable(
         errno.ETIMEDOUT,
         f"{what}: nothing was heard from the storage for {seconds:.3g} s "
-        f"(timeout_seconds={timeout_seconds:g}), and the operation was given up: look whether the "
-        "storage can be reached, or allow it more time",
+        f"(timeout_seconds={timeout_seconds:g}), and the operation was given up: check that the "
+        "storage can be reached, or raise timeout_seconds",
     )

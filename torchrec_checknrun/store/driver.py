@@ -1,4 +1,4 @@
-"""Files of one directory of any fsspec store, the local disk apart.
+"""Keep files in one directory of any fsspec store but the local disk.
 
 An object store has no rename and needs none: an object appears whole or not at all.
 """
@@ -16,16 +16,16 @@ from torchrec_checknrun.store.s3 import S3Upload
 
 
 class DriverStore:
-    """A directory.
+    """A directory of a fsspec store.
 
     Args:
         fs: a fsspec file system.
-        path: of the directory, as that one writes it.
-        s3: it is S3's.
-        may_be_file: a file lying where the directory would be counts as none.
+        path: the directory's path, in the file system's notation.
+        s3: whether the file system is S3's.
+        may_be_file: whether a file in the directory's place counts as no directory.
 
     Raises:
-        OSError: what the driver says; all methods do.
+        OSError: from the driver; all methods raise it.
     """
 
     def __init__(self, fs: Any, path: str, s3: bool, may_be_file: bool) -> None:
@@ -35,11 +35,11 @@ class DriverStore:
         self._may_be_file = may_be_file
 
     def list(self) -> list[str]:
-        """Return the names of what is in the directory; none where there is no directory."""
+        """Return the names of all entries; none where there is no directory."""
         return list(self._entries(detail=False))
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the files in the directory."""
+        """Return the bytes of each file, by name."""
         return {
             name: int(info["size"])
             for name, info in self._entries(detail=True).items()
@@ -47,7 +47,7 @@ class DriverStore:
         }
 
     def is_link(self, name: str) -> bool:
-        """Return False: links are for disks."""
+        """Return False: only disks have links."""
         return False
 
     def size(self, name: str) -> int | None:
@@ -60,7 +60,7 @@ class DriverStore:
         return int(info["size"]) if info["type"] == "file" else None
 
     def modified(self, name: str) -> float | None:
-        """Return when a file was last written; None where there is none, or no such time."""
+        """Return the time a file was last written; None where file or time is unknown."""
         self._fs.invalidate_cache()
         with suppress(NotImplementedError, FileNotFoundError):
             return float(self._fs.modified(f"{self.path}/{name}").timestamp())
@@ -69,7 +69,7 @@ class DriverStore:
     def read(self, name: str, offset: int, length: int | None) -> bytes:
         """Return a part of a file's bytes, shorter where the file ends."""
         path = f"{self.path}/{name}"
-        if length == 0 and self._s3:  # no range of S3's
+        if length == 0 and self._s3:  # S3 has no empty ranges
             if self.size(name) is None:
                 raise FileNotFoundError(errno.ENOENT, "there is no such file", path)
             return b""
@@ -78,12 +78,12 @@ class DriverStore:
             return cast(bytes, self._fs.cat_file(path, start=offset, end=end))
         except OSError as error:
             if code(error) in ("InvalidRange", "416"):
-                return b""  # it begins where the object ends
+                return b""  # the range begins at or after the object's end
             raise
 
     def create(self) -> None:
-        """Make the directory (object stores have none to make)."""
-        if not self._s3:  # there it would make a bucket, which is for its owner to do
+        """Make the directory; object stores have no directories to make."""
+        if not self._s3:  # S3 would make a bucket, which is its owner's decision
             self._fs.makedirs(self.path, exist_ok=True)
 
     def new_file(self, name: str, again: bool) -> NewFile:
@@ -96,7 +96,7 @@ class DriverStore:
         """Write a whole object.
 
         Raises:
-            FileExistsError: ``new``, and there is one.
+            FileExistsError: ``new`` is set and the object exists.
         """
         path = f"{self.path}/{name}"
         if not new:
@@ -112,23 +112,23 @@ class DriverStore:
                 raise FileExistsError(errno.EEXIST, "there is such a file", path) from error
             if getattr(error, "errno", errno.ENOSYS) != errno.ENOSYS:
                 raise
-            self._fs.pipe_file(path, data)  # the store knows no such condition
+            self._fs.pipe_file(path, data)  # the store can't write conditionally
 
     def delete(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         with suppress(FileNotFoundError, NotADirectoryError):
             self._fs.rm_file(f"{self.path}/{name}")
 
     def remove(self) -> None:
         """Remove the directory itself, which must be empty."""
-        if self._s3:  # some servers go on listing it, unless it is deleted as an object
+        if self._s3:  # some servers list a directory until it is deleted as an object
             bucket, key, _ = self._fs.split_path(self.path)
             self._fs.call_s3("delete_object", Bucket=bucket, Key=f"{key}/")
         else:
             self._fs.rmdir(self.path)
 
     def sync(self) -> None:
-        """Do nothing: what a store has taken is durable."""
+        """Do nothing: a store's accepted writes are durable."""
 
     def sync_entry(self) -> None:
         """Do nothing."""
@@ -138,11 +138,11 @@ class DriverStore:
         try:
             entries = list(self._fs.ls(self.path, detail=detail))
         except FileNotFoundError as error:
-            if code(error) == "NoSuchBucket":  # a folder is made when it is needed, a bucket isn't
+            if code(error) == "NoSuchBucket":  # folders are made when needed, buckets are not
                 raise StorageFailed(
                     errno.ENOENT,
                     f"listing {self._fs.unstrip_protocol(self.path)}: no such bucket: check its "
-                    "name, or make it",
+                    "name, or create the bucket",
                 ) from error
             return {}
         except NotADirectoryError:
@@ -158,6 +158,6 @@ class DriverStore:
 
 
 def code(error: BaseException) -> str:
-    """Return what S3 has called an error; empty if it wasn't S3."""
+    """Return S3's code of an error; empty for other errors."""
     response = getattr(error.__cause__, "response", None) or {}
     return str(response.get("Error", {}).get("Code", ""))

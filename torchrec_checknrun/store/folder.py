@@ -1,8 +1,8 @@
-"""The few file operations a checkpoint needs, on a folder or any fsspec URL, and made durable.
+"""Offer the few file operations that a checkpoint needs, durable, on a folder or any fsspec URL.
 
-On a local disk "written" means fsync of the file and of its folder. What fails for a moment is
-tried again; what fails for good, or isn't answered in time, is a ``StorageFailed`` that names the
-path and the remedy. How it is done on a disk is ``local_store``'s, elsewhere ``driver_store``'s.
+On a local disk "written" means fsync of the file and of its folder. Transient errors are retried;
+permanent ones and silence become a ``StorageFailed`` that names the path and the remedy. The
+operations themselves are ``local.LocalStore``'s on a disk, ``driver.DriverStore``'s elsewhere.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from torchrec_checknrun.store.retry import masked, retrying, storage_failed
 T = TypeVar("T")
 
 _RETRIED = 0.9
-"""Of the time that an operation may take: then its last error is told."""
+"""Part of an operation's time limit for retries: the last error is reported within the limit."""
 _PUTS = 3
-"""How often a small record is put that doesn't read back as it was."""
+"""Tries to put a small record that doesn't read back unchanged."""
 
 
 class Folder:
-    """A folder of checkpoints (or of one checkpoint's files).
+    """A folder of checkpoints, or of one checkpoint's files.
 
     Args:
         url: a path or any fsspec URL (``s3://bucket/run``).
-        timeout_seconds: how long a storage that doesn't answer may be waited for.
+        timeout_seconds: the longest wait for a storage that doesn't answer.
 
     Attributes:
-        url: opens the same folder again, in any process; may hold a password.
+        url: opens the same folder again, in any process; may contain a password.
         patience: bounds all waits for this storage.
 
     Raises:
-        StorageFailed: the storage refused an operation, or didn't answer; all methods do.
-        CorruptCheckpoint: on a local disk, something in the folder that should be a file or a
-            directory is a symbolic link; all methods do.
+        StorageFailed: the storage refused an operation or didn't answer; all methods raise it.
+        CorruptCheckpoint: on a local disk, a symbolic link is in place of a file or a directory in
+            the folder; all methods raise it.
     """
 
     def __init__(
@@ -55,24 +55,24 @@ class Folder:
     ) -> None:
         self.url = os.fspath(url)
         self.patience = Patience(timeout_seconds)
-        try:  # some stores are asked at once
+        try:  # some drivers call the store here
             self._fs, path = self.patience.call(
                 lambda: fsspec.core.url_to_fs(self.url), f"opening {self}"
             )
         except OSError as error:
             raise storage_failed(error, f"opening {self}") from error
         while type(self._fs) is DirFileSystem and isinstance(self._fs.fs, LocalFileSystem):
-            path, self._fs = self._fs._join(path), self._fs.fs  # a disk has links, by any name
+            path, self._fs = self._fs._join(path), self._fs.fs  # a disk, so links must be refused
         self._path = path.rstrip("/")
         self._local = isinstance(self._fs, LocalFileSystem)
         self._below: tuple[str, ...] = ()
         protocols = self._fs.protocol
         self._s3 = "s3" in ((protocols,) if isinstance(protocols, str) else protocols)
         if self._local:
-            # A relative path must mean the same folder when the process has gone elsewhere.
+            # A relative path must mean the same folder after the process changes its directory.
             self.url = self._path or "/"
         elif self.url.startswith("dir::"):
-            # Its files are at the path that follows, taken twice: the first alone has children.
+            # fsspec joins the path that follows "dir::" twice: the path alone can have children.
             self.url = f"dir://{self._path}{self.url[3:]}"
 
     def __str__(self) -> str:
@@ -86,12 +86,12 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Last part of the path."""
         return self._path.rsplit("/", 1)[-1]
 
     @property
     def parent(self) -> Folder:
-        """The folder that this one is in."""
+        """Folder that contains this one."""
         before, path, after = _parts(self.url)
         folder = self._at(self._path.rpartition("/")[0], before + path.rpartition("/")[0] + after)
         folder._below = self._below[:-1]
@@ -99,8 +99,9 @@ class Folder:
 
     @property
     def outermost(self) -> tuple[str, tuple[str, ...]]:
-        """The URL of the root that this folder was reached from, and the names on the way: links
-        are followed to the one, but not from there on. Another process opens it by these.
+        """URL of the root that this folder was reached from, and the names from there on.
+
+        Another process opens the folder by these; links are followed up to the root, not below.
         """
         folder = self
         for _ in self._below:
@@ -108,7 +109,7 @@ class Folder:
         return folder.url, self._below
 
     def _at(self, path: str, url: str) -> Folder:
-        """Another folder of the same store."""
+        """Return another folder of the same store."""
         folder = copy(self)
         folder._path, folder._below = path, ()
         folder.url = (path or "/") if self._local else url
@@ -122,55 +123,55 @@ class Folder:
         return LocalStore(self._path[: len(self._path) - length], self._below)
 
     def _do(self, act: Callable[[], T], what: str) -> T:
-        """Run an operation, again where that helps, and for no longer than the storage may take."""
+        """Run an operation with retries, within the storage's time limit."""
         most = self.patience.seconds * _RETRIED
         return self.patience.call(lambda: retrying(act, what, most), masked(what))
 
     def is_link(self, name: str) -> bool:
-        """Whether something in the folder is a symbolic link, which only local disks have."""
+        """Tell whether an entry is a symbolic link, which only local disks have."""
         return self._local and self._do(
             lambda: self._store.is_link(name), f"looking at {self}/{name}"
         )
 
     def names(self) -> list[str]:
-        """What is directly in the folder, sorted; nothing where there is no folder."""
+        """Return the names of the folder's entries, sorted; none where there is no folder."""
         return sorted(self._do(self._store.list, f"listing {self}"))
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of all files that are directly in the folder, with one look."""
+        """Return the bytes of each file directly in the folder, by name, in one operation."""
         return self._do(self._store.sizes, f"listing {self}")
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, or None where there is none."""
+        """Return the bytes of a file; None where there is none."""
         return self._do(lambda: self._store.size(name), f"looking at {self}/{name}")
 
     def modified(self, name: str) -> float | None:
-        """Return when a file was last written, by the store's clock, in seconds since 1970.
+        """Return the time a file was last written, by the store's clock, in seconds since 1970.
 
         Returns:
-            None where the store keeps no such times, or there is no such file.
+            None where the store keeps no such times, or the file doesn't exist.
         """
         return self._do(lambda: self._store.modified(name), f"looking at {self}/{name}")
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """A file's bytes, or a part of them (shorter where the file ends).
+        """Return a file's bytes, or a part of them, shorter where the file ends.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file doesn't exist.
         """
         return self._see(lambda: self._store.read(name, offset, length), name)
 
     def read_into(self, memory: memoryview, name: str, offset: int) -> int:
-        """Fills memory with a part of a file, which no other copy is made of on a local disk.
+        """Fill memory with a part of a file; on a local disk without another copy.
 
         Args:
-            memory: bytes, writable; not to be used any more after a ``StorageUnreachable``.
+            memory: bytes, writable; must not be used any more after a ``StorageUnreachable``.
 
         Returns:
-            How many bytes there were: fewer than asked for where the file ends.
+            Number of bytes read: fewer than asked for where the file ends.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file doesn't exist.
         """
         if not len(memory):
             return 0
@@ -182,7 +183,7 @@ class Folder:
         return len(data)
 
     def _see(self, act: Callable[[], T], name: str) -> T:
-        """``_do``; within what is no folder, there is no file."""
+        """Run a read with ``_do``; a path through a file is a file that doesn't exist."""
 
         def see() -> T:
             try:
@@ -194,18 +195,17 @@ class Folder:
         return self._do(see, f"reading {self}/{name}")
 
     def create(self) -> None:
-        """Makes the folder (object stores have none to make)."""
+        """Make the folder; object stores have no folders to make."""
         self._do(self._store.create, f"making {self}")
 
     @contextmanager
     def write(self, name: str) -> Iterator[NewFile]:
-        """Opens a new file; when the block ends without an error, it is durable, and the storage
-        has as many bytes as it was given.
+        """Open a new file; durable and of the right size once the block ends without an error.
 
-        After an error nothing of it is left.
+        After an error nothing of the file is left.
 
         Raises:
-            CheckpointExists: something of that name is there.
+            CheckpointExists: an entry of that name exists.
         """
         what, tries = f"writing {self}/{name}", 0
 
@@ -218,8 +218,8 @@ class Folder:
             file = self._do(begin, what)
         except FileExistsError as error:
             raise CheckpointExists(
-                f"{self}/{name} is there already, though nothing was written to it: something else "
-                "writes to this directory; find out what, and save again"
+                f"{self}/{name} is there already, though this job has not written it: stop the "
+                "process that writes to this directory, too, and save again"
             ) from error
         try:
             yield file
@@ -243,29 +243,28 @@ class Folder:
         self.patience.call(lambda: self._store.delete(name), what)
 
     def put(self, name: str, data: bytes, new: bool = False) -> None:
-        """Writes a whole small file so that readers see all of it or none of it, durably, and reads
-        it back.
+        """Write a whole small file, durable and atomic for readers, and read it back.
 
         Args:
-            new: only if there is no such file yet. A store that can't check that while it writes
-                is asked before.
+            new: refuse to replace a file. With a store that can't check this while it writes, the
+                check comes before.
 
         Raises:
-            FileExistsError: there is one, with other content.
-            StorageFailed: the storage has not kept what it was given.
+            FileExistsError: ``new`` is set and the file exists with other content.
+            StorageFailed: the file doesn't read back unchanged.
         """
         what = f"writing {self}/{name}"
 
         def put() -> None:
             self._store.put(name, data, new)
             if new and given_up():
-                self._store.delete(name)  # its writer has been told that it failed
+                self._store.delete(name)  # the caller was told that the put failed
 
         for _ in range(_PUTS):
             try:
                 self._do(put, what)
             except FileExistsError:
-                # Perhaps by an earlier try, of which the answer was lost.
+                # An earlier try may have succeeded with its answer lost.
                 if self.read(name) != data:
                     raise
                 self._sync(what)
@@ -278,16 +277,16 @@ class Folder:
             if found == data:
                 return
             if new and not (found is None or data.startswith(found)):
-                raise FileExistsError(errno.EEXIST, "another one was put at once", name)
+                raise FileExistsError(errno.EEXIST, "another writer put the file, too", name)
             if new and found is not None:
-                self.delete(name)  # a part of what was given: nobody else's
+                self.delete(name)  # a part of our data, so no other writer's
         require_all(f"{self}/{name}", len(data), None if found is None else len(found), "it has")
         raise StorageFailed(
-            errno.EIO, f"{what}: it reads back as something else: the storage changes what it keeps"
+            errno.EIO, f"{what}: the file reads back changed: the storage is not to be relied on"
         )
 
     def _drop_part(self, name: str, data: bytes) -> None:
-        """Delete the part that a failed put has left: a store that isn't atomic shows it to all."""
+        """Delete the part that a failed put has left, visible to readers of a non-atomic store."""
         with suppress(OSError):
             found = self._found(name)
             if found is not None and found != data and data.startswith(found):
@@ -300,23 +299,23 @@ class Folder:
             return None
 
     def delete(self, name: str) -> None:
-        """Removes a file, if it is there; of a link, only the link."""
+        """Remove a file, or a link but not its target, if it exists."""
         self._do(lambda: self._store.delete(name), f"deleting {self}/{name}")
 
     def remove(self) -> None:
-        """Removes the folder itself, if it is there and empty."""
+        """Remove the folder itself, if it exists and is empty."""
         with suppress(Exception):  # an empty folder does no harm
             self.patience.call(self._store.remove, f"deleting {self}")
 
     def sync(self) -> None:
-        """Makes the folder's own entry in its parent durable."""
+        """Make the folder's own entry in its parent durable."""
         self._sync_with(self._store.sync_entry, f"making {self} durable")
 
     def _sync(self, what: str) -> None:
         self._sync_with(self._store.sync, what)
 
     def _sync_with(self, sync: Callable[[], None], what: str) -> None:
-        """Once: after a failed fsync nobody knows what another one would say."""
+        """Sync without retries: after a failed fsync the result of another one means nothing."""
         if not self._local:
             return
         try:
@@ -326,10 +325,10 @@ class Folder:
 
 
 def _parts(url: str) -> tuple[str, str, str]:
-    """What comes before a URL's path, that path (with the host), and what comes after it.
+    """Split a URL into its path (with the host), the part before and the part after.
 
-    In a chain, as ``simplecache::s3://bucket/run`` or ``zip://run::file:///a.zip``, it is the first
-    path: what stands before has none.
+    In a chain, as ``simplecache::s3://bucket/run`` or ``zip://run::file:///a.zip``, the path is the
+    first one.
     """
     before = ""
     while "::" in url and "/" not in url.partition("::")[0]:

@@ -1,9 +1,9 @@
-"""Files of one directory on a local disk, reached through descriptors of directories.
+"""Keep files in one directory of a local disk, reached through descriptors of directories.
 
-Whoever may write to a root could put a link where a directory or a file was a moment ago. So no
-path within a root is ever looked up as a whole: each directory is opened in the one before, without
-following links, and each file is made, read, renamed or deleted in the directory that is open.
-The root itself, and what it lies in, may be links: those are the user's.
+Anyone who may write to a root could replace a directory or a file by a link at any moment. So no
+path within a root is ever looked up as a whole: each directory is opened in the one above, without
+following links, and each file is made, read, renamed or deleted in the open directory. The root
+itself and the directories above may be links: these are the user's.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _AT_ONCE = 1 << 30
 _REMEDY = (
-    "checkpoints are plain files in directories of their root; remove it, or copy there what it "
-    "points to"
+    "checkpoints are plain files in directories of their root; remove the link, or replace it by "
+    "a copy of its target"
 )
 
 
 class LocalStore:
-    """A directory.
+    """A directory of a local disk.
 
     Args:
-        root: its path up to where links are followed.
-        below: names of the directories from there on, in which they aren't.
+        root: the first part of the directory's path, in which links are followed.
+        below: names of the directories below ``root``, in which links are refused.
 
     Raises:
-        CorruptCheckpoint: something on the way is a symbolic link, or a file is no plain file; all
-            methods do.
-        OSError: what the system says; all methods do.
+        CorruptCheckpoint: a symbolic link below ``root``, or a file that is no plain file; all
+            methods raise it.
+        OSError: from the system; all methods raise it.
     """
 
     def __init__(self, root: str, below: tuple[str, ...] = ()) -> None:
@@ -50,7 +50,7 @@ class LocalStore:
         self.path = "/".join((root, *below)) or "/"
 
     def list(self) -> list[str]:
-        """Return the names of what is in the directory; none where there is no directory."""
+        """Return the names of all entries; none where there is no directory."""
         try:
             with self._listed() as descriptor:
                 return os.listdir(descriptor)
@@ -60,7 +60,7 @@ class LocalStore:
             raise
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the plain files in the directory."""
+        """Return the bytes of each plain file, by name."""
         found: dict[str, int] = {}
         try:
             with self._listed() as descriptor, os.scandir(descriptor) as entries:
@@ -75,7 +75,7 @@ class LocalStore:
         return found
 
     def is_link(self, name: str) -> bool:
-        """Return whether something in the directory is a symbolic link."""
+        """Tell whether an entry is a symbolic link."""
         status = self._status(name)
         return status is not None and stat.S_ISLNK(status.st_mode)
 
@@ -85,7 +85,7 @@ class LocalStore:
         return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def modified(self, name: str) -> float | None:
-        """Return when something in the directory was last written; None where there is nothing."""
+        """Return the time an entry was last written; None where there is none."""
         status = self._status(name)
         return None if status is None else status.st_mtime
 
@@ -104,7 +104,7 @@ class LocalStore:
         return b"".join(pieces)
 
     def read_into(self, memory: memoryview, name: str, offset: int) -> int:
-        """Fill memory with a part of a file; return how many bytes there were."""
+        """Fill memory with a part of a file; return the bytes read, fewer at the file's end."""
         done = 0
         with self._opened(name) as descriptor:
             while done < len(memory):
@@ -115,23 +115,23 @@ class LocalStore:
         return done
 
     def create(self) -> None:
-        """Make the directory and those it lies in; the entries of new ones above it are durable."""
+        """Make the directory and its parents, each new one durable in the directory above it."""
         _require_whole(self._root)
         _make(self._root)
         for number, name in enumerate(self._below):
             with self._directory(self._below[:number]) as parent:
                 with suppress(FileExistsError):
                     os.mkdir(name, dir_fd=parent)
-                os.close(self._enter(parent, name))  # it is one, and no link
+                os.close(self._enter(parent, name))  # refuses a link or a file
 
     def new_file(self, name: str, again: bool) -> NewFile:
-        """Open a file that isn't there yet.
+        """Create and open a file.
 
         Args:
-            again: an earlier try, of which nothing is known, may have made it.
+            again: whether an earlier try with an unknown outcome may have created the file.
 
         Raises:
-            FileExistsError: something of that name, a link perhaps, is there.
+            FileExistsError: an entry of that name, maybe a link, exists.
         """
         with self._directory() as directory:
             if again:
@@ -145,10 +145,10 @@ class LocalStore:
         return NewFile(DescriptorSink(descriptor), f"{self.path}/{name}")
 
     def put(self, name: str, data: bytes, new: bool) -> None:
-        """Write a whole file durably, so that readers see all of it or none of it.
+        """Write a whole file durable and atomic for readers.
 
         Raises:
-            FileExistsError: ``new``, and there is one.
+            FileExistsError: ``new`` is set and the file exists.
         """
         temporary = f".{name}.{secrets.token_hex(4)}"
         with self._directory() as directory:
@@ -170,7 +170,7 @@ class LocalStore:
         self.sync()
 
     def delete(self, name: str) -> None:
-        """Remove a file or a link, never what it points to, if it is there."""
+        """Remove a file or a link, never the link's target, if it exists."""
         with suppress(FileNotFoundError, NotADirectoryError), self._directory() as directory:
             os.unlink(name, dir_fd=directory)
 
@@ -196,7 +196,7 @@ class LocalStore:
 
     @contextmanager
     def _directory(self, below: tuple[str, ...] | None = None) -> Iterator[int]:
-        """A descriptor of the directory, for work in it; ``below``: of one above it."""
+        """Open a descriptor for work in the directory, or in the one named by ``below``."""
         descriptor = os.open(self._root, _WALK)
         try:
             for name in self._below if below is None else below:
@@ -209,7 +209,7 @@ class LocalStore:
 
     @contextmanager
     def _listed(self) -> Iterator[int]:
-        """A descriptor that can be listed and synced."""
+        """Open a descriptor that can be listed and synced."""
         with self._directory() as directory:
             descriptor = os.open(".", _DIRECTORY | os.O_RDONLY, dir_fd=directory)
         try:
@@ -219,7 +219,7 @@ class LocalStore:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        """A plain file, to be read; nothing is waited for in pipes."""
+        """Open a plain file for reading, without waiting for the writer of a pipe."""
         with self._directory() as directory:
             try:
                 descriptor = os.open(name, _READ, dir_fd=directory)
@@ -235,6 +235,7 @@ class LocalStore:
             os.close(descriptor)
 
     def _enter(self, parent: int, name: str) -> int:
+        """Open a directory in an open one, refusing links."""
         try:
             return os.open(name, _WALK | os.O_NOFOLLOW, dir_fd=parent)
         except OSError as error:
@@ -257,11 +258,13 @@ class LocalStore:
         return CorruptCheckpoint(f"{self.path}/{name} is a symbolic link, or no file: {_REMEDY}")
 
     def _is_absent(self, error: OSError) -> bool:
-        """Return whether there is no such directory: nothing, or a file where it would be. A file
-        where a *root's parent* would be is a mistake.
+        """Tell whether an error means that the directory doesn't exist.
+
+        A file in the directory's place counts as none; a file in place of a *root's parent* is an
+        error.
 
         Raises:
-            StorageFailed: a link leads to what isn't there: nothing is known of the directory.
+            StorageFailed: a link on the path has no target: the directory's state is unknown.
         """
         if isinstance(error, FileNotFoundError):
             _require_whole(self._root)
@@ -272,10 +275,10 @@ class LocalStore:
 
 
 def _require_whole(path: str) -> None:
-    """Refuse a path that leads over a link to nothing: what should be there is not mounted yet.
+    """Refuse a path with a link that has no target: probably a disk that is not mounted yet.
 
     Raises:
-        StorageFailed: names the link, and what it points to.
+        StorageFailed: names the link and its target.
     """
     while path and not os.path.lexists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
@@ -288,7 +291,7 @@ def _require_whole(path: str) -> None:
 
 
 def _make(path: str) -> None:
-    """Make a directory and those it lies in, each durable in the one before."""
+    """Make a directory and its parents, each durable in the directory above it."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
@@ -304,7 +307,11 @@ def _make(path: str) -> None:
 
 
 def _link(temporary: str, name: str, directory: int) -> bool:
-    """Give a file its name unless that is taken; False where the file system has no links."""
+    """Give a file its name unless the name is taken; return False on systems without links.
+
+    Raises:
+        FileExistsError: the name is taken.
+    """
     try:
         os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
     except FileExistsError:

@@ -1,7 +1,7 @@
-"""A file while it is being written: bytes handed over, reported and found must be the same number.
+"""Write a new file and count: bytes handed over, reported and found must be the same number.
 
-``write`` of a file or a driver may take fewer bytes than it was given, and says so only in what it
-returns. A file that lacks some must not become part of a checkpoint.
+``write`` of a file or a driver may take fewer bytes than given, and tells only by its result. A
+file that lacks bytes must not become part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Any, Protocol
 from torchrec_checknrun.errors import StorageFailed
 
 SLICE_BYTES = 64 << 20
-"""At most so many bytes are handed over at once, so that progress can be seen."""
+"""The most bytes handed over at once, so that progress can be seen."""
 SYNC_BYTES = 256 << 20
-"""After so many a local file is made durable as far as it is written: the end needn't wait long."""
+"""Bytes after which a local file is synced while it is written: the final sync is short then."""
 
 
 class Sink(Protocol):
-    """Where bytes go."""
+    """A target of bytes: a new file of a disk or of a store."""
 
     def write(self, data: memoryview) -> int | None:
-        """Take bytes; return how many, None if that is not known."""
+        """Take bytes; return their number, None if unknown."""
 
     def commit(self) -> int | None:
-        """Make all of it durable and close; return how many bytes it has taken, if known."""
+        """Make all bytes durable and close; return their number, None if unknown."""
 
     def discard(self) -> None:
-        """Close without making anything visible that isn't yet."""
+        """Close without making anything more visible."""
 
 
 class NewFile:
-    """Hands bytes to a sink, all of them, and counts.
+    """A writer that hands all bytes to a sink, and counts.
 
     Args:
         sink: empty.
-        name: for errors.
+        name: the file's name in errors.
     """
 
     def __init__(self, sink: Sink, name: str) -> None:
@@ -49,14 +49,14 @@ class NewFile:
         self._dropped = self._closed = False
 
     def tell(self) -> int:
-        """Return how many bytes were handed over."""
+        """Return the number of bytes handed over."""
         return self._position
 
     def write(self, data: Any) -> int:
         """Hand over all of ``data``; return its size in bytes.
 
         Raises:
-            StorageFailed: the sink took none, or says that it took more than there was.
+            StorageFailed: the sink took no bytes, or claims more than were given.
         """
         plain = memoryview(data)
         if not plain.nbytes:
@@ -76,12 +76,12 @@ class NewFile:
         self._require_open()
         count = self._sink.write(piece)
         if count is None:
-            count = len(piece)  # not known: what is found in the end decides
+            count = len(piece)  # unknown: the size of the finished file decides
         if not 0 < count <= len(piece):
             raise StorageFailed(
                 errno.EIO,
-                f"{self._name}: {len(piece)} bytes were to be written, and the storage says that "
-                f"it has taken {count}: its driver is not to be relied on",
+                f"{self._name}: {len(piece)} bytes were handed over, but the storage reports "
+                f"{count}: its driver is faulty, use another version of it",
             )
         self._position += count
         return count
@@ -90,7 +90,7 @@ class NewFile:
         """Make the file durable and close it.
 
         Raises:
-            StorageFailed: it reports another number of bytes than were handed over.
+            StorageFailed: the sink reports another number of bytes than were handed over.
         """
         with self._busy:
             self._require_open()
@@ -108,8 +108,10 @@ class NewFile:
             raise StorageFailed(errno.EIO, f"{self._name} was given up while it was written")
 
     def drop(self) -> None:
-        """Close the file without waiting. If a thread is writing to it, that one closes it: else
-        its next bytes could go to whatever has got the same descriptor.
+        """Close the file without waiting.
+
+        A thread that is writing closes the file itself: otherwise its next bytes could go to
+        another file that has got the same descriptor.
         """
         self._dropped = True
         if self._busy.acquire(blocking=False):
@@ -121,12 +123,12 @@ class NewFile:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
-            with suppress(Exception):  # nothing of it is used
+            with suppress(Exception):  # the file is not used any more
                 self._sink.discard()
 
 
 def require_all(name: str, wanted: int, found: int | None, where: str) -> None:
-    """Refuse a file of another size than what was written to it.
+    """Refuse a file with another size than the bytes handed over.
 
     Raises:
         StorageFailed: the numbers differ.
@@ -161,7 +163,7 @@ class DescriptorSink:
         return size
 
     def discard(self) -> None:
-        # Closed once, whatever comes of it: afterwards the number may be another file's.
+        # Closed once, even if that fails: afterwards the number may be another file's.
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -180,12 +182,12 @@ class DriverSink:
     def commit(self) -> int | None:
         reported: int | None = None
         with suppress(AttributeError, NotImplementedError, ValueError, OSError):
-            reported = self._file.tell()  # many can't say
+            reported = self._file.tell()  # many drivers can't tell
         self._file.close()
         return reported
 
     def discard(self) -> None:
         with suppress(Exception):
             self._file.discard()
-        self._file.forced = True  # what is buffered is not to be sent when it is closed
+        self._file.forced = True  # keeps close() from sending the buffer
         self._file.close()

@@ -1,7 +1,6 @@
-"""Storage operations that fail for a moment are tried again, after growing, jittered pauses.
+"""Retry storage operations after transient errors, with growing, jittered pauses.
 
-What another try can't fix (no space, no permission, no such bucket) fails at once, as an error
-that says what to do.
+Permanent errors (no space, no permission, no such bucket) fail at once, with the remedy.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_SECONDS = 60.0
-"""How long an operation is tried, unless the environment's CHECKNRUN_RETRY_SECONDS says else."""
+"""Time limit of an operation's retries; the environment's CHECKNRUN_RETRY_SECONDS overrides it."""
 _VARIABLE = "CHECKNRUN_RETRY_SECONDS"
 _LONGEST_PAUSE = 10.0
 _FIRST_PAUSE = 0.2
@@ -43,7 +42,7 @@ _ERRNOS = frozenset(
     }
 )
 _STATUS = frozenset({408, 429, 500, 502, 503, 504})
-# Of botocore, aiohttp and requests, which are not asked for: a store's driver may not need them.
+# Classes of botocore, aiohttp and requests, by name: these packages may not be installed.
 _NAMES = frozenset(
     {
         *("HTTPClientError", "ConnectionError", "ResponseStreamingError"),
@@ -63,15 +62,15 @@ _USER = re.compile(r"""(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*://)[^\s/?#"'<>]*@""", 
 
 
 def masked(text: str) -> str:
-    """A text without the users and passwords of the URLs in it.
+    """Remove users and passwords from the URLs in a text.
 
-    In ``abfs://container@account`` that part is none.
+    ``abfs://container@account`` has neither, and stays.
     """
     return _USER.sub(lambda m: m[0] if m[1].lower().startswith("abfs") else f"{m[1]}***@", text)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same operation may well succeed a little later."""
+    """Tell whether the same operation may succeed a little later."""
     if isinstance(error, (TimeoutError, ConnectionError)):
         return True
     if isinstance(error, OSError) and error.errno in _ERRNOS:
@@ -83,24 +82,24 @@ def is_transient(error: BaseException) -> bool:
 
 
 def retrying(act: Callable[[], T], what: str, most: float = math.inf) -> T:
-    """Run a storage operation until it succeeds, or fails for good, or nobody waits any more.
+    """Run a storage operation until it succeeds, fails permanently, or was given up.
 
     Args:
-        act: may be run again after it has failed, also where it had an effect.
-        what: names the operation and its path, for errors and the log.
-        most: seconds, however long the environment allows.
+        act: may be run again after a failure, even one that had an effect.
+        what: names the operation and its path in errors and the log.
+        most: upper limit of the seconds that the environment allows.
 
     Raises:
-        FileNotFoundError, FileExistsError: as ``act``.
+        FileNotFoundError, FileExistsError: raised by ``act``.
         CheckNRunError: the environment's CHECKNRUN_RETRY_SECONDS is no number.
-        StorageFailed: whatever else went wrong.
+        StorageFailed: any other failure.
     """
     seconds = min(_seconds(), most)
 
     def log(state: RetryCallState) -> None:
         assert state.outcome is not None
         logger.warning(
-            "%s failed (%s): another try in %.1f s",
+            "%s failed (%s): retrying in %.1f s",
             masked(what),
             masked(repr(state.outcome.exception())),
             state.next_action.sleep if state.next_action else 0.0,
@@ -108,7 +107,7 @@ def retrying(act: Callable[[], T], what: str, most: float = math.inf) -> T:
 
     first: list[BaseException] = []
     try:
-        return act()  # mostly all there is to it, and Retrying costs more than a small read
+        return act()  # the usual case; Retrying costs more than a small read
     except Exception as error:
         first.append(error)
 
@@ -132,7 +131,7 @@ def retrying(act: Callable[[], T], what: str, most: float = math.inf) -> T:
 
 
 def storage_failed(error: Exception, what: str) -> Exception:
-    """The error a user sees, with the remedy where one is known."""
+    """Return the error that users see, with the remedy where one is known."""
     if isinstance(error, (StorageFailed, FileNotFoundError, FileExistsError)):
         return error
     number = error.errno if isinstance(error, OSError) and error.errno else None
@@ -143,7 +142,7 @@ def storage_failed(error: Exception, what: str) -> Exception:
         remedy = _REMEDIES[errno.EACCES]
     if remedy is None and is_transient(error):
         kind = StorageUnreachable
-        remedy = "the storage didn't answer as it should, however often it was asked"
+        remedy = "the storage didn't answer as it should, in several tries: check that it is up"
     detail = f"{type(error).__name__}: {error}"
     message = f"{what}: {remedy} ({detail})" if remedy else f"{what}: {detail}"
     return kind(number or errno.EIO, masked(message))
@@ -157,7 +156,7 @@ def _seconds() -> float:
         seconds = math.nan
     if not seconds >= 0:
         raise CheckNRunError(
-            f"the environment variable {_VARIABLE} is {text!r}: set it to how many seconds storage "
-            f"that doesn't answer is tried, as {RETRY_SECONDS:g}, or unset it"
+            f"the environment variable {_VARIABLE} is {text!r}: set it to the seconds for which a "
+            f"failing storage operation is retried, such as {RETRY_SECONDS:g}, or unset it"
         )
     return seconds

@@ -1,7 +1,6 @@
-"""A file of an S3 store as it is written: parts go up several at a time, and nothing is visible
-before the last one is there.
+"""Upload a file to S3 while it is written: several parts at a time, and visible only as a whole.
 
-s3fs sends one part after the other; the rest (requests, credentials, the event loop) is its own.
+s3fs alone would send one part after another; requests, credentials and the event loop are its own.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torchrec_checknrun.threads import Threads
 PART_BYTES = 16 << 20
 _AT_ONCE = 4
 _DOUBLE_AFTER = 1000
-"""Parts of one size, since S3 allows 10,000 of them: so a file may have 16 TB."""
+"""Parts of one size before the size doubles: S3 allows 10,000 parts, so a file may have 16 TB."""
 
 
 class S3Upload:
-    """A new object, written from its begin to its end.
+    """A new object, written from its beginning to its end.
 
     Memory: five parts of 16 MiB, of 32 MiB after the first 16 GB, and so on.
 
@@ -45,7 +44,7 @@ class S3Upload:
         self._threads = Threads(_AT_ONCE, "checknrun-upload")
 
     def write(self, view: memoryview) -> int:
-        """Takes all of it; sends parts as they become full."""
+        """Take all bytes; send parts as they fill up."""
         self._buffer += view
         self._position += len(view)
         while len(self._buffer) >= (size := self._part_bytes()):
@@ -55,10 +54,10 @@ class S3Upload:
         return len(view)
 
     def commit(self) -> int:
-        """Send what is left and make the object visible; return how many bytes it has.
+        """Send the rest and make the object visible; return its number of bytes.
 
         Raises:
-            StorageFailed: the store has confirmed other parts than were sent.
+            StorageFailed: the store did not confirm exactly the parts that were sent.
         """
         try:
             if self._upload is None:
@@ -78,7 +77,7 @@ class S3Upload:
         return self._position
 
     def discard(self) -> None:
-        """Leaves nothing of the object."""
+        """Remove all parts of the object."""
         self._threads.close(cancel=True)
         if self._upload is not None:
             upload, self._upload = self._upload, None
@@ -113,12 +112,12 @@ class S3Upload:
         if numbers != list(range(1, self._parts + 1)) or self._part_sizes != self._position:
             raise StorageFailed(
                 errno.EIO,
-                f"s3://{self._path}: {self._position} bytes in {self._parts} parts were sent, of "
-                f"which {len(numbers)} parts, and {self._part_sizes} bytes, are confirmed",
+                f"s3://{self._path}: of {self._position} bytes in {self._parts} parts, "
+                f"{self._part_sizes} bytes were sent and {len(numbers)} parts are confirmed",
             )
 
     def _complete(self) -> None:
-        """Of which the answer may get lost: then the object is there and the upload is not."""
+        """Complete the upload; if the answer is lost, the object exists and the upload does not."""
         upload = self._upload
 
         def complete() -> None:

@@ -1,8 +1,9 @@
-"""A chain made into one full checkpoint, from storage to storage: no model, no rank of a training.
+"""Compact a chain into one full checkpoint, from storage to storage, without a model or ranks.
 
-Of every row the newest version is kept as it is stored: chunks of which all rows survive are copied
-byte by byte, of others the surviving rows' bytes are taken out. So a restore of the new checkpoint
-gives the same bits as one of the chain, reads each row once, and needs no other checkpoint.
+The newest version of every row is kept as stored: chunks of which all rows survive are copied byte
+by byte; from other chunks the surviving rows' bytes are extracted. So a restore of the new
+checkpoint gives the same bits as one of the chain, reads each row once, and needs no other
+checkpoint.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from torchrec_checknrun.errors import (
     RootInUse,
 )
 from torchrec_checknrun.format import row_ids
-from torchrec_checknrun.format.chunk import DECODED_BYTES, EncodedChunk, Entry, Sections
+from torchrec_checknrun.format.chunk import DECODED_BYTES, ROWS, EncodedChunk, Entry, Sections
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, new_id
 from torchrec_checknrun.format.rank_file import FileSummary, Job, add_totals, write_rank_file
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
-from torchrec_checknrun.format.row_chunk import KIND, RowsHeader
+from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.format.state import raw_bytes
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
@@ -45,7 +46,7 @@ from torchrec_checknrun.version import __version__
 logger = logging.getLogger(__name__)
 
 FILE_BYTES = 4 << 30
-"""After which another file is begun."""
+"""Bytes after which another file is begun."""
 
 Columns = tuple[int, int]
 
@@ -57,32 +58,33 @@ def compact(
     file_bytes: int = FILE_BYTES,
     progress: Callable[[int, int], object] | None = None,
 ) -> CheckpointReport | None:
-    """Writes a full checkpoint that restores to the same bits as a chain does.
+    """Write a full checkpoint that restores to the same bits as a chain does.
 
-    Any process may call it, on one rank, while the run goes on: it only adds a checkpoint. That has
-    the head's step and sequence number and is found before it, so that restores choose it where
-    they would have chosen the head. A run that goes on does so with its own chain, which still
-    needs its own parents; one that is restored from the new checkpoint builds on that.
+    Any process may call this function, on one rank, while the run goes on: a checkpoint is only
+    added. The new checkpoint has the head's step and sequence number and is found before the head,
+    so that restores choose it where they would have chosen the head. A running job goes on with its
+    own chain, which still needs its own parents; a job that is restored from the new checkpoint
+    builds on that.
 
     Memory: a few chunks as they were written, and of one table at a time a bit for each row.
 
     Args:
-        root: where the checkpoints are, a folder or any fsspec URL.
-        checkpoint: id of the chain's head; None for the newest whole chain.
-        file_bytes: after which another file is begun.
-        progress: called after every chunk of the chain with the bytes gone through so far and those
-            of the whole chain.
+        root: the checkpoints' folder or fsspec URL.
+        checkpoint: id of the chain's head; None for the newest complete chain.
+        file_bytes: bytes after which another file is begun.
+        progress: called after every chunk of the chain with the bytes processed so far and the
+            bytes of the whole chain.
 
     Returns:
-        What was written; None if the checkpoint is a full one already.
+        The new checkpoint's report; None if the checkpoint is full already.
 
     Raises:
         CheckpointNotFound: there is no checkpoint, or none of that id.
         ChainBroken, CorruptCheckpoint, UnsupportedFormat: the chain can't be read; nothing was
             committed.
-        IncompatibleCheckpoint: rows of it are stored in other columns, or with less optimizer
-            state, than older ones that they replace only in part: take a full checkpoint. Or its
-            writer had been replaced.
+        IncompatibleCheckpoint: rows of the chain are stored in other columns, or with less
+            optimizer state, than older rows that they replace only in part: take a full checkpoint.
+            Or the checkpoint's writer had been replaced.
         RootInUse: a writer claimed the root at that moment: compact again.
         ClaimDamaged: which checkpoints count can't be told; nothing was committed.
         OSError: the storage failed; nothing was committed.
@@ -94,6 +96,19 @@ def compact(
         logger.info("%s is full already: nothing to compact", chain.head.id)
         return None
     jobs = _Compaction(folder, read_content(folder, chain), progress).jobs()
+    manifest = _commit(folder, chain, jobs, file_bytes)
+    seconds = time.perf_counter() - started
+    report = checkpoint_report(manifest, 1, Progress(committed=seconds))
+    logger.info("compacted %d checkpoints: %s", len(chain.manifests), report)
+    return report
+
+
+def _commit(folder: Folder, chain: Chain, jobs: Iterator[_Job], file_bytes: int) -> Manifest:
+    """Write the files and the manifest of a new checkpoint.
+
+    Raises:
+        RootInUse: a writer claimed the root meanwhile.
+    """
     into = folder / new_id(chain.head.sequence, chain.head.step, compacted=True)
     into.create()
     into.sync()
@@ -104,7 +119,7 @@ def compact(
         epoch = claim.epoch if (claim := latest_claim(folder)) else 0
         manifest = _manifest(chain, into.name, epoch, files)
         lease.check()
-        check_sizes(folder, manifest)  # a pruning that took this process for dead has deleted them
+        check_sizes(folder, manifest)  # a pruning that took this process for dead has deleted files
         into.put(MANIFEST_NAME, manifest.to_bytes(), new=True)
         lease.check()
         check_sizes(folder, manifest)
@@ -116,10 +131,7 @@ def compact(
             )
     finally:
         lease.release(forget=True)
-    seconds = time.perf_counter() - started
-    report = checkpoint_report(manifest, 1, Progress(committed=seconds))
-    logger.info("compacted %d checkpoints: %s", len(chain.manifests), report)
-    return report
+    return manifest
 
 
 def _find(root: Folder, checkpoint: str | None) -> Chain:
@@ -128,10 +140,10 @@ def _find(root: Folder, checkpoint: str | None) -> Chain:
         if claim is not None and not claim.admits(checkpoint, asked_for.head.epoch):
             raise IncompatibleCheckpoint(
                 f"{checkpoint} was committed by a writer that had been replaced by then: no "
-                "restore chooses it, nor should it choose a copy; `export` it if it is wanted"
+                "restore chooses it, and none should choose a copy; `export` it if needed"
             )
         return asked_for
-    # A newer one that can't be read just now would be replaced by what is made of an older one.
+    # A copy of an older checkpoint would replace a newer one that can't be read just now.
     try:
         return newest_required(root, answers=True)
     except CheckpointNotFound as error:
@@ -152,7 +164,7 @@ class _Job:
 
 
 def _write(folder: Folder, jobs: Iterator[_Job], file_bytes: int) -> Iterator[FileSummary]:
-    """Writes files until there is nothing more, at least one."""
+    """Write all jobs to files, at least one file."""
     number, first = 0, next(jobs, None)
     while first is not None or not number:
         left = file_bytes
@@ -170,7 +182,7 @@ def _write(folder: Folder, jobs: Iterator[_Job], file_bytes: int) -> Iterator[Fi
 
 
 class _Compaction:
-    """The chunks of the new checkpoint, one after the other."""
+    """The source of the new checkpoint's chunks, one after the other."""
 
     def __init__(
         self,
@@ -194,22 +206,22 @@ class _Compaction:
                     parts = self._parts.setdefault(header.table, {})
                     parts.setdefault(columns, []).append((chunk, header))
                     self._bytes += chunk.entry["length"]
-        self._bytes += sum(c.entry["length"] for c in self._head if c.entry["kind"] != KIND)
+        self._bytes += sum(c.entry["length"] for c in self._head if c.entry["kind"] != ROWS)
         self._gone_through = 0
         for table, parts in self._parts.items():
             self._check(table, parts)
 
     def jobs(self) -> Iterator[_Job]:
-        """What the new checkpoint consists of.
+        """Yield the chunks of the new checkpoint.
 
         Raises:
-            CorruptCheckpoint: a chunk is not what was written, or rows are missing.
+            CorruptCheckpoint: a chunk differs from what was written, or rows are missing.
         """
         for table, parts in self._parts.items():
             for columns, chunks in parts.items():
                 yield from self._rows(table, columns, chunks)
         for chunk in self._head:
-            if chunk.entry["kind"] != KIND:
+            if chunk.entry["kind"] != ROWS:
                 yield _Job(self._copy(chunk, read_chunk(self._root, chunk)))
                 self._step(chunk)
 
@@ -219,7 +231,7 @@ class _Compaction:
         rows = self._chain.head.tables[table].rows
         baseline = self._chain.baseline.id
         full = sum(header.count for chunk, header in chunks if chunk.checkpoint == baseline)
-        if full != rows:  # also where no memory could hold a bit for each
+        if full != rows:  # checked before memory of a bit for each row is taken
             raise CorruptCheckpoint(
                 f"{baseline} holds {full} of the {rows} rows of {table}, columns {columns[0]} to "
                 f"{columns[1] - 1}: it is not full"
@@ -243,7 +255,7 @@ class _Compaction:
             )
 
     def _copy(self, chunk: StoredChunk, payload: memoryview) -> EncodedChunk:
-        """The chunk as it was before it was written."""
+        """Return a chunk as it was before it was written."""
         of_storage = ("offset", "length", "checksum")
         entry = {name: value for name, value in chunk.entry.items() if name not in of_storage}
         return EncodedChunk(entry, [payload])
@@ -256,7 +268,7 @@ class _Compaction:
     def _check(
         self, table: str, parts: dict[Columns, list[tuple[StoredChunk, RowsHeader]]]
     ) -> None:
-        """Refuses rows that are not replaced wholly by newer ones, and tables with a gap."""
+        """Refuse rows that newer ones replace only in part, and tables with a gap."""
         at, shape = 0, self._chain.head.tables.get(table)
         if shape is None:
             raise CorruptCheckpoint(f"{self._chain.head.id} has no table {table!r}, but rows of it")
@@ -288,14 +300,14 @@ class _Compaction:
 
 
 def select(stored: StoredRows, entry: Entry, chosen: np.ndarray) -> EncodedChunk:
-    """Some rows of a chunk as a chunk: they decode to the same bits.
+    """Return some rows of a chunk as a chunk that decodes to the same bits.
 
-    Where the codec can't take rows out of a chunk, they are stored decoded; the entry still says in
-    how many bits they were, and what their error is.
+    Where the codec can't extract rows of a chunk, they are stored decoded; the entry still records
+    their former width and error.
 
     Args:
-        entry: the chunk's.
-        chosen: ``(n,)`` int64, sorted: which rows, at least one.
+        entry: the chunk's index entry.
+        chosen: ``(n,)`` int64, sorted: positions of the chosen rows, at least one.
 
     Raises:
         CorruptCheckpoint: the chunk can't be decoded.
@@ -354,7 +366,7 @@ def _manifest(chain: Chain, name: str, epoch: int, summaries: list[FileSummary])
         kind="full",
         parent=None,
         previous=head.link,
-        world_size=head.world_size,  # whose states they are, not how many files
+        world_size=head.world_size,  # the ranks whose states these are, not the number of files
         created_at=head.created_at,  # the state's age is what retention asks for
         created_by=f"torchrec_checknrun {__version__} (compact)",
         lossy_restores=head.lossy_restores,

@@ -1,4 +1,4 @@
-"""What is wrong with the records that decide: claims, pins, and whether anything counts at all."""
+"""Find damage in the control records: claims, pins, and whether any checkpoint counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
 )
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.root.chain import committed, read_manifest
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import FOLDER, claim_epoch, read_claims, require_claim
 from torchrec_checknrun.root.retention import pin_problem
 from torchrec_checknrun.store.folder import Folder
@@ -21,15 +21,15 @@ from torchrec_checknrun.store.folder import Folder
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with the control records of a root.
+    """The damage of a root's control records.
 
     Attributes:
-        claims: by path, what is wrong with those that can't be read.
-        pins: the same, by checkpoint id.
-        undecided: why it can't be told which checkpoints count; None if it can.
-        will_count: ids of committed checkpoints, newest first, and whether they count; where that
-            can't be told, whether they will after ``takeover.repair``.
-        doubtful: of those that will, the ids of which only a lost claim could tell.
+        claims: problems of unreadable claims, by path.
+        pins: problems of unreadable pins, by checkpoint id.
+        undecided: why the checkpoints that count can't be told; None if they can.
+        will_count: whether each committed checkpoint counts, by id, newest first; if undecided,
+            whether it will after ``takeover.repair``.
+        doubtful: ids of checkpoints that will count, though only a lost claim could tell for sure.
         highest: the highest epoch that was claimed, 0 without one.
     """
 
@@ -42,7 +42,7 @@ class Damage:
 
     @property
     def hidden(self) -> bool:
-        """Whether checkpoints are there, and none of them counts."""
+        """Whether there are checkpoints of which none counts."""
         return bool(self.will_count) and not any(self.will_count.values())
 
 

@@ -1,7 +1,7 @@
-"""Whatever a checkpoint holds beside table rows, by flat names: for those who have no model.
+"""Read a checkpoint's content beside table rows by flat names, without a model.
 
-The names of the state ``model`` are those of its state dict; others begin with the state's name,
-and what each rank has of its own with ``<state>.rank<n>``.
+The names of the state ``model`` are those of its state dict; names of other states begin with the
+state's name, and names of per-rank states with ``<state>.rank<n>``.
 """
 
 from __future__ import annotations
@@ -15,29 +15,28 @@ import torch
 
 from torchrec_checknrun.boxes import Box, tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.format.block_chunk import KIND as BLOCK
 from torchrec_checknrun.format.block_chunk import BlockHeader, block_header, decode_block, name_of
-from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.chunk import BLOCK, STATE, decode_state_chunk
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.store.folder import Folder
 
 MODEL = "model"
-"""The state whose names stand alone."""
+"""The state whose names have no prefix."""
 _TWICE = "{} has two values that would be called {!r}: rename one of its state objects"
 
 
 def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
-    """All values of a checkpoint that are no table rows.
+    """Read all values of a checkpoint that are no table rows, into memory.
 
     Args:
-        chunks: of the checkpoint (the head of a chain has all of them).
+        chunks: the checkpoint's chunks (the head of a chain has all such values).
 
     Returns:
-        By name: tensors (NumPy's arrays as well, but those of types that PyTorch lacks), and other
-        values as they are. Memory: all of it.
+        By name: tensors (also of NumPy arrays, except of types that PyTorch lacks), and other
+        values as they are.
 
     Raises:
-        CorruptCheckpoint: a chunk is not what was written.
+        CorruptCheckpoint: a chunk differs from what was written.
         IncompatibleCheckpoint: two values would have the same name.
     """
     found: dict[str, Any] = {}
@@ -46,7 +45,7 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
         raise CorruptCheckpoint(problem)
     for chunk in chunks:
         entry = chunk.entry
-        if entry["kind"] == "state":
+        if entry["kind"] == STATE:
             content = decode_state_chunk(entry, read_chunk(root, chunk))
             name = str(entry["name"])
             prefix = name if entry["rank"] is None else f"{name}.rank{entry['rank']}"
@@ -67,9 +66,7 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
 
 
 def piece_problems(chunks: Iterable[StoredChunk]) -> Iterator[str]:
-    """Sharded tensors of a checkpoint of which pieces are missing, or there twice, or of another
-    size or type; one line for each.
-    """
+    """Yield a line for each sharded tensor with missing, duplicate or mismatched pieces."""
     pieces: dict[str, list[tuple[StoredChunk, BlockHeader]]] = {}
     for chunk in chunks:
         if chunk.entry["kind"] == BLOCK:
@@ -94,7 +91,7 @@ def _key(header: BlockHeader) -> str:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Values that hold no others, and empty containers, with the keys that lead there."""
+    """Yield leaf values and empty containers, each with its path of keys."""
     if isinstance(value, dict) and value:
         items: Any = value.items()
     elif type(value) in (list, tuple) and value:

@@ -1,8 +1,8 @@
-"""What changed from one checkpoint to another: rows by table, and values of the dense part.
+"""Compare two checkpoints: rows by table, and values of the dense part.
 
-Both chains are read a window of rows at a time, through one cache of chunks, so that what they have
-in common is read once. Windows in which no checkpoint of only one chain has a row are skipped: they
-are the same. Memory: two windows, and the cache.
+Both chains are read a window of rows at a time, through one cache of chunks, so that common chunks
+are read once. Windows without a row of a checkpoint that is in only one chain are equal, and
+skipped. Memory: two windows, and the cache.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from torchrec_checknrun.tools.dense import read_dense
 from torchrec_checknrun.tools.tables import CACHE_BYTES, ChunkCache, TableReader
 
 WINDOW_BYTES = 64 << 20
-"""Of rows of one chain with their optimizer state, in memory."""
+"""Bytes in memory of one chain's window of rows, optimizer state included."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class TableDifference:
-    """How a table differs.
+    """The difference of one table.
 
     Attributes:
-        changed_rows: rows of which any bit of the weights differs.
-        changed_states: rows of which any bit of the optimizer state differs; all, if it is of
-            another kind.
-        not_finite: changed rows with a NaN or an infinity on either side: in no norm below.
+        changed_rows: number of rows of which any bit of the weights differs.
+        changed_states: number of rows of which any bit of the optimizer state differs; all rows, if
+            the states are of different kinds.
+        not_finite: number of changed rows with a NaN or an infinity on either side; they are
+            excluded from the norms below.
         norm: l2 norm of the change of all rows.
-        relative: that over the l2 norm that the changed rows had; None if that is 0.
-        mean_row_norm, max_row_norm: of the changes of single rows that changed.
+        relative: ``norm`` over the former l2 norm of the changed rows; None if that is 0.
+        mean_row_norm, max_row_norm: mean and maximum of the changed rows' l2 norms of change.
     """
 
     table: str
@@ -59,13 +60,13 @@ class TableDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What is different in ``after``.
+    """The difference of two checkpoints.
 
     Attributes:
-        only_before, only_after: tables that only one has.
-        reshaped: tables of another size or data type, with both.
+        only_before, only_after: tables of only one checkpoint.
+        reshaped: both sizes and data types of tables that differ in them, by table.
         dense_changed, dense_only_before, dense_only_after: names of values that are no table rows.
-        dense_values: how many both have.
+        dense_values: number of such values in both checkpoints.
     """
 
     before: str
@@ -89,17 +90,17 @@ def compare(
     cache_bytes: int = CACHE_BYTES,
     progress: Callable[[int, int], object] | None = None,
 ) -> Difference:
-    """Compares two checkpoints as a restore would give them.
+    """Compare two checkpoints as a restore would give them.
 
     Args:
-        root: where both are, a folder or any fsspec URL.
-        before, after: ids.
-        window_bytes: rows that are compared together, at least one.
-        cache_bytes: chunks that are kept for the next window.
-        progress: called after every window with the rows compared so far and those of all tables.
+        root: the folder or fsspec URL of both checkpoints.
+        before, after: their ids.
+        window_bytes: bytes of rows to compare together, at least one row.
+        cache_bytes: bytes of chunks to keep for the next window.
+        progress: called after every window with the rows compared so far and all rows.
 
     Raises:
-        CheckpointNotFound, ChainBroken, CorruptCheckpoint, UnsupportedFormat: one can't be read.
+        CheckpointNotFound, ChainBroken, CorruptCheckpoint, UnsupportedFormat: can't read one.
         StorageFailed: the storage doesn't answer.
     """
     folder = Folder(root)
@@ -131,8 +132,6 @@ def compare(
         for name, (one, other) in readers.items()
         if name not in reshaped
     )
-    dense = [read_dense(folder, content.chunks[-1]) for content in contents]
-    common = dense[0].keys() & dense[1].keys()
     return Difference(
         before=before,
         after=after,
@@ -140,28 +139,36 @@ def compare(
         only_before=tuple(sorted(tables[0].keys() - tables[1].keys())),
         only_after=tuple(sorted(tables[1].keys() - tables[0].keys())),
         reshaped=reshaped,
-        dense_changed=tuple(sorted(k for k in common if not same(dense[0][k], dense[1][k]))),
-        dense_only_before=tuple(sorted(dense[0].keys() - common)),
-        dense_only_after=tuple(sorted(dense[1].keys() - common)),
-        dense_values=len(common),
+        **_dense(*(read_dense(folder, content.chunks[-1]) for content in contents)),
     )
 
 
+def _dense(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Compare the dense parts; return the fields of ``Difference`` about them."""
+    common = before.keys() & after.keys()
+    return {
+        "dense_changed": tuple(sorted(k for k in common if not same(before[k], after[k]))),
+        "dense_only_before": tuple(sorted(before.keys() - common)),
+        "dense_only_after": tuple(sorted(after.keys() - common)),
+        "dense_values": len(common),
+    }
+
+
 def same(one: Any, other: Any) -> bool:
-    """Whether two values of the dense part are the same, to the bit."""
+    """Tell whether two values of the dense part are equal, to the bit."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             return False
         flat = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
         return torch.equal(*flat)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        # Values, not bytes: those of long doubles are in part padding.
+        # Values, not bytes: long doubles contain padding.
         return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=True)
     if isinstance(one, float) and isinstance(other, float):
         return one == other or (one != one and other != other)
     if type(one) is not type(other):
         return False
-    # As they are stored, too: a NaN within is not equal to itself.
+    # Or equal as stored: a NaN inside is not equal to itself.
     return bool(one == other) or encode_state(one, "")[0] == encode_state(other, "")[0]
 
 
@@ -212,7 +219,7 @@ def _compare(
 
 
 def _may_differ(before: TableReader, after: TableReader) -> list[tuple[int, int]]:
-    """Ranges of rows, ascending and apart, of which only one chain has a chunk."""
+    """Return disjoint ascending ranges of rows of which only one chain has a chunk."""
     one, other = before.places, after.places
     ranges: list[tuple[int, int]] = []
     for start, stop in sorted((one | other)[key] for key in one.keys() ^ other.keys()):
@@ -224,7 +231,7 @@ def _may_differ(before: TableReader, after: TableReader) -> list[tuple[int, int]
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which rows differ in any bit."""
+    """Return a mask of the rows that differ in any bit."""
     bits = _BITS[one.dtype.itemsize]
     unequal = one.view(bits) != other.view(bits)
     return unequal.any(dim=1) if unequal.dim() == 2 else unequal

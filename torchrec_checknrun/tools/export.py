@@ -1,4 +1,4 @@
-"""A checkpoint for those who don't have this package: as a plain DCP checkpoint or as safetensors.
+"""Export a checkpoint to a plain DCP checkpoint or to safetensors, for use without this package.
 
 Tables are restored into scratch files that are mapped into memory, and written from there by the
 formats' own libraries: however large a table is, the operating system decides how much of it stays
@@ -27,29 +27,29 @@ from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import read_dense
-from torchrec_checknrun.tools.fused import fused_rows
+from torchrec_checknrun.tools.fused import FusedRows, fused_rows
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 
 Rows = Literal["full", "fused"]
 VALUES_NAME = "values.json"
-"""The file beside the tensors with what is none."""
+"""The file beside the tensors, with all other values."""
 FUSED_OPTIMIZER = "fused_optimizer"
-"""What names of tables' optimizer state begin with."""
+"""Prefix of the names of tables' optimizer state."""
 STATE_FILE = "dense.safetensors"
 
 _CACHE_BYTES = 64 << 20
-"""Every chunk is used once."""
+"""Small, since every chunk is used once."""
 
 
 @dataclass
 class Exported:
-    """What was written.
+    """The content of an export.
 
     Attributes:
-        tensors: by name, shape.
-        tables: by table, ``full``, or how its rows are stored.
-        values: names of what is no tensor, in ``values.json``.
-        files: names, of safetensors.
+        tensors: shapes by name.
+        tables: by table, ``full``, or the form in which its rows are stored.
+        values: names of the values in ``values.json``, which are no tensors.
+        files: names of the safetensors files.
     """
 
     id: str
@@ -68,29 +68,26 @@ def export_dcp(
     scratch: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Exported:
-    """Writes a checkpoint that stock ``dcp.load`` reads into plain tensors.
+    """Write a checkpoint that stock ``dcp.load`` reads into plain tensors.
 
     Names: ``<table>.weight``; ``fused_optimizer.<table>.<state>``; of the model's dense part those
-    of its state dict; of other states see ``dense_values``. What is no tensor is in
-    ``values.json``, for DCP would pickle it.
+    of its state dict; of other states see ``tools.dense``. Values that are no tensors go to
+    ``values.json``, since DCP would pickle them.
 
-    Disk: all tables once more while it is written. Memory: the dense part.
+    Disk: all tables once more during the export. Memory: the dense part.
 
     Args:
-        chain: what to export, see ``chain.resolve``.
-        target: a folder, or any fsspec URL, that is empty or not there yet.
-        optimizer: whether the tables' optimizer state is written.
+        chain: the chain to export, see ``chain.resolve``.
+        target: a folder, or any fsspec URL, that is empty or missing.
+        optimizer: whether to write the tables' optimizer state.
         scratch: a folder for the scratch files; None: the system's.
-        progress: called after every table with the rows done and those of all tables.
+        progress: called after every table with the rows done and the rows of all tables.
 
     Raises:
-        CheckpointExists: there is something in the target.
+        CheckpointExists: the target is not empty.
         CorruptCheckpoint, UnsupportedFormat, IncompatibleCheckpoint: as a restore does.
         OSError: the storage failed.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
     into = Folder(target)
     _make_empty(into)
     content = read_content(root, chain)
@@ -110,22 +107,28 @@ def export_dcp(
                     f"{clash[0]!r}: rename the state object"
                 )
             tensors |= named
-        with warnings.catch_warnings():
-            # Of one process, which is what is meant.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-
-            def save(kind: Any, place: str) -> None:
-                writer = kind(place, per_thread_copy_ahead=0)
-                dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
-
-            # Not the target as it was given: DCP takes a ~ for a folder's name.
-            if _is_local(into):
-                save_in_place(Path(into.url), lambda place: save(dcp.FileSystemWriter, str(place)))
-            else:
-                save(FsspecWriter, into.url)
+        _save_dcp(into, tensors)
         into.put(VALUES_NAME, _json(chain, values, done.tables))
         done.tensors = {name: list(tensor.shape) for name, tensor in tensors.items()}
     return done
+
+
+def _save_dcp(into: Folder, tensors: Mapping[str, torch.Tensor]) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    def save(kind: Any, place: str) -> None:
+        writer = kind(place, per_thread_copy_ahead=0)
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+
+    with warnings.catch_warnings():
+        # The warning about a single process, which is intended.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        # Not the target as given: DCP takes a ~ for a folder's name.
+        if _is_local(into):
+            save_in_place(Path(into.url), lambda place: save(dcp.FileSystemWriter, str(place)))
+        else:
+            save(FsspecWriter, into.url)
 
 
 def export_safetensors(
@@ -138,30 +141,29 @@ def export_safetensors(
     scratch: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Exported:
-    """Writes one safetensors file for each table, one for the dense part, and ``values.json``.
+    """Write one safetensors file for each table, one for the dense part, and ``values.json``.
 
     A table's file ``<table>.safetensors`` has ``weight``, ``(rows, dim)``, and its optimizer states
-    by name. With ``fused``, tables of which all rows are stored quantized at one width have uint8
-    rows as they are stored instead, see ``fused_rows``; others are written in full, and
-    ``Exported.tables`` says why. Metadata of each file: checkpoint, step, table, and how rows are
-    stored.
+    by name. With ``fused``, tables of which all rows are stored quantized at one width have their
+    uint8 rows as stored instead, see ``fused_rows``; other tables are written in full, and
+    ``Exported.tables`` gives the reason. Metadata of each file: checkpoint, step, table, and the
+    form of the rows.
 
-    Disk: the largest table once more while it is written. Memory: the dense part.
+    Disk: the largest table once more during the export. Memory: the dense part.
 
     Args:
-        target: a folder of this machine (``file://`` too), empty or not there yet.
-        others: as in ``export_dcp``.
+        target: a local folder (``file://`` too), empty or missing.
+        rows: ``full``, or ``fused`` for rows as stored.
+        chain, optimizer, scratch, progress: as in ``export_dcp``.
 
     Raises:
-        CheckpointExists: there is something in the target.
+        CheckpointExists: the target is not empty.
         CorruptCheckpoint, UnsupportedFormat, IncompatibleCheckpoint: as a restore does.
         OSError: the storage failed, or the target is not a local folder.
     """
     from safetensors.torch import save_file
 
-    into = Folder(target)
-    if not _is_local(into):
-        raise OSError(f"safetensors are written to a local folder, not to {into}: copy them then")
+    into = _local_folder(target)
     _make_empty(into)
     content = read_content(root, chain)
     tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
@@ -175,15 +177,10 @@ def export_safetensors(
 
     for table, reader in _readers(root, content, progress):
         with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
-            place = _restored(reader, Path(folder), optimizer)
-            stored = "full"
+            place, stored = _restored(reader, Path(folder), optimizer), "full"
             if rows == "fused":
                 fused = fused_rows(root, content, table, Path(folder))
-                stored = fused.stored
-                if fused.tensors:
-                    del place["weight"]
-                    _check_states(table, place, fused.tensors)
-                    place |= fused.tensors
+                stored = _replace_by_fused(place, table, fused)
             name = f"{table}.safetensors"
             save(place, name, {**about, "table": table, "rows": stored})
             done.files.append(name)
@@ -198,12 +195,22 @@ def export_safetensors(
     return done
 
 
+def _replace_by_fused(place: dict[str, torch.Tensor], table: str, fused: FusedRows) -> str:
+    """Replace a table's weights by its fused rows, if there are any; return the rows' form."""
+    if fused.tensors:
+        del place["weight"]
+        _check_states(table, place, fused.tensors)
+        place |= fused.tensors
+    return fused.stored
+
+
 def save_in_place(target: Path, save: Callable[[Path], object]) -> None:
-    """Write files into a folder without following links that lie there: by way of a folder in it
-    that nobody else may enter. What has the same name is replaced.
+    """Write files into a folder without following links in it; replace files of the same name.
+
+    The files go through a private subfolder first.
 
     Args:
-        save: writes files into the folder it is given.
+        save: function that writes files into a given folder.
     """
     with tempfile.TemporaryDirectory(dir=target, prefix=".checknrun-") as private:
         save(Path(private))
@@ -212,7 +219,7 @@ def save_in_place(target: Path, save: Callable[[Path], object]) -> None:
 
 
 def scratch_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """A tensor of zeros in a file."""
+    """Return a tensor of zeros in a file."""
     size = torch.Size(shape).numel()
     if not size:
         return torch.zeros(shape, dtype=dtype)
@@ -221,7 +228,7 @@ def scratch_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch
 
 
 def _restored(reader: TableReader, folder: Path, optimizer: bool) -> dict[str, torch.Tensor]:
-    """A whole table in scratch files."""
+    """Restore a whole table into scratch files."""
     number = len(list(folder.iterdir()))
     n, dim = reader.shape.rows, reader.shape.dim
     weight = scratch_tensor(folder, f"{number}-weight", (n, dim), reader.dtype)
@@ -237,16 +244,16 @@ def _restored(reader: TableReader, folder: Path, optimizer: bool) -> dict[str, t
 
 
 def _check_states(table: str, states: Iterable[str], names: Iterable[str]) -> None:
-    """Refuses optimizer states that would be called as a table's rows are."""
+    """Refuse optimizer states whose names clash with those of a table's rows."""
     if clash := sorted(set(states) & set(names)):
         raise IncompatibleCheckpoint(
-            f"table {table!r} has an optimizer state {clash[0]!r}, which its rows would be called "
-            "as well: export without optimizer state (--no-optimizer)"
+            f"table {table!r} has an optimizer state {clash[0]!r}, a name that its rows need: "
+            "export without optimizer state (--no-optimizer)"
         )
 
 
 def _check_names(chain: Chain, dense: bool) -> None:
-    """Refuses tables that can't have a file of their own.
+    """Refuse tables that can't have a file of their own.
 
     Args:
         dense: whether there will be a file of the dense part.
@@ -259,13 +266,13 @@ def _check_names(chain: Chain, dense: bool) -> None:
             )
         if dense and name.lower() == STATE_FILE:  # some file systems don't tell cases apart
             raise IncompatibleCheckpoint(
-                f"table {table!r} would be written to {name}, and so would what is no table: "
+                f"table {table!r} would be written to {name}, the file of the dense part: "
                 "export to DCP instead (--format dcp)"
             )
 
 
 def _check_types(chain: Chain, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses tensors that safetensors have no type for."""
+    """Refuse tensors of types that safetensors lack."""
     from safetensors.torch import save
 
     for name, tensor in tensors.items():
@@ -291,8 +298,17 @@ def _readers(
 
 
 def _is_local(folder: Folder) -> bool:
-    """Whether its ``url`` is a path, as that of every folder of this machine is."""
+    """Tell whether a folder is on this machine: its ``url`` is a path."""
     return os.path.isabs(folder.url)
+
+
+def _local_folder(target: str | os.PathLike[str]) -> Folder:
+    into = Folder(target)
+    if not _is_local(into):
+        raise OSError(
+            f"safetensors need a local folder, not {into}: export to one, then copy the files"
+        )
+    return into
 
 
 def _make_empty(into: Folder) -> None:
@@ -306,7 +322,7 @@ def _make_empty(into: Folder) -> None:
 def _split(
     chain: Chain, dense: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors, and the rest."""
+    """Split the dense part into tensors and other values."""
     tensors = {name: v for name, v in dense.items() if isinstance(v, torch.Tensor)}
     values = {name: v for name, v in dense.items() if name not in tensors}
     for name, value in values.items():
@@ -329,7 +345,7 @@ def _json(chain: Chain, values: Mapping[str, Any], tables: Mapping[str, str]) ->
 
 
 def _readable(value: object) -> object:
-    """A value that JSON has no type for, as one that it has, under its type's name."""
+    """Convert a value that JSON has no type for, keyed by its type's name."""
     if isinstance(value, (set, frozenset)):
         return {type(value).__name__: sorted_members(value, "", encode_state)}
     if isinstance(value, np.generic):

@@ -1,10 +1,10 @@
-"""What checkpoints of a job will cost, before there is a job: bytes, bandwidth, capacity, stall.
+"""Forecast the cost of a job's checkpoints before it runs: bytes, bandwidth, capacity, stall.
 
-Plain arithmetic after Check-N-Run (section 5); the policies decide on manifests of made-up sizes,
+Plain arithmetic after Check-N-Run (section 5); the policies decide on manifests of assumed sizes,
 as in a run. With ``f`` the fraction of rows modified in one interval:
 
 - modified in ``i`` intervals: ``min(1, f · i^g)``, the slow growth of production traces, or
-  ``1 − (1 − f)^i`` where every interval modifies other rows, at random;
+  ``1 − (1 − f)^i`` if every interval modifies other rows, at random;
 - a stored row: ``4·dim`` bytes exact, ``dim·bits/8 + 4`` at 2, 3 and 4 bit, ``dim + 8`` at 8 bit,
   and its optimizer state; ids: a bit for each row of the table, none in a full checkpoint;
 - stall: the bytes in memory of the rows that are copied, over the bandwidth of all ranks together;
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as shown
 
-from torchrec_checknrun.codecs.quantization import expected_restores, width_for
+from torchrec_checknrun.bitwidth import expected_restores, width_for
 from torchrec_checknrun.format.manifest import Kind, Manifest, RankFile, TableTotals
 from torchrec_checknrun.root.policy import (
     Consecutive,
@@ -37,31 +37,31 @@ POLICIES: dict[str, Policy] = {
     "intermittent": Intermittent(),
 }
 MOST_CHECKPOINTS = 10_000
-"""Of a job; what comes after would repeat it."""
+"""Number of a job's checkpoints to forecast; later ones would repeat them."""
 
 NODE_COPY_BANDWIDTH = 6e9
-"""Bytes a second at which a node copies rows where nothing else is known: what the stall of
-``recipes.benchmarks.stall`` comes to on two processor cores."""
+"""Default bytes a second at which a node copies rows, from the stall that
+``recipes.benchmarks.stall`` measures on two processor cores."""
 
 _TABLE = "tables"
 _LEAST, _MOST = 1e-9, 1e18
-"""Of any number: what is computed of them stays finite."""
+"""Bounds of any number, so that all results stay finite."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned for.
+    """A job to plan checkpoints for.
 
     Args:
-        rows: of all tables.
+        rows: number of rows of all tables.
         dim: columns of every table.
-        optimizer_bytes: of a row's optimizer state.
-        dense_bytes: of what is written with every checkpoint beside the tables.
-        fraction: of the rows, modified in one interval.
+        optimizer_bytes: bytes of a row's optimizer state.
+        dense_bytes: bytes that every checkpoint holds outside the tables.
+        fraction: fraction of the rows modified in one interval.
         growth: the exponent ``g``; None: every interval modifies other rows at random.
-        interval_minutes: between two checkpoints.
-        job_hours: how long it trains.
-        nodes: that it runs on; it fails when one does.
+        interval_minutes: minutes between two checkpoints.
+        job_hours: hours of training.
+        nodes: number of nodes; the job fails when one of them does.
         mtbf_hours: mean time between failures of one node.
         bits: width of stored rows; 32 is exact; None: as the expected restores allow.
         copy_bandwidth: bytes a second at which all ranks together copy rows out of the tables;
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def restores(self) -> float:
-        """How often it is expected to fail."""
+        """The expected number of failures, each with a restore."""
         return expected_restores(self.nodes, self.mtbf_hours, self.job_hours)
 
     @property
@@ -119,7 +119,7 @@ class Job:
 
     @property
     def full_fp32_bytes(self) -> int:
-        """Of a full exact checkpoint: what every interval would write without this package."""
+        """Bytes of a full exact checkpoint: each interval's bytes without this package."""
         return self.rows * (4 * self.dim + self.optimizer_bytes) + self.dense_bytes
 
     @property
@@ -128,43 +128,42 @@ class Job:
         return self.copy_bandwidth or self.nodes * NODE_COPY_BANDWIDTH
 
     def modified(self, intervals: int) -> float:
-        """The fraction of the rows that so many intervals modify."""
+        """Return the fraction of the rows that so many intervals modify."""
         if self.growth is None:
             return 1 - (1 - self.fraction) ** intervals
         return min(1.0, self.fraction * intervals**self.growth)
 
     def stored_bytes(self, fraction: float) -> int:
-        """Of a checkpoint with this fraction of the rows."""
+        """Return the bytes of a checkpoint with this fraction of the rows."""
         row = stored_row_bytes(self.dim, self.width) + self.optimizer_bytes
         ids = 0 if fraction == 1 else math.ceil(self.rows / 8)
         return round(self.rows * fraction) * row + ids + self.dense_bytes
 
     def copied_bytes(self, fraction: float) -> int:
-        """Of the rows in memory that such a checkpoint copies while training waits."""
+        """Return the bytes in memory that such a checkpoint copies while training waits."""
         return round(self.rows * fraction) * (4 * self.dim + self.optimizer_bytes)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a policy costs.
+    """The cost of one policy.
 
     Attributes:
-        checkpoints: in the job.
-        baseline_every: checkpoints from one full one to the next; None if there is only one.
-        mean_bytes, largest_bytes: of one checkpoint.
+        checkpoints: number of checkpoints in the job.
+        baseline_every: checkpoints from one baseline to the next; None if there is only one.
+        mean_bytes, largest_bytes: bytes of one checkpoint.
         mean_bandwidth: bytes a second that write a mean checkpoint within an interval.
-        full_bandwidth: that write a full one of this width within an interval.
-        reduction: of bytes, against full exact checkpoints.
-        kept_bytes: most that a restore needs.
-        peak_bytes: most that are kept while one is written, the chain before included.
-        capacity_reduction: of peak bytes, against two full exact checkpoints.
-        longest_chain: checkpoints that a restore reads at most.
-        mean_stall, longest_stall: seconds.
-        stalled: part of the time that training waits for checkpoints.
-        longest_read: seconds that reading the longest chain takes; None if the bandwidth isn't
-            known.
-        lost: part of the time that failures take: half an interval each, and that read.
-        best_interval_minutes: the interval that wastes the least, if a checkpoint stalls as long.
+        full_bandwidth: bytes a second that write a full one of this width within an interval.
+        reduction: factor of bytes saved, against full exact checkpoints.
+        kept_bytes: most bytes that a restore needs.
+        peak_bytes: most bytes kept during a save, the previous chain included.
+        capacity_reduction: factor of peak bytes saved, against two full exact checkpoints.
+        longest_chain: most checkpoints that a restore reads.
+        mean_stall, longest_stall: seconds that training waits for one checkpoint.
+        stalled: share of the time that training waits for checkpoints.
+        longest_read: seconds of reading the longest chain; None without a known bandwidth.
+        lost: share of the time that failures cost: half an interval each, and that read.
+        best_interval_minutes: the interval that wastes the least, at the same stall.
     """
 
     policy: str
@@ -188,18 +187,18 @@ class Forecast:
 
 
 def stored_row_bytes(dim: int, bits: int) -> int:
-    """Of a row's weights, with scale and bias; 32 bits are exact."""
+    """Return the bytes of a row's weights, with scale and bias; 32 bits are exact."""
     if bits == 32:
         return 4 * dim
     if bits == 8:
         return dim + 8
-    # As ``codecs.kernel.row_bytes``, which needs torch: FBGEMM fills the last 16-bit word.
+    # Like ``codecs.base.row_bytes``, which needs torch: FBGEMM fills the last 16-bit word.
     codes = math.ceil(dim * bits / 8)
     return codes + 4 if bits == 3 else codes + codes % 2 + 4
 
 
 def forecast(job: Job, policy: str) -> Forecast:
-    """Goes through a job's checkpoints.
+    """Forecast the cost of a job's checkpoints under a policy.
 
     Args:
         policy: a name in ``POLICIES``.
@@ -249,7 +248,7 @@ def forecast(job: Job, policy: str) -> Forecast:
 
 
 def _run(job: Job, policy: Policy, count: int) -> tuple[list[float], list[tuple[int, ...]]]:
-    """By checkpoint, the fraction of the rows that it holds, and the chain that ends with it."""
+    """Return each checkpoint's fraction of the rows, and the chain that ends with it."""
     fractions: list[float] = []
     chains: list[tuple[int, ...]] = []
     history: list[Manifest] = []
@@ -264,13 +263,13 @@ def _run(job: Job, policy: Policy, count: int) -> tuple[list[float], list[tuple[
         since_last = decision is Decision.SINCE_LAST
         fractions.append(job.modified(1 if since_last else at - baseline))
         chains.append((*chains[at - 1 if since_last else baseline], at))
-        # A policy looks at the baseline and at the last one, which knows the sizes of the others.
+        # A policy reads the baseline and the last manifest, which has the sizes of the others.
         history = [history[0], _manifest(job, fractions[-1], history)]
     return fractions, chains
 
 
 def _manifest(job: Job, fraction: float, history: Sequence[Manifest]) -> Manifest:
-    """As much of one as a policy looks at."""
+    """Return a manifest with the fields that a policy reads."""
     parent = history[0].link if history else None
     kind: Kind = "differential" if parent else "full"
     size = job.stored_bytes(fraction)

@@ -1,9 +1,9 @@
-"""Rows of a table as they are stored, quantized, for those who serve them: FBGEMM's fused layout.
+"""Extract a table's quantized rows as stored, in FBGEMM's fused layout, for serving.
 
 Every row's bytes are its packed codes, then scale and bias (``codecs.rowwise`` has the layout), as
-FBGEMM's inference tables take them at 2, 4 and 8 bit. Rows that the codec couldn't hold stand in
-full precision beside them, and are zeros among them; so do whole chunks that were stored exactly,
-where that is less than one row in 16.
+FBGEMM's inference tables take them at 2, 4 and 8 bit. Rows that the codec couldn't hold are zeros
+there, and stand in full precision beside them; so do whole chunks that were stored exactly, if
+these are less than one row in 16.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torchrec_checknrun.store.folder import Folder
 Columns = tuple[int, int]
 
 _FEW = 16
-"""One row in so many may be stored exactly."""
+"""At most one row in so many may be stored exactly."""
 
 
 @dataclass
 class FusedRows:
-    """A table's rows as they are stored.
+    """A table's rows as stored.
 
     Attributes:
-        stored: how, or why not.
+        stored: the form of the rows, or why they are not fused.
         tensors: ``weight``, uint8 ``(rows, row_bytes)``; ``exceptions.rows``, int64 ``(n,)``, and
-            ``exceptions.weight``, ``(n, dim)``: rows to be used in place of those. A table that was
-            split by columns has all three for each range: ``weight.columns_0_64`` and so on. Empty
-            if the rows are not all stored in one width.
+            ``exceptions.weight``, ``(n, dim)``: rows that replace those of ``weight``. A table that
+            was split by columns has all three for each range: ``weight.columns_0_64`` and so on.
+            Empty if the rows are not all stored in one width.
     """
 
     stored: str
@@ -45,10 +45,10 @@ class FusedRows:
 
 
 def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -> FusedRows:
-    """Takes each row's newest bytes out of a chain.
+    """Extract each row's newest bytes from a chain.
 
     Args:
-        scratch: where files are that hold the rows.
+        scratch: the folder of the files that hold the rows.
 
     Raises:
         CorruptCheckpoint, UnsupportedFormat: a chunk can't be read.
@@ -116,7 +116,7 @@ def _newest(
             continue
         encoded = stored.select(chosen) if isinstance(header.codec, Rowwise) else None
         if encoded is None or encoded.parameters.get("exponent", 0):
-            # Exact, or scaled by a power of two, which the layout has no place for.
+            # Exact, or scaled by a power of two, for which the layout has no field.
             ids.append(stored.ids[chosen])
             exact.append(stored.rows(chosen).weight)
             continue

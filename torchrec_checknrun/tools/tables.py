@@ -1,7 +1,7 @@
-"""Rows of a chain's tables as a restore gives them, without a model: any rows, a part at a time.
+"""Read rows of a chain's tables as a restore gives them, without a model, a part at a time.
 
 The rows go through the same code as a restore's, into memory that stands for a shard. Rows of a
-table that was split by columns come whole; row-wise optimizer state is then the mean over the
+table that was split by columns are whole; their row-wise optimizer state is the mean over the
 columns, as in a restore to an unsplit table. Rows that were stored before the optimizer had any
 state have zeros there, as a new optimizer does.
 """
@@ -25,17 +25,17 @@ from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 from torchrec_checknrun.store.folder import Folder
 
 CACHE_BYTES = 512 << 20
-"""Of chunks that are kept for the rows that follow."""
+"""Bytes of chunks to keep for the rows that follow."""
 
 StateKinds = Mapping[str, tuple[torch.dtype, bool]]
-"""By optimizer state: its type, and whether it is one value for each row."""
+"""By optimizer state: its type, and whether there is one value for each row."""
 
 
 class ChunkCache:
-    """Chunks that were read, the latest used of them: windows of rows share their chunks.
+    """A cache of the chunks used last, which windows of rows share.
 
     Args:
-        most: bytes that are kept; one chunk is kept in any case.
+        most: bytes to keep; one chunk is kept in any case.
     """
 
     def __init__(self, root: Folder, most: int = CACHE_BYTES) -> None:
@@ -45,10 +45,10 @@ class ChunkCache:
         self._bytes = 0
 
     def read(self, chunk: StoredChunk) -> memoryview:
-        """A chunk's bytes, verified.
+        """Return a chunk's bytes, verified.
 
         Raises:
-            CorruptCheckpoint: they are not what was written.
+            CorruptCheckpoint: the bytes differ from what was written.
         """
         if chunk.key in self._held:
             self._held.move_to_end(chunk.key)
@@ -62,17 +62,17 @@ class ChunkCache:
 
 
 class TableReader:
-    """One table of a chain.
+    """A reader of one table of a chain.
 
     Args:
         content: the chain.
-        table: its full name, see ``find_table``.
-        cache: shared with other readers of the same root.
+        table: the table's full name, see ``find_table``.
+        cache: a cache shared with other readers of the same root.
 
     Attributes:
         shape: rows and columns of the whole table.
-        dtype: of its weights.
-        states: its fused optimizer state.
+        dtype: data type of the weights.
+        states: the fused optimizer's states.
     """
 
     def __init__(self, content: ChainContent, table: str, cache: ChunkCache) -> None:
@@ -92,7 +92,7 @@ class TableReader:
         self.dtype, self.states = self._kinds()
 
     def _kinds(self) -> tuple[torch.dtype, StateKinds]:
-        """The weights' type, and the states of the newest rows that have any."""
+        """Return the weights' type, and the states of the newest rows that have any."""
         dtype = torch.float32
         for chunks in reversed(self._chunks):
             for _, header in chunks:
@@ -103,7 +103,7 @@ class TableReader:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row and its optimizer state in memory."""
+        """Bytes in memory of a row with its optimizer state."""
         states = sum(
             dtype.itemsize * (1 if rowwise else self.shape.dim)
             for dtype, rowwise in self.states.values()
@@ -112,7 +112,7 @@ class TableReader:
 
     @property
     def places(self) -> dict[str, tuple[int, int]]:
-        """By a chunk's key, the half-open range of rows that it may have."""
+        """The half-open range of rows that each chunk may have, by the chunk's key."""
         return {
             chunk.key: (header.rectangle.row_start, header.rectangle.row_stop)
             for chunks in self._chunks
@@ -120,7 +120,7 @@ class TableReader:
         }
 
     def window(self, start: int, stop: int) -> Rows:
-        """Rows ``[start, stop)`` with their optimizer state, on the CPU.
+        """Read rows ``[start, stop)`` with their optimizer state, on the CPU.
 
         Raises:
             CorruptCheckpoint, UnsupportedFormat, IncompatibleCheckpoint: as a restore does.
@@ -130,7 +130,7 @@ class TableReader:
         return Rows(torch.arange(start, stop), shard.weight, dict(shard.optimizer))
 
     def rows(self, ids: Sequence[int]) -> Rows:
-        """Any rows with their optimizer state, in the order asked for.
+        """Read any rows with their optimizer state, in the order of ``ids``.
 
         Raises:
             IncompatibleCheckpoint: the table has no such row.
@@ -162,7 +162,7 @@ class TableReader:
         )
 
     def empty(self, start: int, stop: int) -> LocalShard:
-        """Memory for rows ``[start, stop)``."""
+        """Allocate memory for rows ``[start, stop)``."""
         n, dim = stop - start, self.shape.dim
         return self.shard(
             start,
@@ -176,12 +176,12 @@ class TableReader:
     def shard(
         self, start: int, weight: torch.Tensor, states: Mapping[str, torch.Tensor]
     ) -> LocalShard:
-        """Given memory as a place for rows from ``start`` on."""
+        """Wrap given memory as the shard of the rows from ``start`` on."""
         place = Rectangle(start, start + len(weight), 0, self.shape.dim)
         return LocalShard(self.table, self.shape, place, weight, states)
 
     def restore(self, shards: Sequence[LocalShard]) -> None:
-        """Restores what is to be in some shards of the table.
+        """Restore some shards of the table.
 
         Raises:
             CorruptCheckpoint, UnsupportedFormat, IncompatibleCheckpoint: as a restore does.
@@ -211,13 +211,13 @@ class TableReader:
 
 
 def find_table(manifest: Manifest, name: str) -> str:
-    """A table's full name.
+    """Return a table's full name.
 
     Args:
-        name: that, or its last part where it is the only one.
+        name: the full name, or its last part if no other table has the same.
 
     Raises:
-        IncompatibleCheckpoint: there is none, or several.
+        IncompatibleCheckpoint: there is no such table, or several.
     """
     if name in manifest.tables:
         return name
@@ -233,7 +233,7 @@ def find_table(manifest: Manifest, name: str) -> str:
 
 
 def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Sorted distinct ids as ranges."""
+    """Return sorted distinct ids as half-open ranges."""
     runs: list[tuple[int, int]] = []
     for id in ids:
         if runs and runs[-1][1] == id:

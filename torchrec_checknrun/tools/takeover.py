@@ -1,7 +1,8 @@
-"""What a person decides on a root: who loses the right to write to it, and which checkpoints count.
+"""Apply a person's decisions on a root: revoke a writer's right, choose which checkpoints count.
 
-Each decision is a new epoch whose claim nobody holds: it names what counts, and whoever held an
-earlier one commits nothing more. Until that claim has its list, the one before goes on deciding.
+Each decision is a new epoch whose claim no process holds: the claim lists the checkpoints that
+count, and holders of earlier epochs commit nothing more. Until the claim has its list, the previous
+one decides.
 """
 
 from __future__ import annotations
@@ -35,23 +36,24 @@ from torchrec_checknrun.tools.control_records import Damage, find_damage
 
 
 def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None = None) -> Damage:
-    """Settle which checkpoints count where a damaged claim can't tell, and write damaged pins anew.
+    """Settle which checkpoints count where a damaged claim can't tell, and rewrite damaged pins.
 
-    Without the damaged claim the one before it decides, if that is still there, and else all count:
-    so nothing that counted is lost, but what a replaced writer committed late may count as well.
+    Without the damaged claim the previous one decides, if it is still there; else all checkpoints
+    count. So no checkpoint that counted is lost, but late commits of a replaced writer may count as
+    well.
 
     Args:
-        ignore: ids of checkpoints that are not to count.
-        expected: the highest epoch that was claimed when this was decided.
+        ignore: ids of checkpoints that must not count.
+        expected: the highest claimed epoch at the time of the decision.
 
     Returns:
-        What was wrong.
+        The damage found.
 
     Raises:
-        RootInUse: the damaged claim was just written, perhaps by a writer that lives; or there is a
-            new one since it was decided.
+        RootInUse: the damaged claim was just written, perhaps by a live writer; or there is a new
+            claim since the decision.
         CheckpointNotFound: there is no checkpoint of an id to ignore.
-        CorruptCheckpoint: some pins can't be written anew; all else is repaired.
+        CorruptCheckpoint: some pins can't be rewritten; everything else is repaired.
         StorageFailed: the storage refused.
     """
     damage = find_damage(root)
@@ -64,13 +66,13 @@ def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None =
             if is_fresh(root, name, watch=True):
                 raise RootInUse(
                     f"{root}/{FOLDER}/{name} was written less than {LEASE_SECONDS:.0f} s ago: a "
-                    "writer that lives writes it anew by itself; try again in a minute"
+                    "live writer rewrites it by itself; try again in a minute"
                 )
         if not claims.undecided:
             _require_free(root, claims.latest)
         _advance(root, claims, lambda: [i for i in _will_count(root) if i not in set(ignore)])
     for name in read_claims(root, every=True).damaged:
-        with suppress(StorageFailed):  # a directory, perhaps: it decides nothing any more
+        with suppress(StorageFailed):  # perhaps a directory, which decides nothing any more
             (root / FOLDER).delete(name)
     stay: list[str] = []
     for id in damage.pins:
@@ -83,8 +85,9 @@ def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None =
     clean_up(root)
     if stay:
         raise CorruptCheckpoint(
-            f"all is repaired in {root} but pins that can't be written anew: {'; '.join(stay)}. "
-            "They keep their checkpoints; remove what is there, and `checknrun pin` them again"
+            f"everything in {root} is repaired but pins that can't be rewritten: "
+            f"{'; '.join(stay)}. They keep their checkpoints; remove these files, and "
+            "`checknrun pin` the checkpoints again"
         )
     return damage
 
@@ -93,11 +96,11 @@ def adopt(root: Folder, ids: Collection[str]) -> list[str]:
     """Make checkpoints count that don't, since their writer had been replaced.
 
     Returns:
-        The ids that count now and didn't.
+        The ids that count now and didn't before.
 
     Raises:
-        CheckpointNotFound, ChainBroken, CorruptCheckpoint: one can't be restored.
-        ClaimDamaged: which ones count can't be told: ``repair`` comes first.
+        CheckpointNotFound, ChainBroken, CorruptCheckpoint: a checkpoint can't be restored.
+        ClaimDamaged: which checkpoints count can't be told: call ``repair`` first.
         RootInUse: a writer is at work.
     """
     claims, new = _adoptable(root, ids)
@@ -108,7 +111,7 @@ def adopt(root: Folder, ids: Collection[str]) -> list[str]:
 
 
 def adoptable(root: Folder, ids: Collection[str]) -> list[str]:
-    """Return those of some checkpoints that ``adopt`` would make count, since they don't.
+    """Return the ids that ``adopt`` would make count.
 
     Raises:
         CheckpointNotFound, ChainBroken, CorruptCheckpoint, ClaimDamaged: as ``adopt``.
@@ -126,24 +129,24 @@ def _adoptable(root: Folder, ids: Collection[str]) -> tuple[Claims, list[str]]:
 
 
 def holder_of(root: Folder) -> tuple[Claim, Standing] | None:
-    """Return the latest claim and how it stands; None where there is none.
+    """Return the latest claim and its standing; None without a claim.
 
     Raises:
-        ClaimDamaged: it can't be read.
+        ClaimDamaged: the claim can't be read.
     """
     claim = latest_claim(root)
     return None if claim is None else (claim, standing_of(root, claim))
 
 
 def unlock(root: Folder, *, expected: int | None = None) -> None:
-    """Take the right to commit away from whoever holds it, alive or not.
+    """Revoke the right to commit from the process that holds it, alive or not.
 
     Args:
-        expected: the epoch of which this was decided; None: whichever is the latest.
+        expected: the epoch at the time of the decision; None: whichever is the latest.
 
     Raises:
-        ClaimDamaged: the claim can't be read: ``repair`` comes first.
-        RootInUse: there is a new claim since it was decided.
+        ClaimDamaged: the claim can't be read: call ``repair`` first.
+        RootInUse: there is a new claim since the decision.
     """
     claims = read_claims(root)
     claims.decided()
@@ -152,7 +155,7 @@ def unlock(root: Folder, *, expected: int | None = None) -> None:
 
 
 def restores(root: Folder) -> str:
-    """Say what a restore would choose now."""
+    """Describe a restore's present choice in a sentence."""
     chain, problems = newest(root)
     if chain is not None:
         return f"a restore takes {chain.head.id} (step {chain.head.step})"
@@ -166,7 +169,7 @@ def _require_free(root: Folder, claim: Claim | None) -> None:
     if not standing.free:
         raise RootInUse(
             f"{root} is written to by {claim.holder}, which {standing.why}: end that process "
-            f"first, or take its right away with `checknrun unlock {root}`"
+            f"first, or revoke its right with `checknrun unlock {root}`"
         )
 
 
@@ -178,10 +181,10 @@ def _require_same(root: Folder, highest: int, expected: int | None) -> None:
 
 
 def _advance(root: Folder, claims: Claims, counting: Callable[[], Iterable[str]]) -> None:
-    """Begin an epoch that nobody holds, after the claims of which that was decided.
+    """Begin an epoch that no process holds, after the claims at the time of the decision.
 
     Raises:
-        RootInUse: there is a new one since.
+        RootInUse: there is a new claim since.
     """
     lease = Lease(root)
     above = max(claims.highest, highest_epoch(root))

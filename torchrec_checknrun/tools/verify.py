@@ -1,4 +1,4 @@
-"""Reads everything a root holds and says what is wrong with it: no model, no rank of a training."""
+"""Verify everything a root holds, without a model or training ranks, and report all damage."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.block_chunk import KIND as BLOCK
 from torchrec_checknrun.format.block_chunk import block_header, decode_block
-from torchrec_checknrun.format.chunk import decode_state_chunk
-from torchrec_checknrun.format.collision_chunk import KIND as COLLISIONS
+from torchrec_checknrun.format.chunk import BLOCK, COLLISIONS, ROWS, STATE, decode_state_chunk
 from torchrec_checknrun.format.collision_chunk import collision_facts
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import read_footer
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_indexes
-from torchrec_checknrun.format.row_chunk import KIND, rows_header
+from torchrec_checknrun.format.row_chunk import rows_header
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import table_problems
-from torchrec_checknrun.root.chain import check_sizes, committed, read_manifest, resolve
+from torchrec_checknrun.root.chain import check_sizes, resolve
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import FOLDER
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
@@ -39,13 +38,13 @@ from torchrec_checknrun.tools.dense import piece_problems
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found of one checkpoint, or of a damaged control record.
+    """The result for one checkpoint, or for a damaged control record.
 
     Attributes:
-        id: the checkpoint's; a path in ``writers/`` of a claim that can't be read.
-        bytes: of its rank files, as its manifest has them.
-        chunks: how many were read, decoded, and found to be what was written.
-        problems: what is wrong, each with the file it is in; none if a restore would succeed.
+        id: the checkpoint's id; for a claim that can't be read, its path in ``writers/``.
+        bytes: bytes of the rank files, by the manifest.
+        chunks: number of chunks that were read, decoded, and found unchanged.
+        problems: the damage, each with its file; none if a restore would succeed.
     """
 
     id: str
@@ -60,47 +59,28 @@ def verify(
     *,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[Verified]:
-    """Read every byte of checkpoints and of what they need, decode every chunk, and look at what
-    decides on them: claims and pins. What can't be read is a problem, and stops nothing else.
+    """Read every byte of checkpoints and of their parents, decode every chunk, check the claims.
+
+    Pins are checked, too. Unreadable content is a problem in the result, and stops nothing else.
 
     Memory: one chunk at a time, and of one table at a time a bit for each row and range of columns.
 
     Args:
-        root: where the checkpoints are, a folder or any fsspec URL.
-        checkpoints: ids; None for all that were committed. What they need is read as well.
-        progress: called after every chunk with the bytes read so far and those of all.
+        root: the checkpoints' folder or fsspec URL.
+        checkpoints: ids; None for all committed checkpoints. Their parents are read as well.
+        progress: called after every chunk with the bytes read so far and all bytes.
 
     Returns:
-        Newest first, each checkpoint once; then, only where something is wrong, the claims.
+        Newest first, each checkpoint once; then the damaged claims, if any.
 
     Raises:
-        CheckpointNotFound: there is no committed checkpoint of an id that was given.
+        CheckpointNotFound: there is no committed checkpoint of a given id.
         StorageFailed: the root can't be listed.
         StorageUnreachable: the storage doesn't answer.
     """
     folder = Folder(root)
     wanted = committed(folder) if checkpoints is None else list(checkpoints)
-    manifests: dict[str, Manifest] = {}
-    problems: dict[str, list[str]] = {}
-    resolved: set[str] = set()  # with all that they need
-    for id in wanted:
-        if id in resolved:
-            continue
-        try:
-            chain = resolve(folder, id)
-        except CheckpointNotFound:
-            if checkpoints is not None:
-                raise
-            continue
-        except StorageUnreachable:
-            raise
-        except (CheckNRunError, StorageFailed) as error:
-            problems[id] = [str(error)]
-            with suppress(CheckNRunError, StorageFailed):
-                manifests[id] = read_manifest(folder, id)  # its own chunks may still be sound
-        else:
-            resolved.update(manifest.id for manifest in chain.manifests)
-            manifests |= {manifest.id: manifest for manifest in chain.manifests}
+    manifests, problems = _manifests(folder, wanted, named=checkpoints is not None)
     total = sum(manifest.stored_bytes for manifest in manifests.values())
     done = 0
 
@@ -120,13 +100,47 @@ def verify(
         own = verified.get(id, Verified(id, 0, 0, ()))
         texts = tuple(dict.fromkeys([*problems.get(id, ()), *own.problems]))
         found.append(Verified(id, own.bytes, own.chunks, texts))
-    if checkpoints is not None:  # of others nobody has asked
+    if checkpoints is not None:  # without problems of other checkpoints
         records = {id: texts for id, texts in records.items() if id.startswith(FOLDER)}
     return [*found, *(Verified(id, 0, 0, tuple(texts)) for id, texts in records.items())]
 
 
+def _manifests(
+    root: Folder, wanted: Sequence[str], named: bool
+) -> tuple[dict[str, Manifest], dict[str, list[str]]]:
+    """Read the manifests of checkpoints and their parents.
+
+    Args:
+        named: whether a missing checkpoint is an error.
+
+    Returns:
+        The manifests, and the problems of checkpoints whose chain can't be read, by id.
+    """
+    manifests: dict[str, Manifest] = {}
+    problems: dict[str, list[str]] = {}
+    resolved: set[str] = set()  # with all their parents
+    for id in wanted:
+        if id in resolved:
+            continue
+        try:
+            chain = resolve(root, id)
+        except CheckpointNotFound:
+            if named:
+                raise
+        except StorageUnreachable:
+            raise
+        except (CheckNRunError, StorageFailed) as error:
+            problems[id] = [str(error)]
+            with suppress(CheckNRunError, StorageFailed):
+                manifests[id] = read_manifest(root, id)  # its own chunks may still be sound
+        else:
+            resolved.update(manifest.id for manifest in chain.manifests)
+            manifests |= {manifest.id: manifest for manifest in chain.manifests}
+    return manifests, problems
+
+
 def _control_records(root: Folder, known: Mapping[str, Manifest]) -> dict[str, list[str]]:
-    """Say what is wrong with claims and pins, by the claim's path or the checkpoint's id."""
+    """Return the problems of claims and pins, by the claim's path or the checkpoint's id."""
     try:
         damage = find_damage(root, known)
     except StorageUnreachable:
@@ -148,10 +162,10 @@ def _control_records(root: Folder, known: Mapping[str, Manifest]) -> dict[str, l
 
 
 class _Verification:
-    """What was found so far: of a chain's checkpoints the older ones first.
+    """The verification of a root's checkpoints, older ones of a chain first.
 
     Args:
-        step: called with the bytes that were gone through.
+        step: called with the bytes of each processed chunk.
     """
 
     def __init__(self, root: Folder, step: Callable[[int], None]) -> None:
@@ -160,7 +174,7 @@ class _Verification:
         self._kinds: dict[str, dict[str, _Kinds]] = {}
 
     def verify(self, manifest: Manifest) -> Verified:
-        """Reads and decodes a checkpoint's own chunks."""
+        """Read and decode a checkpoint's own chunks."""
         problems: list[str] = []
         parent = {} if manifest.parent is None else self._kinds.get(manifest.parent.id, {})
         self._kinds[manifest.id] = parent
@@ -174,9 +188,11 @@ class _Verification:
         except (CheckNRunError, StorageFailed) as error:
             return Verified(manifest.id, manifest.stored_bytes, 0, (str(error),))
         gaps = list(table_problems(manifest, chunks))
-        full = manifest.kind == "full" and not gaps  # then a bit for each row is worth its memory
+        full = (
+            manifest.kind == "full" and not gaps
+        )  # only then is a bit for each row worth its memory
         sound = 0
-        # A table's chunks behind each other: bits of one table are held at a time.
+        # Sorted by table, so that bits of one table are held at a time.
         by_table = sorted(chunks, key=lambda chunk: str(chunk.entry.get("table", "")))
         for name, of_table in groupby(by_table, lambda chunk: str(chunk.entry.get("table", ""))):
             part = list(of_table)
@@ -199,13 +215,14 @@ class _Verification:
         return Verified(manifest.id, manifest.stored_bytes, sound, tuple(problems))
 
     def _other_kinds(self, manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
-        """Rows that no table can take which takes the others: of another type, or with other
-        optimizer state. Rows from before its first step may have none.
+        """Yield rows that don't fit the others of their table: another type or optimizer state.
+
+        Rows from before the optimizer's first step may have no state.
         """
         kinds = dict(self._kinds[manifest.id])
         told = set()
         for chunk in chunks:
-            if chunk.entry["kind"] != KIND:
+            if chunk.entry["kind"] != ROWS:
                 continue
             name, dtype = chunk.entry["table"], chunk.entry["weight"]["dtype"]
             states = frozenset(state["name"] for state in chunk.entry["optimizer"])
@@ -224,18 +241,18 @@ class _Verification:
 
 @dataclass(frozen=True)
 class _Kinds:
-    """What is stored of each row of a table."""
+    """The stored parts of each row of a table."""
 
     dtype: str
     states: frozenset[str]
 
 
 class _Held:
-    """Which rows of a table a full checkpoint has.
+    """The rows of a table that a full checkpoint holds.
 
     Args:
-        chunks: all of the table.
-        rows: that it has; None if they needn't be looked at.
+        chunks: all chunks of the table.
+        rows: the table's number of rows; None to skip the check.
     """
 
     def __init__(self, chunks: Sequence[StoredChunk], rows: int | None) -> None:
@@ -246,10 +263,10 @@ class _Held:
             self._cuts = sorted({cut for chunk in chunks for cut in chunk.entry["columns"]})
 
     def add(self, chunk: StoredChunk, ids: np.ndarray) -> None:
-        """Adds a chunk's rows.
+        """Add a chunk's rows.
 
         Raises:
-            CorruptCheckpoint: some are there already: then others, of as many, are missing.
+            CorruptCheckpoint: some rows are there already, so that as many others are missing.
         """
         if self._rows is None:
             return
@@ -261,8 +278,8 @@ class _Held:
             again |= self._done[start].add(ids) is not None
         if again:
             raise CorruptCheckpoint(
-                f"it holds rows of {chunk.entry['table']}, columns {first} to {last - 1}, that are "
-                "in another chunk as well, so that others are missing: "
+                f"the chunk holds rows of {chunk.entry['table']}, columns {first} to {last - 1}, "
+                "that are in another chunk as well, so that others are missing: "
                 f"{chunk.checkpoint} is not full"
             )
 
@@ -272,15 +289,15 @@ class _Held:
             return DoneRows(self._rows)
         except (MemoryError, RuntimeError):
             raise CorruptCheckpoint(
-                f"its table has {self._rows} rows: this machine has no memory for a bit for each"
+                f"the table has {self._rows} rows: this machine has no memory for a bit for each"
             ) from None
 
 
 def _missing_states(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
-    """State objects that a manifest promises and no chunk holds."""
+    """Yield state objects that a manifest lists and no chunk holds."""
     ranks: dict[str, set[int | None]] = {name: set() for name in manifest.states}
     for chunk in chunks:
-        if chunk.entry["kind"] == "state" and chunk.entry["name"] in ranks:
+        if chunk.entry["kind"] == STATE and chunk.entry["name"] in ranks:
             ranks[chunk.entry["name"]].add(chunk.entry["rank"])
     for name, of_ranks in ranks.items():
         if not manifest.states[name]:
@@ -293,9 +310,9 @@ def _missing_states(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterat
 
 
 def _decode(chunk: StoredChunk, payload: memoryview) -> np.ndarray | None:
-    """Decodes all of a chunk; returns the ids if it is rows."""
+    """Decode a whole chunk; return the row ids of a chunk of rows, else None."""
     entry = chunk.entry
-    if entry["kind"] == KIND:
+    if entry["kind"] == ROWS:
         rows = StoredRows(rows_header(entry), payload)
         for _ in rows.blocks(slice(0, rows.header.count)):
             pass
@@ -310,7 +327,7 @@ def _decode(chunk: StoredChunk, payload: memoryview) -> np.ndarray | None:
 
 
 def _gaps(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
-    """Bytes that belong to no chunk, and rows that a manifest promises and no chunk holds."""
+    """Yield bytes that belong to no chunk, and rows that a manifest lists and no chunk holds."""
     for file in manifest.files:
         ends = 0
         for chunk in chunks:
@@ -325,7 +342,7 @@ def _gaps(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
             yield f"{manifest.id}/{file.name}: {file.index_offset - ends} bytes are of no chunk"
     stored = dict.fromkeys(manifest.tables, 0)
     for chunk in chunks:
-        if chunk.entry["kind"] == KIND:
+        if chunk.entry["kind"] == ROWS:
             first, last = chunk.entry["columns"]
             name = chunk.entry["table"]
             stored[name] = stored.get(name, 0) + chunk.entry["count"] * (last - first)

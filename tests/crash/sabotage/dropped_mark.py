@@ -6,7 +6,8 @@ import torch
 
 from tests.crash.sabotage import rank, replace, report, train
 from torchrec_checknrun.model.marks import Marks
-from torchrec_checknrun.run.saver import Begun, Saver
+from torchrec_checknrun.run.facts import Begun
+from torchrec_checknrun.run.saver import Saver
 
 
 def sabotage() -> None:

@@ -221,7 +221,7 @@ class TestKeeping:
         assert planned["delete"].keys() == {m.id for m in (full, second, third, newest[0])}
         assert planned["keep"] == {newest[1].id: "one of the newest 1"}
         text = console.run("prune", root, "--keep", 1, "--dry-run").out
-        assert f"{third.id}  would go  older than what is kept" in text
+        assert f"{third.id}  would be deleted  older than what is kept" in text
         assert console.json("prune", root, "--keep", 1) == {**planned, "dry_run": False}
         assert root.names() == [newest[1].id]
 
@@ -251,7 +251,7 @@ class TestKeeping:
             (["cat", "--table", "t", "--rows", f"0-{10**23}"], "more than 100,000 rows"),
             (["cat", "--table", "t", "--rows", "0-60000,0-60000"], "more than 100,000 rows"),
             (["cat", "--table", "t", "--rows", f"{10**23}"], "there is no row 1000"),
-            (["cat", "--table", "t", "--rows", "1,5-3"], "'1,5-3' are no row ids"),
+            (["cat", "--table", "t", "--rows", "1,5-3"], "'1,5-3' is no list of row ids"),
             (["export", "nosuch://x"], "nosuch://x can't be opened: Protocol not known: nosuch"),
             (["pin", "seq-1"], "no committed checkpoint 'seq-1'"),
             (["unpin", "seq-1"], "no checkpoint 'seq-1'"),

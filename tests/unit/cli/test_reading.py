@@ -282,8 +282,8 @@ class TestConsole:
         [
             (["--table", "u", "--rows", "1"], f"no table 'u': give one of {TABLE}"),
             (["--table", "t", "--rows", "3,50,77"], "has rows 0 to 49: there is no row 50, 77"),
-            (["--table", "t", "--rows", "a"], "no row ids"),
-            (["--table", "t", "--rows", "9-3"], "no row ids"),
+            (["--table", "t", "--rows", "a"], "no list of row ids"),
+            (["--table", "t", "--rows", "9-3"], "no list of row ids"),
             (["--table", "t"], "--rows"),
             (["seq-9", "--table", "t", "--rows", "1"], "no committed checkpoint 'seq-9'"),
         ],

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.chains import DIM, Part, new_root, one_thread, write
 from tests.unit.console import Console
-from torchrec_checknrun.cli import reporting
+from torchrec_checknrun.cli import plots, reporting
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.report import Progress, checkpoint_report
 from torchrec_checknrun.store.folder import Folder
@@ -90,6 +90,57 @@ def test_a_picture(run: tuple[Folder, list[Manifest]], console: Console, tmp_pat
     assert min(struct.unpack(">II", data[16:24])) > 500
 
 
+@pytest.mark.parametrize("count", [1, 2, 30])
+def test_axes_are_labelled_with_steps_and_milliseconds(count: int) -> None:
+    pytest.importorskip("matplotlib")
+    points = [
+        plots.Point(
+            id=f"seq-{n}",
+            sequence=n,
+            step=1000 * (n + 1),
+            kind="differential" if n else "full",
+            parent=f"seq-{n - 1}" if n else None,
+            modified_fraction=0.25,
+            bytes=dict.fromkeys(reporting.PARTS, 10**6),
+            full_fp32_bytes=10**7,
+            kept_bytes=5 * 10**6,
+            stall_seconds=0.25,
+            there=True,
+        )
+        for n in range(count)
+    ]
+    figure = plots.figure_of(points)
+    figure.canvas.draw()
+    steps = {f"{point.step:,}" for point in points}
+    assert [ax.get_title() for ax in figure.axes] == [
+        "Written by each checkpoint",
+        "Needed to restore each checkpoint",
+        "Rows written",
+        "Stall of training",
+    ]
+    for ax in figure.axes:
+        labels = [label.get_text() for label in ax.get_xticklabels()]
+        assert labels[0] == "1,000"
+        assert set(labels) <= steps
+        assert len(labels) == len(set(labels)) <= 8
+        assert ax.get_xlabel() == "step of the checkpoint"
+    stalls = figure.axes[3]
+    bars: list[Any] = list(stalls.patches)
+    assert stalls.get_ylabel() == "ms"
+    assert [bar.get_height() for bar in bars] == [250.0] * count
+
+
+def test_the_page_tells_stalls_in_milliseconds(
+    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    root, (full, later) = run
+    log, page = tmp_path / "train.jsonl", tmp_path / "run.html"
+    log.write_text("".join(json.dumps(line(m, 0.0125)) + "\n" for m in (full, later)))
+    assert console.run("report", root, "--log", log, "--out", page).code == 0
+    assert page.read_text().count("<td>12.5 ms</td>") == 2
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -141,7 +192,7 @@ def test_a_line_that_a_kill_has_cut_off(
     result = console.run("report", run[0], "--log", tmp_path / "log", "--json")
     assert result.code == 0
     assert [point["stall_seconds"] for point in result.document["checkpoints"]] == [0.5, None]
-    assert "log, line 2, is incomplete: it is passed over" in result.err
+    assert "log, line 2, is incomplete and was skipped" in result.err
     (tmp_path / "log").write_text(f"{full}\n{later}")
     result = console.run("report", run[0], "--log", tmp_path / "log", "--json")
     assert [point["stall_seconds"] for point in result.document["checkpoints"]] == [0.5, 0.5]

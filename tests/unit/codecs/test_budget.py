@@ -1,4 +1,4 @@
-"""One constant for all tables: the budget is kept over all of them, and goes where it matters."""
+"""One constant for all tables: the budget holds over all of them, and goes where it matters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun import Quantization
-from torchrec_checknrun.codecs import ImportanceWeighted, RowContext
+from torchrec_checknrun.codecs import ImportanceWeighted, RowContext, Surveys, settle
 from torchrec_checknrun.codecs.budget import ImportanceSurvey
-from torchrec_checknrun.codecs.surveys import Surveys, settle
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save.plan import survey
 from torchrec_checknrun.save.snapshot import ShardSnapshot
@@ -32,9 +31,7 @@ def shard(
     modified: int | None = None,
     state: bool = True,
 ) -> ShardSnapshot:
-    """Rows whose sums are spread around ``2**importance``; of which the first ``modified`` are to
-    be written.
-    """
+    """Make rows with sums around ``2**importance``; the first ``modified`` are to be written."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, dim, generator=generator) * 0.1
     sums = torch.exp2(importance + 4 * torch.randn(rows, generator=generator))
@@ -52,7 +49,7 @@ def shard(
 
 
 def widths(snapshot: ShardSnapshot, codec: ImportanceWeighted) -> np.ndarray:
-    """Bits of each row that is written."""
+    """Return the bits of each row that is written."""
     local = snapshot.shard
     ids = snapshot.positions(0, local.rectangle.rows)
     context = RowContext({"momentum1": local.optimizer["momentum1"][ids]})
@@ -63,7 +60,7 @@ def widths(snapshot: ShardSnapshot, codec: ImportanceWeighted) -> np.ndarray:
 
 
 def mean_bits(snapshots: list[ShardSnapshot], codec: ImportanceWeighted) -> float:
-    """Per value, over all rows that are written."""
+    """Return the mean bits per value over all rows that are written."""
     parts = [(widths(s, codec), s.shard.shape.dim) for s in snapshots]
     return sum(float(w.sum()) * dim for w, dim in parts) / sum(len(w) * dim for w, dim in parts)
 
@@ -92,7 +89,7 @@ def test_the_budget_is_kept_over_all_tables(seed: int, budget: float, tables: in
 
 
 def test_a_table_that_matters_more_gets_more() -> None:
-    """A budget for each table, as a codec by itself takes it, would give them the same."""
+    """A budget per table, as an unsettled codec takes, would give both tables the same bits."""
     snapshots = [shard("hot", 3000, 16, 0.0), shard("cold", 3000, 16, -20.0)]
     quantization = Quantization(method="importance", mean_bits=4)
     surveys = [survey(snapshots, quantization)]
@@ -110,7 +107,7 @@ def test_a_table_that_matters_more_gets_more() -> None:
 
 
 def test_the_budget_is_of_the_rows_that_are_written() -> None:
-    """Of a differential checkpoint, only those that were modified."""
+    """In a differential checkpoint only modified rows count."""
     snapshots = [shard("t", 20_000, 8, 0.0, modified=4000), shard("u", 5000, 8, -10.0, modified=0)]
     quantization = Quantization(method="importance", mean_bits=3)
     found = constants([survey(snapshots, quantization)])
@@ -158,7 +155,7 @@ def test_rows_never_trained_get_the_least_width() -> None:
 
 
 def test_no_rows_and_no_state() -> None:
-    """Nothing is found, and codecs decide by themselves."""
+    """Without a survey codecs are not settled."""
     quantization = Quantization(method="importance", mean_bits=4)
     stateless = shard("t", 2000, 8, 0.0, state=False)
     empty = shard("u", 2000, 8, 0.0, modified=0)

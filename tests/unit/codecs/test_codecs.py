@@ -1,4 +1,4 @@
-"""What every codec promises: any rows, in any order, into any memory; and found by its spec."""
+"""The promises of every codec: any rows, in any order, into any memory; and found by its spec."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: json.du
 
 
 def context(n: int) -> RowContext:
-    """Row-wise Adagrad's state of as many rows; the more important the later they come."""
+    """Make row-wise Adagrad's state of as many rows, of rising importance."""
     return RowContext({"momentum1": torch.logspace(-8, 0, n)})
 
 
@@ -69,7 +69,7 @@ def same(one: Encoded, other: Encoded) -> bool:
 def test_rows_of_any_shape_and_type(
     codec: Codec, seed: int, n: int, dim: int, dtype: torch.dtype, number: int
 ) -> None:
-    """Come back in their shape and type, and the rows themselves stay as they are."""
+    """Rows come back in their shape and dtype, and the source rows are not changed."""
     rows = spoil(random_rows(seed, n, dim), seed).to(dtype)
     before = rows.clone()
     with threads(number):
@@ -97,7 +97,7 @@ def test_rows_of_any_shape_and_type(
 def test_ids_choose_rows_in_any_order(
     codec: Codec, seed: int, n: int, dim: int, data: st.DataObject
 ) -> None:
-    """And as often as they are named; the ids may lie apart in memory."""
+    """Rows come as often as ids name them; the ids need not be contiguous."""
     rows = spoil(random_rows(seed, n, dim), seed)
     chosen = data.draw(st.lists(st.integers(0, n - 1), max_size=60))
     ids = torch.tensor(chosen, dtype=torch.int64)
@@ -111,7 +111,7 @@ def test_ids_choose_rows_in_any_order(
 @pytest.mark.parametrize("by_id", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_memory_for_the_bytes(codec: Codec, by_id: bool, dtype: torch.dtype) -> None:
-    """Used if there is enough of it, wherever it begins, and not beyond what is needed."""
+    """Given memory is used if large enough, at any alignment, and not beyond the encoded size."""
     rows = random_rows(3, 50, 13).to(dtype)
     ids = torch.arange(49, 0, -2) if by_id else None
     n = 25 if by_id else 50
@@ -159,7 +159,7 @@ def test_views_are_encoded_as_their_values(codec: Codec) -> None:
 
 @every_codec
 def test_what_was_encoded_does_not_change_with_the_table(codec: Codec) -> None:
-    """It is written in the background, while training goes on."""
+    """Encoded rows are written in the background, while training goes on."""
     rows = torch.randn(20, 8)
     for ids in (None, torch.arange(20)):
         encoded = codec.encode(rows, ids, context(20))

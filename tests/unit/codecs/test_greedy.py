@@ -26,14 +26,14 @@ def gaussian(n: int, dim: int, seed: int = 1) -> torch.Tensor:
 
 
 def search_error(rows: torch.Tensor, bits: int, num_bins: int, ratio: float) -> float:
-    """Mean l2 error, of codecs that were given both parameters."""
+    """Return the mean l2 error of a codec with both options given."""
     codec = Rowwise(bits, "greedy", num_bins, ratio)
     back = decoded(codec, codec.encode(rows), rows, len(rows))
     return float((back.double() - rows.double()).norm(dim=1).mean())
 
 
 def first_flat(values: tuple[float, ...], errors: list[float]) -> float:
-    """The smallest value that gains all but a hundredth of what the best one gains on the worst."""
+    """Return the smallest value with at least 99 % of the best one's gain over the worst."""
     gained = [(max(errors) - error) / ((max(errors) - min(errors)) or 1) for error in errors]
     return next(
         value
@@ -55,7 +55,7 @@ def test_the_smallest_parameters_after_which_little_is_gained(bits: int, dim: in
 
 
 def test_fewer_bits_cut_more_of_the_range() -> None:
-    """The paper's Figures 10 and 11: at 2 bit half of it, at 4 bit little."""
+    """As in the paper's Figures 10 and 11: half of the range at 2 bits, little at 4 bits."""
     (_, at_two), (_, at_four) = (choose_greedy(gaussian(1000, 64), None, bits) for bits in (2, 4))
     assert 0.4 <= at_two <= 0.6
     assert 0.1 <= at_four <= 0.3
@@ -100,7 +100,7 @@ def test_what_is_given_is_kept(given_bins: int | None, given_ratio: float | None
 def test_a_chunk_says_how_it_was_searched(
     given_bins: int | None, given_ratio: float | None
 ) -> None:
-    """Chosen or given: in the codec's spec or in the block's parameters."""
+    """Given options are in the codec's spec, chosen ones in the block's parameters."""
     codec = Rowwise(4, "greedy", given_bins, given_ratio)
     encoded = codec.encode(gaussian(300, 16))
     recorded = {**codec.spec(), **encoded.parameters}
@@ -137,14 +137,14 @@ def test_blocks_of_which_nothing_can_be_learned(bits: int, rows: torch.Tensor) -
 
 
 def test_only_the_chosen_rows_are_looked_at() -> None:
-    """A table's other rows may be of another kind."""
+    """Rows outside of the block may have another distribution."""
     rows = torch.cat([gaussian(400, 64).sign(), gaussian(400, 64)])
     ids = torch.arange(400, 800)
     assert choose_greedy(rows, ids, 2) == choose_greedy(rows[ids], None, 2)
 
 
 def test_bits_8_need_no_search() -> None:
-    """There the range is the rows' own, as FBGEMM's: nothing is chosen, nothing recorded."""
+    """At 8 bits the range is the row's own, as FBGEMM's: nothing is chosen or recorded."""
     rows = gaussian(100, 16)
     encoded = Rowwise(8, "greedy").encode(rows)
     assert torch.equal(encoded.data, Rowwise(8, "asymmetric").encode(rows).data)
@@ -152,7 +152,7 @@ def test_bits_8_need_no_search() -> None:
 
 
 def test_the_papers_search_at_four_bits() -> None:
-    """Better than minimum to maximum, and read by FBGEMM as we read it."""
+    """The search beats minimum to maximum, and FBGEMM decodes the same values."""
     rows = gaussian(2000, 64)
     codec = Rowwise(4, "greedy")
     encoded = codec.encode(rows)

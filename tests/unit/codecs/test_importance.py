@@ -46,7 +46,7 @@ def adagrad(accumulator: torch.Tensor) -> RowContext:
 
 
 def trained(seed: int, n: int, octaves: float = 40) -> torch.Tensor:
-    """Sums of squared gradients, over so many powers of two; a tenth of the rows never trained."""
+    """Make sums of squared gradients over powers of two; a tenth of the rows is untrained."""
     rng = np.random.default_rng(seed)
     sums = 2.0 ** (rng.random(n) * octaves - octaves)
     sums[rng.random(n) < 0.1] = 0
@@ -54,14 +54,14 @@ def trained(seed: int, n: int, octaves: float = 40) -> torch.Tensor:
 
 
 def widths_of(encoded: Encoded, n: int) -> np.ndarray:
-    """Bits of each row, from the first bytes of the block: two bits a row, the first lowest."""
+    """Read each row's bits from the block's first bytes: two bits a row, the first row lowest."""
     head = encoded.data.view(-1)[: -(-n // 4)].numpy()
     pairs = np.unpackbits(head, bitorder="little").reshape(-1, 2)
     return np.array([2, 4, 8])[(pairs @ [1, 2])[:n]]
 
 
 def scores(rows: torch.Tensor, accumulator: torch.Tensor) -> np.ndarray:
-    """``log2(G / median G) / 2 + log2(rms)`` in double precision."""
+    """Compute ``log2(G / median G) / 2 + log2(rms)`` in double precision."""
     sums = accumulator.double().numpy()
     positive = np.sort(sums[sums > 0])
     median = positive[(len(positive) - 1) // 2]
@@ -71,7 +71,7 @@ def scores(rows: torch.Tensor, accumulator: torch.Tensor) -> np.ndarray:
 
 
 def bits_at(score: np.ndarray, offset: float) -> np.ndarray:
-    """Of the widths 2, 4 and 8 the nearest one."""
+    """Return the nearest of the widths 2, 4 and 8."""
     return np.where(score + offset > 6, 8, np.where(score + offset > 3, 4, 2))
 
 
@@ -93,7 +93,7 @@ def test_the_width_of_a_row_is_as_the_formula_says(
 
 
 def test_an_untrained_row_gets_the_least_width() -> None:
-    """So does one whose sum is not a number, or not finite."""
+    """A row whose sum is NaN or infinite gets the least width, too."""
     rows = torch.randn(6, 8) * 100
     sums = torch.tensor([0.0, 1.0, NAN, 1.0, float("inf"), -1.0])
     widths = widths_of(ImportanceWeighted(20.0).encode(rows, context=adagrad(sums)), 6)
@@ -105,7 +105,7 @@ def test_an_untrained_row_gets_the_least_width() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(1, 200), BUDGETS)
 def test_no_larger_offset_is_within_the_budget(seed: int, n: int, budget: float) -> None:
-    """Of rows of one norm and sums so far apart that every border passes one row at a time."""
+    """The rows have one norm, and sums so far apart that each border passes one row at a time."""
     order = np.random.default_rng(seed).permutation(n)
     sums = torch.from_numpy((2.0 ** (order * 0.137 - 20)).astype(np.float32))
     rows = torch.where(torch.rand(n, 12) < 0.5, 1.0, -1.0)
@@ -139,7 +139,7 @@ def test_four_bits_on_average_unless_said_otherwise() -> None:
 def test_rows_are_those_of_the_adaptive_codec(
     seed: int, n: int, dim: int, budget: float, data: st.DataObject
 ) -> None:
-    """Of their width, and in the order in which they were given; in parts, too."""
+    """Rows equal the adaptive codec's of their width, in the given order; in parts, too."""
     rows = spoil(random_rows(seed, n, dim), seed)
     codec = ImportanceWeighted(mean_bits=budget)
     encoded, back = round_trip(codec, rows, adagrad(trained(seed, n)))
@@ -191,7 +191,7 @@ def test_tables_of_other_types(dtype: torch.dtype) -> None:
 def test_without_row_wise_adagrad_the_width_is_fixed(
     codec: ImportanceWeighted, width: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the log says so, once."""
+    """The log says so, once."""
     importance._warn_fixed_width.cache_clear()
     rows = torch.randn(30, 8)
     others = [
@@ -221,8 +221,9 @@ def test_without_row_wise_adagrad_the_width_is_fixed(
 def test_ten_passes_add_little(
     codec: ImportanceWeighted, dim: int, mean: float, octaves: int
 ) -> None:
-    """Though a quantized row's norm, and so its width, may be another. On average over the rows;
-    also where all of them are about as important.
+    """Holds on average, though a quantized row's norm, and so its width, may change.
+
+    Rows of about equal importance are tried, too.
     """
     rows = torch.randn(2000, dim, generator=torch.Generator().manual_seed(dim)) + mean
     context = adagrad(trained(dim, 2000, octaves))

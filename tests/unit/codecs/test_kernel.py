@@ -1,4 +1,4 @@
-"""The compiled kernel: FBGEMM's bytes, the same ones from every build, and no wrong argument."""
+"""The compiled kernel: FBGEMM's bytes, the same from every build, and wrong arguments refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def encode(
     factor: float = 1.0,
     build: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes ``(n, row_bytes)`` and refusals ``(n,)``."""
+    """Return bytes ``(n, row_bytes)`` and refusals ``(n,)``."""
     n = len(rows) if ids is None else len(ids)
     out = torch.full((n, row_bytes(rows.shape[1], bits)), 0xA5, dtype=torch.uint8)
     refused = torch.full((n,), 9, dtype=torch.uint8)
@@ -74,7 +74,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def reference_codes(row: np.ndarray, bits: int) -> tuple[np.ndarray, np.float16, np.float16]:
-    """Asymmetric, below 8 bit, in plain numpy: codes, scale and bias."""
+    """Compute asymmetric codes, scale and bias below 8 bits in plain NumPy."""
     top = np.float32(2**bits - 1)
     bias = np.float16(row.min())
     reach = row.max() - np.float32(bias)
@@ -135,7 +135,7 @@ def test_no_rows(build: str) -> None:
 @settings(max_examples=examples(40), deadline=None)
 @given(SEEDS, st.integers(1, 40), st.integers(1, 40), st.sampled_from([2, 4, 8]))
 def test_asymmetric_bytes_are_fbgemms(build: str, seed: int, n: int, words: int, bits: int) -> None:
-    """Also of constant rows, and where a row's least value is a zero of either sign."""
+    """Constant rows, and rows whose least value is a zero of either sign, included."""
     dim = words * (1 if bits == 8 else 16 // bits)
     rows = random_rows(seed, n, dim)
     data, refused = encode(rows, bits, Method.ASYMMETRIC, build=build)
@@ -159,7 +159,7 @@ def test_signed_zeros_are_fbgemms(build: str, bits: int) -> None:
 def test_fbgemm_decodes_every_method(
     seed: int, n: int, dim: int, bits: int, method: Method
 ) -> None:
-    """To the bit as we do; where it doesn't know the dim, with more columns."""
+    """FBGEMM's values equal ours to the bit; where it refuses the dim, with more columns."""
     rows = random_rows(seed, n, dim)
     data, _ = encode(rows, bits, method)
     theirs = fbgemm_decode(data, bits)
@@ -170,8 +170,9 @@ def test_fbgemm_decodes_every_method(
 @settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, DIMS, st.sampled_from((2, 3, 4)), st.sampled_from(BUILDS or [""]))
 def test_packing(seed: int, dim: int, bits: int, build: str) -> None:
-    """Against a plain reference: codes from the lowest bits up, then scale and bias; at 3 bit, of
-    which FBGEMM knows nothing, 8 codes in 3 bytes.
+    """A plain reference packs codes from the lowest bits up, then scale and bias.
+
+    At 3 bits, which FBGEMM doesn't know, 8 codes take 3 bytes.
     """
     rows = random_rows(seed, 5, dim)
     data, _ = encode(rows, bits, Method.ASYMMETRIC, build=build)
@@ -210,7 +211,7 @@ def test_any_number_of_threads(bits: int, method: Method) -> None:
 def test_rows_further_apart_than_their_length(
     seed: int, bits: int, method: Method, dtype: torch.dtype
 ) -> None:
-    """Columns of a wider table, encoded from there and decoded to there, by ids."""
+    """Rows are columns of a wider table, encoded from it and decoded into it, by ids."""
     table = random_rows(seed, 30, 57).to(dtype)
     rows = table[:, 20:41]
     ids = torch.randperm(30, generator=torch.Generator().manual_seed(seed % 2**31))[:19]
@@ -228,7 +229,7 @@ def test_rows_further_apart_than_their_length(
 def test_some_of_the_encoded_rows(
     seed: int, bits: int, dtype: torch.dtype, by_ids: bool, compiled: bool
 ) -> None:
-    """Chosen ones alone, to rows of their own or one after the other."""
+    """Only chosen rows are decoded, to rows given by ids or one after another."""
     random = torch.Generator().manual_seed(seed % 2**31)
     rows = random_rows(seed, 30, 21).to(dtype)
     data, _ = encode(rows, bits, Method.ASYMMETRIC)
@@ -243,9 +244,7 @@ def test_some_of_the_encoded_rows(
 
 
 def test_other_threads_run_meanwhile() -> None:
-    """Nobody takes the GIL from the main thread unless that gives it away: Python's own switching
-    is turned off.
-    """
+    """The main thread keeps the GIL unless it releases it: Python's own switching is turned off."""
     rows = torch.randn(60_000, 256)
     out = torch.empty((60_000, row_bytes(256, 4)), dtype=torch.uint8)
     refused = torch.empty(60_000, dtype=torch.uint8)

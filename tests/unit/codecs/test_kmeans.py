@@ -33,7 +33,7 @@ def relative_error(decoded: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def hard_rows(seed: int, n: int, dim: int) -> torch.Tensor:
-    """Rows as tables have them, and others: constant, zero, with an outlier, of few values."""
+    """Make ordinary and hard rows: constant, zero, with an outlier, of few values."""
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((n, dim)) * 10.0 ** rng.integers(-3, 3, (n, 1))
     rows += rng.choice([0.0, 1.0, -300.0], (n, 1))
@@ -46,8 +46,9 @@ def hard_rows(seed: int, n: int, dim: int) -> torch.Tensor:
 
 
 def held(rows: torch.Tensor, exceptions: list[int]) -> torch.Tensor:
-    """Which rows the codebooks hold; the others are small beside the largest, as no exponent could
-    bring both into fp16's range.
+    """Find the rows that codebooks hold; other rows are too small beside the largest one.
+
+    No exponent could bring both into fp16's range.
     """
     assert bool((rows[exceptions].abs() < 2.0**-24 * rows.abs().max()).all())
     kept = torch.ones(len(rows), dtype=torch.bool)
@@ -56,7 +57,7 @@ def held(rows: torch.Tensor, exceptions: list[int]) -> torch.Tensor:
 
 
 def least_error(row: list[float], k: int) -> float:
-    """The smallest l2 error that any ``k`` values can have: all ways to cut the sorted row."""
+    """Find the smallest l2 error of any ``k`` values by trying all cuts of the sorted row."""
     values = np.sort(np.array(row, dtype=np.float64))
     n = len(values)
     cost = np.zeros((n + 1, n + 1))
@@ -84,7 +85,7 @@ def test_no_codebook_of_a_row_is_better(seed: int, dim: int, bits: int) -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(1, 12), st.integers(1, 70), st.sampled_from(CODECS))
 def test_any_shape_within_the_bound(seed: int, n: int, dim: int, codec: KMeans) -> None:
-    """A row never loses more than what its elements differ by, whatever its block's codebook."""
+    """A row's error is at most the range of its elements, for any codebook of its block."""
     rows = hard_rows(seed, n, dim)
     decoded, exceptions = round_trip(codec, rows)
     kept = held(rows, exceptions)

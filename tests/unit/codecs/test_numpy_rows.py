@@ -29,7 +29,7 @@ def encode(
     factor: float = 1.0,
     kernel: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes and refusals."""
+    """Return bytes and refusals."""
     n = len(rows) if ids is None else len(ids)
     out = torch.full((n, row_bytes(rows.shape[1], bits)), 255, dtype=torch.uint8)
     refused = torch.full((n,), 255, dtype=torch.uint8)
@@ -70,7 +70,7 @@ def gaussian(dim: int, rows: int = 400) -> torch.Tensor:
 
 
 def odd_rows(dim: int) -> torch.Tensor:
-    """Rows in which something is zero, constant, negative, of one sign or far from zero."""
+    """Make rows with zeros, constant, negative, of one sign or far from zero."""
     rows = gaussian(dim, 64).clone()
     rows[8:16] = rows[8:16].relu()
     rows[16:24] = -rows[16:24].relu()

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+from tests.unit.tracked_model import ROWS, make_model, table
 from torchrec_checknrun import Quantization, codecs
 from torchrec_checknrun.codecs import (
     NO_CONTEXT,
@@ -24,10 +26,14 @@ from torchrec_checknrun.codecs import (
     Rowwise,
     Sample,
     Survey,
+    Surveys,
+    add_survey,
     codec_from_spec,
+    key_of,
     register,
+    settle,
 )
-from torchrec_checknrun.codecs.surveys import Surveys, add_survey, key_of, settle
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import UnsupportedFormat
 from torchrec_checknrun.format.row_chunk import encode_rows, rows_header
 from torchrec_checknrun.format.row_reader import decode_rows
@@ -35,8 +41,10 @@ from torchrec_checknrun.save.plan import survey
 from torchrec_checknrun.save.snapshot import ShardSnapshot
 from torchrec_checknrun.save.staging import encoded_while_staged
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.tracking import track
 
 STEP = 2.0**-6
+STEPS = 2**15 - 1
 
 
 class Coarse(Codec):
@@ -103,7 +111,7 @@ class Fitted(Coarse):
 
     def settle(self, survey: Survey) -> Fitted:
         assert isinstance(survey, Largest)
-        return Fitted(survey.most / 2**15)
+        return Fitted(survey.most / STEPS)
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +159,7 @@ def test_it_is_settled_over_all_ranks() -> None:
         settled = pickle.loads(pickle.dumps(settle(surveys)))
         assert settled.keys() == {key_of(Fitted(1.0))}
         codec = quantization.for_table("t40", 40).settled(settled).codec
-        assert codec.spec() == {"name": "test_fitted", "version": 1, "step": most / 2**15}
+        assert codec.spec() == {"name": "test_fitted", "version": 1, "step": most / STEPS}
     other = quantization.for_table("t40", 40)
     assert other.settled({}) is other
     plain = Quantization(codec=Coarse()).for_table("t40", 4000)
@@ -193,6 +201,20 @@ def test_another_process_finds_it_by_its_entry_point(
     with pytest.raises(UnsupportedFormat, match=r"'nosuch'.*entry point of the group"):
         codec_from_spec({"name": "nosuch"})
     assert asked == [("torchrec_checknrun.codecs", name) for name in ("test_elsewhere", "nosuch")]
+
+
+@pytest.mark.parametrize("target", ["no_such_module:Coarse", "json:JSONDecoder", "json:nosuch"])
+def test_an_entry_point_that_is_broken_is_no_damage(
+    monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """``rows_header`` would call the chunk corrupt, and a restore would take an older one."""
+
+    def entry_points(*, group: str, name: str) -> list[EntryPoint]:
+        return [EntryPoint(name, target, group)]
+
+    monkeypatch.setattr(codecs, "entry_points", entry_points)
+    with pytest.raises(UnsupportedFormat, match=f"'nosuch' can't be loaded from .*'{target}'"):
+        codec_from_spec({"name": "nosuch"})
 
 
 def test_a_name_belongs_to_one_class() -> None:
@@ -248,6 +270,27 @@ def test_too_many_restores_replace_a_narrow_codec_only() -> None:
         choice = Quantization(codec=codec, expected_restores=1, exact_below_rows=0)
         assert choice.resolved(1).for_table("t", 10).codec is codec
         assert choice.resolved(2).for_table("t", 10).codec.value_bits == bits
+
+
+@pytest.mark.usefixtures("group")
+def test_a_saved_model_comes_back(tmp_path: Path) -> None:
+    """A settled codec goes through the whole save and restore."""
+    model = make_model()
+    tracked = track(model)
+    planner = SavePlanner(tracked, quantization=Quantization(codec=Fitted(), exact_below_rows=0))
+    dcp.save({}, storage_writer=StorageWriter(tmp_path / "a"), planner=planner)
+    fresh = make_model()
+    other = track(fresh)
+    for shard in other.shards:
+        shard.write_rows(range(ROWS), torch.zeros(ROWS, shard.rectangle.cols))
+    dcp.load({}, storage_reader=StorageReader(tmp_path / "a"), planner=LoadPlanner(other))
+    saved = {name: table(model, name) for name in tracked.tables}
+    most = max(float(rows.abs().max()) for rows in saved.values())
+    for name, rows in saved.items():
+        error = float((table(fresh, name) - rows).abs().max())
+        assert 0 < error <= most / STEPS  # one step, as large for every table
+    other.close()
+    tracked.close()
 
 
 def test_its_repr_names_its_options() -> None:

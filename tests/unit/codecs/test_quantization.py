@@ -1,4 +1,4 @@
-"""What the user's choice means for each table, and after more restores than expected."""
+"""The user's choice, as applied to each table, and after more restores than expected."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrec_checknrun import Quantization
+from torchrec_checknrun.bitwidth import width_for
 from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, Method, Rowwise
 from torchrec_checknrun.codecs.kmeans import KMeans
-from torchrec_checknrun.codecs.quantization import width_for
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
 
 BIG = 10**6
@@ -100,7 +100,7 @@ def test_choices_that_are_refused(arguments: dict[str, Any], message: str) -> No
 
 
 def test_kmeans_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said when it is asked for, not when the first checkpoint is due."""
+    """The error comes at construction, not at the first checkpoint."""
     monkeypatch.setitem(sys.modules, "kmeans1d", None)
     with pytest.raises(ImportError, match=r"\[kmeans\]"):
         Quantization(bits=4, method="kmeans")
@@ -129,7 +129,7 @@ def test_auto(expected: float, bits: int, method: str) -> None:
 @pytest.mark.parametrize("method", [*ROWWISE, "kmeans"])
 @pytest.mark.parametrize("expected", [0, 1, 2.5, 20])
 def test_more_restores_than_expected(bits: Any, method: str, expected: float) -> None:
-    """Eight bits from then on, found by the same method."""
+    """The width switches to 8 bits, with the same method."""
     quantization = Quantization(bits=bits, method=method, expected_restores=expected)
     just = int(expected)
     narrow = width_for(expected) if bits == "auto" else bits
@@ -151,7 +151,7 @@ def test_a_mixed_width_becomes_eight_bits() -> None:
 
 @pytest.mark.parametrize("method", ["adaptive", "fp16", "bf16"])
 def test_more_restores_never_take_bits_away(method: str) -> None:
-    """From what is stored exactly, or in 16 bits."""
+    """Exact and 16-bit rows stay as they are."""
     quantization = Quantization(method=method, expected_restores=1)
     before, after = (codec_of(quantization.resolved(restores)) for restores in (0, 9))
     assert after.value_bits >= before.value_bits >= 16
@@ -203,7 +203,7 @@ def test_a_pattern_counts_for_small_tables_too() -> None:
 
 
 def test_choices_for_patterns_are_resolved_too() -> None:
-    """By their own expectation, or else the one of all."""
+    """Patterns use their own expected restores, or else the default's."""
     quantization = Quantization(
         bits=2,
         expected_restores=1,

@@ -29,7 +29,7 @@ STATE = st.one_of(
 
 
 def adagrad_state(n: int, seed: int = 0) -> torch.Tensor:
-    """Sums of squares over some fifty powers of two, some of them zero, as training leaves them."""
+    """Make sums of squares as after training: over some fifty powers of two, some of them zero."""
     generator = torch.Generator().manual_seed(seed)
     state = torch.exp(torch.randn(n, generator=generator) * 4 - 19)
     state[:: max(2, n // 10)] = 0.0
@@ -189,7 +189,7 @@ def test_views_and_parameters_are_encoded_as_their_values(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", STATE_SCHEMES)
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_run_of_rows_is_decoded_alone(scheme: str, offset: int) -> None:
-    """Also from bytes that begin at an odd address."""
+    """Bytes at an odd address are decoded, too."""
     values = adagrad_state(100)
     data, parameters = encode_row_state(values, scheme)
     whole = decode_row_state(data, parameters, 100, torch.float32)

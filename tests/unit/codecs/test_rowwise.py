@@ -1,4 +1,4 @@
-"""Row-wise quantization against its promises: error bounds, hard rows, stability."""
+"""The promises of row-wise quantization: error bounds, hard rows, stability."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from tests.unit.quantized_rows import (
 )
 from torchrec_checknrun.codecs import Rowwise, codec_from_spec
 from torchrec_checknrun.codecs.base import row_bytes
-from torchrec_checknrun.codecs.numpy_rows import LEAST_RANGES
+from torchrec_checknrun.codecs.limits import LEAST_RANGES
 
 pytestmark = pytest.mark.usefixtures("each_kernel")
 
@@ -39,7 +39,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def unquantizable(rows: torch.Tensor, bits: int, method: str) -> list[int]:
-    """Positions of rows that are not finite, or out of the range of scale and bias."""
+    """Find the rows that are not finite, or out of the range of scale and bias."""
     largest = rows.double().abs().amax(dim=1)
     too_large = 8.5e37 if bits == 8 else 65504
     least = 2.0**-15 * (2**bits - 1) if method == "symmetric" and bits < 8 else LEAST
@@ -94,7 +94,7 @@ def test_a_search_never_makes_a_row_worse(
 def test_exceptions_are_the_rows_that_are_not_held(
     seed: int, n: int, dim: int, how: tuple[int, str]
 ) -> None:
-    """Among others, a few: such a block is not scaled for them."""
+    """A few small rows among normal ones: the block is not scaled for them."""
     bits, method = how
     good = random_rows(seed, 64 * n, dim, method)
     rows = torch.cat([spoil(random_rows(seed + 1, n, dim), seed), good])
@@ -155,7 +155,7 @@ def test_the_largest_magnitudes(bits: int, method: str) -> None:
 @pytest.mark.parametrize("dim", [1, 2, 7, 16, 130])
 @pytest.mark.parametrize(("bits", "method"), ALL)
 def test_constant_rows(bits: int, method: str, dim: int, dtype: torch.dtype) -> None:
-    """Held as well as scale and bias hold their value; zeros exactly, with any sign."""
+    """A constant row is as exact as scale and bias; zeros of any sign are exact."""
     constants = torch.tensor(
         [0.0, -0.0, 1.0, -1.0, 0.1, -0.3, 1000.5, -65504.0, 2e-5, 5e-4, 60000.0]
     )
@@ -223,7 +223,7 @@ def test_a_few_tiny_rows_dont_change_the_bytes_of_the_others(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_denormals(bits: int) -> None:
-    """A block of them is scaled; in a row of normal values they are as good as zero."""
+    """A block of denormals is scaled; among normal values they count as zero."""
     rows = torch.tensor([[1e-40, -2e-41, 3e-42, 0.0], [1e-38, 0, 0, -1e-38]])
     _, back = round_trip(Rowwise(bits, "asymmetric"), rows)
     span = (rows.amax(dim=1) - rows.amin(dim=1)).double().unsqueeze(1)
@@ -253,7 +253,7 @@ def test_error_on_gaussian_rows(bits: int, bound: float) -> None:
 
 
 def repeated(codec: Rowwise, rows: torch.Tensor, passes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """After one encode/decode pass, and after as many."""
+    """Return the rows after one encode/decode pass, and after all passes."""
     _, first = round_trip(codec, rows)
     last = first
     for _ in range(passes - 1):
@@ -272,7 +272,7 @@ def repeated(codec: Rowwise, rows: torch.Tensor, passes: int) -> tuple[torch.Ten
 def test_ten_passes_are_as_good_as_one(
     seed: int, dim: int, how: tuple[int, str], scale: float, offset: float
 ) -> None:
-    """Of every single row, also where its values are far from zero and close to each other."""
+    """Holds for every row, even with values far from zero and close to each other."""
     bits, method = how
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal((40, dim)) + offset) * (scale / max(1.0, abs(offset)))
@@ -287,7 +287,7 @@ def test_ten_passes_are_as_good_as_one(
 def test_ten_passes_through_a_table_of_half_precision(
     bits: int, method: str, dtype: torch.dtype
 ) -> None:
-    """On average: where one pass rounds to the dtype, the next starts from something else."""
+    """Holds on average: a pass rounds to the dtype, so the next starts from other values."""
     for dim, offset in ((1, 0), (8, 0), (31, 10), (130, 0)):
         rows = torch.randn(300, dim, generator=torch.Generator().manual_seed(dim)) + offset
         rows = rows.to(dtype)
@@ -333,7 +333,7 @@ def test_sizes(bits: int, dim: int, size: int) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("dim", [1, 5, 8, 30, 64])
 def test_chunks_of_version_1_still_decode(bits: int, dim: int) -> None:
-    """Those were FBGEMM's bytes, of rows that the first value filled up to a dim it accepts."""
+    """Version 1 had FBGEMM's bytes, of rows padded with their first value to a dim it accepts."""
     rows = random_rows(9, 12, dim)
     missing = -dim % (1 if bits == 8 else 16 // bits)
     stored = fbgemm_encode(torch.cat([rows, rows[:, :1].expand(-1, missing)], dim=1), bits)

@@ -20,14 +20,14 @@ DIMS = (1, 13, 64)
 
 
 def errors(rows: torch.Tensor, encoded: torch.Tensor, bits: int) -> torch.Tensor:
-    """``(n,)``, l2."""
+    """Return the rows' l2 errors, ``(n,)``."""
     decoded = torch.empty_like(rows)
     kernel.decode_rows(encoded, bits, 2.0, decoded)
     return (decoded.double() - rows.double()).norm(dim=1)
 
 
 def differences() -> dict[str, int]:
-    """By case, how many rows the two kernels encode or refuse differently."""
+    """Count, by case, the rows that the two kernels encode or refuse differently."""
     from torchrec_checknrun.codecs import triton_rows
 
     found = {}
@@ -52,7 +52,7 @@ def differences() -> dict[str, int]:
 
 
 def test_the_same_bytes() -> None:
-    """In a process of its own: Triton chooses the interpreter when it is imported."""
+    """Runs in a process of its own: Triton chooses the interpreter when it is imported."""
     done = subprocess.run(
         [sys.executable, "-m", __name__],
         env={**os.environ, "TRITON_INTERPRET": "1"},

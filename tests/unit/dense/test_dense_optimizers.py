@@ -1,4 +1,4 @@
-"""What a dense optimizer's state is called and looks like, before and after its first step."""
+"""Names and shapes of a dense optimizer's state, before and after its first step."""
 
 from __future__ import annotations
 

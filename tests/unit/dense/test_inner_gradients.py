@@ -1,4 +1,4 @@
-"""Gradients wait for the optimizer that steps, wherever it is in a nest."""
+"""Gradients that wait for the optimizer that steps, anywhere in a nest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrec_checknrun.errors import SaveDeferred
 
 
 class Keyed(KeyedOptimizer):
-    """Steps parameters itself: its steps call no hooks of torch's."""
+    """A keyed optimizer that steps parameters itself, without torch's hooks."""
 
     def __init__(self, layers: nn.Module) -> None:
         params = dict(layers.named_parameters())

@@ -1,4 +1,4 @@
-"""Optimizers that hold others under any attribute: all of the nest comes back, no step is taken."""
+"""Optimizers that hold others in any attribute: the whole nest is restored, without a step."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_nothing_stays_of_a_checkpointer_that_fails(
 
 @pytest.mark.parametrize("nest", ["combined", "averaging"])
 def test_data_parallel_tables(tmp_path: Path, group: None, nest: str) -> None:
-    """Rows of both optimizers' state are kept with the tables."""
+    """Save the rows of both optimizers' state with the tables."""
     FACTORIES["lookahead"] = looking
     case = {"nest": nest, "factory": "lookahead"}
     try:

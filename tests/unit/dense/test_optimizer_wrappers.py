@@ -1,4 +1,4 @@
-"""Wrapped optimizers, schedulers and rates come back, on one rank; live objects are compared."""
+"""Restores of wrapped optimizers, schedulers and rates on one rank, compared by live objects."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_optimizer_over_all_parameters_gets_no_state_of_tables(tmp_path: Path) -
 
 
 def test_groups_without_a_scheduler(tmp_path: Path) -> None:
-    """A new process makes its scheduler after the restore, as torch's ``last_epoch`` wants it."""
+    """Make the scheduler after the restore, as torch's ``last_epoch`` requires."""
     run = Run(TABLES, "combined", schedule="step")
     run.train(5)
     groups = [dict(group, params=None) for group in run.optimizer.param_groups]
@@ -144,7 +144,7 @@ def test_groups_without_a_scheduler(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("added", [False, True])
 def test_plain_optimizer_with_a_scheduler_on_its_wrapper(tmp_path: Path, added: bool) -> None:
-    """Its dicts stay the same objects, which the wrapper and the scheduler hold."""
+    """Keep the optimizer's dicts the same objects, which wrapper and scheduler hold."""
 
     def make(seed: int) -> tuple[Run, Any, Any]:
         run = Run(TABLES, "combined", schedule="lambda", scheduled="wrapper", seed=seed)
@@ -213,7 +213,7 @@ def test_the_constructors_arguments_come_back_with_a_warning(
 
 
 def test_moments_keep_their_precision(tmp_path: Path) -> None:
-    """Torch's ``load_state_dict`` makes an optimizer's fp32 state of bf16 parameters bf16."""
+    """Keep fp32 state of bf16 parameters, which torch's ``load_state_dict`` casts to bf16."""
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
 
     def optimizer() -> Any:
@@ -244,7 +244,7 @@ def test_infinite_hyperparameters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nest", ["warm each", "combined warm"])
 def test_checkpoints_of_dcp_save_and_for_dcp_load(tmp_path: Path, nest: str) -> None:
-    """What TorchRec's state dicts do show of a warm-up goes both ways, as it always did."""
+    """Exchange the part of a warm-up that TorchRec's state dicts show with plain DCP."""
     run = Run(TABLES, nest)
     run.train(3)
     dcp.save(
@@ -280,7 +280,7 @@ def warm_up(run: Run) -> list[tuple[Any, float]]:
 
 
 def test_references_stay(tmp_path: Path) -> None:
-    """Lists of parameters are no state, even if one was empty when it was saved."""
+    """Keep lists of parameters, which are no state, even if one was empty when saved."""
     run, again = (Run(TABLES, "averaging", seed=seed) for seed in (0, 3))
     saved, live = cast("Averaging", run.optimizer), cast("Averaging", again.optimizer)
     saved.first.clear()

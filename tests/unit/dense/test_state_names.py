@@ -1,4 +1,4 @@
-"""States whose names or emptiness mislead: nothing is overwritten, and nothing fails half-way."""
+"""States with misleading names or no content: none is overwritten, no restore fails half-way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer's wrapper holds comes back, or is told of: of any kind, on one rank."""
+"""Values of any kind in an optimizer's wrapper: restored, or reported, on one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Mode(enum.Enum):
 
 
 class Clock:
-    """Is called, and counts."""
+    """A callable that counts its calls."""
 
     def __init__(self) -> None:
         self.ticks = 0
@@ -49,7 +49,7 @@ class Resumable(Clock):
 
 
 class Slotted(OptimizerWrapper):
-    """Has slots beside its attributes."""
+    """A wrapper with slots beside its attributes."""
 
     __slots__ = ("__private", "slotted")
 
@@ -68,7 +68,7 @@ class Slotted(OptimizerWrapper):
 
 
 class Everything(Slotted):
-    """Holds values of many kinds."""
+    """A wrapper with values of many kinds."""
 
     def __init__(self, inner: KeyedOptimizer) -> None:
         super().__init__(inner)
@@ -119,7 +119,7 @@ class Everything(Slotted):
 
 
 class Holding(OptimizerWrapper):
-    """Holds what it is given, and what is set."""
+    """A wrapper of one given value and any that are set."""
 
     def __init__(self, inner: KeyedOptimizer, value: Any = None) -> None:
         super().__init__(inner)
@@ -231,7 +231,7 @@ def test_any_value_of_a_constructor(
     with caplog.at_level(logging.WARNING):
         live = restore(tmp_path, making(lambda inner: Holding(inner, value))())
     assert repr(live.value) == repr(value)
-    assert "goes on with" not in caplog.text
+    assert "continues with" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["value", "other"])
@@ -261,7 +261,7 @@ def test_what_is_not_saved_is_told_once(tmp_path: Path, caplog: pytest.LogCaptur
     assert sorted(line.split(", ")[0] for line in lines) == [
         "Holding.among['clock']",
         "Holding.clock",
-        "Holding.place_rank = 17 is taken for the process's place among others",
+        "Holding.place_rank = 17 is taken for the process's rank or world size",
     ]
 
 
@@ -273,12 +273,12 @@ def test_what_can_not_be_put_back_is_told(
     tmp_path: Path, saved: Any, live: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = repr(live)
-    kind: Any = type("Holding", (Holding,), {})  # a class that nothing was told of
+    kind: Any = type("Holding", (Holding,), {})  # a class without warnings so far
     save(tmp_path, making(lambda inner: kind(inner, saved)))
     with caplog.at_level(logging.WARNING):
         wrapper = restore(tmp_path, making(lambda inner: kind(inner, live))())
     assert repr(wrapper.value) == before
-    assert "Holding.value keeps the value" in caplog.text
+    assert "Holding.value keeps its present value" in caplog.text
 
 
 def test_attributes_of_wrappers_that_are_gone_are_told(
@@ -294,7 +294,7 @@ def test_attributes_of_wrappers_that_are_gone_are_told(
 def test_values_that_follow_from_the_number_of_ranks_are_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """On as many ranks only the constructor's arguments are."""
+    """Report all changed values on another number of ranks; else only constructor arguments."""
     lines = []
     for resized in (False, True):
         (_, saved), (model, live) = making(Holding)(), making(Holding)()

@@ -1,4 +1,4 @@
-"""docs/format.md is true, and docs/read_rows.py reads what the package reads."""
+"""docs/reference/format.md is true, and read_rows.py beside it reads what the package reads."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "reference"
 FORMAT = (DOCS / "format.md").read_text()
 READER = DOCS / "read_rows.py"
 ROWS = 3000
 read_rows: Callable[..., tuple[np.ndarray, np.ndarray]] = runpy.run_path(str(READER))["read_rows"]
 
 READABLE: list[Codec] = [Exact(), Fp16(), Bf16(), *(Rowwise(bits) for bits in (8, 4, 3, 2))]
-"""What the reader decodes; the others it refuses."""
+"""Codecs that the reader decodes; it refuses others."""
 
 
 class Newer(Rowwise):
@@ -73,7 +73,7 @@ def decompress(data: bytes) -> bytes:
 
 
 def ids_of_every_kind(rows: int) -> list[list[int]]:
-    """Which make a range, a bitmap, gaps, and compressed ones of both."""
+    """Draw ids that make a range, a bitmap, gaps, and compressed ones of both."""
     generator = np.random.default_rng(5)
     return [
         list(range(100, 400)),
@@ -100,7 +100,7 @@ def test_the_reader(tmp_path: Path, codec: Codec, compress: bool) -> None:
         for file in (tmp_path / manifest.id).glob("rank-*.bin"):
             seen |= {name for name in ENCODINGS if f'"{name}"'.encode() in file.read_bytes()}
     assert manifest is not None
-    assert seen == set(ENCODINGS) - {"offsets"}
+    assert seen == set(ENCODINGS)
     shards = make_shards(ROWS, [Rectangle(0, ROWS, *columns) for columns in split])
     apply_in_order(root, manifest.id, shards)
     expected = torch.cat([shard.weight for shard in shards], dim=1).numpy()
@@ -142,7 +142,7 @@ def test_all_codecs_are_read_or_refused() -> None:
 def one_chunk(
     path: Path, weight: torch.Tensor, encoding: TableEncoding
 ) -> tuple[Entry, torch.Tensor]:
-    """A checkpoint ``one`` of a table ``t``: its chunk's entry, and what the package reads."""
+    """Write a checkpoint ``one`` of a table ``t``; return its chunk's entry and decoded rows."""
     n, dim = weight.shape
     block = RowBlock("t", TableShape(n, dim), (0, dim), torch.arange(n), weight, None, {})
     chunk = encode_rows(block, encoding)
@@ -158,7 +158,7 @@ def one_chunk(
 @pytest.mark.parametrize("codec", READABLE, ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_tables_of_other_types(tmp_path: Path, dtype: torch.dtype, codec: Codec) -> None:
-    """Exceptions among them, which are stored in the table's type."""
+    """Include exceptions, which are stored in the table's dtype."""
     weight = torch.randn((50, 5)).to(dtype)
     weight[7] = torch.inf
     entry, expected = one_chunk(tmp_path, weight, TableEncoding(codec, compress=True))
@@ -171,7 +171,7 @@ def test_tables_of_other_types(tmp_path: Path, dtype: torch.dtype, codec: Codec)
 
 
 def test_rows_that_were_scaled(tmp_path: Path) -> None:
-    """All of them so small that fp16 would lose their scale."""
+    """Make all rows so small that fp16 would lose their scale."""
     entry, expected = one_chunk(tmp_path, torch.randn((50, DIM)) * 1e-7, TableEncoding(Rowwise(4)))
     assert "exponent" in entry["weight"]["parameters"]
     _, weights = read_rows(tmp_path, "one", "t")
@@ -218,7 +218,7 @@ def test_the_layout_of_files(tmp_path: Path) -> None:
 
 
 def test_everything_is_named() -> None:
-    """Fields, encodings, kinds and limits: what the code has, the document explains."""
+    """The document explains all fields, encodings, kinds and limits of the code."""
     names: set[str] = {*ENCODINGS, *_CODECS, *STATE_SCHEMES, *STATES}
     for kind in (Manifest, RankFile, TableTotals):
         names |= set(kind.__dataclass_fields__)

@@ -18,7 +18,7 @@ def test_the_example_is_sound() -> None:
 
 
 def test_some_changes() -> None:
-    """Four seconds at most, on a machine however busy."""
+    """Try chains for four seconds at most, even on a busy machine."""
     end = time.monotonic() + 4
     counts = campaign(200, 7, example(), lambda: time.monotonic() > end)
     assert counts.inputs >= 5

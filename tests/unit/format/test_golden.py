@@ -28,7 +28,7 @@ GOLDEN = sorted(path for path in (Path(__file__).parents[2] / "golden").glob("v*
 
 
 def restored(root: Folder) -> dict[str, np.ndarray]:
-    """All tables and their optimizer state, and the state objects, as a restore has them."""
+    """Restore all tables with their optimizer state, and the state objects."""
     chain, problems = newest(root)
     assert chain is not None
     assert problems == []
@@ -110,7 +110,7 @@ def test_a_compacted_one_is_the_same(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_current_version_is_among_them(tmp_path: Path) -> None:
-    """And what makes them still works."""
+    """The script that makes golden checkpoints still works."""
     assert f"v{FORMAT_VERSION}" in [path.name for path in GOLDEN]
     pytest.importorskip("kmeans1d")
     make(tmp_path)

@@ -1,4 +1,4 @@
-"""A manifest says what was written, or nothing: damage and other versions are refused."""
+"""Manifests return as written, or are refused: damage and other versions."""
 
 import json
 from dataclasses import asdict, replace
@@ -91,7 +91,7 @@ EXAMPLE = Manifest(
 
 
 def rewritten(change: dict[str, Any], **document: Any) -> bytes:
-    """The example with other fields and a right checksum: what a faulty writer would leave."""
+    """Return the example with other fields and a valid checksum, as of a faulty writer."""
     content = json.loads(json.dumps({**asdict(EXAMPLE), **change}))
     del content["checksum"]
     content = {key: value for key, value in content.items() if value != "missing"}
@@ -143,7 +143,7 @@ def test_every_flipped_bit_is_detected() -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0), st.integers(0, 40), st.binary(max_size=40))
 def test_other_damage_is_detected(place: int, length: int, content: bytes) -> None:
-    """What is read in spite of it (a space more, say) is what was written."""
+    """A manifest read in spite of a change (a space more, say) equals the one written."""
     data = EXAMPLE.to_bytes()
     place %= len(data)
     damaged = data[:place] + content + data[place + length :]
@@ -183,7 +183,7 @@ def test_no_manifest(data: bytes) -> None:
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0, -1, "1", 1.0, True, None])
 def test_other_versions(version: object) -> None:
-    """Even where the fields are others: what a newer release writes, this one can't check."""
+    """Even with other fields: this release can't check manifests of a newer one."""
     with pytest.raises(UnsupportedFormat, match=r"here .* reads 1 to 1: upgrade"):
         parse_manifest(rewritten({"format_version": version, "kind": "sparse"}), "here")
     newer = {"manifest": {"format_version": 2, "entirely": "different"}, "checksum": "sha"}
@@ -243,7 +243,7 @@ def test_names_of_users(name: str) -> None:
     ids=repr,
 )
 def test_fields_that_make_no_sense(change: dict[str, Any]) -> None:
-    """With a right checksum: not damaged, but not written by this format either."""
+    """Even with a valid checksum: not damaged, but not of this format either."""
     with pytest.raises(CorruptCheckpoint, match="here"):
         parse_manifest(rewritten(change), "here")
 
@@ -289,7 +289,7 @@ def test_ids_carry_their_sequence(sequence: int, step: int, attempt: int) -> Non
 
 
 def test_no_id_is_made_that_is_not_known_again() -> None:
-    """Nobody would clean up after such an attempt."""
+    """Such an attempt would never be cleaned up."""
     assert sequence_of(new_id(LAST_SEQUENCE, 1)) == LAST_SEQUENCE
     assert sequence_of(checkpoint_id(LAST_SEQUENCE + 1, 1, "0" * 8)) is None
     for compacted in (False, True):

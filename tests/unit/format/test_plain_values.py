@@ -1,4 +1,4 @@
-"""Values beside numbers, tensors and containers: what they are again, and in which order."""
+"""Values beside numbers, tensors and containers return unchanged; sets in a fixed order."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def again(value: object) -> Any:
 
 
 def described(value: object) -> Any:
-    """A value with its type and all it consists of; sets in an order by that."""
+    """Describe a value by type and parts; sort sets by that."""
     if isinstance(value, (set, frozenset)):
         return type(value), sorted((described(member) for member in value), key=repr)
     if type(value) is tuple:
@@ -115,7 +115,7 @@ class OwnSet(set[int]):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: {object()}, r"own\.k is a set with a object, which may not be equal"),
+        (lambda: {object()}, r"own\.k is a set with a object, which may not compare equal"),
         (lambda: {torch.zeros(1)}, r"own\.k is a set with a Tensor"),
         (lambda: {(1, (torch.zeros(1),))}, r"own\.k is a set with a Tensor"),
         (lambda: {Level.LOW, "x"}, r"own\.k is a .*Level"),

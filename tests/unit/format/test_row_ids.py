@@ -1,4 +1,4 @@
-"""Row ids come back as they were, in the fewest bytes, and damage is noticed."""
+"""Row ids return unchanged, in the fewest bytes, and damage is noticed."""
 
 import itertools
 import tracemalloc
@@ -32,7 +32,7 @@ def encode(ids: np.ndarray) -> tuple[str, bytes, int, int, int]:
 
 
 def plain_gaps(ids: list[int]) -> bytes:
-    """LEB128 of the rows skipped between ids, number by number."""
+    """Encode the rows skipped between ids as LEB128, number by number."""
     octets = []
     for before, after in itertools.pairwise(ids):
         gap = after - before - 1
@@ -53,7 +53,7 @@ def compressed(content: bytes) -> bytes:
 
 
 def all_layouts(ids: list[int]) -> dict[str, bytes]:
-    """Every encoding that may be written of these ids."""
+    """Return every encoding that may be written of given ids."""
     if ids[-1] - ids[0] + 1 == len(ids):
         return {"range": b""}
     layouts = {"gaps": plain_gaps(ids)}
@@ -78,8 +78,6 @@ def test_round_trip_in_the_fewest_bytes(ids: np.ndarray) -> None:
 @given(SORTED_IDS, st.data())
 def test_every_encoding_is_read(ids: np.ndarray, data: st.DataObject) -> None:
     layouts = all_layouts(ids.tolist())
-    if int(ids[-1] - ids[0]) < 2**32:
-        layouts["offsets"] = (ids - ids[0]).astype("<u4").tobytes()
     encoding = data.draw(st.sampled_from(sorted(layouts)))
     content = data.draw(st.sampled_from([bytes, bytearray, memoryview]))(layouts[encoding])
     decoded = row_ids.decode(encoding, content, int(ids[0]), int(ids[-1]), len(ids))
@@ -119,7 +117,7 @@ def test_bytes_per_random_row(share: float, encoding: str, bytes_per_row: float)
 
 @pytest.mark.parametrize("seed", range(12))
 def test_crowded_rows_take_the_fewest_bytes(seed: int) -> None:
-    """Crowds of rows at all densities, alone among empty stretches of all lengths: over blocks."""
+    """Clusters of rows of all densities among gaps of all lengths, across block edges."""
     rng = np.random.default_rng(seed)
     gaps = [
         np.append(rng.geometric(10 ** rng.uniform(-2.2, 0), 3000), rng.integers(1, 10**5))
@@ -161,7 +159,7 @@ def test_memory_is_a_few_bytes_per_row(share: float) -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(SORTED_IDS, st.data())
 def test_damage_is_noticed_or_harmless(ids: np.ndarray, data: st.DataObject) -> None:
-    """Whatever is decoded has the promised first, last and count, sorted and distinct."""
+    """Decoded ids have the promised first, last and count, and are sorted and distinct."""
     encoding, content, first, last, count = encode(ids)
     encoding = data.draw(st.sampled_from([encoding, *row_ids.ENCODINGS]))
     damaged = data.draw(st.one_of(st.just(content), st.binary(max_size=len(content) + 3)))
@@ -177,13 +175,13 @@ def test_damage_is_noticed_or_harmless(ids: np.ndarray, data: st.DataObject) -> 
 
 
 def streamed(content: bytes) -> bytes:
-    """A frame that doesn't state its size."""
+    """Make a frame that doesn't state its size."""
     compressor = zstandard.ZstdCompressor(write_content_size=False).compressobj()
     return compressor.compress(content) + compressor.flush()
 
 
 def test_a_bomb_is_refused_unopened() -> None:
-    """A frame of few bytes that holds many: more than the rows can need, so it isn't unpacked."""
+    """A small frame that holds more bytes than the rows can need is not unpacked."""
     bomb = compressed(bytes(2**28))
     tracemalloc.start()
     for encoding in ("gaps_zstd", "bitmap_zstd"):
@@ -205,9 +203,7 @@ def test_a_bomb_is_refused_unopened() -> None:
         ("bitmap", b"\x0b", 0, 9, 3),  # too short for the span
         ("bitmap", b"\x0a", 0, 3, 2),  # the first row isn't there
         ("bitmap", b"\x03", 0, 3, 2),  # the last row isn't there
-        ("offsets", bytes([0, 0, 0, 0, 3, 0, 0]), 0, 3, 2),  # cut off
-        ("offsets", bytes([0, 0, 0, 0, 3, 0, 0, 0, 2, 0, 0, 0, 5, 0, 0, 0]), 0, 5, 4),  # unsorted
-        ("offsets", bytes([0, 0, 0, 0, 3, 0, 0, 0, 3, 0, 0, 0]), 0, 3, 3),  # one twice
+        ("offsets", bytes([0, 0, 0, 0, 3, 0, 0, 0]), 0, 3, 2),  # an unknown encoding
         ("offsets", b"", 0, 0, 0),
         ("runs", b"", 0, 0, 1),
         ("range", b"\x00", 0, 3, 4),  # more bytes than none

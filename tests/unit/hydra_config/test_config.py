@@ -29,7 +29,7 @@ from torchrec_checknrun import (
 )
 from torchrec_checknrun.hydra_config import baselines
 from torchrec_checknrun.hydra_config.baselines import NoCheckpointer
-from torchrec_checknrun.hydra_config.config import GROUP, register
+from torchrec_checknrun.hydra_config.config import GROUP, make_check_n_run, register
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +163,26 @@ class TestCheckNRun:
         wanted = Quantization(bits="auto", expected_restores=5, tables=tables)
         assert arguments["quantization"] == wanted
 
+    def test_every_key_of_a_quantization(self) -> None:
+        arguments = made(
+            "checkpoint=check_n_run",
+            "checkpoint.root=x",
+            *("checkpoint.bits=4", "checkpoint.optimizer_state=log8", "checkpoint.compress=true"),
+            "checkpoint.exact_below_rows=7",
+            "+checkpoint.tables={t0:{method:importance,offset:0.5},t1:{optimizer_state:bf16}}",
+        ).arguments
+        tables = {
+            "t0": Quantization(method="importance", offset=0.5),
+            "t1": Quantization(optimizer="bf16"),
+        }
+        wanted = Quantization(
+            bits=4, optimizer="log8", compress=True, exact_below_rows=7, tables=tables
+        )
+        assert arguments["quantization"] == wanted
+        overrides = ("checkpoint.root=x", "checkpoint.method=importance", "checkpoint.offset=0.5")
+        of_all = made("checkpoint=check_n_run", *overrides)
+        assert of_all.arguments["quantization"] == Quantization(method="importance", offset=0.5)
+
     def test_numbers(self) -> None:
         arguments = made(
             "checkpoint=check_n_run",
@@ -179,6 +199,10 @@ class TestCheckNRun:
     def test_a_root_is_needed(self) -> None:
         with pytest.raises((MissingMandatoryValue, InstantiationException), match="root"):
             made("checkpoint=check_n_run")
+
+    def test_a_call_without_a_root_is_refused(self) -> None:
+        with pytest.raises(TypeError, match="root"):
+            make_check_n_run(model=torch.nn.Linear(1, 1), state={})  # type: ignore[call-arg]
 
     def test_a_root_may_be_interpolated(self) -> None:
         checkpointer = made("checkpoint=check_n_run", "checkpoint.root=${run_dir}/checkpoints")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 from tests.unit.tracked_model import TALL, WIDE, make_model, train
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 class Cache:
-    """In front of one kernel's tables; takes the place of its ``flush`` and ``purge``."""
+    """A simulated cache of one kernel's tables, which replaces its ``flush`` and ``purge``."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -33,7 +34,7 @@ class Cache:
         self.fill()
 
     def fill(self) -> None:
-        """Some rows of each table are moved into the cache."""
+        """Move some rows of each table into the cache."""
         self._rows = []
         for weight in self._module.split_embedding_weights():
             rows = range(1, len(weight), 3)
@@ -53,7 +54,7 @@ class Cache:
 
 
 class Cached:
-    """A model all of whose kernels have a cache."""
+    """A model whose kernels all have a cache."""
 
     def __init__(self) -> None:
         self.model = make_model()
@@ -68,7 +69,7 @@ class Cached:
             self.caches = [Cache(kernel.module) for kernel in kernels]
 
     def what_training_sees(self) -> dict[str, torch.Tensor]:
-        """The weights as a lookup would find them: in the cache, or in memory."""
+        """Return the weights as a lookup finds them, in the cache or in memory."""
         for cache in self.caches:
             cache.flush()
         return weights(self.model)
@@ -81,7 +82,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained() -> tuple[Cached, dict[str, torch.Tensor]]:
-    """A model after some steps, its right weights, and its caches full."""
+    """Return a trained model with full caches, and its true weights."""
     cached = Cached()
     train(cached.model, a=[[1, 2, 3]], shared=[[4, 5, 6, 7]], b=[[8]])
     right = weights(cached.model)

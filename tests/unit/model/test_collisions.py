@@ -1,4 +1,4 @@
-"""Which shards of a remapping table can be restored where, and malformed entries."""
+"""Restores of remapping tables' shards on other ranks, and malformed index entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def equal(ranks: int, rows: int = 24) -> tuple[Span, ...]:
 
 
 def owner(raw: int, ranks: int, ids: int) -> int:
-    """Where TorchRec sends a raw id."""
+    """Return the rank to which TorchRec sends a raw id."""
     return raw // -(-ids // ranks) if ids else raw % ranks
 
 
@@ -27,7 +27,7 @@ def owner(raw: int, ranks: int, ids: int) -> int:
 @pytest.mark.parametrize("saved", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("now", [1, 2, 3, 4, 6, 8])
 def test_against_every_raw_id(saved: int, now: int, ids: int) -> None:
-    """A row's rank now must be where each raw id goes that may have it."""
+    """Compare with every raw id: a row must be on the rank that gets the ids which may have it."""
     if saved == now:
         return  # never asked
     raws = set(range(480))

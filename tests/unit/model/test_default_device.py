@@ -1,4 +1,4 @@
-"""``torch.set_default_device`` is for the user's own tensors: saves and restores say theirs."""
+"""Saves and restores under ``torch.set_default_device``, which is for the user's own tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rank_files(root: Path) -> list[bytes]:
 
 
 def restored(root: Path, device: str | None) -> dict[str, Any]:
-    """In a model that has taken no step yet."""
+    """Restore into a model that has taken no step yet."""
     job = Job.build(SPEC, PLAN, seed=7)
     scramble(job)
     with default_device(device), checkpointer(root, job) as saver:

@@ -1,4 +1,4 @@
-"""Several trackers of one model: what is written through one of them, all of them must know."""
+"""Several trackers of one model: rows written through one of them are marked in all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def checkpointer(root: Path, model: nn.Module) -> Checkpointer:
 
 @contextmanager
 def others(model: Any) -> Iterator[list[TrackedModel]]:
-    """Trackers of the whole model and of its collection alone, for whom nothing is modified."""
+    """Return trackers of the whole model and of its collection alone, without any mark."""
     with ExitStack() as stack:
         found = [track(model), track(model.module.ebc)]
         for tracked in found:
@@ -55,7 +55,7 @@ def others(model: Any) -> Iterator[list[TrackedModel]]:
 
 
 def marked(tracked: TrackedModel) -> dict[str, list[int]]:
-    """What every consumer has to hear of, by the last part of the tables' names."""
+    """Return the rows marked for every consumer, by the last part of the tables' names."""
     rows: list[dict[str, list[int]]] = []
     for consumer in (Consumer.LAST, Consumer.BASELINE, Consumer.USER):
         found = tracked.modified_rows(consumer)
@@ -69,7 +69,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def restored(root: Path) -> dict[str, torch.Tensor]:
-    """What a new process would restore."""
+    """Return the tables that a new process restores."""
     fresh = make_model()
     with checkpointer(root, fresh) as saver:
         assert saver.restore() is not None
@@ -83,7 +83,7 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 
 def save_two(root: Path, model: nn.Module) -> list[str]:
-    """A full and a differential checkpoint; their ids."""
+    """Save a full and a differential checkpoint; return their ids."""
     with checkpointer(root, model) as saver:
         for i in range(2):
             train(model, a=[[i, 7]], shared=[[i + 2]], b=[[9]])
@@ -108,7 +108,7 @@ class TestWrittenRows:
         assert_equal(restored(tmp_path), weights(model))
 
     def test_of_the_same_shard_only(self, model: nn.Module, tracked: TrackedModel) -> None:
-        """``split`` has two shards in one kernel."""
+        """Write to ``split``, which has two shards in one kernel."""
         stranger = track(make_model())
         with others(model) as rest:
             first, second = (s for s in tracked.shards if s.table == SPLIT)
@@ -176,7 +176,7 @@ class TestRestores:
         stranger.close()
 
     def test_of_data_parallel_tables(self, tmp_path: Path) -> None:
-        """In a state dict they are plain tensors."""
+        """Write to data-parallel tables, plain tensors in a state dict."""
         tables = (TableSpec("t0", ROWS, DIM, ("f0",)),)
         spec = ModelSpec((CollectionSpec("c", tables),)).to_json()
         job = build(spec, asdict(Layout({"c.t0": "data_parallel"}, 1)))
@@ -205,7 +205,7 @@ class TestRestores:
             each.close()
 
     def test_of_tables_that_moved(self, model: nn.Module, tmp_path: Path) -> None:
-        """A tracker finds their memory anew, but only when it is asked for rows."""
+        """Write after tables moved: a tracker finds their memory again only when asked for rows."""
         save(tmp_path / "one", model)
         with others(model) as rest:
             for each in rest:
@@ -216,7 +216,7 @@ class TestRestores:
             assert [marked(each) for each in rest] == [EVERYTHING] * 2
 
     def test_that_change_nothing(self, model: nn.Module, tmp_path: Path) -> None:
-        """Read for a look only, or refused."""
+        """Read without restoring, or be refused: nothing is marked."""
         save(tmp_path / "one", model)
         # Not the objects: dcp.load would call their load_state_dict in the end, which writes.
         states = {name: value.state_dict() for name, value in objects(model).items()}
@@ -250,7 +250,7 @@ def load(path: Path, state: dict[str, Any], planner: LoadPlanner) -> None:
 class TestLoadedTables:
     @pytest.mark.parametrize("part", ["whole", "collection"])
     def test_under_any_name(self, model: Any, tmp_path: Path, part: str) -> None:
-        """In a part of the model, tables have shorter names."""
+        """Restore under shorter names, as tables have in a part of the model."""
         save_two(tmp_path, model)
         into, name = (model, WIDE) if part == "whole" else (model.module.ebc, "embedding_bags.wide")
         with others(model) as rest:

@@ -1,4 +1,4 @@
-"""Hooks on optimizer steps: nothing to do for other optimizers, and no row lost by what is kept."""
+"""Hooks on optimizer steps: no cost for other optimizers, and no row lost to the cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 @pytest.fixture
 def replicas() -> nn.Module:
-    """The small model with all tables data parallel."""
+    """Build the small model with all tables data parallel."""
     torch.manual_seed(0)
     model, sharder = Model(), EmbeddingBagCollectionSharder()
     plans = {name: data_parallel() for name in ("wide", "tall", "split")}
@@ -38,7 +38,7 @@ def replicas() -> nn.Module:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Counts comparisons of parameters with tables."""
+    """Count comparisons of parameters with tables."""
     calls: list[object] = []
 
     def counting(parameter: object, weight: torch.Tensor) -> bool:

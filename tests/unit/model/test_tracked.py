@@ -1,4 +1,4 @@
-"""``track``: which rows changed, on a model sharded over a group of one."""
+"""The rows that ``track`` reports as changed, on a model sharded over a group of one."""
 
 import gc
 import logging
@@ -84,7 +84,7 @@ class TestMarks:
     def test_lookups_ahead_of_the_backward_pass(
         self, model: nn.Module, tracked: TrackedModel
     ) -> None:
-        """As a pipeline does it: the next batch is looked up before this one is applied."""
+        """Look up the next batch before this one is applied, as pipelines do."""
         first = model(batch(a=[[1]]))
         second = model(batch(a=[[2]]))
         first.sum().backward()
@@ -111,7 +111,7 @@ class TestMarks:
 
     @pytest.mark.parametrize("rows", [[-1], [3, ROWS], torch.tensor([2**40, 7])])
     def test_rows_of_no_rank_are_an_error(self, tracked: TrackedModel, rows: Any) -> None:
-        """Taken for another rank's, ids with a wrong offset would quietly mark nothing."""
+        """Refuse ids with a wrong offset, which would otherwise silently mark nothing."""
         with pytest.raises(IndexError, match=rf"{WIDE} has rows 0 to {ROWS - 1}, but 1 of the ids"):
             tracked.mark(WIDE, rows)
         assert modified(tracked) == {}
@@ -128,7 +128,7 @@ class TestMarks:
         ids=["bool tensor", "bool array", "bools", "floats", "float tensor"],
     )
     def test_a_mask_is_not_a_list_of_ids(self, tracked: TrackedModel, rows: Any) -> None:
-        """Taken for ids, a mask would quietly mark rows 0 and 1."""
+        """Refuse a mask: taken for ids, it would silently mark rows 0 and 1."""
         with pytest.raises(TypeError, match="integer row ids"):
             tracked.mark(WIDE, rows)
         with pytest.raises(TypeError, match="integer row ids"):
@@ -198,7 +198,7 @@ class TestMarks:
     def test_an_optimizer_that_touches_other_rows(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Of one that isn't known to leave them alone, that is assumed; it is said once."""
+        """Mark all rows for an optimizer not known to leave other rows alone; warn once."""
         monkeypatch.setattr(kernels, "_TOUCHES_LOOKED_UP_ROWS_ONLY", frozenset())
         model = make_model()
         tracked = track(model)
@@ -216,7 +216,7 @@ class TestMarks:
 
 
 def test_a_tracker_does_not_keep_a_closed_model_alive() -> None:
-    """Its registers are weak: models come and go in one process (sweeps, notebooks)."""
+    """Drop models in one process, as sweeps and notebooks do: the registries are weak."""
     from weakref import ref
 
     model = make_model()

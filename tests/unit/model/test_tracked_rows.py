@@ -1,4 +1,4 @@
-"""Rows of tracked tables, in and out, on a model sharded over a group of one."""
+"""Reads and writes of tracked tables' rows, on a model sharded over a group of one."""
 
 from collections.abc import Sequence
 

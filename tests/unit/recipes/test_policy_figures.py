@@ -23,7 +23,7 @@ from tests.examples import examples
 from torchrec_checknrun import Checkpointer, Quantization
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.policy import Decision
-from torchrec_checknrun.root.chain import committed, read_manifest
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.store.folder import Folder
 
 TABLES = [5, 40, 300]

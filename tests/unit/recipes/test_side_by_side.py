@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.benchmarks import side_by_side_store as store
-from recipes.benchmarks.side_by_side import COMPARED, beyond, limits, names, runs, summary
-from recipes.benchmarks.side_by_side_bytes import Series, Stored
-from recipes.benchmarks.side_by_side_limits import Limits
-from recipes.benchmarks.side_by_side_model import Setting, architecture
-from recipes.benchmarks.side_by_side_synced import synced_snapshot
-from recipes.benchmarks.side_by_side_systems import ASYNC, CASES, COPY, DCP, NONE, SNAPSHOT
-from recipes.benchmarks.side_by_side_tables import more_memory
-from recipes.benchmarks.side_by_side_trace import Trace, promised
+from recipes.benchmarks.side_by_side import store
+from recipes.benchmarks.side_by_side.limits import Limits
+from recipes.benchmarks.side_by_side.model import Setting, architecture
+from recipes.benchmarks.side_by_side.run import COMPARED, beyond, limits, names, runs, summary
+from recipes.benchmarks.side_by_side.sizes import Series, Stored
+from recipes.benchmarks.side_by_side.synced import synced_snapshot
+from recipes.benchmarks.side_by_side.systems import ASYNC, CASES, COPY, DCP, NONE, SNAPSHOT
+from recipes.benchmarks.side_by_side.tables import more_memory
+from recipes.benchmarks.side_by_side.trace import Trace, promised
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ROWS = [200_000, 3, 1000, 80_000]
@@ -161,7 +161,7 @@ class Index:
 
 
 def test_another_process_sees_a_checkpoint_when_it_is_committed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "recipes.benchmarks.side_by_side_store", str(tmp_path / "s")]
+    command = [sys.executable, "-m", "recipes.benchmarks.side_by_side.store", str(tmp_path / "s")]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as watcher:
         (tmp_path / "s").mkdir()
@@ -304,7 +304,7 @@ def test_names() -> None:
 
 
 MEMORY = """
-from recipes.benchmarks.side_by_side_worker import memory
+from recipes.benchmarks.side_by_side.worker import memory
 level = memory(start=True)
 block = bytearray(b"x" * (40 << 20))
 del block

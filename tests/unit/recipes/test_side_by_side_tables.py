@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from recipes.benchmarks import side_by_side_markdown as markdown
-from recipes.benchmarks.side_by_side import summary
-from recipes.benchmarks.side_by_side_bytes import Series
-from recipes.benchmarks.side_by_side_systems import ASYNC, COPY, DCP, NONE, PROCESS, SNAPSHOT
-from recipes.benchmarks.side_by_side_tables import tables as terminal
-from recipes.benchmarks.side_by_side_targets import Target, evaluate
+from recipes.benchmarks.side_by_side import markdown
+from recipes.benchmarks.side_by_side.run import summary
+from recipes.benchmarks.side_by_side.shrink import shrunk
+from recipes.benchmarks.side_by_side.sizes import Series
+from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, NONE, PROCESS, SNAPSHOT
+from recipes.benchmarks.side_by_side.tables import tables as terminal
+from recipes.benchmarks.side_by_side.targets import Target, evaluate
 from tests.unit.recipes.test_side_by_side import REPOSITORY, a_result, a_save, stored_of
 
 KEPT = f"{ASYNC}, DTensor, kept stager"
@@ -214,15 +215,42 @@ def test_the_tables_of_the_terminal() -> None:
         assert part in text
 
 
+def test_a_fresh_result_and_its_reduction_give_the_same_tables() -> None:
+    document = _document()
+    fresh = {
+        **document,
+        "training": [{**row, "saves": [1] * 99, "reports": []} for row in document["training"]],
+        "bytes": [{**row, "checkpoints": [1] * 99} for row in document["bytes"]],
+    }
+    reduced, stall = shrunk(fresh), {"medians": {"gather": 0.0361}}
+    assert len(json.dumps(reduced)) < len(json.dumps(fresh))
+    assert not any({"saves", "reports"} & row.keys() for row in reduced["training"])
+    assert [*markdown.page(reduced, stall)] == [*markdown.page(fresh, stall)]
+    assert [*markdown.summary(reduced)] == [*markdown.summary(fresh)]
+
+
 def test_the_pages_say_what_the_committed_run_has_found() -> None:
     results = REPOSITORY / "recipes" / "results"
     found, stall = (
         json.loads((results / f"{name}.json").read_text()) for name in ("side_by_side", "stall")
     )
     for name, tables in (
-        ("docs/beside_the_peers.md", [*markdown.page(found, stall)]),
+        ("docs/explanation/benchmarks.md", [*markdown.page(found, stall)]),
         ("README.md", [*markdown.summary(found)]),
     ):
         text = (REPOSITORY / name).read_text()
         for table in tables:
             assert table in text, name
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/how-to/stall_and_memory.md", "docs/explanation/benchmarks.md"]
+)
+def test_the_pages_compare_thread_and_process_as_measured(page: str) -> None:
+    text = (REPOSITORY / page).read_text()
+    found = json.loads((REPOSITORY / "recipes" / "results" / "side_by_side.json").read_text())
+    for ranks in (1, 2):
+        rows = {row["name"]: row for row in markdown._trained(found, ranks)}
+        for background in ("thread", "process"):
+            row = rows[f"ours 4 bit consecutive, {background}, copy"]
+            assert f"{100 * row['of_without']:.1f} %" in text

@@ -46,7 +46,7 @@ def cut(tensor: torch.Tensor, boxes: list[Box]) -> list[Block]:
 
 
 def pieces(blocks: list[Block], chunk_bytes: int) -> dict[str, EncodedChunk]:
-    """As a rank file has them, by name."""
+    """Encode pieces as in a rank file, by name."""
     found: dict[str, EncodedChunk] = {}
     for block in blocks:
         for piece in block.pieces(chunk_bytes):
@@ -111,7 +111,7 @@ MISFITS: dict[str, tuple[tuple[int, ...], torch.dtype, str]] = {
 
 
 @pytest.mark.parametrize("what", MISFITS)
-def test_a_misfit(what: str) -> None:
+def test_an_incompatible_tensor(what: str) -> None:
     size, dtype, match = MISFITS[what]
     chunks = pieces(split(whole((11,), torch.int64), LAYOUTS["rows"]), 10**6)
     path = ("model", 3, "other") if what == "missing" else PATH

@@ -91,7 +91,7 @@ def test_random_chains_into_other_columns(data: st.DataObject, rows: int, thread
 
 
 def test_state_that_newer_rows_lack_is_the_older_ones(root: Folder) -> None:
-    """As if the optimizer's state had been dropped between two checkpoints."""
+    """The optimizer's state was dropped between two checkpoints."""
     whole = (0, DIM)
     chain = [[Part(whole, list(range(20)), 7)], [Part(whole, [3, 4, 9], 9, states=())]]
     head = write_chain(root, 20, chain)
@@ -128,7 +128,9 @@ def test_superseded_chunks_are_not_read(root: Folder) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_damaged_chunk_is_named(root: Folder, threads: int, verify: bool) -> None:
-    """Of several the one that is read first, however many threads read."""
+    """Several chunks are damaged: the error is about the first one in reading order, however many
+    threads read.
+    """
     chain = [[Part((0, DIM), list(range(100)), 4)], [Part((0, DIM), list(range(0, 100, 9)), 3)]]
     head = write_chain(root, 100, chain)
     damaged = [c for c in content_of(root, head).chunks[0] if c.entry["kind"] == "rows"][7:9]
@@ -145,7 +147,7 @@ def test_a_damaged_chunk_is_named(root: Folder, threads: int, verify: bool) -> N
 
 
 def test_another_ranks_rows_do_not_count(root: Folder) -> None:
-    """A chunk is left out if its rows of this rank have come, wherever else it reaches."""
+    """A chunk is skipped if this rank's rows of it were restored, even if it has other rows."""
     chain = [[Part((0, DIM), list(range(40)), 40)], [Part((0, DIM), list(range(10)), 10)]]
     head = write_chain(root, 40, chain)
     for place, count in ((Rectangle(0, 10, 0, DIM), 1), (Rectangle(5, 11, 0, DIM), 2)):
@@ -157,7 +159,7 @@ def test_another_ranks_rows_do_not_count(root: Folder) -> None:
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_rows_that_nothing_holds(root: Folder, dry_run: bool) -> None:
-    """Of chunks with gaps, as compaction makes them, a shard's part is counted when it is read."""
+    """Compaction makes chunks with gaps, whose rows in a shard are counted when they are read."""
     ids = [i for i in range(20) if i != 7]
     for more, columns in (([20], (0, DIM)), ([], (0, DIM // 2)), ([], (DIM // 2, DIM))):
         parts = [Part((0, DIM), [*ids, *more], 30), Part((0, DIM), list(range(20, 30)), 10)]
@@ -223,8 +225,8 @@ def test_done_rows(rows: int, data: st.DataObject, block: int, compiled: bool) -
     compiled = compiled and has_extension()
     done, plain = DoneRows(rows), np.zeros(rows, dtype=bool)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_checknrun.row_sets._BLOCK", block)
-        patch.setattr("torchrec_checknrun.done_rows.has_extension", lambda: compiled)
+        patch.setattr("torchrec_checknrun.row_sets._DONE_BLOCK", block)
+        patch.setattr("torchrec_checknrun.row_sets.has_extension", lambda: compiled)
         for _ in range(4):
             if data.draw(st.booleans()):
                 start = data.draw(st.integers(0, rows))

@@ -1,4 +1,4 @@
-"""What happens in a root between two looks at it: commits, claims, deletions of others."""
+"""Commits, claims and deletions of others between two looks at a root."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torchrec_checknrun.errors import (
     StorageFailed,
 )
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.root import chain
-from torchrec_checknrun.root import prune as pruning
-from torchrec_checknrun.root.chain import committed, newest
+from torchrec_checknrun.root import chain, deletion
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import Holder, latest_claim
 from torchrec_checknrun.root.counting import counting_ids
 from torchrec_checknrun.root.lease import FOLDER, Lease
@@ -42,9 +42,9 @@ def root(tmp_path: Path) -> Folder:
 
 
 def commit(root: Folder, epoch: int = 0) -> Manifest:
-    """A full checkpoint after all that there are."""
+    """Commit a full checkpoint after all others."""
     there = committed(root)
-    before = chain.read_manifest(root, there[0]) if there else None
+    before = read_manifest(root, there[0]) if there else None
     made = write(root, ROWS, ALL, before, epoch=epoch)
     full = Manifest(**{**vars(made), "kind": "full", "parent": None}).sealed()
     (root / made.id).put(MANIFEST_NAME, full.to_bytes())
@@ -52,7 +52,7 @@ def commit(root: Folder, epoch: int = 0) -> Manifest:
 
 
 def finish(root: Folder, name: str, like: Manifest) -> Manifest:
-    """Commits a leftover after all."""
+    """Commit a leftover after all."""
     for file in like.files:
         (root / name).put(file.name, (root / like.id).read(file.name))
     late = Manifest(**{**vars(like), "id": name, "sequence": int(name[4:10]), "step": 7}).sealed()
@@ -61,7 +61,7 @@ def finish(root: Folder, name: str, like: Manifest) -> Manifest:
 
 
 class Once:
-    """Does something before the first call of a function, and then nothing any more."""
+    """A wrapper that acts before the first call of a function only."""
 
     def __init__(self, real: Callable[..., Any], act: Callable[[], object]) -> None:
         self._real = real
@@ -91,7 +91,7 @@ def test_the_newest_while_all_that_was_listed_goes(
 
 
 def test_the_newest_while_it_is_half_deleted(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names are the same as before: only the manifests tell."""
+    """The names are the same as before: only the manifests differ."""
     old = commit(root)
     new = leftover(root, old.sequence + 1)
     real = chain.resolve
@@ -109,7 +109,7 @@ def test_the_newest_while_it_is_half_deleted(root: Folder, monkeypatch: pytest.M
 
 
 def test_the_newest_while_its_files_go(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was deleted meanwhile is no damaged one, for which an older one would do."""
+    """A deleted checkpoint is not a damaged one, which an older one could replace."""
     commit(root)
     old = commit(root)
     real = chain.check_sizes
@@ -153,7 +153,9 @@ def test_a_leftover_that_is_committed_meanwhile(
     made = [commit(root), commit(root)]
     late = leftover(root, 9)
     monkeypatch.setattr(
-        pruning, "_delete", Once(pruning._delete, lambda: finish(root, late, made[1]))
+        deletion,
+        "delete_checkpoint",
+        Once(deletion.delete_checkpoint, lambda: finish(root, late, made[1])),
     )
     done = prune(root, Retention(1))
     assert list(done.verdict.delete) == [made[0].id]
@@ -169,7 +171,7 @@ def test_a_leftover_that_is_committed_while_it_is_deleted(
     made = commit(root)
     late = leftover(root, 9)
     monkeypatch.setattr(
-        pruning, "_delete_files", Once(pruning._delete_files, lambda: finish(root, late, made))
+        deletion, "_delete_files", Once(deletion._delete_files, lambda: finish(root, late, made))
     )
     done = prune(root, Retention(1))
     assert not done.leftovers
@@ -180,7 +182,7 @@ def test_a_leftover_that_is_committed_while_it_is_deleted(
 
 
 def test_a_silent_writer_is_fenced(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it may be writing is deleted: it must not report that as a checkpoint."""
+    """Its leftover is deleted: it must not report that as a checkpoint."""
     here = Holder.this_process()
     silent = Lease(root, seconds=0.2)
     monkeypatch.setattr(silent, "_renew", lambda: None)
@@ -278,7 +280,7 @@ def test_a_claim_between_the_decision_and_its_own(
 
 
 def test_the_list_comes_before_older_claims_go(root: Folder) -> None:
-    """A process that dies between claiming and listing must leave those that decide."""
+    """A process that dies between claiming and listing must leave the claims that decide."""
     made = commit(root)
     for _ in range(3):
         lease = Lease(root)

@@ -22,14 +22,8 @@ from torchrec_checknrun.format.manifest import (
     checkpoint_id,
 )
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import (
-    Chain,
-    committed,
-    highest_sequence,
-    newest,
-    read_manifest,
-    resolve,
-)
+from torchrec_checknrun.root.chain import Chain, newest, resolve
+from torchrec_checknrun.root.checkpoints import committed, highest_sequence, read_manifest
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.prune import prune
@@ -113,7 +107,7 @@ def test_a_replaced_parent(root: Folder) -> None:
 
 
 def assert_all_agree(root: Folder) -> None:
-    """Lists and retention judge a chain as a restore does, and give the same reason."""
+    """Listings and retention judge a chain as a restore does, for the same reason."""
     for one in inventory(root).checkpoints:
         expected: tuple[str, str | None] = "restorable", None
         try:
@@ -128,7 +122,7 @@ def assert_all_agree(root: Folder) -> None:
 
 
 def test_a_parent_that_is_no_older(root: Folder) -> None:
-    """Else a chain could go round in a circle."""
+    """Otherwise a chain could be a circle."""
     newer = put(root, 5)
     for child in (put(root, 5, newer, step=51), put(root, 4, newer)):
         with pytest.raises(ChainBroken, match=rf"is 5, and should be below {child.sequence}$"):
@@ -254,7 +248,7 @@ def test_foreign_content_is_left_alone(root: Folder) -> None:
 
 
 def test_names_of_users_count_by_what_their_manifest_says(root: Folder) -> None:
-    """``dcp.save`` into directories of one's own choice, beside a Checkpointer's or not."""
+    """Checkpoints of ``dcp.save`` under user-chosen names, beside a Checkpointer's or not."""
     first = put(root, 1, name="z first")
     second = put(root, 2, first, name="a-second")
     (root / "b-uncommitted").create()

@@ -21,7 +21,8 @@ from torchrec_checknrun.format import checks
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root import claims
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import committed, newest, read_manifest
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import (
     FOLDER,
     Claim,
@@ -58,7 +59,7 @@ def disk(tmp_path: Path) -> Folder:
 
 
 def full(root: Folder, epoch: int) -> Manifest:
-    """Commits a full checkpoint after all that there are."""
+    """Commit a full checkpoint after all others."""
     there = committed(root)
     before = read_manifest(root, there[0]) if there else None
     made = write(root, ROWS, ALL, before, epoch=epoch)
@@ -73,7 +74,7 @@ def put(root: Folder, claim: Claim, data: bytes | None = None) -> str:
 
 
 def age(root: Folder, *names: str, seconds: float = 3600) -> None:
-    """Lets files of ``writers/`` be old, by the store's times."""
+    """Make files of ``writers/`` old, by the store's times."""
     for name in names:
         before = time.time() - seconds
         os.utime(Path(root.url, FOLDER, name), (before, before))
@@ -93,7 +94,7 @@ def taken_over(disk: Folder) -> tuple[Folder, list[Manifest]]:
 
 
 def outcome(root: Folder) -> object:
-    """What a restore, a new writer and a pruning would do."""
+    """Run a restore, a new writer and a pruning."""
     chain, _ = newest(root)
     counting = tuple(counting_ids(root, latest_claim(root)))
     doomed = tuple(prune(root, Retention(1), dry_run=True).verdict.delete)
@@ -196,7 +197,7 @@ def test_claims_of_links_directories_and_other_epochs(
 
 
 def test_only_leftovers_are_a_fresh_start(disk: Folder) -> None:
-    """A job that was killed before its first commit begins anew, whatever its claim looks like."""
+    """A job that was killed before its first commit starts fresh, whatever its claim."""
     begun = full(disk, 1)
     (disk / begun.id).delete("manifest.json")
     name = put(disk, Claim(1, OTHER))
@@ -234,7 +235,7 @@ def test_checkpoints_that_do_not_count_are_no_fresh_start(disk: Folder, console:
 
 
 def test_repair(taken_over: tuple[Folder, list[Manifest]], console: Console) -> None:
-    """What counted counts again; what might have been late as well, unless it is left out."""
+    """Checkpoints that counted count again; possibly late ones as well, unless left out."""
     root, (first, late, own) = taken_over
     put(root, Claim(2, OTHER), b"junk")
     asked = console.run("repair", root)
@@ -287,7 +288,7 @@ def test_a_live_writer_writes_its_damaged_claim_anew(disk: Folder) -> None:
 
 
 def test_a_new_epoch_is_above_those_of_checkpoints(disk: Folder) -> None:
-    """Where somebody has deleted all claims, or copied checkpoints from another root."""
+    """A root whose claims were deleted, or with checkpoints copied from another root."""
     made = full(disk, 7)
     lease = Lease(disk)
     lease.acquire(lambda before: counting_ids(disk, before), above=7)

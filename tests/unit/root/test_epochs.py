@@ -1,4 +1,4 @@
-"""Files of claims with high numbers, which somebody may have put there."""
+"""Claims with high numbers that somebody may have put there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def claim(root: Folder) -> int:
 
 
 def junk(root: Folder, name: str) -> None:
-    """Puts a damaged claim there, a day ago."""
+    """Write a damaged claim, a day old."""
     (root / FOLDER).create()
     (root / FOLDER).put(name, b"junk")
     yesterday = time.time() - 86400

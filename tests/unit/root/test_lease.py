@@ -1,4 +1,4 @@
-"""One writer per root: who is refused, who takes over, and what counts afterwards."""
+"""One writer per root: refusals, takeovers, and the checkpoints that count afterwards."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
 
 from tests.unit.chains import Part, write
-from torchrec_checknrun.errors import ClaimDamaged, RootInUse, StorageFailed
-from torchrec_checknrun.format.manifest import Manifest
+from tests.unit.root.writers import ELSEWHERE, become, nothing
+from torchrec_checknrun.errors import ClaimDamaged, RootInUse
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.lease import FOLDER, Claim, Holder, Lease, latest_claim
@@ -33,27 +32,8 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
     fsspec.filesystem("memory").rm("/tests/lease", recursive=True)
 
 
-@pytest.fixture
-def leases() -> Iterator[list[Lease]]:
-    made: list[Lease] = []
-    yield made
-    for lease in made:
-        lease.release()
-
-
-def nothing(_: Claim | None) -> list[str]:
-    return []
-
-
-def become(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Holder:
-    """This process as another one."""
-    other = replace(Holder.this_process(), **changes)
-    monkeypatch.setattr(Holder, "this_process", classmethod(lambda cls: other))
-    return other
-
-
 def long_ago(monkeypatch: pytest.MonkeyPatch, root: Folder, claim: Claim) -> None:
-    """Lets a claim's last renewal be long ago, by the store's times."""
+    """Make a claim's last renewal long ago, by the store's times."""
     real = Folder.modified
 
     def modified(folder: Folder, name: str) -> float | None:
@@ -61,9 +41,6 @@ def long_ago(monkeypatch: pytest.MonkeyPatch, root: Folder, claim: Claim) -> Non
         return found if found is None or name != claim.name else found - claim.seconds - 1
 
     monkeypatch.setattr(Folder, "modified", modified)
-
-
-ELSEWHERE = {"machine": "another", "host": "far", "pid": 7, "started": 7, "run": "another run"}
 
 
 def test_a_second_writer_is_refused(
@@ -223,7 +200,7 @@ def test_none_of_them_forgets_what_another_needs(root: Folder, leases: list[Leas
 
 
 def test_of_many_at_once_one_wins(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads, each taken for a process of its own."""
+    """Use threads, each taken for a process of its own."""
     holder = Holder.this_process()
     me = threading.local()
     monkeypatch.setattr(Holder, "this_process", classmethod(lambda cls: me.holder))
@@ -290,101 +267,6 @@ def test_what_a_replaced_writer_commits_does_not_count(
     assert [manifest.id for manifest in counting(root, latest_claim(root))] == [after.id, first.id]
 
 
-def upon(root: Folder, parent: Manifest, epoch: int) -> Manifest:
-    return write(root, 20, [Part((0, 8), list(range(20)), 20)], parent, epoch=epoch)
-
-
-class TestWithoutAList:
-    """A writer died, or its storage failed, after it took a number and before it said what counts.
-
-    The first writer has committed one in time, and another after the second one's.
-    """
-
-    @pytest.fixture
-    def made(self, root: Folder, monkeypatch: pytest.MonkeyPatch) -> list[Manifest]:
-        """In time, late, and of the second writer, which has given up."""
-        root.create()
-        old, new = Lease(root), Lease(root)
-        with monkeypatch.context() as patch:
-            become(patch, **ELSEWHERE)
-            old.acquire(nothing)
-            old.release()
-        in_time = write(root, 20, [Part((0, 8), list(range(20)), 20)], epoch=1)
-        new.acquire(self.listed(root))
-        after = upon(root, in_time, epoch=2)
-        late = upon(root, after, epoch=1)
-        new.release()
-        return [in_time, late, after]
-
-    @staticmethod
-    def listed(root: Folder) -> Callable[[Claim | None], list[str]]:
-        return lambda before: [manifest.id for manifest in counting(root, before)]
-
-    @staticmethod
-    def fail(_: Claim | None) -> list[str]:
-        raise StorageFailed(5, "a moment's trouble")
-
-    @staticmethod
-    def counted(root: Folder) -> list[str]:
-        return [manifest.id for manifest in counting(root, latest_claim(root))]
-
-    def test_the_claim_before_goes_on_deciding(
-        self,
-        root: Folder,
-        made: list[Manifest],
-        leases: list[Lease],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        in_time, _, after = made
-        expected = [after.id, in_time.id]
-        assert self.counted(root) == expected
-        for pid in range(3):  # one after the other, each of which dies at that point
-            with monkeypatch.context() as patch:
-                become(patch, **{**ELSEWHERE, "pid": pid})
-                patch.setattr(Holder, "gone", True)
-                with pytest.raises(StorageFailed):
-                    Lease(root).acquire(self.fail)
-            claim = latest_claim(root)
-            assert claim is not None
-            assert (claim.epoch, claim.earlier) == (3 + pid, None)
-            assert self.counted(root) == expected
-            chain, _ = newest(root)
-            assert chain is not None
-            assert chain.head.id == expected[0]
-        lease = Lease(root)
-        leases.append(lease)
-        monkeypatch.setattr(Holder, "gone", True)
-        lease.acquire(self.listed(root))
-        assert list(lease.claim.earlier or ()) == expected
-        lease.release()
-        again = Lease(root)
-        leases.append(again)
-        again.acquire(self.listed(root))
-        assert again.claim.earlier == lease_earlier(root, 6)
-        assert (root / FOLDER).names() == ["epoch-00000006.json", "epoch-00000007.json"]
-
-    def test_the_same_process_lists_when_it_tries_again(
-        self, root: Folder, made: list[Manifest], leases: list[Lease]
-    ) -> None:
-        in_time, late, after = made
-        first, second = Lease(root), Lease(root)
-        leases += [first, second]
-        with pytest.raises(StorageFailed):
-            first.acquire(self.fail)
-        second.acquire(self.listed(root))
-        assert second.claim.epoch == 3
-        assert set(second.claim.earlier or ()) == {in_time.id, after.id}
-        assert latest_claim(root) == second.claim
-        upon(root, late, epoch=2)  # late, as well
-        assert set(self.counted(root)) == {in_time.id, after.id}
-
-
-def lease_earlier(root: Folder, epoch: int) -> tuple[str, ...]:
-    fields = json.loads((root / FOLDER).read(f"epoch-{epoch:08d}.json"))["claim"]
-    assert "before" not in fields
-    return tuple(fields["earlier"])
-
-
 def test_old_claims_are_cleaned_up(root: Folder, leases: list[Lease]) -> None:
     for _ in range(5):
         lease = Lease(root)
@@ -400,7 +282,7 @@ def test_old_claims_are_cleaned_up(root: Folder, leases: list[Lease]) -> None:
 def test_a_claim_that_is_none(
     root: Folder, leases: list[Lease], monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    """Where nothing was committed it hides nothing, and is waited for as an unknown writer's."""
+    """Without any commit it hides nothing, and lasts like an unknown writer's claim."""
     root.create()
     (root / FOLDER).create()
     (root / FOLDER).put("epoch-00000003.json", content)

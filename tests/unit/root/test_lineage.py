@@ -1,4 +1,4 @@
-"""The lineage: parents, forks, and when a checkpoint must be full whatever the policy says."""
+"""The lineage: parents, forks, and checkpoints that must be full whatever the policy."""
 
 from dataclasses import replace
 from typing import Any
@@ -202,7 +202,7 @@ def test_other_columns_need_a_full_checkpoint(policy: Policy) -> None:
 def test_a_rise_in_width_needs_a_full_checkpoint(
     policy: Policy, before: int | None, now: int | None, kind: str
 ) -> None:
-    """Rows that aren't written again would keep their loss, and nobody would see it."""
+    """Rows that aren't written again would silently keep their loss."""
     run = Run(policy)
     run.save(before)
     run.save(before)
@@ -220,7 +220,7 @@ def test_a_rise_after_a_fall(policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", [OneShot(), Consecutive(), Intermittent()])
 def test_a_decision_takes_no_longer_in_a_long_chain(policy: Policy) -> None:
-    """Training waits for it: it looks at the ends only."""
+    """A decision looks only at the chain's ends, since training waits."""
 
     class Between:
         def __getattr__(self, name: str) -> Any:
@@ -289,7 +289,7 @@ ACTIONS = st.lists(
 @settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(POLICIES), ACTIONS)
 def test_any_history(policy: Policy, actions: list[tuple[str, int | None, int]]) -> None:
-    """Whatever happens: a chain holds together, never mixes forks, and never keeps a loss."""
+    """In any sequence of events chains are complete, never mix forks, and never keep a loss."""
     run = Run(policy)
     saved: list[Manifest] = []
     state: Manifest | None = None  # what the model's state descends from

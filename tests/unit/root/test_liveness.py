@@ -1,4 +1,4 @@
-"""Who is waited for: by the store's times, never by a host's clock; and ``checknrun unlock``."""
+"""Liveness of writers by the store's times, never by a host's clock; ``checknrun unlock``."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_alive_without_progress(root: Folder, lease: Lease) -> None:
 def test_a_holder_that_lives_here_is_never_replaced(
     root: Folder, lease: Lease, console: Console
 ) -> None:
-    """However old its claim is: stopped, it may go on at any time."""
+    """Even with an old claim: a stopped process may go on at any time."""
     code = (
         "import sys; from torchrec_checknrun.store.folder import Folder\n"
         "from torchrec_checknrun.root.lease import Lease\n"
@@ -169,7 +169,7 @@ def test_progress_is_the_training_loops(root: Folder) -> None:
 
 
 class TestWithoutTimes:
-    """A store that tells no times: a claim is watched for a lease."""
+    """In a store without times a claim is watched for a lease."""
 
     @pytest.fixture(autouse=True)
     def no_times(self, monkeypatch: pytest.MonkeyPatch) -> None:

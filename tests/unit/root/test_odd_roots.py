@@ -1,4 +1,4 @@
-"""Listings that lag behind, files nobody may read, things that are no checkpoints: all survived."""
+"""Delayed listings, unreadable files, things that are not checkpoints: all tolerated."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def root(tmp_path: Path) -> Folder:
 
 
 def three(root: Folder) -> list[Manifest]:
-    """Full ones."""
+    """Commit full checkpoints."""
     made = [write(root, ROWS, ALL)]
     for _ in range(2):
         made.append(write_full(root, made[-1]))
@@ -54,7 +54,7 @@ def three(root: Folder) -> list[Manifest]:
 def test_a_listing_that_lags_behind(
     root: Folder, monkeypatch: pytest.MonkeyPatch, shown: int
 ) -> None:
-    """New files are listed only later: the run goes on."""
+    """New files are listed with a delay: the run goes on."""
     first = Lease(root)
     first.acquire(lambda _: ())
     first.release()
@@ -83,7 +83,7 @@ def test_a_listing_that_lags_behind(
 
 
 def deny(monkeypatch: pytest.MonkeyPatch, *parts: str) -> None:
-    """Lets the system refuse whatever has these in its path (tests may run as root)."""
+    """Make the system refuse paths with these parts (tests may run as root)."""
 
     def refuse(path: Any) -> None:
         if any(part in os.fspath(path) for part in parts):
@@ -172,7 +172,7 @@ def test_permission_errors_name_path_and_remedy(
 def test_a_directory_nobody_may_read_is_no_fresh_start(
     root: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be a checkpoint of a user's own naming; what others keep in roots is known."""
+    """It may be a checkpoint with a user's name; other content of roots is known."""
     for name in ("final", "lost+found", ".snapshots"):
         (root / name).create()
         (root / name).put("manifest.json", b"x")

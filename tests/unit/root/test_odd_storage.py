@@ -1,4 +1,4 @@
-"""Storage that is not there, full, silent or odd: told as what it is, and never taken for empty."""
+"""Storage that is missing, full, silent or odd is reported as such, never taken for empty."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from tests.unit.chains import Part, write
 from tests.unit.console import Console
+from torchrec_checknrun.dcp import StorageReader
 from torchrec_checknrun.errors import (
     CheckNRunError,
     ClaimDamaged,
@@ -25,10 +26,10 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, is_plain_name
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore import shared_root
-from torchrec_checknrun.restore.chunks import StorageReader
 from torchrec_checknrun.root import claims, lease, liveness
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import committed, has_manifest, newest, read_manifest
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.checkpoints import committed, has_manifest, read_manifest
 from torchrec_checknrun.root.claims import FOLDER, Holder
 from torchrec_checknrun.root.counting import counting_ids
 from torchrec_checknrun.root.lease import Lease
@@ -55,7 +56,7 @@ def root(tmp_path: Path) -> Folder:
 
 
 def commit(root: Folder, epoch: int = 0) -> Manifest:
-    """A full checkpoint after all that there are."""
+    """Commit a full checkpoint after all others."""
     there = [id for id in committed(root) if has_manifest(root, id)]
     before = read_manifest(root, there[0]) if there else None
     made = write(root, ROWS, ALL, before, epoch=epoch)
@@ -126,7 +127,7 @@ def test_repair_sees_a_writer_that_lives(root: Folder, monkeypatch: pytest.Monke
         path.write_bytes(path.read_bytes() + b"y")
 
     monkeypatch.setattr(time, "sleep", write_again)
-    with pytest.raises(CheckNRunError, match="a writer that lives"):
+    with pytest.raises(CheckNRunError, match="a live writer rewrites it"):
         takeover.repair(root)
 
 
@@ -267,7 +268,7 @@ def test_a_directory_in_the_place_of_a_pin(root: Folder) -> None:
 
 
 def test_hidden_processes_may_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``/proc`` with hidepid=2 shows only one's own."""
+    """``/proc`` with hidepid=2 shows only the user's own processes."""
     here = Holder.this_process()
     real = claims._seen
     monkeypatch.setattr(claims, "_seen", lambda pid: real(pid) if pid == here.pid else None)
@@ -334,7 +335,7 @@ def test_a_rank_that_cannot_look_says_why(root: Folder, monkeypatch: pytest.Monk
 
 
 class Attempt:
-    """One start of a run that begins anew, by torchrun."""
+    """Run one fresh start, by torchrun."""
 
     def __init__(self, root: Folder, number: int, patched: pytest.MonkeyPatch) -> None:
         patched.setenv("TORCHELASTIC_RUN_ID", "a run")
@@ -370,7 +371,7 @@ def test_what_a_fresh_start_leaves_stays_after_a_restart(
 def test_a_fresh_start_on_storage_that_is_silent(
     root: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing could be kept from being deleted."""
+    """Otherwise nothing could be protected from deletion."""
     commit(root)
     writer = RootWriter(root, Lineage(), Retention(1))
 

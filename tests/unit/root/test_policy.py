@@ -1,4 +1,4 @@
-"""What each policy decides, and what all of them promise of their bytes and their restores."""
+"""Decisions of each policy, and promises of all on bytes and restores."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,13 +41,13 @@ def test_decisions(policy: Policy, decision: Decision, history: tuple[Manifest, 
 
 
 def sized(manifest: Manifest, size: int) -> Manifest:
-    """Of two ranks' files."""
+    """Make a manifest of two ranks' files."""
     files = tuple(RankFile(f"rank-{r}", part, 0, 0, "", 0) for r, part in enumerate((size - 7, 7)))
     return replace(manifest, files=files).sealed()
 
 
 def history_of(sizes: list[float]) -> list[Manifest]:
-    """A full checkpoint of 1,000,000 bytes, and differential ones of these fractions."""
+    """Make a full checkpoint of 1,000,000 bytes, and differential ones of given fractions."""
     history = [sized(BASELINE, 1_000_000)]
     for i, size in enumerate(sizes):
         one = replace(BASELINE, id=f"seq-{i + 2}", kind="differential", parent=BASELINE.link)
@@ -89,7 +89,7 @@ def test_how_often_it_begins_anew(growth: Callable[[int], float], cycle: int) ->
 
 
 def test_a_restored_history_decides_as_the_whole_one_would() -> None:
-    """Differential checkpoints between the full one and the last may be deleted by then."""
+    """Differential checkpoints between the full one and the last may have been deleted."""
     sizes = [0.26, 0.4, 0.63]
     whole = history_of(sizes)
     assert Intermittent().decide(whole) is Intermittent().decide([whole[0], whole[-1]])
@@ -98,7 +98,7 @@ def test_a_restored_history_decides_as_the_whole_one_would() -> None:
 
 
 def test_sizes_count_at_the_same_width() -> None:
-    """A differential checkpoint of few bits is not small beside a full one of many."""
+    """A differential checkpoint of few bits is not small compared with a full one of many."""
     full = TableTotals(100, 8, 800, value_bits=8)
     less = TableTotals(100, 8, 800, value_bits=2)
     baseline = replace(sized(BASELINE, 10_000), tables={"t": full})

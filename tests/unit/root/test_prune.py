@@ -10,7 +10,8 @@ import pytest
 from tests.unit.chains import Part, write
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
-from torchrec_checknrun.root.chain import committed, newest, resolve
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.lease import FOLDER, Holder, Lease
 from torchrec_checknrun.root.prune import prune
@@ -30,7 +31,7 @@ def root(tmp_path: Path) -> Folder:
 
 
 def fill(root: Folder) -> list[Manifest]:
-    """A full one, two upon it, and another full one."""
+    """Commit a full checkpoint, two based on it, and another full one."""
     root.create()
     first = write(root, ROWS, part())
     second = write(root, ROWS, part(5), first)
@@ -166,7 +167,7 @@ def test_what_a_writer_was_restored_from_stays(root: Folder) -> None:
 
 @pytest.mark.parametrize("all_of_it", [True, False])
 def test_what_somebody_else_has_deleted_is_not_counted(root: Folder, all_of_it: bool) -> None:
-    """By hand, and killed after the first file or not: the run remembers the manifest."""
+    """A person deletes it, perhaps not completely, while the run remembers the manifest."""
     root.create()
     made = [write(root, ROWS, part())]
     for _ in range(3):
@@ -243,7 +244,7 @@ def test_a_crash_half_way_leaves_whole_chains(
 
 
 def test_what_a_replaced_writer_has_committed(root: Folder) -> None:
-    """It is ignored; a run leaves it alone, and who prunes by hand deletes it."""
+    """Readers ignore it; a run leaves it alone, and pruning by hand deletes it."""
     first, second, third, fourth = fill(root)
     fifth = write(root, ROWS, part(3), fourth)
     lease = Lease(root)
@@ -263,7 +264,7 @@ def test_what_a_replaced_writer_has_committed(root: Folder) -> None:
 
 
 def test_a_replaced_writer_s_checkpoint_counts_once_it_was_restored(root: Folder) -> None:
-    """Somebody has chosen it: what comes after is built on it, and it may not go."""
+    """A user has chosen it: later checkpoints build on it, so it must stay."""
     first, second, third, fourth = fill(root)
     lease = Lease(root)
     lease.acquire(lambda _: [first.id, second.id, third.id])
@@ -281,7 +282,7 @@ def test_a_replaced_writer_s_checkpoint_counts_once_it_was_restored(root: Folder
 
 
 def test_a_newer_release_s_checkpoint_keeps_everything(root: Folder) -> None:
-    """Only that release knows what it needs."""
+    """Only the newer release knows which checkpoints it needs."""
     first, *_ = made = fill(root)
     data = (root / first.id).read(MANIFEST_NAME)
     name = checkpoint_id(9, 90, "00000abc")

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, on histories made by hand and on random ones."""
+"""Retention on histories made by hand and on random ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def compacted(head: Manifest) -> Manifest:
 
 
 def run(kinds: str) -> list[Manifest]:
-    """``F`` full, ``c`` consecutive, ``o`` one-shot (since the last full one)."""
+    """Make a history: ``F`` full, ``c`` consecutive, ``o`` one-shot (since the last full one)."""
     made: list[Manifest] = []
     baseline: Manifest | None = None
     for number, kind in enumerate(kinds, 1):
@@ -160,7 +160,7 @@ def test_a_compacted_checkpoint_is_no_fork() -> None:
 
 
 def test_a_copy_of_one_that_a_user_has_named() -> None:
-    """Saved through ``dcp.save``: the name tells nothing, and sorts behind any id."""
+    """Saved through ``dcp.save``: the name has no number, and sorts behind any id."""
     first = make(1)
     weekly = replace(make(2, first, first), id="weekly").sealed()
     copy = compacted(weekly)

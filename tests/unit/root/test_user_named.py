@@ -11,7 +11,8 @@ from tests.unit.small_roots import FILE, ids, put
 from torchrec_checknrun.errors import CorruptCheckpoint, StorageFailed, StorageUnreachable
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.chain import committed, newest, resolve
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
@@ -90,7 +91,7 @@ def test_storage_that_fails_is_no_damage(
 
 
 def test_a_directory_of_somebody_else(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As lost+found, which only its owner may look into."""
+    """A directory such as lost+found, which only its owner may look into."""
     first = put(root, 1)
     (root / "lost+found").create()
     (root / "lost+found").put("x", b"")

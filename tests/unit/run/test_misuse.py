@@ -135,7 +135,7 @@ def test_every_key_of_the_hydra_group_is_known() -> None:
     from torchrec_checknrun.hydra_config.config import CheckNRunConfig
     from torchrec_checknrun.run.arguments import _ONLY_HYDRA
 
-    keys = {field.name for field in fields(CheckNRunConfig)} - {"_target_"}
+    keys = {field.name for field in fields(CheckNRunConfig)} - {"_target_", "_convert_"}
     arguments = signature(Checkpointer).parameters.keys()
     assert keys - arguments <= _ONLY_HYDRA.keys()
     assert not _ONLY_HYDRA.keys() & arguments
@@ -288,7 +288,7 @@ class TestMissingRoot:
             assert saver.restore(required=True) is not None
 
     def test_never(self, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture) -> None:
-        """It starts anew, and deletes nothing of what was there."""
+        """The run starts fresh, and deletes nothing of what was there."""
         from torchrec_checknrun import Retention
 
         with checkpointer(tmp_path, job) as saver:

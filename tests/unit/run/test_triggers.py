@@ -134,7 +134,7 @@ def test_what_makes_no_sense(trigger: Callable[[int], Trigger], wrong: int) -> N
 
 
 def test_steps_are_whole() -> None:
-    with pytest.raises(ValueError, match=r"whole ones, not 2\.5"):
+    with pytest.raises(ValueError, match=r"a whole number as 1000, not 2\.5"):
         EverySteps(2.5)  # type: ignore[arg-type]  # mypy sees it, too
 
 

@@ -241,7 +241,7 @@ def test_encoded_rows_take_less_than_copies(
 
 
 def test_rows_that_can_t_be_encoded_fit_as_well(tmp_path: Path, job: Job) -> None:
-    """They are staged as they are, in several turns of the memory."""
+    """Shards are staged as they are, in several turns of the memory."""
     quantization = Quantization(bits=2, exact_below_rows=0)
     with checkpointer(
         tmp_path, job, Growing(), staging="encode", quantization=quantization, memory_budget=40_000

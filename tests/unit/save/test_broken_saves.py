@@ -39,7 +39,7 @@ def job() -> Job:
 
 
 def once(act: Callable[..., Any], error: BaseException, *, after: bool = False) -> Any:
-    """The same function, but its first call ends in an error."""
+    """Return the same function, whose first call ends in an error."""
     calls: list[None] = []
 
     def broken(*args: Any, **options: Any) -> Any:
@@ -70,7 +70,7 @@ def refuse_threads(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
 
 
 def save_in_time(saver: Checkpointer) -> None:
-    """Not for ever, as whoever waits for a thread that is gone."""
+    """Save, but don't wait forever: a thread that is gone would never end."""
     saver.save(wait=False)
     running = saver._saver.running
     assert running is not None
@@ -91,7 +91,7 @@ def test_a_writer_that_can_t_be_made_fails_the_save(
         train(job, saver)
         with monkeypatch.context() as patch:
             error = OSError(5, "says the test")
-            patch.setattr(background, "StorageWriter", once(background.StorageWriter, error))
+            patch.setattr(background, "CheckpointWriter", once(background.CheckpointWriter, error))
             save_in_time(saver)
             with pytest.raises(SaveFailed, match="says the test"):
                 saver.wait()
@@ -174,7 +174,7 @@ BETWEEN: list[tuple[type, str, bool]] = [
 def test_a_commit_whose_noting_is_interrupted_loses_no_row(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool
 ) -> None:
-    """As in a notebook, where training goes on after Ctrl-C."""
+    """In a notebook training goes on after Ctrl-C."""
     with checkpointer(tmp_path, job) as saver:
         train(job, saver)
         saver.save()
@@ -218,7 +218,7 @@ def test_a_restore_whose_noting_is_interrupted_is_a_half_one(
 
 
 def test_the_end_is_not_saved_in_silence_while_gradients_wait(tmp_path: Path, job: Job) -> None:
-    """Of an accumulation that the last batches didn't fill."""
+    """The last batches didn't fill an accumulation."""
     saver = checkpointer(tmp_path, job, triggers=[AtEnd()])
     train(job, saver)
     job.loss(*job.batch(job.steps)).backward()
@@ -254,7 +254,7 @@ def test_a_state_that_can_t_be_asked_is_named(
         train(job, saver)
         with monkeypatch.context() as patch:
             patch.setattr(job, "state_dict", once(job.state_dict, KeyError("cursor")))
-            with pytest.raises(SaveFailed, match=r"'job' .*rank 0 KeyError: 'cursor'\. .*mend"):
+            with pytest.raises(SaveFailed, match=r"'job' .*rank 0 KeyError: 'cursor'\. .*fix"):
                 saver.save()
         saver.save()
         wanted = gather(job)

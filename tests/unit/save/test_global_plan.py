@@ -1,4 +1,4 @@
-"""What rank 0 checks of all ranks' plans, and of what they wrote."""
+"""Rank 0's checks of all ranks' plans, and of the files they wrote."""
 
 from dataclasses import replace
 from itertools import chain
@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan
 
 from tests.unit.plain_states import State, cause, example
 from torchrec_checknrun.boxes import Box
@@ -15,13 +14,20 @@ from torchrec_checknrun.dcp import SavePlanner, StorageWriter
 from torchrec_checknrun.errors import CheckNRunError, InvalidPlan
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, Link
 from torchrec_checknrun.model.blocks import BlockSummary
-from torchrec_checknrun.save.plan import GlobalPlan, PlanSummary
+from torchrec_checknrun.save.plan import (
+    GlobalPlan,
+    LocalPlan,
+    PlanSummary,
+    Share,
+    make_global_plan,
+)
+from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.shards import Rectangle, TableShape
 from torchrec_checknrun.store.folder import Folder
 
 
 class TestGlobalPlan:
-    """What rank 0 checks of all ranks' plans."""
+    """Rank 0's checks of all ranks' plans."""
 
     def summary(self, *shards: tuple[str, Rectangle], **other: Any) -> PlanSummary:
         plain: State = {
@@ -35,17 +41,14 @@ class TestGlobalPlan:
         }
         return PlanSummary(**{**plain, **other})
 
-    def plan(self, *summaries: PlanSummary) -> tuple[list[SavePlan], GlobalPlan]:
+    def plan(self, *summaries: PlanSummary) -> tuple[list[Share], GlobalPlan]:
         plans = []
         for rank, summary in enumerate(summaries):
             keys = [f"{table}{rectangle}#0" for table, rectangle in summary.shards]
             keys += [f"state:{name}" for name in summary.replicated]
             keys += [f"state@{rank}:{name}" for name in summary.per_rank]
-            items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in keys]
-            plans.append(SavePlan(items, planner_data=summary))
-        planned, metadata = SavePlanner().create_global_plan(plans)
-        assert isinstance(metadata.planner_data, GlobalPlan)
-        return planned, metadata.planner_data
+            plans.append(LocalPlan(tuple(keys), summary))
+        return make_global_plan(plans, RankDifferences())
 
     @pytest.mark.parametrize(
         "rectangles",
@@ -63,7 +66,7 @@ class TestGlobalPlan:
         assert whole.chunks == (1,) * len(rectangles)
         assert whole.fp32_bytes == {"t": 32 * len(rectangles)}
         assert whole.header == Header(step=5)
-        assert all(plan.planner_data is None for plan in plans)
+        assert all(not plan.settled for plan in plans)
 
     @pytest.mark.parametrize(
         ("one", "other"),
@@ -133,7 +136,7 @@ class TestGlobalPlan:
         sizes = {"model": 100, "a": 60, "b": 50, "c": 10, "empty": 0}
         summaries = [self.summary(tables={}, replicated=sizes) for _ in range(3)]
         plans, whole = self.plan(*summaries)
-        written = [[item.index.fqn for item in plan.items] for plan in plans]
+        written = [plan.items for plan in plans]
         assert sorted(chain(*written)) == sorted(f"state:{name}" for name in sizes)
         load = [sum(sizes[key.removeprefix("state:")] for key in keys) for keys in written]
         assert max(load) == 100
@@ -142,8 +145,8 @@ class TestGlobalPlan:
 
     def test_per_rank_states_are_written_by_all(self) -> None:
         plans, whole = self.plan(*(self.summary(tables={}, per_rank=("rng",)) for _ in range(3)))
-        keys = [[item.index.fqn for item in plan.items] for plan in plans]
-        assert keys == [["state@0:rng"], ["state@1:rng"], ["state@2:rng"]]
+        keys = [plan.items for plan in plans]
+        assert keys == [("state@0:rng",), ("state@1:rng",), ("state@2:rng",)]
         assert whole.states == {"rng": True}
 
     def test_a_state_that_only_some_ranks_have(self) -> None:

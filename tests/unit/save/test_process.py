@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,11 +24,12 @@ from recipes.dlrm_criteo.job import is_alive
 from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.format.rank_file import Job, write_rank_file
+from torchrec_checknrun.format.rank_file import FileSummary, Job, write_rank_file
 from torchrec_checknrun.save.memory import StagingMemory
 from torchrec_checknrun.save.process import WriteProcess
 from torchrec_checknrun.save.staged import StagedJob, StagedRows, rows_size
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.store.deadlines import longest_silence
 from torchrec_checknrun.store.folder import Folder
 
 ROWS, DIM, CHUNKS = 50, 8, 6
@@ -101,6 +103,28 @@ def test_errors_come_back_and_it_goes_on(
     assert process.write(Folder(tmp_path), 2, jobs(memory, [])).file.chunks == CHUNKS
 
 
+def test_a_process_that_still_imports_is_no_silent_storage(
+    memory: StagingMemory, tmp_path: Path
+) -> None:
+    """An exit gives up a save whose storage is silent for seconds; imports take longer at times."""
+    starting = WriteProcess(memory)
+    os.kill(starting.pid, signal.SIGSTOP)
+    silences: list[float] = []
+    summaries: list[FileSummary] = []
+    writer = threading.Thread(
+        target=lambda: summaries.append(starting.write(Folder(tmp_path), 0, jobs(memory, [])))
+    )
+    writer.start()
+    for _ in range(30):
+        time.sleep(0.1)
+        silences.append(longest_silence()[0])
+    os.kill(starting.pid, signal.SIGCONT)
+    writer.join()
+    starting.close()
+    assert max(silences) < 2.0
+    assert summaries[0].file.chunks == CHUNKS
+
+
 class OnlyHere(DirFileSystem):
     """Known to the process that registers it."""
 
@@ -166,7 +190,9 @@ def test_its_death_is_told(memory: StagingMemory, tmp_path: Path) -> None:
             while process.alive:
                 time.sleep(0.01)
 
-    with pytest.raises(SaveFailed, match=r"died \(exit status -9\).*started anew"):
+    with pytest.raises(
+        SaveFailed, match=r"died \(exit status -9\).*next checkpoint starts a new one"
+    ):
         process.write(Folder(tmp_path), 0, jobs(memory, [], kill_it))
     with pytest.raises(SaveFailed, match="died"):
         process.write(Folder(tmp_path), 0, jobs(memory, []))

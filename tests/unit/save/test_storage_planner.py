@@ -10,7 +10,7 @@ from tests.unit.plain_states import Counter, cause, example, load, save
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import CheckpointExists, CheckpointNotFound, InvalidPlan
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
-from torchrec_checknrun.root.chain import read_manifest
+from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
 
 
@@ -113,7 +113,7 @@ def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_checkpoint_id_chooses_the_directory(disk: Folder) -> None:
-    """DCP's own way to say where: writer and reader can be used again."""
+    """DCP's ``checkpoint_id`` sets the directory: writer and reader can be used again."""
     writer, reader = StorageWriter(disk.url), StorageReader(disk.url)
     for name, fill in (("one", 1.0), ("two", 2.0)):
         dcp.save(

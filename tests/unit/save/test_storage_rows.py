@@ -1,20 +1,22 @@
-"""Rows of tables through ``dcp.save``: local shards made by hand, saved as a Checkpointer does."""
+"""Rows of tables in local shards made by hand, saved as by a Checkpointer."""
 
 import pytest
 import torch
 
-from tests.unit.plain_states import cause, load, save
+from tests.unit.plain_states import cause, load
 from torchrec_checknrun import Quantization
 from torchrec_checknrun.errors import ChainBroken, IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, Link, Manifest
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.format.row_reader import decode_rows
+from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.root.report import Progress, checkpoint_report
 from torchrec_checknrun.row_sets import RowSet
+from torchrec_checknrun.save.commit import CheckpointWriter, save_checkpoint
 from torchrec_checknrun.save.items import Items
-from torchrec_checknrun.save.plan import CheckpointPlanner, Prepared, summarize
+from torchrec_checknrun.save.plan import Prepared, summarize
 from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.store.folder import Folder
@@ -67,8 +69,8 @@ def save_rows(
     quantization = Quantization(bits, "asymmetric", exact_below_rows=0)
     items = Items.of(snapshot, quantization, chunk_bytes)
     summary = summarize(header or Header(bits=bits), snapshot, items, quantization)
-    planner = CheckpointPlanner(lambda path: Prepared(summary, items.by_name))
-    return save(root, name, {}, planner)
+    prepared = Prepared(summary, items.by_name)
+    return save_checkpoint(Ranks.of(None), CheckpointWriter(root / name), lambda: prepared)
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4, 2])
@@ -97,7 +99,7 @@ def test_a_manifest_accounts_for_every_byte(root: Folder, bits: int | None) -> N
 
 
 def read_tables(root: Folder, name: str) -> dict[str, torch.Tensor]:
-    """The tables that a chain holds, newest rows last, by a reader of our own."""
+    """Read a chain's tables, newest rows last, by a reader of our own."""
     tables = {table: torch.full((s.rows, s.dim), torch.nan) for table, s in TABLES.items()}
     for part in read_content(root, resolve(root, name)).chunks:
         for chunk in part:

@@ -1,4 +1,4 @@
-"""Nothing waits for the storage for ever, and what was given up does no harm when it comes back."""
+"""No wait for the storage is endless, and a call that was given up does no harm when it returns."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_several_operations_wait_shorter_until_one_is_answered(store: type[Hangi
 def test_a_put_that_was_given_up_is_taken_back(
     store: type[HangingStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its save has failed: nothing may be committed by it an hour later."""
+    """The put's save has failed: the put must not commit anything an hour later."""
     deleted: list[str] = []
     rm_file = store.rm_file
 
@@ -146,7 +146,7 @@ def test_a_call_knows_that_it_was_given_up() -> None:
 
 
 def test_progress_counts() -> None:
-    """A chunk may take as long as it likes while its bytes go on."""
+    """A chunk has no time limit as long as its bytes make progress."""
     patience, steps = Patience(0.5), iter(range(100))
 
     def slowly() -> str:

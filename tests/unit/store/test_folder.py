@@ -74,7 +74,7 @@ def test_read_into_memory(folder: Folder, offset: int, length: int) -> None:
 
 
 def test_read_into_memory_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may give less than it was asked for."""
+    """The system may return fewer bytes than asked for."""
     (tmp_path / "a.bin").write_bytes(CONTENT)
     preadv = os.preadv
 
@@ -125,7 +125,7 @@ def test_a_folder_at_the_top_of_a_store() -> None:
 
 
 def test_files_of_others_are_seen_at_once(folder: Folder) -> None:
-    """Another process writes: nothing may be remembered of an earlier look."""
+    """Another process writes: earlier listings must not be cached."""
     folder.create()
     assert folder.names() == []
     assert folder.size("a.bin") is None
@@ -207,7 +207,7 @@ def test_a_failing_write_is_not_hidden(folder: Folder) -> None:
 def test_a_relative_path_stays_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hydra, for one, may change the working directory after a checkpointer is made."""
+    """The working directory may change after a checkpointer is made, by Hydra for example."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     folder = Folder("runs/one")
@@ -241,7 +241,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_url_opens_the_same_folder_again(tmp_path: Path, url: str) -> None:
-    """Another process has nothing else."""
+    """Another process opens the folder by its URL alone."""
     root = Folder(url.format(tmp_path))
     child = root / "seq-1"
     root.create()

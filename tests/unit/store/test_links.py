@@ -1,4 +1,4 @@
-"""Links that somebody plants in a root lead nowhere: nothing outside is written or deleted."""
+"""Links planted in a root are refused: nothing outside the root is written or deleted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchrec_checknrun.errors import CheckNRunError, CheckpointExists, CorruptCheckpoint
-from torchrec_checknrun.root.prune import _delete
+from torchrec_checknrun.root.deletion import delete_checkpoint
 from torchrec_checknrun.save.process import _open
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.export import save_in_place
@@ -22,7 +22,7 @@ ID = "seq-000001_step-00000001_0badcafe"
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[Path]:
-    """A directory of somebody else's, with files of our names, that never changes."""
+    """Make a directory outside the root, with files of our names, that must not change."""
     outside = tmp_path / "outside"
     outside.mkdir()
     names = ("rank-00000.bin", "manifest.json", "pinned", "epoch-00000001.json", "values.json")
@@ -36,7 +36,7 @@ def outside(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Folder:
-    """Reached through a link, as users' roots may be."""
+    """Make a root that is reached through a link, as users' roots may be."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     return Folder(tmp_path / "link" / "run")
@@ -102,7 +102,7 @@ OPERATIONS: dict[str, Callable[[Folder], object]] = {
     "create": Folder.create,
     "create within": lambda folder: (folder / "writers").create(),
     "modified": lambda folder: folder.modified("rank-00000.bin"),
-    "delete all": _delete,
+    "delete all": delete_checkpoint,
 }
 
 
@@ -144,13 +144,13 @@ def test_a_link_within_a_checkpoint_is_deleted_not_what_it_points_to(
     write(folder)
     for name in ("manifest.json", "pinned"):
         (tmp_path / "link" / "run" / ID / name).symlink_to(outside / name)
-    _delete(folder)
+    delete_checkpoint(folder)
     assert root.names() == []
 
 
 @contextmanager
 def attacker(act: Callable[[], object]) -> Iterator[None]:
-    """Somebody who does something again and again, at the same time."""
+    """Repeat an action in another thread meanwhile."""
     stop = threading.Event()
 
     def attack() -> None:
@@ -169,7 +169,7 @@ def attacker(act: Callable[[], object]) -> Iterator[None]:
 
 @pytest.mark.parametrize("what", ["rank-00000.bin", "manifest.json", "directory", "writers"])
 def test_a_race(root: Folder, outside: Path, tmp_path: Path, what: str) -> None:
-    """It either fails with a name, or is done in the right place; outside nothing ever changes."""
+    """The operation fails and names the link, or acts in the right place only."""
     run = tmp_path / "disk" / "run"
     root.create()
     done: list[str] = []
@@ -193,7 +193,7 @@ def test_a_race(root: Folder, outside: Path, tmp_path: Path, what: str) -> None:
                 (root / "writers").put("epoch-00000001.json", b"{}")
                 done.append(folder.name)
             with suppress(CheckNRunError, OSError):
-                _delete(folder)
+                delete_checkpoint(folder)
     if what != "directory":
         for path in run.glob("seq-*"):
             path.unlink() if path.is_symlink() else None

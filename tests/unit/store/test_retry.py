@@ -1,4 +1,4 @@
-"""Which storage errors are tried again, and what a user hears of the others."""
+"""Transient storage errors are retried; permanent ones name the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HTTPClientError(Exception):
-    """Has the name of botocore's."""
+    """An error with the name of botocore's."""
 
 
 class ReadTimeoutError(HTTPClientError):
@@ -176,5 +176,5 @@ def test_no_password_in_the_log_or_in_errors(
 
     with pytest.raises(StorageUnreachable, match=r"ftp://\*\*\*@host/run/a: .*") as caught:
         retrying(act, "reading ftp://user:secret@host/run/a")
-    assert "another try" in caplog.text
+    assert "retrying in" in caplog.text
     assert "secret" not in caplog.text + str(caught.value)

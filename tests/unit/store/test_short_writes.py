@@ -1,4 +1,4 @@
-"""Bytes handed over, bytes reported and bytes found must agree, whatever a driver or disk says."""
+"""Bytes handed over, reported and found must agree, even if a driver or disk lies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTENT = bytes(range(256)) * 4
 
 
 class LyingFile:
-    """A file that is being written."""
+    """A new file of a store that lies about the bytes it took."""
 
     def __init__(self, file: Any, how: str) -> None:
         self._file, self._how = file, how
@@ -55,7 +55,7 @@ class LyingFile:
 
 
 class LyingStore(MemoryFileSystem):
-    """Objects in memory, not always those that were put."""
+    """A store in memory that does not always keep the objects as put."""
 
     protocol = "lying"
     store: ClassVar[dict[str, Any]] = {}

@@ -45,8 +45,9 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
 from torchrec_checknrun.format.reader import read_chunk
-from torchrec_checknrun.root import prune as pruning
-from torchrec_checknrun.root.chain import committed, newest, read_manifest, resolve
+from torchrec_checknrun.root import deletion
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
@@ -293,7 +294,7 @@ def test_files_that_a_pruning_took_for_leftovers(
 
     def prune_first(*arguments: Any) -> Manifest:
         with monkeypatch.context() as patched:
-            patched.setattr(pruning, "is_abandoned", lambda folder: True)
+            patched.setattr(deletion, "is_abandoned", lambda folder: True)
             assert len(prune(root, Retention(1)).leftovers) == 1
         return make_manifest(*arguments)
 

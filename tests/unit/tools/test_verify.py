@@ -9,7 +9,7 @@ import pytest
 from tests.unit.chains import DIM, TABLE, Part, new_root, write
 from tests.unit.forgery import Forged, example, seal
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.root import chain
+from torchrec_checknrun.root import chain, checkpoints
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
@@ -107,7 +107,7 @@ def test_each_manifest_of_a_chain_is_read_once(monkeypatch: pytest.MonkeyPatch) 
         ids = [1] if length else list(range(30))
         manifest = write(root, 30, [Part(WHOLE, ids, 30)], manifest)
     read: list[str] = []
-    real = chain.read_manifest
+    real = checkpoints.read_manifest
 
     def counting(root: Folder, name: str) -> Manifest:
         read.append(name)

@@ -1,0 +1,42 @@
+"""Choose the width of stored rows from how often a job will be restored (Check-N-Run, 5.2)."""
+
+from __future__ import annotations
+
+MOST = 8
+"""Bits that allow for any number of restores."""
+
+
+_BITS_BY_RESTORES = ((1, 2), (3, 3), (20, 4))
+"""Restores up to which a width is enough, with that width."""
+
+
+def width_for(restores: float) -> int:
+    """Return the bits for a job that expects so many restores (Check-N-Run, section 5.2).
+
+    Each restore from quantized rows disturbs training once: the more restores, the less each may
+    disturb.
+
+    Raises:
+        ValueError: ``restores`` is negative or not a number.
+    """
+    if not (isinstance(restores, (int, float)) and restores >= 0):
+        raise ValueError(f"expected restores must be 0 or more, not {restores!r}")
+    return next((bits for limit, bits in _BITS_BY_RESTORES if restores <= limit), MOST)
+
+
+def expected_restores(nodes: int, mtbf_hours: float, job_hours: float) -> float:
+    """Estimate how often a job will fail, and so be restored, if nodes fail independently.
+
+    Args:
+        nodes: number of nodes the job runs on; it fails when one of them does.
+        mtbf_hours: mean time between failures of one node.
+        job_hours: time the job trains.
+
+    Raises:
+        ValueError: an argument is not positive.
+    """
+    if not (nodes > 0 and mtbf_hours > 0 and job_hours > 0):
+        raise ValueError(
+            f"nodes {nodes}, mtbf_hours {mtbf_hours} and job_hours {job_hours} must be positive"
+        )
+    return nodes * job_hours / mtbf_hours
