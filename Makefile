@@ -20,16 +20,21 @@ ARGS ?=
 GROUPS := tests/crash tests/distributed other-tests
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
+# The site, in build/site: any warning fails. The variable silences an advertisement.
+SITE := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test test-full soak campaign clean $(GROUPS)
+.PHONY: help env demo check docs test test-full soak campaign versions clean $(GROUPS)
 
 help:
 	@echo 'make demo        the main job with a killed rank, see README; DATA=train.txt: on real Criteo data'
-	@echo 'make test        ruff, mypy and all tests but the slow ones; ARGS="-k name": more for pytest'
+	@echo 'make test        make check and all tests but the slow ones; ARGS="-k name": more for pytest'
 	@echo 'make test-full   the slow tests too, and all examples of property tests'
 	@echo 'make soak        1,000 checkpoints with random faults; nothing may grow or be lost'
-	@echo 'make campaign    kills, storage faults, damage, hostile inputs: most of an hour; docs/reliability.md'
-	@echo 'make check       ruff and mypy alone'
+	@echo 'make campaign    kills, storage faults, damage, hostile inputs: most of an hour'
+	@echo 'make versions    the tests with other releases of torch, FBGEMM and TorchRec; ARGS=--quick: some'
+	@echo 'make check       ruff, mypy, layers and the documentation alone'
+	@echo 'make docs        the documentation alone, in build/site'
 	@echo 'make env         the environment in .venv alone'
 	@echo 'make clean       removes all of that'
 	@echo 'With any of them: PYTHON=python3.12 for another interpreter, DEVICE=cpu or DEVICE=cuda for'
@@ -42,7 +47,7 @@ env: $(STAMP)
 ifneq ($(CHOICE),$(MADE))
 .PHONY: $(STAMP)
 endif
-$(STAMP): setup.py pyproject.toml recipes/install.py Makefile $(CSRC)
+$(STAMP): setup.py pyproject.toml torchrec_checknrun/install.py Makefile $(CSRC)
 	$(if $(filter-out $(CSRC),$?),$(MAKE_ENVIRONMENT),$(MAKE_KERNEL))
 	@echo '$(CHOICE)' > $@
 
@@ -52,7 +57,7 @@ define MAKE_ENVIRONMENT
 @$(PYTHON) -c 'import ensurepip' || \
 	{ echo '$(PYTHON) has no venv module. On Debian: apt install python3-venv'; exit 1; }
 $(PYTHON) -m venv --clear $(VENV)
-$(PY) recipes/install.py --device $(DEVICE) --extras recipes,kmeans,figures,cli,s3,test --editable
+$(PY) torchrec_checknrun/install.py --device $(DEVICE) --extras recipes,kmeans,figures,cli,s3,docs,test --editable
 endef
 
 # Where nothing but the kernel's sources changed.
@@ -67,6 +72,11 @@ check: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
+	$(SITE) --quiet
+
+docs: $(STAMP)
+	$(SITE)
 
 test: $(STAMP)
 ifeq ($(ARGS),)
@@ -92,7 +102,10 @@ soak: $(STAMP)
 
 campaign: $(STAMP)
 	$(PY) -m tests.campaign --json recipes/results/campaign.json
-	$(PY) -m tests.campaign --markdown recipes/results/campaign.json --docs docs/reliability.md
+	$(PY) -m tests.campaign --markdown recipes/results/campaign.json --docs docs/explanation/consistency_and_crashes.md
+
+versions: $(STAMP)
+	$(PY) -m recipes.versions $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info torchrec_checknrun/_C*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache

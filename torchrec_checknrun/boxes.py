@@ -1,4 +1,4 @@
-"""Rectangular parts of tensors of any number of dimensions, and whether they make up a whole."""
+"""Cut tensors of any number of dimensions into boxes, and check that boxes make up a whole."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from itertools import product
 Span = tuple[int, int]
 """Positions ``[start, stop)`` along one dimension."""
 MOST_SPLIT = 8
-"""Dimensions along which one tensor may be cut: each doubles the time that ``tiles`` takes."""
+"""Dimensions along which one tensor may be cut: each doubles the time of ``tiles``."""
 
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """A part of a tensor: one span for each dimension; a scalar's has none."""
+    """A part of a tensor: one span per dimension, none for a scalar."""
 
     spans: tuple[Span, ...]
 
     @classmethod
     def at(cls, offset: Sequence[int], shape: Sequence[int]) -> Box:
-        """The box of a shape whose first value is at an offset."""
+        """Make the box of a shape whose first value is at an offset."""
         return cls(tuple((at, at + size) for at, size in zip(offset, shape, strict=True)))
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that is all of a tensor."""
+        """Make the box that is all of a tensor."""
         return cls.at([0] * len(shape), shape)
 
     @property
@@ -36,11 +36,11 @@ class Box:
 
     @property
     def volume(self) -> int:
-        """The number of values in the box."""
+        """Number of values in the box."""
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part of two boxes of one tensor, or None where there is none."""
+        """Return the common part of two boxes of one tensor; None where there is none."""
         spans = tuple(
             (max(start, first), min(stop, last))
             for (start, stop), (first, last) in zip(self.spans, other.spans, strict=True)
@@ -55,10 +55,10 @@ class Box:
         )
 
     def pieces(self, most: int) -> Iterator[Box]:
-        """Cut the box into pieces whose values lie behind each other, row-major.
+        """Cut the box into pieces, each contiguous in the row-major box.
 
         Args:
-            most: values that a piece has at most.
+            most: the most values of a piece.
         """
         inner = self.volume
         for k, size in enumerate(self.shape):
@@ -71,7 +71,7 @@ class Box:
         yield self
 
     def _cut(self, dimension: int, step: int) -> Iterator[Box]:
-        """Cut along one dimension in steps, and along those before it one by one."""
+        """Cut along one dimension in steps, and along the dimensions before it one by one."""
         steps = [1] * dimension + [step]
         ranges = [
             [(at, min(at + size, stop)) for at in range(start, stop, size)]
@@ -85,7 +85,7 @@ class Box:
 
 
 def tiles(whole: Box, parts: Iterable[Box]) -> bool:
-    """Tell whether parts hold every value of the whole exactly once, and no other."""
+    """Tell whether parts hold every value of the whole exactly once, and nothing else."""
     held = [part for part in parts if part.volume]
     if any(len(part.spans) != len(whole.spans) for part in held):
         return False
@@ -101,10 +101,13 @@ def tiles(whole: Box, parts: Iterable[Box]) -> bool:
 
 
 def _cancel(counts: Mapping[tuple[Span, ...], int]) -> bool:
-    """Tell whether boxes, each counted so often (less than zero: taken away), cancel everywhere.
+    """Tell whether a sum of boxes is zero everywhere.
 
-    A sum of boxes is zero everywhere if its changes along the first dimension are. At a position
-    those are the boxes that begin there, less those that end there, without that dimension.
+    The sum is zero if its changes along the first dimension are. The change at a position is the
+    boxes that begin there, less the boxes that end there, without the first dimension.
+
+    Args:
+        counts: how often each box is added; a negative count subtracts it.
     """
     left = {spans: count for spans, count in counts.items() if count}
     if not left:
@@ -119,7 +122,7 @@ def _cancel(counts: Mapping[tuple[Span, ...], int]) -> bool:
 
 
 def overlap(parts: Iterable[tuple[Box, int]]) -> tuple[Box, int, Box, int] | None:
-    """Find two parts, each with its rank, that have values in common."""
+    """Find two parts, each with its rank, that have values in common; None if there are none."""
     held = sorted(part for part in parts if part[0].volume)
     for i, (one, rank) in enumerate(held):
         for other, other_rank in held[i + 1 :]:

@@ -1,8 +1,7 @@
-"""Several threads for things of which some must pass one point before others.
+"""Run work in an order where it matters, on threads elsewhere.
 
-A restore reads chunks with several threads, and a row that two checkpoints hold must be the newer
-one's. So threads read and decode at their own pace, but the rows of a table are claimed checkpoint
-by checkpoint.
+A restore needs this: a row that two checkpoints hold must be the newer one's, so threads read and
+decode chunks at their own pace, but claim the rows of a table checkpoint by checkpoint.
 """
 
 from __future__ import annotations
@@ -10,32 +9,40 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
+
+
 Turn = AbstractContextManager[None]
-"""Entered by one thread at a time, when what comes before has had its turn."""
+"""Entered by one thread at a time, once everything before has had its turn."""
+
+
 Work = Callable[[int, Turn], None]
-"""Does the thing of that number; it may enter its turn once, or not at all."""
+"""Does the item of that number; may enter its turn once, or not at all."""
+
+
 Stage = tuple[Hashable, Hashable]
-"""A lane and a step in it: turns of a lane come step by step, within a step in any order."""
+"""A lane and a step in it: a lane's turns come step by step, within a step in any order."""
 
 
-def work_in_order(
+def run_in_order(
     work: Work, sizes: Sequence[int], stages: Sequence[Stage], most: int, threads: int
 ) -> None:
-    """Does things 0 to ``len(sizes) - 1``, each by whichever of some threads is free.
+    """Do items 0 to ``len(sizes) - 1``, each on the next free thread.
 
     Args:
-        work: called for each.
-        sizes: of the things, in bytes.
-        stages: of the things; a lane's steps are in the order in which they come here first.
-        most: how large those that are being done may be together; one is always done.
-        threads: how many; this one is the first.
+        work: called once per item.
+        sizes: bytes of each item.
+        stages: stage of each item; a lane's steps are in the order of their first appearance.
+        most: bytes of all items in progress together; a single item may exceed it.
+        threads: number of threads, the calling one included.
 
     Raises:
-        Exception: the first failed thing's, in their order, when no thread is at work any more.
-            All before it were done; of those after it, some.
+        Exception: the error of the lowest-numbered item that failed, once no thread is at work any
+            more. All items before it were done, and some of those after it.
     """
     line = _Line(sizes, stages, most)
     helpers = min(threads, len(sizes)) - 1
@@ -48,11 +55,12 @@ def work_in_order(
 
 
 def _with_helpers(line: _Line, work: Work, helpers: int) -> None:
+    """Work on this thread and on helpers, in this thread's CUDA stream and inference mode."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     inference = torch.is_inference_mode_enabled()
 
     def help_out() -> None:
-        torch.set_num_threads(1)  # of this thread's operations
+        torch.set_num_threads(1)  # for this thread's own operations
         with torch.inference_mode(inference), torch.cuda.stream(stream):
             _work(line, work)
 
@@ -77,10 +85,18 @@ def _with_helpers(line: _Line, work: Work, helpers: int) -> None:
 
 
 class _Stopped(Exception):
-    """What came before has failed."""
+    """An earlier item failed, so that this item's turn never comes."""
 
 
 class _Line:
+    """The items that are waiting, in progress and done, shared by all threads.
+
+    Args: see ``run_in_order``.
+
+    Attributes:
+        error: of the lowest-numbered item that failed.
+    """
+
     def __init__(self, sizes: Sequence[int], stages: Sequence[Stage], most: int) -> None:
         self._sizes, self._stages = sizes, stages
         self._free = most
@@ -89,7 +105,7 @@ class _Line:
         self._busy = 0
         self._turn = threading.Lock()
         self._passed: set[int] = set()
-        # By lane, how many things of each step are still to pass; steps that are over are gone.
+        # By lane and step, the number of items that have not passed; finished steps are removed.
         self._left: dict[Hashable, dict[Hashable, int]] = {}
         for lane, step in stages:
             steps = self._left.setdefault(lane, {})
@@ -98,7 +114,7 @@ class _Line:
         self.error: BaseException | None = None
 
     def begin(self) -> int | None:
-        """The next thing, when there is room for it; None: no more."""
+        """Wait until there is room for the next item; return its number, None if there is none."""
         with self._changed:
             while self._begun < min(self._failed, len(self._sizes)):
                 size = self._sizes[self._begun]
@@ -112,6 +128,7 @@ class _Line:
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
+        """Wait for an item's turn; the item passes when the block ends."""
         lane, step = self._stages[number]
         with self._changed:
             self._changed.wait_for(
@@ -124,6 +141,7 @@ class _Line:
         self._pass(number)
 
     def end(self, number: int, error: BaseException | None = None) -> None:
+        """Record that an item is done, or has failed."""
         with self._changed:
             self._free += self._sizes[number]
             self._busy -= 1
@@ -134,12 +152,13 @@ class _Line:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Nothing more is begun, and nobody's turn comes."""
+        """Begin no more items and grant no more turns."""
         with self._changed:
             self._failed = -1
             self._changed.notify_all()
 
     def _pass(self, number: int) -> None:
+        """Let the items of the next step have their turns once this was the last of its step."""
         with self._changed:
             if number in self._passed:
                 return
@@ -153,6 +172,7 @@ class _Line:
 
 
 def _work(line: _Line, work: Work) -> None:
+    """Do items until there are no more."""
     while (number := line.begin()) is not None:
         try:
             work(number, line.turn(number))

@@ -1,8 +1,8 @@
-"""Which parts of a DTensor this rank holds: FSDP2's and tensor parallelism's shards.
+"""Find the parts of a DTensor that this rank holds: shards of FSDP2 and of tensor parallelism.
 
-A DTensor says for each dimension of its mesh of ranks along which of its own dimensions it is
-split there, or that it is replicated. Shards may be uneven or empty. With FSDP over tensor
-parallelism a shard may consist of several parts that are apart in the whole (``_StridedShard``).
+For each dimension of its mesh of ranks a DTensor has a placement: split along one of the tensor's
+dimensions, or replicated. Shards may be uneven or empty. With FSDP over tensor parallelism a shard
+may consist of several parts that are not adjacent in the whole (``_StridedShard``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LocalPart:
     """A part of a sharded tensor in this rank's memory.
 
     Attributes:
-        box: which part of the whole it is.
-        tensor: its memory, of the box's shape.
+        box: place of the part in the whole.
+        tensor: the part's memory, of the box's shape.
         replica: whether another rank of the mesh has the same part and writes it.
         elsewhere: whether ranks outside the mesh may hold the same part.
     """
@@ -41,14 +41,15 @@ class LocalPart:
 
 
 def local_parts(value: DTensor, name: str) -> list[LocalPart]:
-    """Find the parts of a DTensor that this rank holds, none on a rank outside its mesh.
+    """Find the parts of a DTensor that this rank holds; a rank outside its mesh holds none.
 
     Args:
         value: a DTensor of plain local tensors.
-        name: what errors call it.
+        name: the tensor's name in errors.
 
     Raises:
-        UnsupportedState: it is a partial sum, or its local tensor is not what its placements say.
+        UnsupportedState: the tensor is a partial sum, or its local tensor has another shape or type
+            than its placements imply.
     """
     mesh, placements = value.device_mesh, value.placements
     _check(placements, name)
@@ -67,7 +68,7 @@ def local_parts(value: DTensor, name: str) -> list[LocalPart]:
         )
     replica = _lowest_holder(mesh, placements, coordinate) != dist.get_rank()
     elsewhere = mesh.size() < dist.get_world_size()
-    if not value.numel():  # nobody holds a value; one rank says that it was there
+    if not value.numel():  # no rank holds a value; one rank records that the tensor exists
         replica = int(mesh.mesh.min()) != dist.get_rank()
         return [LocalPart(Box.whole(value.size()), _empty(value, local), replica, elsewhere)]
     parts = []
@@ -85,11 +86,13 @@ def held_runs(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> list[list[Span]]:
-    """For each dimension of a tensor, the runs of positions that a rank's local tensor has.
+    """Find the runs of positions along each dimension that a rank's local tensor has.
 
     Args:
-        size: of the whole tensor.
-        coordinate: the rank's in the mesh.
+        size: shape of the whole tensor.
+        mesh_shape: ranks along each dimension of the mesh.
+        coordinate: the rank's place in the mesh.
+        placements: one per dimension of the mesh.
     """
     runs: list[list[Span]] = [[(0, length)] for length in size]
     for ranks, rank, placement in zip(mesh_shape, coordinate, placements, strict=True):
@@ -97,7 +100,7 @@ def held_runs(
             continue
         along = runs[placement.dim]
         length = sum(stop - start for start, stop in along)
-        # A strided shard is one of every part of those that a later dimension of the mesh makes.
+        # A strided shard takes one chunk of each part that a later dimension of the mesh makes.
         parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
         chosen = []
         for part in range(parts):
@@ -108,13 +111,13 @@ def held_runs(
 
 
 def _chunk(start: int, stop: int, count: int, number: int) -> Span:
-    """One of the chunks that ``torch.chunk`` makes of a range; the last ones may be empty."""
+    """Return one of the chunks that ``torch.chunk`` makes of a range; the last may be empty."""
     size = -(-(stop - start) // count)
     return min(start + size * number, stop), min(start + size * (number + 1), stop)
 
 
 def _select(runs: Sequence[Span], chosen: Sequence[Span]) -> list[Span]:
-    """Those values of runs whose place among all of them is in one of the chosen ranges."""
+    """Return the runs of the values whose place, counted over all runs, is in a chosen range."""
     found: list[Span] = []
     for first, last in chosen:
         for (start, _), (at, end) in zip(runs, _positions(runs), strict=True):
@@ -128,16 +131,17 @@ def _select(runs: Sequence[Span], chosen: Sequence[Span]) -> list[Span]:
 
 
 def _positions(runs: Sequence[Span]) -> list[Span]:
-    """Where in the local tensor each run is."""
+    """Return each run's place in the local tensor."""
     return list(pairwise(accumulate((stop - start for start, stop in runs), initial=0)))
 
 
 def _check(placements: Sequence[Placement], name: str) -> None:
+    """Refuse placements other than shards and replicas."""
     if any(isinstance(placement, Partial) for placement in placements):
         raise UnsupportedState(
-            f"{name} is a DTensor with placements {tuple(placements)}: a partial sum, which no "
-            "rank has as it is meant. Redistribute it first (redistribute(placements=[Replicate()])"
-            " or Shard)"
+            f"{name} is a DTensor with placements {tuple(placements)}: a partial sum, of which no "
+            "rank has the total. Redistribute it first (redistribute(placements=[Replicate()]) or "
+            "Shard)"
         )
     if not all(isinstance(p, (Replicate, Shard, _StridedShard)) for p in placements):
         raise UnsupportedState(
@@ -149,7 +153,7 @@ def _check(placements: Sequence[Placement], name: str) -> None:
 def _lowest_holder(
     mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> int:
-    """The lowest rank of a mesh that holds the same part as the one at a coordinate."""
+    """Find the lowest rank of a mesh that holds the same part as the rank at a coordinate."""
     same: Any = tuple(
         slice(None) if isinstance(placement, Replicate) else at
         for placement, at in zip(placements, coordinate, strict=True)
@@ -162,26 +166,26 @@ def _empty(value: DTensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def dtype_of(tensor: torch.Tensor) -> torch.dtype | None:
-    """The dtype of a tensor's values; None for a sharded one that doesn't tell on every rank."""
+    """Return the dtype of a tensor's values; None where ranks may disagree on it."""
     if isinstance(tensor, ShardedTensor):
-        return tensor.metadata().tensor_properties.dtype  # its own says float32 of anything
+        return tensor.metadata().tensor_properties.dtype  # .dtype is float32 for any content
     if isinstance(tensor, DTensor) and type(tensor._local_tensor) is not torch.Tensor:
         return None
     return tensor.dtype
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor on this rank."""
+    """Count the bytes of a tensor on this rank."""
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return int(local.nbytes)
 
 
 def zeros_placed_as(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Make zeros of a tensor's shape and dtype; of a DTensor, a DTensor that is placed alike.
+    """Make zeros of a tensor's shape and dtype; for a DTensor, one with the same placements.
 
     Args:
-        device: on the meta device they have no data.
+        device: the zeros' device; on the meta device they have no data.
     """
     if not isinstance(tensor, DTensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)

@@ -5,20 +5,31 @@ An error on one rank becomes an error on all, so that none is left waiting in th
 
 from __future__ import annotations
 
+import pickle
 import secrets
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.picklable import picklable
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The error of one rank, and its traceback as text once it is sent."""
+
+    error: Exception
+    trace: str = ""
 
 
 class Ranks:
@@ -66,7 +77,7 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def everywhere(self, act: Callable[[], T]) -> list[T]:
+    def on_all_ranks(self, act: Callable[[], T]) -> list[T]:
         """Runs ``act`` on all ranks and gives all results to all.
 
         Raises:
@@ -87,8 +98,77 @@ class Ranks:
 
     def from_rank_0(self, decide: Callable[[], T]) -> T:
         """Runs ``decide`` on rank 0 only and gives its result, or its error, to all ranks."""
-        decided = self.everywhere(lambda: [decide()] if self.rank == 0 else [])
+        decided = self.on_all_ranks(lambda: [decide()] if self.rank == 0 else [])
         return decided[0][0]
+
+    def reduce(self, act: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
+        """Run ``act`` on all ranks, gather the results on rank 0, and broadcast rank 0's decision.
+
+        Only rank 0 ever holds all results, so that this scales to many ranks.
+
+        Args:
+            decide: called on rank 0 with all results, in rank order.
+
+        Raises:
+            Exception: an error of any rank, the same on every rank: the lowest rank's, but errors
+                of this package or of the storage first. A ``RuntimeError`` or an ``OSError`` in its
+                place where it can't be sent, or is no ``Exception``. A note of the error names the
+                rank and has the traceback there (Python 3.11 and later).
+            TypeError: a rank's result, or the decision, can't be pickled; on every rank.
+        """
+        own = _attempt(act)
+        decision = self._decide(own, decide)
+        if self.world_size == 1:
+            return _unpacked(own, decision)
+
+        def broadcast(value: R | _Failure | None) -> R | _Failure | None:
+            sent = [value]
+            dist.broadcast_object_list(sent, group=self.group, group_src=0)
+            return sent[0]
+
+        return _unpacked(own, _send(broadcast, decision))
+
+    def reduce_scatter(self, act: Callable[[], T], decide: Callable[[list[T]], list[R]]) -> R:
+        """Run ``act`` on all ranks, gather the results on rank 0, and scatter rank 0's answers.
+
+        Args:
+            decide: called on rank 0 with all results, in rank order; returns an answer for each.
+
+        Raises:
+            Exception: see ``reduce``.
+        """
+        own = _attempt(act)
+        decision = self._decide(own, decide)
+        if self.world_size == 1:
+            assert decision is not None
+            return _unpacked(own, decision if isinstance(decision, _Failure) else decision[0])
+
+        def scatter(value: list[R] | _Failure | None) -> R | _Failure:
+            answers = [value] * self.world_size if isinstance(value, _Failure) else value
+            answer: list[R | _Failure] = [_Failure(RuntimeError("rank 0 gave no answer"))]
+            dist.scatter_object_list(answer, answers, group=self.group, group_src=0)
+            return answer[0]
+
+        return _unpacked(own, _send(scatter, decision))
+
+    def _decide(self, own: T | _Failure, decide: Callable[[list[T]], R]) -> R | _Failure | None:
+        """Gather the ranks' results and return rank 0's decision; None on other ranks."""
+        if self.world_size == 1:
+            return own if isinstance(own, _Failure) else _attempt(lambda: decide([own]))
+        gathered: list[T | _Failure] | None = [own] * self.world_size if self.rank == 0 else None
+
+        def gather(value: T | _Failure) -> None:
+            dist.gather_object(value, gathered, group=self.group, group_dst=0)
+
+        _send(gather, _sendable(own))
+        if gathered is None:
+            return None
+        failures = {r: result for r, result in enumerate(gathered) if isinstance(result, _Failure)}
+        if failures:
+            return _foremost(failures)
+        results = [result for result in gathered if not isinstance(result, _Failure)]
+        decision = _sendable(_attempt(lambda: decide(results)))
+        return _foremost({0: decision}) if isinstance(decision, _Failure) else decision
 
     def store(self) -> dist.Store | None:
         """A connection of its own to the ranks' key-value store; None for one rank alone.
@@ -113,11 +193,90 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
 
 
-def own_error(error: CheckpointException) -> Exception:
-    """The error that made DCP fail: the first rank's, preferably one of this package."""
-    failures = [failure for _, (failure, _) in sorted(error.failures.items())]
-    for failure in failures:
-        if isinstance(failure, (CheckNRunError, OSError)):
-            return failure
-    first = failures[0]
-    return first if isinstance(first, Exception) else RuntimeError(repr(first))
+def _attempt(act: Callable[[], T]) -> T | _Failure:
+    try:
+        return act()
+    except Exception as error:
+        return _Failure(error)
+    except BaseException as error:
+        return _Failure(RuntimeError(repr(error)).with_traceback(error.__traceback__))
+
+
+def _sendable(result: T | _Failure) -> T | _Failure:
+    if not isinstance(result, _Failure):
+        return result
+    trace = "".join(traceback.format_exception(result.error)).rstrip()
+    return _Failure(picklable(result.error), trace)
+
+
+def _send(collective: Callable[[T | _Failure], R], value: T | _Failure) -> R:
+    """Send a value by a collective, or the error of a value that can't be pickled.
+
+    Collectives pickle before they communicate, so that no other rank notices the first try.
+    """
+    try:
+        return collective(value)
+    except Exception:
+        try:
+            pickle.dumps(value)
+        except Exception as unsendable:
+            error = TypeError(
+                f"a {type(value).__name__} can't be sent to other ranks: {unsendable!r}"
+            )
+        else:
+            raise
+    return collective(_sendable(_Failure(error)))
+
+
+def _unpacked(own: object, answer: T | _Failure | None) -> T:
+    """Return rank 0's answer, or raise its error, with this rank's own error as the cause."""
+    if isinstance(answer, _Failure):
+        cause = own.error if isinstance(own, _Failure) else None
+        if cause is None or cause is answer.error:
+            raise answer.error
+        raise answer.error from cause
+    return cast(T, answer)
+
+
+def _foremost(failures: Mapping[int, _Failure]) -> _Failure:
+    """Choose the error to raise: the first of this package or of the storage, else the first.
+
+    A note names the rank and has its traceback, which the error itself loses when it is sent.
+
+    Args:
+        failures: by rank, in rank order.
+    """
+    own = (r for r, each in failures.items() if isinstance(each.error, (CheckNRunError, OSError)))
+    rank = next(own, next(iter(failures)))
+    failure = failures[rank]
+    lines = [f"failed on rank {rank}:", failure.trace]
+    others = [f"rank {r}: {each.error!r}" for r, each in failures.items() if r != rank]
+    if others:
+        lines += [f"and on {len(others)} others:", *others[:_MOST_NAMED]]
+    if hasattr(failure.error, "add_note") and not hasattr(failure.error, "__notes__"):  # 3.11
+        failure.error.add_note("\n".join(lines))
+    return failure
+
+
+def picklable(error: Exception) -> Exception:
+    """The error itself, or one that says the same: an ``OSError`` stays one."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:
+        pass  # whatever the class does
+    text = traceback.format_exception_only(error)[-1].strip()
+    kind = OSError if isinstance(error, OSError) else RuntimeError
+    return kind(text).with_traceback(error.__traceback__)
+
+
+@contextmanager
+def picklable_errors() -> Iterator[None]:
+    """Errors leave the block in a form in which they reach other ranks."""
+    try:
+        yield
+    except Exception as error:
+        raised = picklable(error)
+        if raised is error:
+            raise
+        raise raised from error

@@ -1,15 +1,21 @@
-"""Where the rows are: the rectangles of embedding tables that a rank holds, with their memory.
+"""Describe the rectangles of embedding tables that a rank holds, their memory, and their coverage.
 
-Whatever holds a table, everything else sees ``LocalShard``: a name, a rectangle, the weight and the
-optimizer rows as views of memory, and ids that are global. Shard-local ids end here.
+Every kind of table appears to the rest of the package as a ``LocalShard``: a name, a rectangle, the
+weight and the optimizer rows as views of memory, and global row ids. Shard-local ids end here.
+Together the ranks' rectangles must make up each table: no value twice, none missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+from torchrec_checknrun.errors import InvalidPlan
+
+CHUNK_BYTES = 32 << 20
+"""Memory for one chunk's rows while they are saved or restored, every copy of the rows included."""
 
 
 @dataclass(frozen=True, order=True)
@@ -34,11 +40,11 @@ class Rectangle:
         return self.rows * self.cols
 
     def spans_columns(self, shape: TableShape) -> bool:
-        """Whether it has all columns of a table."""
+        """Tell whether the rectangle has all columns of a table."""
         return self.col_start == 0 and self.col_stop == shape.dim
 
     def intersect(self, other: Rectangle) -> Rectangle | None:
-        """The common block, or None where there is none."""
+        """Return the common block of two rectangles; None where there is none."""
         common = Rectangle(
             max(self.row_start, other.row_start),
             min(self.row_stop, other.row_stop),
@@ -62,12 +68,12 @@ class TableShape:
 
 @dataclass
 class Rows:
-    """Some rows of a shard: what is stored, published or restored.
+    """Some rows of a shard, copied: to be stored, published or restored.
 
     Attributes:
         ids: ``(n,)`` int64, global row ids.
         weight: ``(n, cols)``.
-        optimizer: per state ``(n,)`` or ``(n, cols)``, the rows' fused optimizer state.
+        optimizer: by state, ``(n,)`` or ``(n, cols)``: the rows' fused optimizer state.
     """
 
     ids: torch.Tensor
@@ -80,11 +86,11 @@ class RowBlock:
     """Some rows of a table that are to be encoded together.
 
     Attributes:
-        columns: of the table, the half-open range that is here.
+        columns: the half-open range of the table's columns that the rows have here.
         ids: ``(n,)`` int64, global, sorted.
-        weight: ``(m, cols)``, in which the rows are.
-        positions: ``(n,)`` int64, where in ``weight``; None: it is those rows and no others.
-        optimizer: per state ``(n,)`` or ``(n, cols)``.
+        weight: ``(m, cols)``, contains the rows.
+        positions: ``(n,)`` int64, the rows' places in ``weight``; None: ``weight`` is these rows.
+        optimizer: by state, ``(n,)`` or ``(n, cols)``, these rows only.
     """
 
     table: str
@@ -96,7 +102,7 @@ class RowBlock:
     optimizer: Mapping[str, torch.Tensor]
 
     def rows(self, which: torch.Tensor | slice) -> torch.Tensor:
-        """Copies of some rows' weights, by their place in ``ids``."""
+        """Copy some rows' weights, chosen by their place in ``ids``."""
         if self.positions is None:
             return self.weight[which]
         return self.weight.index_select(0, self.positions[which])
@@ -111,11 +117,11 @@ class LocalShard:
             ``sparse.embedding_bag_collection.embedding_bags.t0``: equal table names in two
             collections stay apart.
         shape: rows and columns of the whole table.
-        rectangle: which part of it this is.
+        rectangle: the part of the table that the shard is.
         weight: ``(rows, cols)``, a view of the kernel's memory.
         optimizer: fused optimizer state by TorchRec's name (``momentum1``, ``exp_avg_sq`` …), each
             ``(rows,)`` (row-wise) or ``(rows, cols)`` (pointwise), views as well.
-        replicated: every rank has all of it (data parallel).
+        replicated: every rank holds the whole table (data parallel).
     """
 
     table: str
@@ -130,11 +136,11 @@ class LocalShard:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The weight and the optimizer states."""
+        """Weight and optimizer states."""
         return [self.weight, *self.optimizer.values()]
 
     def part(self, start: int, stop: int) -> LocalShard:
-        """Its rows from ``start`` to ``stop`` (positions in it) as a shard of their own."""
+        """Return rows ``[start, stop)``, as positions in the shard, as a shard of their own."""
         own = self.rectangle
         return LocalShard(
             table=self.table,
@@ -147,7 +153,7 @@ class LocalShard:
         )
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Global to shard-local ids, on the weight's device.
+        """Convert global to shard-local ids, ``(n,)`` int64 on the weight's device.
 
         Raises:
             IndexError: an id is not a row of this shard.
@@ -161,7 +167,7 @@ class LocalShard:
         return local
 
     def block(self, ids: torch.Tensor) -> RowBlock:
-        """The rows with these global ids where they are, for an encoder to gather."""
+        """Refer to the rows with these global ids in place, for an encoder to gather."""
         local = self.local_ids(ids)
         return RowBlock(
             table=self.table,
@@ -174,7 +180,7 @@ class LocalShard:
         )
 
     def gather(self, ids: torch.Tensor) -> Rows:
-        """Copies of the rows with these global ids."""
+        """Copy the rows with these global ids."""
         local = self.local_ids(ids)
         return Rows(
             ids=ids.to(torch.int64),
@@ -183,8 +189,37 @@ class LocalShard:
         )
 
     def scatter(self, rows: Rows) -> None:
-        """Writes rows (global ids) into the kernel's memory; states not given stay as they are."""
+        """Write rows into the kernel's memory; states that ``rows`` lacks are not changed."""
         local = self.local_ids(rows.ids)
         self.weight.index_copy_(0, local, rows.weight.to(self.weight))
         for name, state in rows.optimizer.items():
             self.optimizer[name].index_copy_(0, local, state.to(self.optimizer[name]))
+
+
+def check_coverage(name: str, whole: TableShape, held: Iterable[tuple[Rectangle, int]]) -> None:
+    """Refuse parts that overlap or leave something of the whole out.
+
+    Args:
+        name: the whole's name in errors.
+        held: the parts, each with its rank.
+
+    Raises:
+        InvalidPlan: names the ranks and parts.
+    """
+    parts = sorted(part for part in held if part[0].area)
+    for i, (one, rank) in enumerate(parts):
+        for j in range(i + 1, len(parts)):
+            other, other_rank = parts[j]
+            if other.row_start >= one.row_stop:
+                break
+            if one.intersect(other):
+                raise InvalidPlan(
+                    f"{name}: ranks {rank} and {other_rank} would both write {one} ∩ {other}"
+                )
+    covered = sum(part.area for part, _ in parts)
+    if covered != whole.rows * whole.dim:
+        raise InvalidPlan(
+            f"{name}: the ranks hold {covered} of {whole.rows} × {whole.dim} values, as "
+            f"{[str(part) for part, _ in parts]}; every rank must take part in the save, with the "
+            "process group the model is sharded over"
+        )

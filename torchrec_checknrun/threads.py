@@ -1,18 +1,23 @@
-"""Threads that work also while the interpreter ends.
+"""Run work on threads, also while the interpreter ends; keep the garbage collector out.
 
-A script's last checkpoint may still be on its way then, and ``concurrent.futures`` takes no work
-any more once the main thread has ended.
+``Threads`` replaces ``concurrent.futures``, which takes no more work once the main thread has
+ended, though a script's last checkpoint may still be on its way then. ``gc_paused`` keeps Python's
+garbage collector from rank 0's plans, millions of objects in a large job: the collector would walk
+all of them again and again with the lock that training needs, and its time grows faster than
+ranks × tables (``recipes.benchmarks.planning`` measures it).
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,14 +25,14 @@ T = TypeVar("T")
 
 
 class Threads:
-    """Does what is submitted, several things at a time; to be closed.
+    """A pool of daemon threads; must be closed.
 
-    Where the system, or an interpreter that ends (Python 3.12 and later), gives no thread at all,
-    ``submit`` itself does the work.
+    Where the system, or an interpreter that ends (Python 3.12 and later), starts no thread at all,
+    ``submit`` does the work itself.
 
     Args:
-        most: how many threads.
-        name: of theirs.
+        most: number of threads.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -35,7 +40,7 @@ class Threads:
         self._threads: list[threading.Thread] = []
         with contextlib.suppress(RuntimeError):  # no more threads
             for number in range(most):
-                # Daemons: whoever submits may wait for ever, for a rank that never comes.
+                # Daemons: submitted work may wait forever, for a rank that never comes.
                 thread = threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -47,7 +52,7 @@ class Threads:
         self.close()
 
     def submit(self, act: Callable[[], T]) -> Future[T]:
-        """Runs ``act`` as soon as a thread is free."""
+        """Run ``act`` as soon as a thread is free."""
         done: Future[T] = Future()
         work = partial(_do, act, done)
         if self._threads:
@@ -57,14 +62,14 @@ class Threads:
         return done
 
     def close(self, cancel: bool = False, seconds: float | None = None) -> bool:
-        """Wait for what was submitted; may be called again.
+        """Wait for the submitted work and end the threads; may be called again.
 
         Args:
-            cancel: drop what wasn't begun. Nobody may be waiting for it.
-            seconds: how long at most, as a thread may hang; None: until all is done.
+            cancel: drop work that has not begun; no thread may be waiting for its future.
+            seconds: the longest wait, as a thread may hang; None: until all work is done.
 
         Returns:
-            Whether all threads have ended. Those that have not are left to themselves.
+            Whether all threads have ended; a thread that has not is abandoned.
         """
         if cancel:
             with contextlib.suppress(queue.Empty):
@@ -82,7 +87,7 @@ class Threads:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            del work  # and its memory, before the next one comes
+            del work  # frees its memory before the next item comes
 
 
 def _do(act: Callable[[], Any], done: Future[Any]) -> None:
@@ -90,4 +95,17 @@ def _do(act: Callable[[], Any], done: Future[Any]) -> None:
         done.set_result(act())
     except BaseException as error:
         done.set_exception(error)
-        del done  # else it and its error hold each other, and the memory of what has failed
+        del done  # the future and its error would keep each other, and the failed work's memory
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause garbage collection in all threads; reference counts still free objects."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,3 +1,3 @@
-"""The one place that says which version this is; setup.py reads it too."""
+"""The package's version, defined here only; setup.py reads this file, too."""
 
 __version__ = "0.1.0"

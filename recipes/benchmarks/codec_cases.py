@@ -19,18 +19,19 @@ import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
 import numpy as np
 import torch
 
-from torchrec_checknrun import Quantization, row_ids
+from torchrec_checknrun import Quantization
 from torchrec_checknrun.codecs import (
     Codec,
     ImportanceWeighted,
     Method,
     RowContext,
     Rowwise,
-    fallback,
+    numpy_rows,
 )
-from torchrec_checknrun.codecs.kernel import WIDTHS, row_bytes
+from torchrec_checknrun.codecs.base import WIDTHS, row_bytes
 from torchrec_checknrun.codecs.kmeans import KMeans
-from torchrec_checknrun.codecs.row_state import STATE_SCHEMES, decode_state, encode_state
+from torchrec_checknrun.codecs.row_state import STATE_SCHEMES, decode_row_state, encode_row_state
+from torchrec_checknrun.format import row_ids
 
 METHODS = ("asymmetric", "symmetric", "greedy", "adaptive")
 GATHERED = ((8, "asymmetric"), (4, "asymmetric"), (2, "asymmetric"), (4, "adaptive"))
@@ -136,10 +137,10 @@ def encode_cases(rows: torch.Tensor, slow_rows: int) -> Iterator[Case]:
             out = buffer[: len(few) * size].view(len(few), size)
             search = Method.ASYMMETRIC if bits == 8 else Method.ADAPTIVE
             arguments = (few, None, bits, int(search), 1, 0.0, 1.0, out, refused)
-            fallback.encode_rows(*arguments)
+            numpy_rows.encode_rows(*arguments)
             decoded = torch.empty(few.shape)
-            fallback.decode_rows(out, bits, 1.0, None, decoded)
-            plain = partial(fallback.encode_rows, *arguments)
+            numpy_rows.decode_rows(out, bits, 1.0, None, decoded)
+            plain = partial(numpy_rows.encode_rows, *arguments)
             error = error_of(few, decoded)
             yield case("fallback", search.name.lower(), bits, few.nbytes, plain, size, error)
         for bits in (2, 4) if HAS_KMEANS else ():
@@ -196,7 +197,7 @@ def decode_cases(rows: torch.Tensor) -> Iterator[Case]:
         call = partial(codec.decode, data, {}, len(rows), 0, values)
         yield case(OURS, "rowwise", bits, call=call)
         part = data[: len(few)]
-        slow = partial(fallback.decode_rows, part, bits, 1.0, None, few)
+        slow = partial(numpy_rows.decode_rows, part, bits, 1.0, None, few)
         yield Case("decode", "fallback", "rowwise", bits, few.nbytes, slow)
         if bits == 3:
             continue
@@ -255,13 +256,13 @@ def row_state_cases(rows: int) -> Iterator[Case]:
     values = torch.linspace(-53, -4, rows).exp2_()[torch.randperm(rows)]
     copy = torch.zeros_like(values)
     for scheme in STATE_SCHEMES:
-        data, parameters = encode_state(values, scheme)
-        decoded = decode_state(data, parameters, rows, values.dtype)
+        data, parameters = encode_row_state(values, scheme)
+        decoded = decode_row_state(data, parameters, rows, values.dtype)
         error = float(((decoded - values).abs() / values).mean())
         case = partial(Case, method=scheme, bits=None, nbytes=values.nbytes)
         calls: dict[str, Callable[[], object]] = {
-            "encode row state": partial(encode_state, values, scheme),
-            "decode row state": partial(decode_state, data, parameters, rows, values.dtype),
+            "encode row state": partial(encode_row_state, values, scheme),
+            "decode row state": partial(decode_row_state, data, parameters, rows, values.dtype),
         }
         for part, call in calls.items():
             yield case(part, OURS, call=call, row_bytes=data.numel() / rows, error=error)

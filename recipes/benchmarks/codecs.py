@@ -37,7 +37,7 @@ from recipes.benchmarks.codec_cases import (
 )
 from recipes.benchmarks.machine import describe
 from recipes.benchmarks.paired import paired
-from torchrec_checknrun.codecs.kernel import WIDTHS
+from torchrec_checknrun.codecs.base import WIDTHS
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from recipes.benchmarks.machine import describe
-from recipes.benchmarks.side_by_side_model import Job, Setting
+from recipes.benchmarks.side_by_side.model import Job, Setting
 from torchrec_checknrun import Checkpointer, Consecutive, Quantization
-from torchrec_checknrun.background import BackgroundKind
+from torchrec_checknrun.save.background import BackgroundKind
 
 KINDS: tuple[BackgroundKind, ...] = ("thread", "process")
 _UNDISTURBED_SECONDS = 1.0

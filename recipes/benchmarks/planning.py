@@ -20,25 +20,22 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 from tqdm import tqdm
 
 from recipes.benchmarks import machine
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME, Header, RankFile, TableTotals
-from torchrec_checknrun.progress import OptimizerProgress
-from torchrec_checknrun.rank_file import FileSummary
-from torchrec_checknrun.save_plan import CheckpointPlanner, OwnStorage, PlanSummary, Prepared
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, RankFile, TableTotals
+from torchrec_checknrun.format.rank_file import FileSummary
+from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.save.commit import CheckpointWriter
+from torchrec_checknrun.save.plan import LocalPlan, PlanSummary, make_global_plan
+from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.shards import Rectangle, TableShape
-from torchrec_checknrun.storage import StorageWriter
+from torchrec_checknrun.store.folder import Folder
 
 MOST_MANIFEST_BYTES = 4_000_000
 DIM, ROWS_PER_RANK = 64, 4096
@@ -85,51 +82,41 @@ def measure(size: Size) -> Cost:
         received += len(sent)
         plans.append(pickle.loads(sent))
     started = time.perf_counter()
-    planner = CheckpointPlanner(lambda path: _refuse())
-    _, metadata = planner.create_global_plan(plans)
+    _, whole = make_global_plan(plans, RankDifferences())
     planned = time.perf_counter()
     results = []
     for rank in range(size.ranks):
         summary = pickle.loads(pickle.dumps(_summary(names, rank, size.ranks)))
-        results.append([WriteResult(MetadataIndex(summary.file.name), 0, summary)])
+        results.append(summary)
     ready = time.perf_counter()
     folder = Folder("memory://planning/run/seq-000001_step-00000001_00000000")
     folder.create()
-    written = [result.storage_data.file for [result] in results]
-    files = {file.name: file.size for file in written}
+    files = {summary.file.name: summary.file.size for summary in results}
     with mock.patch.object(Folder, "sizes", return_value=files):  # there are none without rows
-        StorageWriter(folder.url).finish(metadata, results)
+        CheckpointWriter(folder).commit(whole, results)
     done = time.perf_counter()
     manifest = folder.size(MANIFEST_NAME)
     assert manifest is not None
     return Cost(size, received, planned - started, done - ready, _peak() - before, manifest)
 
 
-def _refuse() -> Prepared:
-    raise AssertionError("no rank of this benchmark has anything to save")
-
-
 def _rows_of(name: str, rank: int) -> Rectangle:
     return Rectangle(rank * ROWS_PER_RANK, (rank + 1) * ROWS_PER_RANK, 0, DIM)
 
 
-def _plan(names: Sequence[str], rank: int, ranks: int) -> SavePlan:
+def _plan(names: Sequence[str], rank: int, ranks: int) -> LocalPlan:
     shape = TableShape(ROWS_PER_RANK * ranks, DIM)
     summary = PlanSummary(
         header=Header(sequence=1, step=1, epoch=1),
         tables={name: TableShape(shape.rows, shape.dim) for name in names},
         shards=[(name, _rows_of(name, rank)) for name in names],
         fp32_bytes=dict.fromkeys(names, 4 * ROWS_PER_RANK * (DIM + 1)),
-        progress={name: OptimizerProgress(1, 0.1) for name in names},
+        progress={name: OptimizerClock(1, 0.1) for name in names},
         replicated={"model": _STATE_BYTES, "optimizer": _STATE_BYTES},
         per_rank=(),
     )
-    items = [f"{name}{_rows_of(name, rank)}#0" for name in names]
-    planner = CheckpointPlanner(
-        lambda path: Prepared(summary, dict.fromkeys(items, SimpleNamespace()))
-    )
-    planner.set_up_planner({}, OwnStorage(checkpoint_id="planning"))
-    return planner.create_local_plan()
+    items = tuple(f"{name}{_rows_of(name, rank)}#0" for name in names)
+    return LocalPlan(items, summary)
 
 
 def _summary(names: Sequence[str], rank: int, ranks: int) -> FileSummary:

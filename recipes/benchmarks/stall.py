@@ -26,9 +26,11 @@ from rich.table import Table
 from tqdm import tqdm
 
 from recipes.benchmarks.machine import describe
-from recipes.benchmarks.side_by_side_limits import Limits
-from recipes.benchmarks.side_by_side_model import Job, Setting
-from torchrec_checknrun import Checkpointer, Consecutive, Quantization, background, saver
+from recipes.benchmarks.side_by_side.limits import Limits
+from recipes.benchmarks.side_by_side.model import Job, Setting
+from torchrec_checknrun import Checkpointer, Consecutive, Quantization
+from torchrec_checknrun.run import saver
+from torchrec_checknrun.save import background
 
 WHOLE, GATHER, REST = "the whole stall", "bare gather of the rows", "all else"
 PARTS: dict[str, tuple[object, str]] = {

@@ -36,7 +36,6 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from rich.console import Console
-from rich.table import Table
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -46,42 +45,21 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
+from recipes.benchmarks.tracking_table import Cost, table_of
 from recipes.dlrm_criteo import sharding
 from recipes.dlrm_criteo.model import Architecture, initialise_dense
 from recipes.dlrm_criteo.reader import Reader
 from recipes.dlrm_criteo.synthetic import Synthetic
-from torchrec_checknrun import track
-from torchrec_checknrun.kernels import find_kernels
-from torchrec_checknrun.tracked import TrackedModel
-from torchrec_checknrun.tracking import Consumer
+from torchrec_checknrun.model.kernels import find_kernels
+from torchrec_checknrun.model.marks import Consumer
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.tracking import track
 
 TIME_TARGET = 0.005  # of the median step
 MEMORY_TARGET = 1.0  # bytes per row
 BLOCK = 5  # steps of one tracker in a round; the first is not timed
 _CPU = torch.device("cpu")
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one tracker costs. Times in seconds, memory in bytes."""
-
-    dim: int
-    tracker: str
-    step: float
-    """The median step without tracking."""
-    isolated: float
-    """The tracker's own work, median over the batches."""
-    isolated_mean: float
-    isolated_last: float
-    """Median over the last tenth of the batches: it grows with some."""
-    of_step: float
-    in_situ: float
-    in_situ_low: float
-    in_situ_high: float
-    memory: int
-    memory_half_way: int
-    bytes_per_row: float
 
 
 @dataclass(frozen=True)
@@ -371,7 +349,7 @@ def main() -> int:
             )
         ]
         dist.destroy_process_group()
-    Console(width=140).print(_table(costs, options.steps))
+    Console(width=140).print(table_of(costs, options.steps))
     if options.json:
         options.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=2) + "\n")
     met = meets_target(costs)
@@ -380,28 +358,6 @@ def main() -> int:
         f"row: {'met' if met else 'missed'}"
     )
     return 0 if met else 1
-
-
-def _table(costs: list[Cost], steps: int) -> Table:
-    table = Table(title=f"cost of tracking; memory after {steps // 2} and {steps} steps")
-    columns = ["tracker", "dim", "step ms", "isolated ms", "mean", "last tenth", "of step"]
-    columns += ["in situ (95 %)", "memory MiB", "B/row"]
-    for column in columns:
-        table.add_column(column, justify="left" if column == "tracker" else "right")
-    for c in costs:
-        table.add_row(
-            c.tracker,
-            str(c.dim),
-            f"{c.step * 1e3:.1f}",
-            f"{c.isolated * 1e3:.3f}",
-            f"{c.isolated_mean * 1e3:.3f}",
-            f"{c.isolated_last * 1e3:.3f}",
-            f"{c.of_step:.2%}",
-            f"{c.in_situ:+.1%} ({c.in_situ_low:+.1%} to {c.in_situ_high:+.1%})",
-            f"{c.memory_half_way / 2**20:.1f}, {c.memory / 2**20:.1f}",
-            f"{c.bytes_per_row:.2f}",
-        )
-    return table
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The process group of a job that is killed and restarted: rendezvous, clean exit, quick failure.
+"""The process group of a job that is killed and restarted: clean exit, quick failure.
 
-Three things go wrong with torchrun and gloo out of the box, and each looks like a hang: after a
-restart the workers find their dead predecessors' addresses in the agent's store, which outlives
-them; a rank that fails can wait, while it exits, for transfers that its peers will never finish;
-and a rank that finishes early tears down connections that the others still use.
+Two things go wrong with torchrun and gloo out of the box, and each looks like a hang: a rank that
+fails can wait, while it exits, for transfers that its peers will never finish; and a rank that
+finishes early tears down connections that the others still use. A third, which restarts meet, is
+solved by ``torchrec_checknrun.elastic``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from torchrec_checknrun.elastic import init_process_group
 
 
 @dataclass(frozen=True)
@@ -59,38 +61,17 @@ def process_group(timeout_seconds: float) -> Iterator[Worker]:
 
 def _init_process_group(timeout: timedelta) -> Worker:
     environ = os.environ
-    if "RANK" not in environ:  # not started by torchrun or the like
-        worker = Worker(0, 1, 0, _device(0))
-        store: dist.Store | None = dist.HashStore()
-    else:
-        worker = Worker(
-            rank=int(environ["RANK"]),
-            world_size=int(environ["WORLD_SIZE"]),
-            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            device=_device(int(environ.get("LOCAL_RANK", 0))),
-        )
-        store = _agent_store(worker, timeout)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if worker.device.type == "cuda" else "gloo",
-        store=store,
-        rank=worker.rank,
-        world_size=worker.world_size,
+    device = _device(int(environ.get("LOCAL_RANK", 0)))
+    init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timeout,
     )
-    return worker
-
-
-def _agent_store(worker: Worker, timeout: timedelta) -> dist.Store | None:
-    """The store that torchrun's agent keeps over restarts, under a name of this attempt's own."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None  # nobody keeps a store: init_process_group makes one at MASTER_ADDR:MASTER_PORT
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timeout,
+    return Worker(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        device=device,
     )
-    return dist.PrefixStore(f"attempt{worker.attempt}", store)
 
 
 def _device(local_rank: int) -> torch.device:

@@ -43,8 +43,8 @@ from recipes.figures import plots
 from recipes.figures.small_job import SmallJob, State, small_job
 from torchrec_checknrun import Checkpointer, Quantization
 from torchrec_checknrun.codecs import ImportanceWeighted, RowContext
-from torchrec_checknrun.codecs.kernel import WIDTHS, row_bytes
-from torchrec_checknrun.importance_budget import Survey
+from torchrec_checknrun.codecs.base import WIDTHS, row_bytes
+from torchrec_checknrun.codecs.budget import ImportanceSurvey
 
 METHODS = ("asymmetric", "adaptive")
 BUDGETS = (3, 4, 8)
@@ -153,11 +153,11 @@ def mean_bits_within(job: SmallJob, bits: int) -> float:
 
     def fits(mean_bits: float) -> bool:
         for blocks in (tables, trained):
-            survey = Survey()
+            survey = ImportanceSurvey()
             for weight, state in blocks:
                 survey.add(weight, state)
             codec = ImportanceWeighted(mean_bits=mean_bits)
-            codec = codec.at(survey.constant(codec))
+            codec = codec.at(survey.constant_for_budget(mean_bits))
             taken = [
                 codec.encode(w, context=RowContext({"momentum1": state})).data.numel()
                 for w, state in blocks

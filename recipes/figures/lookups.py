@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 
 from recipes.dlrm_criteo.samples import Dataset
-from torchrec_checknrun import row_ids
+from torchrec_checknrun.format import row_ids
 
 _CHUNK_ROWS = 1 << 16
 """Rows whose ids are encoded together; the number hardly changes their size."""

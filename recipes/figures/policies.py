@@ -42,8 +42,9 @@ from recipes.dlrm_criteo.train import CONFIGS
 from recipes.figures import plots
 from recipes.figures.lookups import Lookups, batches_until, read_slots
 from recipes.figures.simulated_run import Checkpoint, Run
-from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot, Policy
-from torchrec_checknrun.codecs.kernel import WIDTHS
+from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot
+from torchrec_checknrun.codecs.base import WIDTHS
+from torchrec_checknrun.policy import Policy
 
 POLICIES: dict[str, Policy] = {
     "Full": Full(),
@@ -83,13 +84,13 @@ def simulate(
     dim: int,
     widths: Sequence[int | None],
 ) -> dict[str, Any]:
-    """All numbers of the figures.
+    """Compute all numbers of the figures.
 
     Args:
-        batch: samples that are read together.
-        batches: of a slot; an interval has ``SLOTS`` slots.
+        batch: samples to read together.
+        batches: batches of a slot; an interval has ``SLOTS`` slots.
         limit: batches in all.
-        widths: None: exact.
+        widths: bits of stored values; None: exact.
 
     Raises:
         ValueError: there are less than two intervals.
@@ -128,14 +129,16 @@ def simulate(
         ],
         "per_interval": [_per_interval(fractions, slot, length) for length in LENGTHS],
         "runs": [
-            {
-                "bits": bits,
-                "policy": name,
-                **_summary(run.checkpoints),
-                "checkpoints": [asdict(checkpoint) for checkpoint in run.checkpoints],
-            }
+            {"bits": bits, "policy": name, **_with_summary(run.checkpoints)}
             for (bits, name), run in runs.items()
         ],
+    }
+
+
+def _with_summary(checkpoints: list[Checkpoint]) -> dict[str, Any]:
+    return {
+        **_summary(checkpoints),
+        "checkpoints": [asdict(checkpoint) for checkpoint in checkpoints],
     }
 
 

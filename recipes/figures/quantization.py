@@ -40,9 +40,9 @@ from recipes.benchmarks.paired import paired
 from recipes.figures import plots
 from recipes.figures.small_job import small_job
 from torchrec_checknrun.codecs import Codec, Rowwise
-from torchrec_checknrun.codecs.greedy import BINS, RATIOS, choose_greedy
-from torchrec_checknrun.codecs.kernel import WIDTHS
+from torchrec_checknrun.codecs.base import WIDTHS
 from torchrec_checknrun.codecs.kmeans import KMeans, require_kmeans1d
+from torchrec_checknrun.codecs.rowwise import BINS, RATIOS, choose_greedy
 
 SEARCHED = (2, 3, 4)
 """Widths at which a range search gains."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from recipes.figures.lookups import Lookups, Window
-from torchrec_checknrun import Decision, Policy
-from torchrec_checknrun.lineage import Lineage
-from torchrec_checknrun.manifest import Header, Manifest, RankFile, TableTotals
-from torchrec_checknrun.quantization import Encoding, Quantization
-from torchrec_checknrun.row_chunks import encode_rows
+from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
+from torchrec_checknrun.format.manifest import Header, Manifest, RankFile, TableTotals
+from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.policy import Decision, Policy
+from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.shards import RowBlock, TableShape
 
 _SAMPLE_ROWS = 1024
@@ -51,7 +51,7 @@ class RowCost:
     optimizer: float
 
     @staticmethod
-    def of(encoding: Encoding, dim: int) -> RowCost:
+    def of(encoding: TableEncoding, dim: int) -> RowCost:
         """What the package's encoder makes of rows with row-wise optimizer state."""
         generator = torch.Generator().manual_seed(0)
         rows = RowBlock(

@@ -28,7 +28,7 @@ from recipes.dlrm_criteo.pipeline import make_pipeline, outputs
 from recipes.dlrm_criteo.reader import Reader, to_batch
 from recipes.dlrm_criteo.samples import Dataset
 from recipes.dlrm_criteo.train import CONFIGS, build
-from torchrec_checknrun.kernels import find_kernels
+from torchrec_checknrun.model.kernels import find_kernels
 from torchrec_checknrun.shards import LocalShard
 
 

@@ -2,7 +2,8 @@
 
 python -m tests.campaign --json recipes/results/campaign.json
 python -m tests.campaign --part kills-thread --trial 17
-python -m tests.campaign --markdown recipes/results/campaign.json --docs docs/reliability.md
+python -m tests.campaign --markdown recipes/results/campaign.json \\
+    --docs docs/explanation/consistency_and_crashes.md
 """
 
 from __future__ import annotations

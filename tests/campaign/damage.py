@@ -31,15 +31,15 @@ from tests.campaign.outcome import Outcome
 from tests.campaign.record import Record, Values, values_of
 from tests.distributed import references
 from tests.distributed.models import Part, State, gather, scramble
-from torchrec_checknrun import Checkpointer, read_chunks
-from torchrec_checknrun.chain import committed, read_manifest
+from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.pins import pin
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.retention import Retention
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.format import reader as read_chunks
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention, pin
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.verify import verify
 
 
 class Blocks:

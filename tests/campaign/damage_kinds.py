@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_checknrun.manifest import MANIFEST_NAME, parse_manifest
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, parse_manifest
 
 FLIPS = 48
 """In a file of a checkpoint: at its ends, and evenly between."""

@@ -38,13 +38,15 @@ from tests.campaign.outcome import Outcome
 from tests.crash.faulty_store import faulty_disk
 from tests.distributed import references
 from tests.distributed.models import Job, State, gather, local_parts, scramble, uniform_plan
-from torchrec_checknrun import Checkpointer, Retention, read_chunks, retries
-from torchrec_checknrun.chain import committed
-from torchrec_checknrun.compaction import compact
+from torchrec_checknrun import Checkpointer, Retention
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.format import reader as read_chunks
+from torchrec_checknrun.root.checkpoints import committed
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.store import retry
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.tools.verify import verify
 
 T = TypeVar("T")
 
@@ -128,7 +130,7 @@ class _Bench:
         on_disk = not self.alone or rng.random() < 0.3
         with (
             mock.patch.dict(os.environ, {"CHECKNRUN_RETRY_SECONDS": "0.3"}),
-            mock.patch.object(retries, "_FIRST_PAUSE", 0.001),
+            mock.patch.object(retry, "_FIRST_PAUSE", 0.001),
             mock.patch.object(read_chunks, "VISIBLE_SECONDS", 0.02),
             mock.patch.object(read_chunks, "_LOOK_SECONDS", 0.005),
             self.storage(number, on_disk) as (root, injector),

@@ -28,26 +28,26 @@ from tests.campaign.outcome import Outcome
 from tests.unit.chains import TABLE, make_shards, restore
 from tests.unit.forgery import ROWS, Forged, example, load, seal
 from tests.unit.fuzz import bounded_memory
-from torchrec_checknrun import read_chunks
-from torchrec_checknrun.chain import committed, newest, resolve
-from torchrec_checknrun.chunks import decode_state_chunk
-from torchrec_checknrun.compaction import compact
-from torchrec_checknrun.differences import compare
 from torchrec_checknrun.errors import CheckNRunError, StorageFailed
-from torchrec_checknrun.export import export_dcp, export_safetensors
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.index import parse_index
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.manifest import MANIFEST_NAME, RankFile, parse_manifest
-from torchrec_checknrun.pins import pin
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.read_chunks import read_content
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.format import reader as read_chunks
+from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, RankFile, parse_manifest
+from torchrec_checknrun.format.rank_file import parse_index
+from torchrec_checknrun.format.row_reader import decode_rows
+from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.restore.chunks import read_content
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention, pin
 from torchrec_checknrun.shards import Rectangle
-from torchrec_checknrun.state import encode_state
-from torchrec_checknrun.stored_rows import decode_rows
-from torchrec_checknrun.table_reader import ChunkCache, TableReader
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.tools.diff import compare
+from torchrec_checknrun.tools.export import export_dcp, export_safetensors
+from torchrec_checknrun.tools.tables import ChunkCache, TableReader
+from torchrec_checknrun.tools.verify import verify
 
 CPU_SECONDS = 5.0
 """That no input may take."""

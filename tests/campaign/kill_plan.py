@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec, uniform_plan
 from torchrec_checknrun import Checkpointer, Consecutive, Full, Intermittent, OneShot, Retention
-from torchrec_checknrun.policy import Policy
+from torchrec_checknrun.root.policy import Policy
 
 RANKS = 2
 SPEC = ModelSpec(

@@ -26,7 +26,7 @@ from tests.crash.faulty_store import Faults, faulty_disk
 from tests.distributed.models import Job, Part, local_parts
 from torchrec_checknrun import Checkpointer, CheckpointReport, PerRank
 from torchrec_checknrun.errors import RootInUse, SaveFailed
-from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.store.folder import Folder
 
 T = TypeVar("T")
 

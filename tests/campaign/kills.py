@@ -29,11 +29,11 @@ from tests.campaign.outcome import Outcome
 from tests.campaign.record import Record
 from tests.distributed import references
 from tests.distributed.models import gather, scramble
-from torchrec_checknrun.chain import committed, read_manifest
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.manifest import Manifest
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.verify import verify
 
 KILLS = 4
 """In a trial."""

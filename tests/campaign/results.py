@@ -116,7 +116,7 @@ def _version(name: str) -> str | None:
 
 
 def table(rows: dict[str, Row]) -> str:
-    """Return the table of ``docs/reliability.md``."""
+    """Return the table of ``docs/explanation/consistency_and_crashes.md``."""
     lines = [
         "| what | tried | lost | silent | other failures | minutes |",
         "|---|---|---|---|---|---|",

@@ -10,11 +10,15 @@ from tests.campaign import results
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "recipes" / "results" / "campaign.json"
+PAGE = REPOSITORY / "docs" / "explanation" / "consistency_and_crashes.md"
 
 
 def test_the_table_is_that_of_the_results() -> None:
     rows = results.read(RESULTS)
-    assert results.table(rows) in (REPOSITORY / "docs" / "reliability.md").read_text()
+    assert (
+        results.table(rows)
+        in (REPOSITORY / "docs" / "explanation" / "consistency_and_crashes.md").read_text()
+    )
     assert not results.problems(rows)
     assert not results.too_few(rows)
 

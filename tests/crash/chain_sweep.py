@@ -11,16 +11,17 @@ from unittest import mock
 from tests.crash.faulty_store import Faults, Mode, Operation, patience
 from tests.crash.save_sweep import Tally
 from tests.unit.chains import DIM, Part, make_shards, restore, same_bits, write, write_chain
-from torchrec_checknrun import pruning
-from torchrec_checknrun.chain import committed, newest
-from torchrec_checknrun.compaction import compact
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import FOLDER
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.root import deletion
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.checkpoints import committed
+from torchrec_checknrun.root.lease import FOLDER
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import LocalShard, Rectangle
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.tools.verify import verify
 
 ROWS = 30
 PLACE = Rectangle(0, ROWS, 0, DIM)
@@ -89,7 +90,7 @@ class ChainSweep:
         if chain is None or len(chain.manifests) > 1:
             compact(root.url)
         # What is left of the compaction that failed goes with a pruning, a minute later.
-        with mock.patch.object(pruning, "is_abandoned", return_value=True):
+        with mock.patch.object(deletion, "is_abandoned", return_value=True):
             prune(root, Retention(1))
         left = [name for name in root.names() if name != FOLDER]
         if len(left) != 1 or not _equal(wanted, _restored(root, left[0])):

@@ -13,10 +13,11 @@ from unittest import mock
 from tests.crash.save_sweep import SPEC
 from tests.distributed import references
 from tests.distributed.models import Job, State, gather, scramble, uniform_plan
-from torchrec_checknrun import Checkpointer, Consecutive, read_chunks
+from torchrec_checknrun import Checkpointer, Consecutive
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.manifest import MANIFEST_NAME, parse_manifest
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.format import reader as read_chunks
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, parse_manifest
+from torchrec_checknrun.tools.verify import verify
 
 LENGTH = 3
 FLIPS = 8

@@ -26,22 +26,16 @@ from tests.distributed.models import (
     scramble,
     uniform_plan,
 )
-from torchrec_checknrun import (
-    Checkpointer,
-    Consecutive,
-    Retention,
-    background,
-    rank_file,
-    root_writer,
-    saver,
-    snapshot,
-    staged,
-)
+from torchrec_checknrun import Checkpointer, Consecutive, Retention
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import Lease
-from torchrec_checknrun.staging import Staging
-from torchrec_checknrun.storage import StorageWriter
+from torchrec_checknrun.format import rank_file
+from torchrec_checknrun.root import writer
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.run import saver
+from torchrec_checknrun.save import background, snapshot, staged
+from torchrec_checknrun.save.commit import CheckpointWriter
+from torchrec_checknrun.save.staging import Staging
+from torchrec_checknrun.store.folder import Folder
 
 SPEC = ModelSpec((CollectionSpec("c", (TableSpec("t0", 60, 8, ("f0",)),)),))
 BOUND_SECONDS = 20.0
@@ -49,20 +43,20 @@ BOUND_SECONDS = 20.0
 
 PHASES: dict[str, tuple[Any, str]] = {
     "lease": (Lease, "check"),
-    "decide": (root_writer, "highest_sequence"),
+    "decide": (writer, "highest_sequence"),
     "state": (saver, "take_snapshot"),
     "cut": (snapshot, "_own_part"),
-    "plan of a rank": (StorageWriter, "prepare_local_plan"),
-    "plan of all": (StorageWriter, "prepare_global_plan"),
+    "plan of a rank": (CheckpointWriter, "check"),
+    "plan of all": (CheckpointWriter, "create"),
     "summary": (background, "summarize"),
     "stage": (Staging, "_place"),
     "encode": (staged.StagedJob, "encode"),
     "write a chunk": (rank_file, "_write_chunk"),
     "write the index": (rank_file, "_write_index"),
     "make the folder": (Folder, "create"),
-    "finish": (StorageWriter, "finish"),
+    "finish": (CheckpointWriter, "commit"),
     "manifest": (Folder, "put"),
-    "retention": (root_writer, "prune"),
+    "retention": (writer, "prune"),
 }
 ON_RANK_0 = ("lease", "decide", "plan of all", "finish", "manifest", "retention")
 HARMLESS = ("retention",)

@@ -19,7 +19,7 @@ from unittest import mock
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from torchrec_checknrun import local_store, new_file, retries
+from torchrec_checknrun.store import local, new_file, retry
 
 T = TypeVar("T")
 
@@ -265,7 +265,7 @@ fsspec.register_implementation(PROTOCOL, FaultyStore, clobber=True)
 
 
 class _FaultyOs:
-    """The module ``os``, as far as ``local_store`` and ``new_file`` use it."""
+    """The module ``os``, as far as ``store.local`` and ``new_file`` use it."""
 
     _NAMES: ClassVar[dict[str, tuple[str, bool]]] = {
         "listdir": ("list", False),
@@ -320,7 +320,7 @@ def faulty_disk(faults: Faults) -> Iterator[None]:
     """Every ``Folder`` on a local disk meets the faults."""
 
     with (
-        mock.patch.object(local_store, "os", _FaultyOs(faults)),
+        mock.patch.object(local, "os", _FaultyOs(faults)),
         mock.patch.object(new_file, "os", _FaultyOs(faults)),
     ):
         yield
@@ -332,6 +332,6 @@ def patience(mode: Mode) -> Iterator[None]:
     seconds = "20" if mode.transient else "0"
     with (
         mock.patch.dict(os.environ, {"CHECKNRUN_RETRY_SECONDS": seconds}),
-        mock.patch.object(retries, "_FIRST_PAUSE", 0.001),
+        mock.patch.object(retry, "_FIRST_PAUSE", 0.001),
     ):
         yield

@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
-
 from recipes.dlrm_criteo.train import main
 from tests.crash import kills
-from torchrec_checknrun import Checkpointer, pruning, saver
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import Lease
-from torchrec_checknrun.load_planner import LoadPlanner
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.new_file import NewFile
-from torchrec_checknrun.staged import StagedJob
-from torchrec_checknrun.staging import Staging
-from torchrec_checknrun.storage import StorageReader, StorageWriter
+from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.restore.plan import ChainRestore
+from torchrec_checknrun.root import deletion
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.run import saver
+from torchrec_checknrun.save.commit import CheckpointWriter
+from torchrec_checknrun.save.plan import Prepared, Share
+from torchrec_checknrun.save.staged import StagedJob
+from torchrec_checknrun.save.staging import Staging
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.new_file import NewFile
 
 RUN_DIR = Path(next(a.split("=", 1)[1] for a in sys.argv if a.startswith("run_dir=")))
 RANK = int(os.environ["RANK"])
@@ -127,7 +128,7 @@ class Bomb:
         _replace(StagedJob, "encode", die_or_encode)
 
     def _arm_retention(self) -> None:
-        delete_all, delete = pruning._delete, Folder.delete
+        delete_all, delete = deletion.delete_checkpoint, Folder.delete
         deleting: list[Folder] = []
 
         def delete_all_here(folder: Folder) -> None:
@@ -139,19 +140,23 @@ class Bomb:
             if self.kill.point == kills.RETENTION and deleting and name != MANIFEST_NAME:
                 self.explode()
 
-        _replace(pruning, "_delete", delete_all_here)
+        _replace(deletion, "delete_checkpoint", delete_all_here)
         _replace(Folder, "delete", delete_and_die)
 
     def _arm_save(self) -> None:
-        write_data, write, put = StorageWriter.write_data, Folder.write, Folder.put
+        write_file, write, put = CheckpointWriter.write, Folder.write, Folder.put
+        jobs = Prepared.jobs
 
-        def write_data_or_die(writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> Any:
+        def jobs_and_count(prepared: Prepared, share: Share) -> Any:
+            self._will_have(len(share.items))
+            return jobs(prepared, share)
+
+        def write_file_or_die(writer: CheckpointWriter, *args: Any) -> Any:
             self._saves += 1
-            self._will_have(len(plan.items))
-            self._checkpoint = Path(writer.storage_meta().checkpoint_id or "").name
+            self._checkpoint = writer.folder.name
             if self._is_at(kills.BEFORE_FILES):
                 self.explode()
-            result = write_data(writer, plan, planner)
+            result = write_file(writer, *args)
             if self._is_at(kills.AFTER_FILE):
                 self.explode()
             return result
@@ -173,7 +178,8 @@ class Bomb:
             if self._is_at(kills.AFTER_MANIFEST):
                 self.explode()
 
-        _replace(StorageWriter, "write_data", write_data_or_die)
+        _replace(Prepared, "jobs", jobs_and_count)
+        _replace(CheckpointWriter, "write", write_file_or_die)
         _replace(Folder, "write", write_or_die)
         _replace(Folder, "put", put_or_die)
 
@@ -185,20 +191,20 @@ class Bomb:
         return explode
 
     def _arm_restore(self) -> None:
-        read_data, load_bytes = StorageReader.read_data, LoadPlanner.load_bytes
+        load, load_chunk = ChainRestore.load, ChainRestore.load_chunk
 
-        def read_data_and_count(reader: StorageReader, plan: LoadPlan, planner: LoadPlanner) -> Any:
-            self._will_have(len(plan.items))
-            return read_data(reader, plan, planner)
+        def load_and_count(restore: ChainRestore, *args: Any) -> None:
+            self._will_have(len(restore.keys))
+            load(restore, *args)
 
-        def load_bytes_or_die(planner: LoadPlanner, item: Any, value: Any) -> None:
-            load_bytes(planner, item, value)
+        def load_chunk_or_die(restore: ChainRestore, chunk: Any) -> None:
+            load_chunk(restore, chunk)
             if self.is_last_chunk():
                 self.explode()
 
         if self.kill.point == kills.IN_RESTORE and self.kill.rank == RANK:
-            _replace(StorageReader, "read_data", read_data_and_count)
-            _replace(LoadPlanner, "load_bytes", load_bytes_or_die)
+            _replace(ChainRestore, "load", load_and_count)
+            _replace(ChainRestore, "load_chunk", load_chunk_or_die)
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Injects every fault there is and prints the table of ``docs/reliability.md``.
+"""Injects every fault there is; prints the table of docs/explanation/consistency_and_crashes.md.
 
 ``python -m tests.crash.reliability --json recipes/results/reliability.json``; with ``--only`` some
 of its rows (or none), beside those that the file holds already.

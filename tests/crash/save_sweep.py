@@ -36,11 +36,11 @@ from tests.distributed.models import (
     uniform_plan,
 )
 from torchrec_checknrun import Checkpointer, Consecutive, Full, Retention
-from torchrec_checknrun.chain import committed
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import FOLDER
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.root.checkpoints import committed
+from torchrec_checknrun.root.lease import FOLDER
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.verify import verify
 
 SPEC = ModelSpec((CollectionSpec("c", (TableSpec("t0", 40, 8, ("f0",)),)),))
 _roots = itertools.count()

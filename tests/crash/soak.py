@@ -23,8 +23,8 @@ from tests.distributed import references
 from tests.distributed.models import Job, gather, scramble, uniform_plan
 from torchrec_checknrun import Checkpointer, Intermittent, Retention
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.verify import verify
 
 FAULTS = 0.2
 """Of the checkpoints meet one."""

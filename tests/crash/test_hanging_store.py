@@ -19,9 +19,12 @@ from tests.crash.hanging import CALLS, HangingStore
 from tests.crash.save_sweep import alone
 from tests.distributed.models import Plan, gather
 from tests.distributed.small_job import Workers, build, checkpointer, where
-from tests.unit import test_saver
-from torchrec_checknrun import Checkpointer, background, new_file, waiting
+from tests.unit.run import test_saver
+from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.run import waiting
+from torchrec_checknrun.save import background
+from torchrec_checknrun.store import new_file
 
 TIMEOUT = 3.0
 SLACK = 8.0

@@ -21,8 +21,8 @@ from recipes.dlrm_criteo.final_state import compare
 from recipes.dlrm_criteo.job import Job, is_alive
 from tests.crash import kills
 from tests.crash.kills import Kill
-from torchrec_checknrun.rank_file import MAGIC
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.format.rank_file import MAGIC
+from torchrec_checknrun.tools.verify import verify
 
 INTERVAL = 6
 STEPS = 120

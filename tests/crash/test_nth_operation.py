@@ -13,7 +13,7 @@ import pytest
 from tests.crash.chain_sweep import ChainSweep
 from tests.crash.faulty_store import Faults, Mode, faulty_disk, patience
 from tests.crash.save_sweep import Phase, Sweep, alone, faulty_roots
-from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.store.folder import Folder
 
 STRIDE = 24
 """Of the operations that `make test` takes; each mode begins with another one."""

@@ -1,4 +1,4 @@
-"""Small models with managed collisions: raw ids that are mapped to rows, evicted and reassigned."""
+"""Small models with managed collisions: raw ids are mapped to rows, evicted and reassigned."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.distributed import references
 from tests.distributed.models import CPU, gather, local_bytes
 from tests.distributed.zoo import Net, Zoo, ZooBatch, shard_net
-from torchrec_checknrun import Checkpointer, Consecutive, SavePlanner, StorageWriter, errors
-from torchrec_checknrun.kernels import find_modules
+from torchrec_checknrun import Checkpointer, Consecutive, errors
+from torchrec_checknrun.dcp import SavePlanner, StorageWriter
+from torchrec_checknrun.model.kernels import find_modules
 
 DIM, SAMPLES = 4, 6
 CHUNK_BYTES = 700
@@ -60,7 +61,7 @@ POLICIES: dict[str, Any] = {
 
 @dataclass
 class Spec:
-    """What a model is built of; the defaults are what most tests want."""
+    """The parameters of a model; the defaults suit most tests."""
 
     bag: bool = True
     hashed: bool = False
@@ -81,7 +82,7 @@ class Spec:
 
 
 class CollisionZoo(Zoo):
-    """Trains on raw ids of which some come often, others once; evictions draw new weights."""
+    """A model trained on raw ids, some frequent and some unique; evictions draw new weights."""
 
     device = CPU
 
@@ -103,13 +104,13 @@ class CollisionZoo(Zoo):
 
     @property
     def modules(self) -> dict[str, Any]:
-        """The managed-collision modules by table."""
+        """Return the managed-collision modules by table."""
         kinds = (MCHManagedCollisionModule, HashZchManagedCollisionModule)
         found = find_modules(self.model, kinds)
         return {path.rpartition(".")[2]: module for path, module in found}
 
     def mapping(self) -> dict[str, dict[int, int]]:
-        """By table, the row of each raw id that has one, on all ranks."""
+        """Return the row of each mapped raw id on all ranks, by table."""
         everyone: list[Any] = [None] * dist.get_world_size()
         own = {table: _rows_of(module) for table, module in self.modules.items()}
         dist.all_gather_object(everyone, own)
@@ -122,7 +123,7 @@ class CollisionZoo(Zoo):
         return joined
 
     def history(self) -> dict[str, Any]:
-        """What this rank's modules have seen since their last eviction, as JSON."""
+        """Return the ids seen by this rank's modules since their last eviction, as JSON."""
         found = {}
         for table, module in self.modules.items():
             count = module._current_history_buffer_offset
@@ -157,7 +158,7 @@ def _rows_of(module: Any) -> dict[int, int]:
 
 
 def build(spec: Spec, seed: int = 1) -> CollisionZoo:
-    """A model on all ranks, row-wise, which is the only sharding of managed collisions."""
+    """Build a model on all ranks, row-wise, the only sharding of managed collisions."""
     torch.manual_seed(seed)
     meta = torch.device("meta")
     tables: list[Any] = []
@@ -217,7 +218,7 @@ def _module(spec: Spec, table: str) -> Any:
 
 @contextmanager
 def resets_on_cpu() -> Iterator[None]:
-    """FBGEMM resets rows of row-wise Adagrad on a GPU only; this is what it does there."""
+    """Reset rows of row-wise Adagrad on a CPU as FBGEMM does on a GPU only."""
 
     def reset(
         self: Any,
@@ -234,7 +235,7 @@ def resets_on_cpu() -> Iterator[None]:
                 self.split_optimizer_states()[table],
             )
             rows = pruned_indices[start:stop]
-            rows = rows[rows < len(weight)]  # theirs would go into the next table's memory
+            rows = rows[rows < len(weight)]  # other rows would land in the next table's memory
             weight.data[rows] = 0
             momentum.data[rows] = 0
 
@@ -262,7 +263,7 @@ def on_device(spec: Spec) -> Any:
 
 
 def keep(zoo: CollisionZoo, path: Path) -> None:
-    """A copy of all that a run consists of, of this rank's history in a file of its own."""
+    """Copy a run's whole state, each rank's history to a separate file."""
     rank, state, mapping = dist.get_rank(), gather(zoo), zoo.mapping()
     path.with_suffix(f".{rank}.json").write_text(json.dumps(zoo.history()))
     if rank == 0:
@@ -272,7 +273,7 @@ def keep(zoo: CollisionZoo, path: Path) -> None:
 
 
 def saved(root: str, spec: Options, tracked: bool = True) -> str:
-    """One checkpoint and its copy; with ids seen since the last eviction."""
+    """Save one checkpoint and a copy, with ids seen since the last eviction."""
     zoo = build(Spec(**spec))
     zoo.train(4)
     if not tracked:
@@ -299,7 +300,7 @@ def refused(
     error: str = "IncompatibleCheckpoint",
     **how: Any,
 ) -> None:
-    """It raises, on all ranks, and nothing is changed."""
+    """Assert that a restore raises on all ranks and changes nothing."""
     zoo = build(Spec(**spec), seed=7)
     zoo.train(2)
     before, history = local_bytes(zoo), zoo.history()

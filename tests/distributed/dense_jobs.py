@@ -1,4 +1,4 @@
-"""Jobs whose dense parameters have any optimizer under any wrapper, and all that is in them."""
+"""Jobs whose dense parameters have any optimizer under any wrapper, and all of their state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from tests.distributed.fused_on_cpu import any_fused_optimizer
 from tests.distributed.layouts import Layout, LayoutJob, build
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
-from torchrec_checknrun import Checkpointer, Consecutive, Policy
+from torchrec_checknrun import Checkpointer, Consecutive
+from torchrec_checknrun.policy import Policy
 
 SPEC = ModelSpec(
     (CollectionSpec("a", (TableSpec("t0", 29, 8, ("f0",)), TableSpec("t1", 24, 8, ("f1",)))),)
@@ -39,7 +40,7 @@ OPTIMIZERS: dict[str, Any] = {
     "decay": lambda p: torch.optim.Adagrad(p, lr=0.01, weight_decay=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, weight_decay=0.1),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),  # can't be asked on the meta device
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),  # can't step on the meta device
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
 }
 
@@ -47,7 +48,7 @@ OPTIMIZERS: dict[str, Any] = {
 def make(
     layout: dict[str, Any], dense: str, wrapper: str, seed: int = 0, fused: str = "adagrad"
 ) -> LayoutJob:
-    """A job whose dense parameters, data-parallel tables among them, have one optimizer."""
+    """Make a job whose dense parameters, data-parallel tables included, have one optimizer."""
     with any_fused_optimizer():
         job = build(replace(SPEC, fused=fused).to_json(), layout, seed)
     parameters = dict(in_backward_optimizer_filter(job.model.named_parameters()))
@@ -86,7 +87,7 @@ def save(saver: Checkpointer) -> str:
 
 
 def content(value: Any, path: str = "") -> dict[str, Any]:
-    """Whatever is in a nest of state dicts, tensors as bytes; of sharded ones this rank's part."""
+    """Flatten nested state dicts, tensors as bytes, sharded ones as this rank's part."""
     if isinstance(value, dict):
         items: Any = value.items()
     elif isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Fused optimizers that FBGEMM has for GPUs only, built on a CPU: they have state, and no more."""
+"""Build fused optimizers that FBGEMM has for GPUs only on a CPU: with state, but untrainable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Change(ast.NodeTransformer):
 
 
 def _without_refusal() -> Callable[..., None]:
-    """The kernel's constructor without its assertion that the optimizer trains on a CPU."""
+    """Return the kernel's constructor without its assertion that the optimizer trains on a CPU."""
     constructor = textwrap.indent(textwrap.dedent(inspect.getsource(KERNEL.__init__)), "    ")
     tree = ast.parse(f"class {KERNEL.__name__}:\n{constructor}")
     change = _Change()
@@ -48,7 +48,7 @@ def _without_refusal() -> Callable[..., None]:
 
 @contextmanager
 def any_fused_optimizer() -> Iterator[None]:
-    """Within it, kernels with any fused optimizer can be built on a CPU; they can't train."""
+    """Let the block build kernels with any fused optimizer on a CPU; they can't train."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KERNEL, "__init__", _without_refusal())
         yield

@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from tests.distributed.sequence_model import Point, Way
-from torchrec_checknrun.background import Background, Save
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.new_file import NewFile
-from torchrec_checknrun.storage import StorageWriter
-from torchrec_checknrun.write_process import WriteProcess
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.save import background
+from torchrec_checknrun.save.background import Background
+from torchrec_checknrun.save.commit import CheckpointWriter
+from torchrec_checknrun.save.process import WriteProcess
+from torchrec_checknrun.save.save import Save
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.new_file import NewFile
 
 PATIENCE = 60.0
 """Seconds until a test that hangs says so."""
@@ -73,25 +74,25 @@ class Gate:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.next = Way()
         self.passage: Passage | None = None
-        begin, save = Background.begin, dcp.save
-        write_data, write, put = StorageWriter.write_data, Folder.write, Folder.put
+        begin, save = Background.begin, background.save_checkpoint
+        write_file, write, put = CheckpointWriter.write, Folder.write, Folder.put
         write_there = WriteProcess.write
 
-        def begin_here(background: Background, *args: Any, **kwargs: Any) -> Save:
+        def begin_here(here: Background, *args: Any, **kwargs: Any) -> Save:
             self.passage = passage = Passage(self.next)
-            passage.save = begin(background, *args, **kwargs)
+            passage.save = begin(here, *args, **kwargs)
             return passage.save
 
         def hear(*args: Any, **kwargs: Any) -> Any:
             passage = self.passage
-            metadata = save(*args, **kwargs)
+            manifest = save(*args, **kwargs)
             if passage is not None:
                 passage.at(Point.HEARD)
-            return metadata
+            return manifest
 
-        def write_data_here(writer: StorageWriter, *args: Any) -> Any:
+        def write_file_here(writer: CheckpointWriter, *args: Any) -> Any:
             self._at(Point.FILE)
-            return write_data(writer, *args)
+            return write_file(writer, *args)
 
         @contextmanager
         def write_here(folder: Folder, name: str) -> Iterator[Any]:
@@ -120,8 +121,8 @@ class Gate:
             return write_there(process, folder, rank, killing(process, jobs))
 
         patch.setattr(Background, "begin", begin_here)
-        patch.setattr(dcp, "save", hear)
-        patch.setattr(StorageWriter, "write_data", write_data_here)
+        patch.setattr(background, "save_checkpoint", hear)
+        patch.setattr(CheckpointWriter, "write", write_file_here)
         patch.setattr(Folder, "write", write_here)
         patch.setattr(Folder, "put", put_here)
         patch.setattr(WriteProcess, "write", write_there_or_die)

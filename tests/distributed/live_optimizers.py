@@ -1,4 +1,4 @@
-"""All that optimizers, wrappers, schedulers and kernels hold, as they are and not as state dicts.
+"""Collect all that optimizers, wrappers, schedulers and kernels hold, apart from state dicts.
 
 ``live`` walks through attributes, private ones too, down to plain values and tensors.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -19,12 +19,12 @@ Live = dict[str, str]
 
 _PLAIN = (type(None), bool, int, float, str, Enum, torch.dtype)
 _SKIPPED = ("_stages", "_emb_module", "_pg", "_optimizer_step_post_hooks")
-"""Dataclasses from the constructor; kernels, which are visited as such; process groups; hooks (a
-Checkpointer hangs one there)."""
+"""Constructor dataclasses; kernels, which are visited separately; process groups; hooks (one is the
+Checkpointer's)."""
 
 
 def live(model: Any, **objects: Any) -> Live:
-    """Return what the model's parameters and kernels and the named objects hold, by path."""
+    """Return the content of the model's parameters and kernels and of named objects, by path."""
     names = {id(p): name for name, p in model.named_parameters()}
     found: Live = {name: _digest(p) for name, p in model.named_parameters()}
     for number, kernel in enumerate(kernels(model)):
@@ -43,7 +43,7 @@ def live(model: Any, **objects: Any) -> Live:
 
 
 def differences(one: Live, other: Live) -> list[str]:
-    """Return what differs, both values told."""
+    """Describe each difference, with both values."""
     return [
         f"{path}: {one.get(path)} instead of {other.get(path)}"
         for path in sorted(one.keys() | other.keys())
@@ -72,22 +72,26 @@ def _visit(path: str, value: Any, names: dict[int, str], seen: dict[int, str], f
         found[path] = names.get(id(value)) or _digest(value)
     elif id(value) in seen and isinstance(value, dict):
         found[path] = f"is {seen[id(value)]}"
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (Mapping, list, tuple, deque)):
         seen[id(value)] = path
         found[path] = f"{len(value)} items"
-        for key, item in value.items():
-            _visit(f"{path}.{_key(key, names)}", item, names, seen, found)
-    elif isinstance(value, (list, tuple, deque)):
-        seen[id(value)] = path
-        found[path] = f"{len(value)} items"
-        for i, item in enumerate(value):
-            _visit(f"{path}[{i}]", item, names, seen, found)
+        for step, item in _items(value, names):
+            _visit(f"{path}{step}", item, names, seen, found)
     elif hasattr(value, "__dict__") and not callable(value) and id(value) not in seen:
         seen[id(value)] = path
         found[path] = type(value).__name__
         for name, item in vars(value).items():
             if name not in _SKIPPED:
                 _visit(f"{path}.{name}", item, names, seen, found)
+
+
+def _items(value: Any, names: dict[int, str]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f".{_key(key, names)}", item
+    else:
+        for i, item in enumerate(value):
+            yield f"[{i}]", item
 
 
 def _key(key: Any, names: dict[int, str]) -> str:

@@ -1,4 +1,4 @@
-"""A small sharded model with BatchNorm, whose statistics each rank has of its own batches."""
+"""A small sharded model with BatchNorm, whose statistics differ between ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Normalized(nn.Module):
-    """A table, BatchNorm and a layer."""
+    """A model of a table, BatchNorm and a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Normalized(nn.Module):
 
 
 class NormalizedJob:
-    """The model, sharded, with its dense optimizer; each rank has batches of its own."""
+    """The sharded model with its dense optimizer; each rank has its own batches."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -73,7 +73,7 @@ class NormalizedJob:
         self.steps += 1
 
     def statistics(self) -> dict[str, list[float]]:
-        """This rank's buffers."""
+        """Return this rank's buffers."""
         content = self.model.state_dict()
         names = ("running_mean", "running_var", "num_batches_tracked")
         return {name: content[f"norm.{name}"].reshape(-1).tolist() for name in names}

@@ -117,11 +117,11 @@ def layout(*shardings: str, ranks: int = 2) -> dict[str, Any]:
 
 
 class Run:
-    """A job with its optimizers and what steps beside them.
+    """A job with its optimizers, wrapper and scheduler.
 
     Args:
         nest: a name of ``NESTS``, or of ``ALONE``: then of the fused optimizer, with SGD beside.
-        scheduled: what the scheduler is made of: the ``outer`` optimizer, the ``wrapper`` of the
+        scheduled: the scheduler's optimizer: the ``outer`` optimizer, the ``wrapper`` of the
             dense one, or torch's own (``inner``).
     """
 
@@ -195,7 +195,7 @@ class Run:
 
 
 def goes_on(root: str, cases: list[dict[str, Any]]) -> list[str]:
-    """Save in the middle, restore into new objects (and into the old ones), train on."""
+    """Save in the middle, restore into new objects (and into the old ones), and train on."""
     problems = []
     for number, case in enumerate(cases):
         path = f"{root}/{number}"

@@ -1,4 +1,4 @@
-"""TorchRec's dynamic resharding as the tests ask for it, made to run on gloo; what they compare."""
+"""TorchRec's dynamic resharding on gloo, and comparisons for tests of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from tests.distributed.models import CPU
 from tests.distributed.zoo import Rows, changed_rows, table_arrays
-from torchrec_checknrun import Checkpointer, Consumer, TrackedModel
+from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.tracking import Consumer, TrackedModel
+
+TABLES = {"t0": "table_wise:0", "t1": "table_wise:1", "t2": "table_wise:1"}
+COLUMNS = {"t0": "column_wise:0,1", "t1": "column_wise:1,0", "t2": "table_wise:1"}
 
 Change = dict[str, list[int]]
 """By table, the ranks that its columns go to, in equal parts."""
@@ -48,7 +52,7 @@ class _Gloo:
 
 @contextmanager
 def gloo_can_reshard() -> Iterator[None]:
-    """TorchRec means this for NCCL, which ignores tags: they are hashes that differ by process."""
+    """Let TorchRec, made for NCCL, reshard on gloo: its tags are hashes that differ by process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_sharding, "dist", _Gloo())
         patch.setattr(
@@ -65,7 +69,7 @@ def reshard(
     seen: bool = True,
     compute_kernel: str = "fused",
 ) -> None:
-    """Moves tables of a collection, and makes the job's optimizer anew as TorchRec asks for."""
+    """Move tables of a collection, and make a new optimizer for the job as TorchRec requires."""
     collection = job.model.module.get_submodule(path)
     moved = EmbeddingModuleShardingPlan()
     for table, ranks in change.items():
@@ -94,7 +98,7 @@ def reshard(
 
 
 def union(tracked: TrackedModel, consumer: Consumer) -> Rows:
-    """Modified rows on all ranks; each is in a shard that is here."""
+    """Return the rows modified on any rank; assert that each is in a shard of its rank."""
     own = set()
     for table, rows in tracked.modified_rows(consumer).items():
         places = [s.rectangle for s in tracked.shards if s.table == table]
@@ -106,7 +110,7 @@ def union(tracked: TrackedModel, consumer: Consumer) -> Rows:
 
 
 def assert_restores(root: str, job: Any, again: Any) -> None:
-    """What the newest checkpoint restores into another model is what this one holds."""
+    """Assert that the newest checkpoint restores this job's tables into another one."""
     with Checkpointer(root, model=again.model, state={"optimizer": again.optimizer}) as saver:
         assert saver.restore() is not None
     wanted, found = table_arrays(job), table_arrays(again)

@@ -267,8 +267,8 @@ class Reference:
         """The end in peace."""
         self._settle_all()
         begun = None
-        is_behind = self._last is None or self._last.step != self.steps
-        if self._life.at_end and self.steps > 0 and is_behind:
+        has_unsaved_steps = self._last is None or self._last.step != self.steps
+        if self._life.at_end and self.steps > 0 and has_unsaved_steps:
             for rank in self._ranks:  # what failed before is part of this one
                 rank.error = False
             begun = self._begin(way)

@@ -31,19 +31,19 @@ from torchrec_checknrun import (
     Full,
     Intermittent,
     OneShot,
-    Policy,
     Quantization,
-    checkpointer,
 )
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import Manifest
-from torchrec_checknrun.policy import Decision
-from torchrec_checknrun.restore import Target
-from torchrec_checknrun.staged import StagedRows
-from torchrec_checknrun.tracked import TrackedModel
-from torchrec_checknrun.tracking import Consumer
-from torchrec_checknrun.triggers import AtEnd, Moment
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.model.marks import Consumer
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.policy import Policy
+from torchrec_checknrun.restore.restore import Target
+from torchrec_checknrun.root.policy import Decision
+from torchrec_checknrun.run import checkpointer
+from torchrec_checknrun.run.triggers import AtEnd, Moment
+from torchrec_checknrun.save.staged import StagedRows
+from torchrec_checknrun.store.folder import Folder
 
 POLICIES: dict[str, Policy] = {
     "full": Full(),

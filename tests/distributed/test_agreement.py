@@ -26,9 +26,9 @@ from torchrec_checknrun import (
     PerRank,
     Quantization,
     Retention,
-    agreement,
 )
 from torchrec_checknrun.errors import RootNotShared
+from torchrec_checknrun.restore import shared_root
 
 Workers = Callable[[int], WorkerPool]
 
@@ -157,7 +157,7 @@ def disks_of_their_own(
     root: str, spec: dict[str, Any], plan: Plan, of_others: str
 ) -> dict[str, str]:
     """The same path is another folder for each process, as it is on each machine's own disk."""
-    agreement.PATIENCE_SECONDS = 0.5
+    shared_root.PATIENCE_SECONDS = 0.5
     own = Path(root).parent / f"disk{dist.get_rank()}"
     own.mkdir(parents=True, exist_ok=True)
     path = "/proc/self/cwd/run"

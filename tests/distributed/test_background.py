@@ -31,8 +31,8 @@ from tests.distributed.models import (
 from tests.distributed.worker_pool import REPOSITORY, WorkerPool
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Quantization
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.store.folder import Folder
 
 Workers = Callable[[int], WorkerPool]
 
@@ -432,7 +432,7 @@ SCRIPT = """
 import logging, os, sys, threading, time
 import torch.distributed as dist
 from tests.distributed.test_background import build, checkpointer, uniform_plan, SPEC
-from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.store.folder import Folder
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 put, create = Folder.put, Folder.create

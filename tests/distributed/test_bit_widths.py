@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, Plan, TableSpec, uniform_plan
-from tests.distributed.test_tracking_zoo import warnings_said
+from tests.distributed.watch import warnings_said
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Quantization
 

@@ -21,13 +21,8 @@ from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from tests.distributed.damage import chunks_of, index_of
 from tests.distributed.models import Job, random_spec, uniform_plan
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun import (
-    Checkpointer,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
+from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 Workers = Callable[[int], WorkerPool]
 Corner = tuple[int, ...]
@@ -219,7 +214,7 @@ def test_beside_a_model(workers: Workers, tmp_path: Path) -> None:
 
 def unsupported(root: str) -> None:
     lone = {"state": {"c.t.weight": {"t.momentum1": sharded("rows", "half", False, True)}}}
-    with pytest.raises(CheckpointException, match="put the model's state dict beside it"):
+    with pytest.raises(CheckpointException, match="save the model's state dict with it"):
         dcp.save(lone, planner=SavePlanner(), storage_writer=StorageWriter(Path(root) / "lone"))
 
 

@@ -29,10 +29,10 @@ from torchrec_checknrun import (
     Intermittent,
     OneShot,
     PerRank,
-    Policy,
     Quantization,
     compact,
 )
+from torchrec_checknrun.policy import Policy
 
 Workers = Callable[[int], WorkerPool]
 POLICIES: dict[str, Policy] = {

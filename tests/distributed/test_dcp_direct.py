@@ -26,16 +26,9 @@ from tests.distributed.models import (
 )
 from tests.distributed.reader30 import read_rows
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun import (
-    Checkpointer,
-    LoadPlanner,
-    Quantization,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    TrackedModel,
-    track,
-)
+from torchrec_checknrun import Checkpointer, Quantization
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from torchrec_checknrun.tracking import TrackedModel, track
 
 Workers = Callable[[int], WorkerPool]
 SPEC = random_spec(11)

@@ -1,4 +1,4 @@
-"""Dense optimizers: state made late or not yet, under any wrapper, of tables that come and go."""
+"""Dense optimizers: state made late or never, under any wrapper, of tables that come and go."""
 
 from __future__ import annotations
 
@@ -26,20 +26,15 @@ from tests.distributed.dense_jobs import (
 )
 from tests.distributed.layouts import LayoutJob
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun import (
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    track,
-)
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.tracking import track
 
 Workers = Callable[[int], WorkerPool]
 
 
 def resumes(root: str, dense: str, wrapper: str) -> None:
-    """A new process has made no state yet; what it restores trains on as if never interrupted."""
+    """Restore in a new process without state: training continues as if never interrupted."""
     job = make(MIXED, dense, wrapper)
     with checkpointer(root, job) as saver:
         save(saver)  # before any state was made
@@ -49,7 +44,7 @@ def resumes(root: str, dense: str, wrapper: str) -> None:
         save(saver)
     again = make(MIXED, dense, wrapper, seed=9)
     with checkpointer(root, again) as saver:
-        with torch.no_grad():  # it may hold anything
+        with torch.no_grad():  # the memory may hold anything
             again.model.state_dict()[f"{T0}.weight"][3] = torch.nan
             again.model.state_dict()["out.weight"][:] = torch.inf
         assert saver.restore() is not None
@@ -75,7 +70,7 @@ def test_state_that_is_made_late(
 
 
 def rolls_back(root: str, dense: str, wrapper: str) -> None:
-    """Within a process to before any state was made, and again to after that."""
+    """Roll back to before any state was made, then forward to after it, in one process."""
     job = make(MIXED, dense, wrapper)
     with checkpointer(root, job) as saver:
         at_first, first = everything(job), save(saver)
@@ -100,7 +95,7 @@ def test_back_to_before_the_first_step(
 
 
 def is_refused(root: str, saved: str, wanted: str, wrapper: str, trained: int, match: str) -> None:
-    """Nothing is changed, the optimizer's own state included; both train on alike."""
+    """Refuse without changing anything, optimizer state included: both jobs train on alike."""
     job = make(MIXED, saved, wrapper)
     job.train(2)
     with checkpointer(root, job) as saver:
@@ -150,7 +145,7 @@ def test_another_optimizer(
 
 
 def skips(root: str, wrapper: str) -> list[str]:
-    """With ``strict=False`` another optimizer's state is left out, and all else restored."""
+    """Skip another optimizer's state with ``strict=False``, and restore everything else."""
     job = make(MIXED, "amsgrad", wrapper)
     job.train(2)
     with checkpointer(root, job) as saver:
@@ -188,7 +183,7 @@ def test_another_optimizer_skipped(workers: Workers, tmp_path: Path, wrapper: st
 
 
 def there_and_back(root: str, wrapper: str, dense: str, fused: str, steps: int) -> None:
-    """Two data-parallel tables are sharded, then data parallel again: nothing was lost."""
+    """Shard two data-parallel tables, then make them data parallel again: nothing is lost."""
     job = make(REPLICAS, dense, wrapper, fused=fused)
     rates = {"tables": 0.003, "rest": 0.004}
     set_rates(job, wrapper, rates)
@@ -236,7 +231,7 @@ def there_and_back(root: str, wrapper: str, dense: str, fused: str, steps: int) 
 
 
 def named_state(job: LayoutJob) -> dict[str, dict[str, torch.Tensor]]:
-    """The dense optimizer's state by the model's names."""
+    """Return the dense optimizer's state by the model's names."""
     found = {}
     state: dict[Any, Any] = dict(job.optimizer.state)
     for name, parameter in job.model.named_parameters():
@@ -246,7 +241,7 @@ def named_state(job: LayoutJob) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def set_rates(job: LayoutJob, wrapper: str, rates: dict[str, float]) -> None:
-    """As a scheduler would: of the data-parallel tables, where their group is their own."""
+    """Set rates as a scheduler does, where data-parallel tables have a group of their own."""
     groups = list(job.optimizer.param_groups)
     if wrapper == "plain":
         for group, name in zip(reversed(groups), ("rest", "tables"), strict=False):
@@ -291,7 +286,7 @@ def test_data_parallel_to_sharded_and_back(
 
 
 def there_and_back_with_dcp(root: str) -> None:
-    """With DCP alone, TorchRec's ``init_state`` makes what the rows go into."""
+    """Go there and back with DCP alone, after TorchRec's ``init_state`` has made the state."""
     job = make(REPLICAS, "adam", "combined", fused="adam")
     job.train(3)
     sharded = make(ROWS, "adam", "combined", seed=5, fused="adam")
@@ -321,7 +316,7 @@ def test_data_parallel_to_sharded_and_back_with_dcp(workers: Workers, tmp_path: 
 
 
 def groups_saved(root: str, source: dict[str, Any], target: dict[str, Any], seen: str) -> None:
-    """TorchRec's optimizers with ``save_param_groups``: options go by parameters, not by number."""
+    """Save groups with ``save_param_groups``: options follow parameters, not numbers."""
     job = make(source, "adagrad", "combined")
     job.optimizer.save_param_groups(True)
     for group in job.optimizer.param_groups:
@@ -358,7 +353,7 @@ def test_parameter_groups(
 
 
 def regrouped(root: str) -> None:
-    """Parameters of groups with different options are in one group now: found before a change."""
+    """Join groups with different options: refused before anything is changed."""
     job = make(MIXED, "adam", "plain")
     job.train(1)
     with checkpointer(root, job) as saver:

@@ -29,13 +29,8 @@ from torch.distributed.tensor import (
 from tests.distributed.damage import chunks_of
 from tests.distributed.placed import PlacedJob
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun import (
-    Checkpointer,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
+from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 Workers = Callable[[int], WorkerPool]
 

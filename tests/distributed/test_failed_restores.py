@@ -26,8 +26,11 @@ from tests.distributed.small_job import (
     three_checkpoints,
     where,
 )
-from torchrec_checknrun import LoadPlanner, StorageReader, errors, filesystem, storage
-from torchrec_checknrun.read_chunks import StoredChunk
+from torchrec_checknrun import errors
+from torchrec_checknrun.dcp import LoadPlanner, StorageReader
+from torchrec_checknrun.format.reader import StoredChunk
+from torchrec_checknrun.restore import chunks
+from torchrec_checknrun.store import folder as filesystem
 
 FOUND_BEFORE = [
     *("manifest", "manifest_cut", "manifest_empty", "format"),
@@ -273,7 +276,7 @@ def test_damaged_checkpoint_through_dcp_load(
 
 def read_fails_on_one_rank(root: str, spec: dict[str, Any], plan: Plan, names: list[str]) -> None:
     """The storage answers rank 1 with errors for the newest checkpoint's chunks."""
-    read_chunk = storage.read_chunk
+    read_chunk = chunks.read_chunk
 
     def failing(folder: filesystem.Folder, chunk: StoredChunk, *memory: Any) -> memoryview:
         if dist.get_rank() == 1 and chunk.checkpoint == names[2]:
@@ -282,7 +285,7 @@ def read_fails_on_one_rank(root: str, spec: dict[str, Any], plan: Plan, names: l
 
     job = build(spec, plan, seed=5)
     with checkpointer(root, job) as saver, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "read_chunk", failing)
+        patch.setattr(chunks, "read_chunk", failing)
         report = saver.restore()
         assert report is not None
         assert report.id == names[1]

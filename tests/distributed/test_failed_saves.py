@@ -11,8 +11,10 @@ import torch.distributed as dist
 from tests.distributed.models import Plan, gather, row_bytes, scramble
 from tests.distributed.reader30 import read_rows
 from tests.distributed.small_job import Note, Workers, build, checkpointer, is_at, keep, save, where
-from torchrec_checknrun import Consecutive, errors, filesystem, rank_file
-from torchrec_checknrun.policy import Decision
+from torchrec_checknrun import Consecutive, errors
+from torchrec_checknrun.format import rank_file
+from torchrec_checknrun.root.policy import Decision
+from torchrec_checknrun.store import folder
 
 
 class Unstorable(Note):
@@ -51,7 +53,7 @@ def save_fails_once(root: str, spec: dict[str, Any], plan: Plan, how: str, error
         if how == "write" and dist.get_rank() == 1:
             patch.setattr(rank_file, "_write_index", raise_os_error)
         if how == "manifest":
-            patch.setattr(filesystem.Folder, "put", raise_os_error)
+            patch.setattr(folder.Folder, "put", raise_os_error)
         if how == "steps":
             saver.steps += dist.get_rank()
         with pytest.raises(getattr(errors, error), match=MESSAGES[how]):

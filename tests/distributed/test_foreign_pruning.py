@@ -13,13 +13,14 @@ from tests.distributed import references
 from tests.distributed.models import Plan, gather, scramble
 from tests.distributed.small_job import build, checkpointer, save, where
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot, Policy, compact
+from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot, compact
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.lease import latest_claim
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.policy import Policy
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.lease import latest_claim
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.store.folder import Folder
 
 Workers = Callable[[int], WorkerPool]
 POLICIES: dict[str, Policy] = {

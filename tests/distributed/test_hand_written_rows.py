@@ -1,8 +1,8 @@
 """Tables that are written by hand between checkpoints: whatever was written is restored.
 
-Random sequences of training and of all the ways in which users write rows, on real ranks; a table
-of each kind of sharding, data-parallel ones among them. What every row should be is read from
-TorchRec's own state dicts.
+Random sequences of training and of all the ways in which users write rows, on real ranks, with a
+table of each kind of sharding, data-parallel ones included. The expected rows come from TorchRec's
+own state dicts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from tests.distributed.test_tracking_zoo import warnings_said
+from tests.distributed.watch import warnings_said
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import ROWS, Zoo, build_zoo, changed_rows, stored_rows, table_arrays
 from torchrec_checknrun import Checkpointer, Consecutive, OneShot
@@ -50,7 +50,7 @@ class Job:
         """The same on all ranks."""
 
     def save(self) -> int:
-        """Save; how many rows were stored (on rank 0)."""
+        """Save and return the number of stored rows (on rank 0)."""
         self.saver.steps += 1
         report = self.saver.save()
         assert report is not None
@@ -59,8 +59,10 @@ class Job:
         return len(stored)
 
     def parts(self, table: str, *names: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """This rank's parts of a table's weight, each with its first row; or of its optimizer
-        state, by any of these names.
+        """Yield this rank's parts of a table's weight, each with its first row.
+
+        Args:
+            names: yield parts of the optimizer state with any of these names instead.
         """
         if not names:
             whole = self.zoo.model.state_dict()[f"{PREFIX}{table}.weight"]
@@ -68,7 +70,7 @@ class Job:
             found = self.zoo.optimizer.state_dict()["state"]  # with a prefix for the dense one
             states = [of for key, of in found.items() if key.endswith(f"{PREFIX}{table}.weight")]
             if not states:
-                return  # no part of it is here
+                return  # another rank holds the table
             (whole,) = [value for key, value in states[0].items() if key.split(".")[-1] in names]
         if isinstance(whole, ShardedTensor):
             for shard in whole.local_shards():
@@ -80,7 +82,7 @@ class Job:
         return sorted(self.draw.sample(range(ROWS[table]), 3))
 
     def assign(self, table: str, rows: list[int], how: str = "view") -> None:
-        """Other values into those of the rows that are here."""
+        """Write new values into those of the rows that are on this rank."""
         value = self.draw.random()
         for first, part in self.parts(table):
             own = [row - first for row in rows if 0 <= row - first < len(part)]
@@ -97,6 +99,7 @@ class Job:
                 part[own] = value
 
     def act(self, action: str) -> None:
+        """Train, evaluate or write to a random table."""
         table = self.draw.choice(sorted(ROWS))
         rows = self.rows(table)
         zoo = self.zoo
@@ -107,7 +110,15 @@ class Job:
             with torch.no_grad():
                 zoo.model(zoo.batch(7))
             zoo.model.train()
-        elif action == "load":
+        elif action in NAMED:
+            self.write_named(action, table, rows)
+        else:
+            self.write_plainly(action, table, rows)
+
+    def write_plainly(self, action: str, table: str, rows: list[int]) -> None:
+        """Write without naming the rows: the package notices by itself."""
+        zoo = self.zoo
+        if action == "load":
             zoo.model.load_state_dict(scaled(zoo.model.state_dict()))
         elif action == "load_optimizer":
             zoo.optimizer.load_state_dict(scaled(zoo.optimizer.state_dict()))
@@ -123,7 +134,10 @@ class Job:
                 part.add_(more)
         elif action in ("view", "inference"):
             self.assign(table, rows, action)
-        elif action == "writing":
+
+    def write_named(self, action: str, table: str, rows: list[int]) -> None:
+        """Write rows and name them to the package."""
+        if action == "writing":
             with self.saver.writing(PREFIX + table, rows):
                 self.assign(table, rows)
         elif action in ("data", "numpy"):
@@ -147,7 +161,7 @@ ACTIONS = ("train", "train", "eval", *PLAIN, *NAMED)
 
 
 def scaled(state: Any) -> Any:
-    """A copy of a state dict with other values."""
+    """Copy a state dict and halve its values."""
     return _halve(copy.deepcopy(state))
 
 
@@ -171,7 +185,7 @@ def restored(root: str, plan: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def sequence(root: str, plan: dict[str, str], seed: int) -> None:
-    """Random actions with checkpoints in between; each third is restored elsewhere."""
+    """Act at random between checkpoints; restore every third one into another model."""
     job = Job(root, plan, one_shot=seed % 2 == 1)
     job.draw = random.Random(seed)
     job.zoo.train(1)
@@ -203,7 +217,7 @@ def test_whatever_was_written_is_restored(
 
 
 def each_way(root: str, plan: dict[str, str], action: str) -> list[int]:
-    """One write between two checkpoints of the same step, then training alone."""
+    """Write once between two checkpoints of the same step, then only train."""
     job = Job(root, plan)
     job.zoo.train(2)
     stored = [job.save()]
@@ -231,9 +245,9 @@ def test_each_way_of_writing(workers: Workers, tmp_path: Path, action: str) -> N
     )[0]
     assert full == ALL
     named = action in NAMED
-    if action in ("view", "inference"):  # of the ranks that hold a row of the three
+    if action in ("view", "inference"):  # only on ranks that hold one of the three rows
         assert min(first, second) > ALL // 3
     else:
         assert (first, second) == ((3, 3) if named else (ALL, ALL))
     assert warned == 0 if named else warned <= 1
-    assert trained < ALL  # what was written is known by then
+    assert trained < ALL  # the writes are known by then

@@ -22,7 +22,7 @@ from tests.distributed.layouts import (
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Checkpointer, Consecutive
-from torchrec_checknrun.report import CheckpointReport
+from torchrec_checknrun.root.report import CheckpointReport
 
 Workers = Callable[[int], WorkerPool]
 

@@ -1,4 +1,4 @@
-"""Managed collisions: which raw id has which row is saved with the rows, and training goes on."""
+"""Managed collisions: raw ids are saved with their rows, and training continues."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from tests.distributed.models import CPU, gather
 from tests.distributed.test_tracking_zoo import no_streams
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import ZooBatch, changed_rows, stored_rows, table_arrays
-from torchrec_checknrun import LoadPlanner, SavePlanner, StorageReader, StorageWriter, track
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from torchrec_checknrun.tracking import track
 
 Workers = Callable[[int], WorkerPool]
 
 
 def check_copy(zoo: CollisionZoo, path: Path) -> None:
-    """The same on as many ranks; a GPU may add gradients in another order."""
+    """Restore a copy on as many ranks; a GPU may add gradients in another order."""
     wanted, found = references.load(path.with_suffix(".npz")), gather(zoo)
     if zoo.device.type == "cpu":
         assert references.differences(found, wanted, None) == []
@@ -51,7 +52,7 @@ def check_copy(zoo: CollisionZoo, path: Path) -> None:
 
 
 def run_through(root: str, spec: Options) -> list[str]:
-    """Two checkpoints between evictions, and what became of the run later."""
+    """Save two checkpoints between evictions, and the run's later state."""
     zoo = build(Spec(**spec))
     folder, names = Path(root), []
     with on_device(Spec(**spec)), checkpointer(str(folder / "root"), zoo) as saver:
@@ -69,7 +70,7 @@ def run_through(root: str, spec: Options) -> list[str]:
 
 
 def go_on(root: str, spec: Options, name: str) -> None:
-    """A run with a history of its own, restored."""
+    """Restore into a run with a history of its own, and train on."""
     zoo = build(Spec(**spec), seed=7)
     folder = Path(root)
     with on_device(Spec(**spec)), checkpointer(str(folder / "root"), zoo) as saver:
@@ -99,7 +100,7 @@ def test_a_restored_run_goes_on_as_if_never_interrupted(
 
 
 def evictions(root: str, spec: Options, pipeline: str | None = None) -> dict[str, int]:
-    """Every checkpoint against what has changed, and which rows were given to another id."""
+    """Compare every checkpoint with the changed rows; return the rows given to other ids."""
     zoo = build(Spec(**spec))
     counts = dict.fromkeys(("missed", "wrong", "extra", "evicted"), 0)
     batches = iter([zoo.batch(i) for i in range(12)])

@@ -1,4 +1,4 @@
-"""Managed collisions on other ranks, or in modules that map ids otherwise."""
+"""Managed collisions on other ranks, or in modules that map ids differently."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from tests.distributed.collisions import (
 from tests.distributed.models import gather, local_bytes
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import changed_rows, stored_rows, table_arrays
-from torchrec_checknrun import LoadPlanner, StorageReader, errors
+from torchrec_checknrun import errors
+from torchrec_checknrun.dcp import LoadPlanner, StorageReader
 
 Workers = Callable[[int], WorkerPool]
 
 
 def on_fewer_ranks(root: str, spec: Options, name: str, ranks: int) -> None:
-    """Each raw id has its row; so have those that were seen lately; and the run goes on."""
+    """Restore on fewer ranks: raw ids keep their rows, recent ones too, and training continues."""
     zoo = build(Spec(**spec), seed=7)
     with checkpointer(f"{root}/root", zoo) as saver:
         report = saver.restore(name)
@@ -112,7 +113,7 @@ def test_ranks_that_ids_would_have_to_move_between(
 
 
 def test_ids_that_ranks_would_not_get(workers: Workers, tmp_path: Path) -> None:
-    """Rows of 4 ranks make up those of 2, but 241 ids dealt to 4 and to 2 don't."""
+    """Refuse 241 ids: rows of 4 ranks divide over 2, but the ids of 4 ranks don't."""
     spec = {"raw_ids": 242}
     name = workers(4).run(saved, root=str(tmp_path), spec=spec)[0]
     match = "raw ids belong to ranks"
@@ -153,7 +154,7 @@ def test_another_module(
 
 
 def test_a_renamed_table(workers: Workers, tmp_path: Path) -> None:
-    """Its ids are kept under the table's name."""
+    """Restore the ids of a renamed table, kept under its name."""
     name = workers(1).run(saved, root=str(tmp_path), spec={})[0]
     renamed: Options = {"map": {"t0": "t0x", "t1": "t1x"}, "strict": False}
     match = r"table '.*t0' can't be restored into '.*t0x'"
@@ -197,7 +198,7 @@ def not_lru(root: str, name: str) -> list[str]:
 
 
 def other_interval(root: str, name: str) -> None:
-    """What was seen is dropped, and the next interval begins."""
+    """Drop the seen ids under another interval, which starts over."""
     zoo = build(Spec(interval=2), seed=7)
     with checkpointer(f"{root}/root", zoo) as saver:
         saver.restore(name)
@@ -214,7 +215,7 @@ def test_another_interval(workers: Workers, tmp_path: Path) -> None:
 
 
 def fill(zoo: CollisionZoo, seed: int) -> None:
-    """As a GPU would: the kernel that puts ids into their slots doesn't run on a CPU."""
+    """Put ids into their slots as a GPU does: that kernel doesn't run on a CPU."""
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for module in zoo.modules.values():

@@ -17,9 +17,9 @@ from tests.distributed.test_background import build, checkpointer, differences, 
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Full, Retention
 from torchrec_checknrun.errors import RootInUse, StorageUnreachable
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import FOLDER, Claim, Holder, latest_claim
-from torchrec_checknrun.manifest import checkpoint_id
+from torchrec_checknrun.format.manifest import checkpoint_id
+from torchrec_checknrun.root.lease import FOLDER, Claim, Holder, latest_claim
+from torchrec_checknrun.store.folder import Folder
 
 Workers = Callable[[int], WorkerPool]
 

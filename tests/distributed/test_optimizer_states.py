@@ -56,7 +56,7 @@ NODE = layout(2, "table_row_wise:0", "table_wise:1", "row_wise")
 
 
 class Views:
-    """A table's shard in FBGEMM: its weight and states, and where they are."""
+    """A table's shard in FBGEMM: weight, states and their place in the table."""
 
     def __init__(self, path: str, config: Any, weight: Any, states: list[Any]) -> None:
         row, col = config.local_metadata.shard_offsets
@@ -67,7 +67,7 @@ class Views:
 
 
 def kernels(job: LayoutJob) -> Iterator[tuple[str, Any]]:
-    """Every fused kernel on this rank, with its collection's path of tables."""
+    """Yield every fused kernel on this rank, with its collection's path of tables."""
     for name, module in job.model.named_modules():
         for lookup in getattr(module, "_lookups", []):
             for kernel in getattr(lookup, "_emb_modules", []):
@@ -89,7 +89,7 @@ def views(job: LayoutJob) -> Iterator[Views]:
 
 
 def fill(job: LayoutJob, seed: int, every: int = 1) -> dict[str, np.ndarray]:
-    """Writes known values into every so-manieth row; the rows, by table."""
+    """Write known values into every n-th row; return the rows by table."""
     tables = {path: table for path, (_, table) in table_names(job.spec).items()}
     written = {path: np.arange(0, table.rows, every) for path, table in tables.items()}
     for view in views(job):
@@ -107,7 +107,7 @@ def fill(job: LayoutJob, seed: int, every: int = 1) -> dict[str, np.ndarray]:
 
 
 def wholes(job: LayoutJob) -> dict[str, Whole]:
-    """By state, the tables unsharded; a row-wise value stands in every column that it is for."""
+    """Return unsharded tables by state; a row-wise value is repeated in each of its columns."""
     mine = [
         (v.path, v.rows, v.columns, name, tensor.numpy().copy())
         for v in views(job)
@@ -160,7 +160,7 @@ def progress(job: LayoutJob) -> list[tuple[int, int, float, float]]:
 
 
 def save_chain(saver: Checkpointer, job: LayoutJob, seed: int, first: str) -> None:
-    """Two checkpoints: all rows, and then every third changed, each with another counter."""
+    """Save all rows, then every third one changed, each time with another counter."""
     for every, kind in ((1, first), (3, "differential")):
         rows = fill(job, seed + every, every)
         set_progress(job, step=seed * 10 + every, rate=seed / 1000)

@@ -1,4 +1,4 @@
-"""Wrapped optimizers and schedulers go on as if never interrupted: live objects are compared."""
+"""Restores of wrapped optimizers and schedulers on two ranks, compared by live objects."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_goes_on(workers: Workers, tmp_path: Path, case: dict[str, Any]) -> None
 
 
 def kernel_rates(root: str, source: dict[str, Any], target: dict[str, Any]) -> list[str]:
-    """Rates and hyperparameters set by hand, and a rate that the kernel hasn't been told yet."""
+    """Save rates and hyperparameters set by hand, and a rate not yet passed to the kernel."""
     run = Run(source, "combined")
     run.train(2)
     for kernel in kernels(run.job.model):
@@ -83,7 +83,7 @@ def test_kernel_rates(
 
 
 def rates_disagree(root: str) -> list[str]:
-    """Tables with rates of their own come into one kernel: it keeps its own, and that is told."""
+    """Join tables with different rates in one kernel: it keeps its own rate, with a warning."""
     run = Run(APART, "combined")
     for kernel in kernels(run.job.model):
         kernel.set_learning_rate(
@@ -117,7 +117,7 @@ def test_kernel_rates_that_disagree(workers: Workers, tmp_path: Path) -> None:
 
 
 def own_norms(root: str) -> list[str]:
-    """What wrappers know of their rank alone is no reason to refuse a save."""
+    """Save wrappers with values of their rank alone, which is no reason to refuse."""
     run = Run(APART, "warm each")
     run.train(2)
     clipping: Any = dict(run.optimizer.optimizers)["dense"]

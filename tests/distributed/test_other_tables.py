@@ -1,4 +1,4 @@
-"""Restores into tables that aren't quite those saved: renamed, resized, a part, other types."""
+"""Restores into tables that differ from the saved ones: renamed, resized, a part, other types."""
 
 from __future__ import annotations
 
@@ -22,17 +22,10 @@ from tests.distributed.layouts import (
 )
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec, local_bytes
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun import (
-    Checkpointer,
-    Consumer,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    load_tables,
-    track,
-)
+from torchrec_checknrun import Checkpointer, load_tables
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.tracking import Consumer, track
 
 Workers = Callable[[int], WorkerPool]
 
@@ -55,7 +48,7 @@ def checkpointer(root: str, job: LayoutJob, /, **state: Any) -> Checkpointer:
 
 
 def save_two(root: str, spec: dict[str, Any], layout: dict[str, Any], copy: str) -> None:
-    """A full and a differential checkpoint, without the optimizer's dense part."""
+    """Save a full and a differential checkpoint, without the optimizer's dense part."""
     job = build(spec, layout)
     job.train(2)
     with checkpointer(root, job) as saver:
@@ -82,13 +75,13 @@ def restore_other(
     options: dict[str, Any],
     rows: dict[str, list[Any]],
 ) -> tuple[str, ...]:
-    """Restores; checks each table against a saved one.
+    """Restore, and check each table against a saved one.
 
     Args:
         rows: by table here, the saved table and how many of its rows are here.
     """
     job = build(spec, layout, seed=9)
-    job.train(1)  # so that what is kept as it was has optimizer state to keep
+    job.train(1)  # so that rows left alone have optimizer state to keep
     before, saved = whole_state(job, layout), Whole.load(copy)
     with checkpointer(root, job) as saver:
         report = saver.restore(**options)
@@ -127,7 +120,7 @@ def test_tables_grow(workers: Workers, saved: dict[str, Any], sharding: str) -> 
 
 
 def new_rows_stay(root: str, copy: str, spec: dict[str, Any], layout: dict[str, Any]) -> None:
-    """Also where optimizer state is converted: what grew has neither other weights nor state."""
+    """Keep weights and state of new rows, even where optimizer state is converted."""
     job = build(spec, layout, seed=9)
     job.train(2)
     before, saved = whole_state(job, layout), Whole.load(copy)
@@ -241,7 +234,7 @@ def test_tables_into_another_model(
 
 
 def schedule(root: str, layout: dict[str, Any]) -> None:
-    """The fused optimizers' counter and learning rate travel; later updates show the latter."""
+    """Restore fused optimizers' counter and learning rate, which later updates show."""
     job = build(SPEC.to_json(), layout)
     for group in job.model.fused_optimizer.param_groups:
         group["lr"] = 0.01
@@ -301,7 +294,7 @@ def test_half_precision_tables(workers: Workers, tmp_path: Path) -> None:
 
 
 def half_of_both_kinds(root: str, fused: str) -> None:
-    """A dense optimizer keeps its state in fp16 then, a fused one in fp32: it is rounded once."""
+    """Restore state of both kinds: fp16 in a dense optimizer, fp32 in a fused one, rounded once."""
     spec = replace(SPEC, fused=fused).to_json()
     layouts = [layout(sharding=s) for s in ("data_parallel", "row_wise", "data_parallel")]
     job = build(spec, layouts[0], half=True)
@@ -326,7 +319,7 @@ def test_half_precision_of_both_kinds(workers: Workers, tmp_path: Path, fused: s
 
 
 def dtensors(root: str, source: dict[str, Any], target: dict[str, Any], tracked: bool) -> None:
-    """Saved from DTensor, restored into ShardedTensor, and the other way round."""
+    """Save from DTensor, restore into ShardedTensor, and the other way round."""
     for number, dtensor in enumerate((True, False)):
         job = build(SPEC.to_json(), source, dtensor=dtensor)
         job.train(2)

@@ -26,15 +26,8 @@ from tests.distributed.models import (
 )
 from tests.distributed.worker_pool import WorkerPool
 from tests.examples import examples
-from torchrec_checknrun import (
-    Checkpointer,
-    Consecutive,
-    Full,
-    Intermittent,
-    OneShot,
-    Policy,
-    Quantization,
-)
+from torchrec_checknrun import Checkpointer, Consecutive, Full, Intermittent, OneShot, Quantization
+from torchrec_checknrun.policy import Policy
 
 Workers = Callable[[int], WorkerPool]
 
@@ -213,8 +206,8 @@ def test_third_differential_after_a_kill(
 
 def parents(root: str) -> list[str | None]:
     """Of every checkpoint in order, as the chain that a restore reads says."""
-    from torchrec_checknrun.chain import read_manifest
-    from torchrec_checknrun.filesystem import Folder
+    from torchrec_checknrun.root.checkpoints import read_manifest
+    from torchrec_checknrun.store.folder import Folder
 
     links = [read_manifest(Folder(root), name).parent for name in list_ids(root)]
     return [link.id if link else None for link in links]

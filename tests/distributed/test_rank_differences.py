@@ -14,15 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.normalized import NormalizedJob
 from tests.distributed.small_job import Note, Workers, build, checkpointer, where
-from tests.distributed.test_tracking_zoo import warnings_said
-from torchrec_checknrun import (
-    LoadPlanner,
-    PerRank,
-    Replicated,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
+from tests.distributed.watch import warnings_said
+from torchrec_checknrun import PerRank, Replicated
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
 
 STATISTICS = "norm.running_*"

@@ -15,7 +15,7 @@ from recipes.dlrm_criteo import final_state
 from recipes.dlrm_criteo.model import table_values
 from recipes.dlrm_criteo.train import build
 from tests.distributed.worker_pool import WorkerPool
-from tests.unit.test_dlrm_model import configured
+from tests.unit.recipes.test_dlrm_model import configured
 
 SEED = 5
 PLANS = ["row_wise", "table_wise", "column_wise", "planner", "everything"]

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from tests.distributed.models import Plan, gather
 from tests.distributed.test_background import build, checkpointer, differences, ids, where
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun import takeover
 from torchrec_checknrun.errors import RootInUse, SaveFailed
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.tracking import Consumer
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.model.marks import Consumer
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools import takeover
 
 Workers = Callable[[int], WorkerPool]
 

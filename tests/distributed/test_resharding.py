@@ -1,7 +1,8 @@
 """TorchRec's dynamic resharding in the middle of a run: marks move with their rows, exactly.
 
-What it moves, and when, is compared by bytes as in ``test_tracking_zoo``. Tables change ranks or
-columns; TorchRec can't change sharding types or data-parallel tables, nor join column shards.
+Checkpoints are compared with the changed rows by bytes, as in ``test_tracking_zoo``. Tables change
+ranks or columns; TorchRec can't change sharding types or data-parallel tables, nor join column
+shards.
 """
 
 from __future__ import annotations
@@ -13,38 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.layouts import Layout, build
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
-from tests.distributed.resharding import Change, assert_restores, reshard, union
-from tests.distributed.test_tracking_zoo import Watch, judge, warnings_said
+from tests.distributed.resharding import COLUMNS, TABLES, Change, assert_restores, reshard, union
+from tests.distributed.watch import Watch, judge
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import (
-    ROWS,
-    Rows,
     build_zoo,
     changed_rows,
-    stored_rows,
     table_arrays,
 )
-from torchrec_checknrun import (
-    Checkpointer,
-    Consecutive,
-    Consumer,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    track,
-)
-from torchrec_checknrun.errors import SaveDeferred, SaveFailed, UnsupportedTable
+from torchrec_checknrun import Checkpointer, Consecutive
+from torchrec_checknrun.errors import SaveDeferred
+from torchrec_checknrun.tracking import Consumer, track
 
 Workers = Callable[[int], WorkerPool]
-TABLES = {"t0": "table_wise:0", "t1": "table_wise:1", "t2": "table_wise:1"}
-COLUMNS = {"t0": "column_wise:0,1", "t1": "column_wise:1,0", "t2": "table_wise:1"}
 STAYS = {"t0": "row_wise", "t1": "table_wise:0", "t2": "column_wise:0,1"}
 PATH = "embeddings.embedding_bags."
 
@@ -52,7 +37,7 @@ PATH = "embeddings.embedding_bags."
 def moves(
     root: str, plan: dict[str, str], changes: list[Change], fused: str, by: str
 ) -> dict[str, int]:
-    """Each resharding in the middle of an interval, and once at its beginning and its end."""
+    """Reshard in the middle of intervals, and once at the beginning and the end of one."""
     zoo = build_zoo("bags", plan, fused)
     zoo.train(1)
     watch = Watch(zoo, root)
@@ -72,7 +57,7 @@ def moves(
     assert_restores(root, zoo, build_zoo("bags", {**plan, **last}, fused))
     saved = table_arrays(zoo)
     zoo.train(1)
-    assert watch.saver.restore() is not None  # into a model whose optimizer was made anew since
+    assert watch.saver.restore() is not None  # into a model with a new optimizer since
     assert not changed_rows(saved, table_arrays(zoo))
     watch.saver.close()
     assert "update_shards" not in vars(zoo.model.module.embeddings)
@@ -107,7 +92,7 @@ def test_marks_move_over_several_ranks(workers: Workers, tmp_path: Path) -> None
 
 
 def every_consumer(plan: dict[str, str], changes: list[Change]) -> None:
-    """Two who track the model, each bit with rows of its own, several reshardings in a row."""
+    """Reshard several times under two trackers, each consumer with other rows."""
     zoo = build_zoo("bags", plan)
     one, other = track(zoo.model), track(zoo.model)
     consumers = (Consumer.LAST, Consumer.BASELINE, Consumer.USER)
@@ -127,7 +112,7 @@ def every_consumer(plan: dict[str, str], changes: list[Change]) -> None:
     one.close()
     reshard(zoo, changes[0])
     assert union(other, Consumer.USER) == before[5]
-    zoo.train(1)  # hooks are there once, and only the other's
+    zoo.train(1)  # only the other tracker's hooks remain, once each
     modules = [kernel.kernel.module for kernel in other._hooks]
     assert [len(module._forward_hooks) for module in modules] == [1] * len(modules)
     other.close()
@@ -149,7 +134,7 @@ def test_marks_of_every_consumer(
 
 
 def inside(kind: str, path: str) -> None:
-    """The collection is inside a module that gives it other ids or weights."""
+    """Reshard a collection inside a module that gives it other ids or weights."""
     zoo = build_zoo(kind, COLUMNS)
     tracked = track(zoo.model)
     zoo.train(2)
@@ -172,8 +157,9 @@ def test_collections_in_other_modules(workers: Workers, kind: str, path: str) ->
 
 
 def other_columns(root: str, fused: str, seen: bool) -> list[str]:
-    """Columns are joined and split again: TorchRec keeps one part's row-wise state, and no chain of
-    differential checkpoints gives the same.
+    """Join columns and split them again.
+
+    TorchRec keeps one part's row-wise state, which no chain of differential checkpoints restores.
     """
     zoo = build_zoo("bags", COLUMNS, fused)
     zoo.train(2)
@@ -208,167 +194,7 @@ def test_other_columns_need_a_full_checkpoint(
     assert kinds == first * 3 + ["differential"] * 2
 
 
-def directly(root: str) -> None:
-    """``dcp.save`` says nothing of its end, so the marks it took are pending in a resharding."""
-    zoo = build_zoo("bags", COLUMNS)
-    tracked = track(zoo.model)
-    folder = Path(root)
-
-    def save(name: str) -> str:
-        writer = StorageWriter(folder / name)
-        kind: str = dcp.save(
-            {}, storage_writer=writer, planner=SavePlanner(tracked)
-        ).planner_data.kind
-        return kind
-
-    assert save("full") == "full"
-    zoo.train(2)
-    assert save("committed") == "differential"
-    reshard(zoo, {"t0": [1, 0], "t2": [0]})
-    zoo.train(1)
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 0:
-            patch.setattr("os.link", lambda *_, **__: 1 / 0)
-        with pytest.raises(CheckpointException, match="ZeroDivisionError"):
-            save("failed")
-    reshard(zoo, {"t0": [0, 1], "t1": [0, 1], "t2": [1]})
-    assert not union(tracked, Consumer.LAST)
-    reshard(zoo, {"t1": [1, 0]})
-    zoo.train(1)
-    assert save("last") == "differential"
-    after = table_arrays(zoo)
-    stored, wrong = stored_rows(folder / "last", after)
-    assert not wrong
-    assert stored == rows_of_steps(2, 4)  # those of the failed save, not those committed before
-    again = build_zoo("bags", COLUMNS)
-    other = track(again.model)
-    dcp.load({}, storage_reader=StorageReader(folder / "last"), planner=LoadPlanner(other))
-    assert not changed_rows(after, table_arrays(again))
-    reshard(zoo, {"t0": [1]})
-    assert save("other columns") == "full"
-    assert save("on") == "differential"
-
-
-def rows_of_steps(start: int, stop: int) -> Rows:
-    """The rows that those steps change, by training them again."""
-    zoo = build_zoo("bags", COLUMNS)
-    zoo.train(start)
-    before = table_arrays(zoo)
-    zoo.train(stop - start)
-    return changed_rows(before, table_arrays(zoo))
-
-
-def test_a_cut_that_is_pending(workers: Workers, tmp_path: Path) -> None:
-    workers(2).run(directly, root=str(tmp_path))
-
-
-def failed_saves(root: str) -> dict[str, int]:
-    """A save fails before the resharding, and one after it."""
-    zoo = build_zoo("bags", COLUMNS)
-    watch = Watch(zoo, root)
-
-    def fail() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == 0:
-                patch.setattr("os.link", lambda *_, **__: 1 / 0)
-            with pytest.raises(SaveFailed):
-                watch.saver.save()
-
-    zoo.train(1)
-    fail()
-    reshard(zoo, {"t0": [1, 0], "t1": [0, 1], "t2": [0]})
-    zoo.train(1)
-    fail()
-    reshard(zoo, {"t0": [0, 1], "t2": [1]})
-    watch.check()
-    watch.saver.close()
-    return watch.counts
-
-
-def test_failed_saves_around_it(workers: Workers, tmp_path: Path) -> None:
-    judge(workers(2).run(failed_saves, root=str(tmp_path))[0])
-
-
-def unseen(root: str) -> dict[str, int]:
-    """Someone else moves the shards: all rows of new kernels count as modified, with a warning."""
-    zoo = build_zoo("bags", TABLES)
-    watch = Watch(zoo, root)
-    zoo.train(1)
-    with warnings_said() as said:
-        reshard(zoo, {"t0": [1]}, by="collection", seen=False)
-        watch.check()
-    assert len(watch.stored) == sum(ROWS.values())
-    assert sum("sharded anew" in line for line in said) == 1
-    zoo.train(1)
-    reshard(zoo, {"t0": [0]})
-    watch.check()
-    assert len(watch.stored) < sum(ROWS.values()) / 2
-    watch.saver.close()
-    return watch.counts
-
-
-def test_an_unseen_resharding(workers: Workers, tmp_path: Path) -> None:
-    judge(workers(2).run(unseen, root=str(tmp_path))[0], extra=sum(ROWS.values()))
-
-
-def refused(root: str) -> dict[str, int]:
-    """TorchRec gives up half-way, the kernels are new and hold nobody knows what; then it works."""
-    zoo = build_zoo("bags", TABLES)
-    watch = Watch(zoo, root)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec.distributed.embeddingbag.prepare_comm_ops", lambda **_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            reshard(zoo, {"t0": [1]})
-    reshard(zoo, {"t2": [0]})
-    watch.check()
-    assert len(watch.stored) == sum(ROWS.values())
-    watch.saver.close()
-    return watch.counts
-
-
-def test_a_resharding_that_fails(workers: Workers, tmp_path: Path) -> None:
-    judge(workers(2).run(refused, root=str(tmp_path))[0], extra=sum(ROWS.values()))
-
-
-def other_kernels(root: str) -> None:
-    """One rank gets a table in a kernel that can't be tracked: all hear of it, and none hangs."""
-    zoo = build_zoo("bags", TABLES, "sgd")
-    watch = Watch(zoo, root)
-    zoo.train(1)
-    with pytest.raises(UnsupportedTable, match=r"t0.*BatchedDenseEmbeddingBag"):
-        reshard(zoo, {"t0": [1]}, by="collection", compute_kernel="dense")
-    with pytest.raises(UnsupportedTable, match=r"t0.*BatchedDenseEmbeddingBag"):
-        watch.saver.save()
-    reshard(zoo, {"t0": [0]}, by="collection", compute_kernel="fused")
-    watch.check()
-    assert len(watch.stored) == sum(ROWS.values())
-    assert not watch.counts["missed"]
-    watch.saver.close()
-
-
-def test_a_kernel_that_cannot_be_tracked(workers: Workers, tmp_path: Path) -> None:
-    workers(2).run(other_kernels, root=str(tmp_path))
-
-
-def lost_states(root: str) -> dict[str, int]:
-    """Beside a table without optimizer state, TorchRec lets that of the others begin at zero."""
-    fused = {"t0": "rowwise_adagrad", "t1": "rowwise_adagrad", "t2": "sgd"}
-    plan = {"t0": "column_wise:0,1", "t1": "column_wise:1,0", "t2": "column_wise:1,0"}
-    zoo = build_zoo("bags", plan, fused)
-    zoo.train(2)
-    watch = Watch(zoo, root)
-    reshard(zoo, {"t2": [0, 1]})
-    watch.check()
-    assert_restores(root, zoo, build_zoo("bags", {**plan, "t2": "column_wise:0,1"}, fused))
-    watch.saver.close()
-    return watch.counts
-
-
-def test_optimizer_state_that_is_lost(workers: Workers, tmp_path: Path) -> None:
-    judge(workers(2).run(lost_states, root=str(tmp_path))[0], extra=sum(ROWS.values()))
-
-
-# Two collections: one is sharded anew, the other has a data-parallel table.
+# Two collections: one is resharded, the other has a data-parallel table.
 SPEC = ModelSpec(
     (
         CollectionSpec(
@@ -386,8 +212,9 @@ BESIDE = {
 
 
 def beside(root: str, spec: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
-    """A resharding between the backward passes of a dense step: rows of the other collection are
-    pending in their hooks, and wait there.
+    """Reshard between the backward passes of a dense step.
+
+    Rows of the other collection stay pending in their hooks.
     """
     job: Any = build(spec, layout)
     job.train(1)
@@ -420,9 +247,10 @@ def test_other_collections_stay_as_they_are(workers: Workers, tmp_path: Path) ->
     judge(counts, extra=0)
 
 
-def begins_anew(root: str) -> None:
-    """TorchRec begins with counter and learning rate anew; a checkpoint holds what the model has.
-    With the dense optimizer alone as its state, nobody here holds on to the old kernels.
+def start_over(root: str) -> None:
+    """Save after TorchRec's counter and learning rate start over, and restore the new ones.
+
+    With only the dense optimizer as state, nothing keeps the old kernels alive.
     """
     zoo = build_zoo("bags", TABLES)
     dense = zoo.optimizer.optimizers[1][1]
@@ -453,4 +281,4 @@ def begins_anew(root: str) -> None:
 
 
 def test_counter_and_learning_rate(workers: Workers, tmp_path: Path) -> None:
-    workers(2).run(begins_anew, root=str(tmp_path))
+    workers(2).run(start_over, root=str(tmp_path))

@@ -1,9 +1,8 @@
-"""State objects that grow, shrink and change their types, and saves in which only those changed."""
+"""State objects that grow, shrink and change their types."""
 
 from __future__ import annotations
 
 import copy
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.models import local_bytes
-from tests.distributed.normalized import NormalizedJob
 from tests.distributed.small_job import Note, Workers, build, checkpointer, where
-from torchrec_checknrun import AtEnd, CheckpointReport, PerRank, Replicated
+from torchrec_checknrun import PerRank, Replicated
 from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
     ModelPartlyRestored,
-    SaveDeferred,
-    SaveFailed,
 )
 
 
@@ -83,7 +79,7 @@ def is_alike(one: Any, other: Any) -> bool:
 
 
 def grow(root: str, spec: dict[str, Any], plan: Any, saved: int, live: int, strict: bool) -> None:
-    """Saved with some samples, restored into an object with more or fewer, also per rank."""
+    """Save with some samples, restore into an object with more or fewer, also per rank."""
     job, replay, own = build(spec, plan), Replay(), Replay()
     replay.fill(saved)
     own.fill(saved + dist.get_rank())
@@ -101,7 +97,7 @@ def grow(root: str, spec: dict[str, Any], plan: Any, saved: int, live: int, stri
     assert is_alike(now.handed, replay.state_dict())
     assert is_alike(mine.handed, own.state_dict())
     assert first.samples.shape[0] == saved
-    assert before.equal(kept), "what an object held before is its own"
+    assert before.equal(kept), "the object's previous content was written to"
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -126,7 +122,7 @@ CONTENTS: list[Any] = [
 
 
 def whole(root: str, spec: dict[str, Any], plan: Any) -> None:
-    """Anything after anything else."""
+    """Restore each content into an object with any other content."""
     job = build(spec, plan)
     saved = {f"whole {i}": Whole(content) for i, content in enumerate(CONTENTS)}
     with checkpointer(root, job, state=saved) as saver:
@@ -175,7 +171,7 @@ def test_merged_content_of_another_shape(workers: Workers, tmp_path: Path) -> No
 
 
 class Shares:
-    """Two of these hold one tensor."""
+    """A state object that shares its tensor with another one."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -222,7 +218,7 @@ class Strict(Note):
 
 
 def modules(root: str, spec: dict[str, Any], plan: Any) -> None:
-    """A module that would refuse its content is found before anything is changed."""
+    """Refuse content that a module would refuse, before anything is changed."""
     job = build(spec, plan)
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     with checkpointer(root, job, state={"module": module}) as saver:
@@ -256,159 +252,3 @@ def modules(root: str, spec: dict[str, Any], plan: Any) -> None:
 
 def test_modules_as_state_objects(workers: Workers, tmp_path: Path) -> None:
     workers(1).run(modules, **where(tmp_path, ranks=1))
-
-
-# Explicit saves
-
-
-class Everything:
-    """A job with all kinds of state, and what can change in it without a row being marked."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.job = NormalizedJob(seed)
-        self.note, self.own = Note(0), Note(dist.get_rank())
-        self.state = {"note": self.note, "own": PerRank(self.own)}
-
-    @torch.no_grad()
-    def change(self, what: str) -> None:
-        job, last = self.job, dist.get_rank() == dist.get_world_size() - 1
-        if what == "parameter":
-            job.model.state_dict()["out.bias"].add_(1)
-        elif what == "buffer":
-            job.model.train()
-            job.model(job.features())  # no backward: BatchNorm's statistics move
-        elif what == "group":
-            job.optimizer.param_groups[0]["lr"] *= 0.5
-        elif what == "object":
-            self.note.value += 1
-        elif what == "per rank":
-            self.own.value += 10 * last  # on one rank only
-        elif what == "fused rate":
-            for group in job.model.fused_optimizer.param_groups:
-                group["lr"] *= 0.5
-            job.model.fused_optimizer.step()
-
-
-WHAT = ["parameter", "buffer", "group", "object", "per rank", "fused rate"]
-
-
-def dense_of(job: NormalizedJob) -> dict[str, list[float]]:
-    content = job.model.state_dict().items()
-    return {name: v.tolist() for name, v in content if name.startswith(("norm", "out"))}
-
-
-def only_dense(root: str) -> list[Any]:
-    """Each change alone is saved; nothing at all is not saved again, and says so."""
-    every = Everything()
-    with every.job.checkpointer(root, state=every.state, retention=None) as saver:
-        every.job.train()
-        saver.step()
-        ids = [saver.save().id]
-        for what in WHAT:
-            every.change(what)
-            report = saver.save()
-            assert not report.unchanged, what
-            assert (report.modified_rows, report.kind) == (0, "differential"), what
-            ids.append(report.id)
-            again = saver.save()
-            assert again.unchanged
-            assert again.id == report.id
-            assert saver.save(wait=False) is None
-            assert saver.wait() is None
-            fresh = Everything(seed=5)
-            with fresh.job.checkpointer(root, state=fresh.state, retention=None) as reading:
-                reading.restore()
-                if dist.get_rank() == 0:  # whose buffers count
-                    assert dense_of(fresh.job) == dense_of(every.job), what
-                assert (fresh.note.value, fresh.own.value) == (every.note.value, every.own.value)
-                lr = every.job.optimizer.param_groups[0]["lr"]
-                assert fresh.job.optimizer.param_groups[0]["lr"] == lr
-    return ids
-
-
-def test_a_save_of_dense_changes(workers: Workers, tmp_path: Path) -> None:
-    zero, one = workers(2).run(only_dense, root=str(tmp_path / "root"))
-    assert zero == one
-    assert len(set(zero)) == 1 + len(WHAT)
-
-
-def at_end(root: str) -> list[Any]:
-    """The last checkpoint is made again if anything has changed, and only then."""
-    every = Everything()
-    reports: list[CheckpointReport] = []
-    options: dict[str, Any] = {
-        "state": every.state,
-        "triggers": [AtEnd()],
-        "callbacks": [reports.append],
-    }
-    with every.job.checkpointer(root, **options) as saver:
-        every.job.train()
-        saver.step()
-        saver.save()
-    first = len(reports)
-    for change in ("nothing", "per rank", "nothing"):
-        with every.job.checkpointer(root, **options) as saver:
-            saver.restore()
-            every.change(change)
-    return [first, len(reports), reports[-1].step]
-
-
-def test_a_last_save_of_dense_changes(workers: Workers, tmp_path: Path) -> None:
-    assert workers(2).run(at_end, root=str(tmp_path / "root")) == [[1, 2, 1]] * 2
-
-
-def outcomes(root: str) -> list[str]:
-    """A report or an error, whatever happens."""
-    every, told = Everything(), []
-    job = every.job
-    with job.checkpointer(root, state=every.state, max_failures=5) as saver:
-        job.train()
-        saver.step()
-        job.model(job.features()).sum().backward()
-        with pytest.raises(SaveDeferred, match=r"zero_grad\(\)"):
-            saver.save()
-        assert saver.save(wait=False) is None
-        job.optimizer.step()
-        assert saver.step() is None  # begins the one put off
-        report = saver.wait()
-        assert isinstance(report, CheckpointReport)
-        every.note.value = random.Random()  # nothing that can be stored
-        with pytest.raises(Exception, match=r"note\.value") as refused:
-            saver.save()
-        told.append(type(refused.value).__name__)
-        every.note.value = 3
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == dist.get_world_size() - 1:
-                patch.setattr(every.note, "state_dict", lambda: 1 / 0)
-            with pytest.raises(SaveFailed, match="note"):
-                saver.save()
-        assert not saver.save().unchanged
-    return told
-
-
-def test_a_save_returns_a_report_or_raises(workers: Workers, tmp_path: Path) -> None:
-    assert workers(2).run(outcomes, root=str(tmp_path / "root")) == [["UnsupportedState"]] * 2
-
-
-def after_a_part(root: str, spec: dict[str, Any], plan: Any) -> list[str]:
-    """What was restored in part is saved again: the checkpoint doesn't hold the rest."""
-    job = build(spec, plan)
-    with checkpointer(root, job) as saver:
-        job.train()
-        saver.step()
-        saver.save()
-    with checkpointer(root, job, state={"note": Note(5)}) as saver:
-        report = saver.restore(strict=False)
-        assert report is not None
-        assert not saver.save().unchanged
-    note = Note(0)
-    with checkpointer(root, job, state={"note": note}) as saver:
-        saver.restore()
-        assert saver.save().unchanged
-    assert note.value == 5
-    return list(report.skipped)
-
-
-def test_a_save_after_a_restore_in_part(workers: Workers, tmp_path: Path) -> None:
-    (skipped,) = workers(1).run(after_a_part, **where(tmp_path, ranks=1))
-    assert skipped == ["state 'note': not in the checkpoint"]

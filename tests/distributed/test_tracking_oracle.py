@@ -1,4 +1,4 @@
-"""Which rows a differential checkpoint holds, against what a comparison of the bytes finds changed.
+"""Compare the rows in differential checkpoints with the rows whose bytes have changed.
 
 The comparison uses TorchRec's state dicts before and after, the stored rows are read by
 ``reader30``: neither knows of marks. None may be missed; an extra row is one that was trained with
@@ -55,7 +55,7 @@ OTHER_PASSES = ["eval", "train", "no_backward", "no_grad", "train", "eval", "acc
 def compare(
     root: str, spec: dict[str, Any], plan: dict[str, str], actions: list[str], one_shot: bool
 ) -> dict[str, int]:
-    """Two intervals of ``actions``, each ended by a differential checkpoint; what was found."""
+    """Run two intervals of ``actions``, each ended by a differential checkpoint, and compare."""
     job = Job.build(ModelSpec.from_json(spec), plan, seed=3)
     policy = OneShot() if one_shot else Consecutive()
     checkpointer = Checkpointer(
@@ -92,7 +92,7 @@ def compare(
 
 
 def act(job: Job, action: str) -> set[tuple[str, int]]:
-    """One pass; returns the rows, on all ranks, that its backward pass reaches."""
+    """Run one pass; return the rows, on all ranks, that its backward pass reaches."""
     dense, sparse = job.batch(job.steps, rows=BEYOND if action == "out_of_range" else None)
     job.steps += 1
     if action in ("eval", "no_grad"):

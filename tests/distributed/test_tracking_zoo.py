@@ -1,11 +1,10 @@
-"""Which rows a checkpoint holds against which have changed, whatever looks rows up.
+"""Compare the rows that a checkpoint holds with those that changed, for every way to look rows up.
 
-None may be missed; extra rows are those whose gradient was zero, or whose update was rounded away.
+No row may be missed; extra rows had a gradient of zero, or an update that was rounded away.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,23 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 
+from tests.distributed.watch import Watch, judge, warnings_said
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import (
     CPU,
     ROWS,
-    Rows,
-    Zoo,
     ZooBatch,
     build_zoo,
     changed_rows,
-    stored_rows,
     table_arrays,
 )
-from torchrec_checknrun import Checkpointer, Consecutive
+from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import SaveDeferred
 
 Workers = Callable[[int], WorkerPool]
@@ -41,54 +37,6 @@ PLANS = {
     "replicas": {"t0": "data_parallel", "t1": "data_parallel", "t2": "data_parallel"},
     "mixed": {"t0": "data_parallel", "t1": "column_wise:1,0", "t2": "row_wise"},
 }
-
-
-class Watch:
-    """Counts what the checkpoints of a run hold beside and without what has changed."""
-
-    def __init__(self, zoo: Zoo, root: str) -> None:
-        self.zoo = zoo
-        self.saver = Checkpointer(
-            root,
-            model=zoo.model,
-            retention=None,
-            state={"optimizer": zoo.optimizer},
-            policy=Consecutive(),
-            chunk_bytes=700,
-        )
-        self._root = Path(root)
-        assert self.saver.save() is not None
-        self._before = table_arrays(zoo)
-        self.stored: Rows = set()
-        self.counts = {"changed": 0, "missed": 0, "extra": 0, "wrong": 0}
-
-    def check(self) -> None:
-        """Saves a differential checkpoint and compares."""
-        self.saver.steps += 1
-        report = self.saver.save()
-        assert report is not None
-        self.compare(report)
-
-    def compare(self, report: Any) -> None:
-        assert report.kind == "differential"
-        after = table_arrays(self.zoo)
-        changed = changed_rows(self._before, after)
-        self.stored, wrong = stored_rows(self._root / report.id, after)
-        self.counts["changed"] += len(changed)
-        self.counts["missed"] += len(changed - self.stored)
-        self.counts["extra"] += len(self.stored - changed)
-        self.counts["wrong"] += len(wrong)
-        self._before = after
-        dist.barrier()
-
-
-def judge(counts: dict[str, int], extra: int = 0) -> None:
-    """Fails unless all changed rows were stored, and at most so many others."""
-    ratio = (counts["changed"] + counts["extra"]) / max(1, counts["changed"])
-    print(f"over-marking ratio {ratio:.3f} of {counts['changed']} changed rows")
-    assert counts["changed"] > 0
-    assert (counts["missed"], counts["wrong"]) == (0, 0)
-    assert counts["extra"] <= extra
 
 
 def plain_loop(
@@ -163,12 +111,14 @@ def test_plain_loop_with_other_optimizers(workers: Workers, tmp_path: Path, fuse
 
 
 def test_managed_collisions(workers: Workers, tmp_path: Path) -> None:
-    """Without evictions; for those see test_managed_collision.py."""
+    """Train managed collisions without evictions; for those see test_managed_collision.py."""
     options: Any = {"kind": "managed_collision", "plan": PLANS["rows"], "fused": "rowwise_adagrad"}
     judge(workers(2).run(plain_loop, root=str(tmp_path), **options)[0])
 
 
 class _Stream:
+    device = CPU
+
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
@@ -185,7 +135,7 @@ class _Stream:
 
 
 class _Device:
-    """Of the CPU: everything in one stream."""
+    """A stub of the CPU's device module: everything in one stream."""
 
     Stream = Event = staticmethod(lambda *_, **__: _Stream())
     stream = staticmethod(lambda *_, **__: _Stream())
@@ -194,7 +144,7 @@ class _Device:
 
 @contextmanager
 def no_streams() -> Iterator[None]:
-    """Lets pipelines that overlap streams run on a CPU, in order."""
+    """Let pipelines that overlap streams run on a CPU, in order."""
     patch = pytest.MonkeyPatch()
     with patch.context() as stubs:
         stubs.setattr(torch, "get_device_module", lambda *_: _Device)
@@ -228,7 +178,7 @@ def test_pipelines(workers: Workers, tmp_path: Path, pipeline: str, plan: str) -
 
 
 def accumulate(root: str, plan: dict[str, str]) -> dict[str, int]:
-    """Several backward passes for a dense step, and a save asked for after each of them."""
+    """Run several backward passes for a dense step, and try to save after each of them."""
     zoo = build_zoo("bags", plan)
     watch = Watch(zoo, root)
     for _ in range(3):
@@ -240,7 +190,7 @@ def accumulate(root: str, plan: dict[str, str]) -> dict[str, int]:
                 watch.saver.save()
             assert watch.saver.step() is None
         zoo.optimizer.step()
-        assert watch.saver.step() is None  # begins the one put off
+        assert watch.saver.step() is None  # starts the deferred save
         report = watch.saver.wait()
         assert report is not None
         watch.compare(report)
@@ -254,7 +204,7 @@ def test_gradient_accumulation(workers: Workers, tmp_path: Path, plan: str) -> N
 
 
 def scaler_skips(root: str, plan: dict[str, str]) -> dict[str, int]:
-    """A gradient scaler that finds infinity lets no dense optimizer step, fused ones have."""
+    """Skip dense steps, as a gradient scaler that finds infinity does; fused ones have stepped."""
     zoo = build_zoo("bags", plan)
     watch = Watch(zoo, root)
     for step in range(6):
@@ -281,32 +231,6 @@ def test_gradient_scaler_that_skips(workers: Workers, tmp_path: Path, plan: str)
     judge(counts, extra=0 if plan == "rows" else 60)
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextmanager
-def warnings_said() -> Iterator[list[str]]:
-    lines, logger, disabled = (
-        _Lines(),
-        logging.getLogger("torchrec_checknrun"),
-        logging.root.manager,
-    )
-    level = disabled.disable
-    logging.disable(logging.NOTSET)
-    logger.addHandler(lines)
-    try:
-        yield lines.lines
-    finally:
-        logger.removeHandler(lines)
-        logging.disable(level)
-
-
 DENSE: dict[str, Any] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
@@ -316,7 +240,7 @@ DENSE: dict[str, Any] = {
 
 
 def all_rows(root: str, dense: str) -> dict[str, Any]:
-    """Dense optimizers that change rows which were not looked up; restored on another layout."""
+    """Train with dense optimizers that change rows not looked up, and restore."""
     zoo = build_zoo("bags", PLANS["mixed"], dense=DENSE[dense])
     zoo.train(1)
     with warnings_said() as said:
@@ -352,7 +276,7 @@ def test_optimizers_that_change_other_rows(workers: Workers, tmp_path: Path, den
 
 
 def moving_average(root: str, plan: dict[str, str]) -> dict[str, Any]:
-    """EMA in place: every few steps a fused optimizer moves all rows, also of a silent table."""
+    """Train with EMA in place: every few steps it moves all rows, even without lookups."""
     zoo = build_zoo("bags", plan, "ema")
     with warnings_said() as said:
         watch = Watch(zoo, root)
@@ -363,7 +287,7 @@ def moving_average(root: str, plan: dict[str, str]) -> dict[str, Any]:
             watch.check()
             assert len(watch.stored) == sum(ROWS.values())
             moved += sum(t.endswith("t2") for t, _ in changed_rows(before, table_arrays(zoo)))
-        with torch.no_grad():  # FBGEMM averages in the forward pass, so in this one, too
+        with torch.no_grad():  # FBGEMM averages in every forward pass
             for number in range(5):
                 zoo.model(zoo.batch(90 + number))
         watch.check()

@@ -1,4 +1,4 @@
-"""What stands between a batch and a table in TorchRec: one small trainable model of each kind.
+"""One small trainable model of each kind of path from a batch to a table in TorchRec.
 
 ``Zoo`` holds the model, its optimizers and its batches; ``changed_rows`` finds by TorchRec's state
 dicts which rows have other bytes than before, ``stored_rows`` which a checkpoint holds.
@@ -86,7 +86,7 @@ class ZooBatch(Pipelineable):
 
 
 class Net(nn.Module):
-    """Any embedding module, a linear layer, and the loss, as TorchRec's pipelines want it."""
+    """A model of any embedding module, a linear layer and the loss, for TorchRec's pipelines."""
 
     def __init__(self, embeddings: nn.Module, width: int, sequence: bool) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Net(nn.Module):
 
 @dataclass
 class Zoo:
-    """A model with what it trains with; batch ``i`` differs from rank to rank."""
+    """A model with its optimizers and batches; batch ``i`` differs from rank to rank."""
 
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
@@ -149,7 +149,7 @@ class Zoo:
 
 
 def _variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
-    """Every feature with its own number of distinct bags, and which one each sample has."""
+    """Make a batch with a different number of distinct bags for each feature."""
     lengths, values, strides, inverse = [], [], [], []
     for number, rows in enumerate(IDS.values()):
         bags = number + 2
@@ -170,7 +170,7 @@ def _variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
 def _embeddings(
     kind: str, dim: int, fused_params: dict[str, Any] | None
 ) -> tuple[nn.Module, nn.Module, str, Any, int]:
-    """The module, the collection in it, that one's path, the sharder, the width of the output."""
+    """Return module, collection in it, the collection's path, sharder and output width."""
     meta = torch.device("meta")
     if kind == "sequence":
         configs = [
@@ -226,7 +226,7 @@ def build_zoo(
     dim: int = 8,
     nodes: int = 1,
 ) -> Zoo:
-    """Shards a model of that kind.
+    """Shard a model of one kind.
 
     Args:
         plan: by table, as in ``layouts``.
@@ -251,7 +251,7 @@ def shard_net(
     device: torch.device = CPU,
     nodes: int = 1,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Shards a net with the tables of ``collection``, and gives it its optimizers."""
+    """Shard a net with the tables of ``collection``, and make its optimizers."""
     torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
     world = dist.get_world_size()
     os.environ["LOCAL_WORLD_SIZE"] = str(world // nodes)
@@ -280,7 +280,7 @@ def shard_net(
 
 
 def table_arrays(zoo: Any) -> dict[str, dict[str, np.ndarray]]:
-    """By table its weight ``(rows, dim)`` and its optimizer state with rows first."""
+    """Return by table the weight ``(rows, dim)`` and the optimizer state with rows first."""
     state = gather(zoo)
     found: dict[str, dict[str, np.ndarray]] = {}
     weights = {
@@ -315,7 +315,7 @@ def changed_rows(
 
 
 def stored_rows(checkpoint: Path, after: dict[str, dict[str, np.ndarray]]) -> tuple[Rows, Rows]:
-    """The rows a checkpoint holds, and those of them that are incomplete or have other bytes."""
+    """Return a checkpoint's rows, and those that are incomplete or have other bytes."""
     stored = read_rows(checkpoint)
     wrong: Rows = set()
     for (table, row), parts in stored.items():

@@ -16,31 +16,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrec_checknrun.chunks import EncodedChunk, state_chunk
 from torchrec_checknrun.codecs import Bf16, Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import MANIFEST_NAME, Link, Manifest, TableTotals
-from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.rank_file import FileSummary, add_totals, write_rank_file
-from torchrec_checknrun.row_chunks import encode_rows
+from torchrec_checknrun.codecs.quantization import TableEncoding
+from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Link, Manifest, TableTotals
+from torchrec_checknrun.format.rank_file import FileSummary, add_totals, write_rank_file
+from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.format.row_reader import decode_rows
+from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.shards import RowBlock, TableShape
-from torchrec_checknrun.state import encode_state
-from torchrec_checknrun.stored_rows import decode_rows
+from torchrec_checknrun.store.folder import Folder
 
 ROWS, DIM, RANKS = 72, 12, 2
 ENCODINGS = {
-    "exact": Encoding(Exact()),
-    "exact_zstd": Encoding(Exact(), compress=True),
-    "fp16": Encoding(Fp16()),
-    "bf16": Encoding(Bf16(), "bf16"),
-    "rowwise8": Encoding(Rowwise(8)),
-    "rowwise4": Encoding(Rowwise(4), "log8"),
-    "rowwise4_zstd": Encoding(Rowwise(4, "asymmetric"), "log8", compress=True),
-    "rowwise3": Encoding(Rowwise(3, "symmetric")),
-    "rowwise2": Encoding(Rowwise(2, "greedy"), "bf16"),
-    "importance": Encoding(ImportanceWeighted()),
-    "kmeans": Encoding(KMeans(4)),
-    "kmeans_block": Encoding(KMeans(3, 32)),
+    "exact": TableEncoding(Exact()),
+    "exact_zstd": TableEncoding(Exact(), compress=True),
+    "fp16": TableEncoding(Fp16()),
+    "bf16": TableEncoding(Bf16(), "bf16"),
+    "rowwise8": TableEncoding(Rowwise(8)),
+    "rowwise4": TableEncoding(Rowwise(4), "log8"),
+    "rowwise4_zstd": TableEncoding(Rowwise(4, "asymmetric"), "log8", compress=True),
+    "rowwise3": TableEncoding(Rowwise(3, "symmetric")),
+    "rowwise2": TableEncoding(Rowwise(2, "greedy"), "bf16"),
+    "importance": TableEncoding(ImportanceWeighted()),
+    "kmeans": TableEncoding(KMeans(4)),
+    "kmeans_block": TableEncoding(KMeans(3, 32)),
 }
 """By table."""
 STATES = {"momentum1": True, "exp_avg": False}

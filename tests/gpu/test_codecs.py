@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.gpu.models import DEVICE, ON_A_GPU
+from tests.unit.codecs.test_codecs import CODECS, context
 from tests.unit.quantized_rows import random_rows, relative_errors, spoil
-from tests.unit.test_codecs import CODECS, context
 from torchrec_checknrun.codecs import Codec, Encoded, RowContext, Rowwise
 
 pytestmark = ON_A_GPU

@@ -11,7 +11,8 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.gpu.models import DEVICE, KERNELS, ON_A_GPU, GpuJob, assert_equal, build
-from torchrec_checknrun import Quantization, TrackedModel, TrackedShard, track
+from torchrec_checknrun import Quantization
+from torchrec_checknrun.tracking import TrackedModel, TrackedShard, track
 
 pytestmark = ON_A_GPU
 

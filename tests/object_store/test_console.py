@@ -9,8 +9,8 @@ import pytest
 from tests.object_store.test_s3 import fill, is_restored
 from tests.unit.chains import TABLE
 from tests.unit.console import Console
-from torchrec_checknrun.chain import committed
-from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.root.checkpoints import committed
+from torchrec_checknrun.store.folder import Folder
 
 
 @pytest.fixture

@@ -15,18 +15,19 @@ from tests.object_store.conftest import use
 from tests.object_store.fault_proxy import Fault, FaultProxy
 from tests.object_store.server import SECRET, Server
 from tests.unit.chains import Part, apply_in_order, make_shards, restore, same_bits, write
-from torchrec_checknrun import retries, s3_upload
-from torchrec_checknrun.chain import committed, newest, resolve
-from torchrec_checknrun.compaction import compact
-from torchrec_checknrun.counting import counting_ids
 from torchrec_checknrun.errors import RootInUse, StorageFailed
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.lease import Claim, Holder, Lease
-from torchrec_checknrun.manifest import Manifest
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
+from torchrec_checknrun.root.counting import counting_ids
+from torchrec_checknrun.root.lease import Claim, Holder, Lease
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import Rectangle
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.store import retry, s3
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.tools.verify import verify
 
 ROWS = 50
 
@@ -54,7 +55,7 @@ def is_restored(root: Folder, id: str) -> bool:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """The fewest bytes that S3 takes for a part."""
-    monkeypatch.setattr(s3_upload, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)
     return 5 << 20
 
 
@@ -202,8 +203,8 @@ def through(
     bucket: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, FaultProxy]:
     """The bucket, behind the proxy."""
-    monkeypatch.setattr(retries, "_FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(retries, "_LONGEST_PAUSE", 0.5)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(retry, "_LONGEST_PAUSE", 0.5)
     use(monkeypatch, proxy.url)
     return bucket, proxy
 

@@ -10,7 +10,7 @@ import pytest
 from tests.object_store.conftest import use
 from tests.object_store.fault_proxy import Fault, FaultProxy
 from torchrec_checknrun.errors import StorageUnreachable
-from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.store.folder import Folder
 
 TIMEOUT = 2.0
 

@@ -9,7 +9,7 @@ from torchrec_checknrun.boxes import Box
 
 @st.composite
 def tilings(draw: st.DrawFn, whole: Box, most: int = 6) -> list[Box]:
-    """Parts that make up a whole, cut again and again anywhere; some may be empty."""
+    """Cut a whole into random parts, again and again; some may be empty."""
     parts = [whole]
     for _ in range(draw(st.integers(0, most)) if whole.spans else 0):
         part = parts.pop(draw(st.integers(0, len(parts) - 1)))

@@ -1,4 +1,4 @@
-"""Chains of checkpoints made by hand, of random chunks, and what a plain reader makes of them."""
+"""Hand-made chains of checkpoints with random chunks, and a plain reader for comparison."""
 
 from __future__ import annotations
 
@@ -12,31 +12,27 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from torchrec_checknrun.chain import resolve
-from torchrec_checknrun.chunks import EncodedChunk, Entry, state_chunk
 from torchrec_checknrun.codecs import Codec, Exact, Fp16, ImportanceWeighted, Rowwise
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.fit import Fit
-from torchrec_checknrun.in_order import Turn, work_in_order
-from torchrec_checknrun.manifest import MANIFEST_NAME, Manifest, TableTotals, checkpoint_id
-from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.rank_file import add_totals, write_rank_file
-from torchrec_checknrun.read_chunks import (
-    ChainContent,
-    ReadableChunk,
-    read_chunk,
-    read_content,
-)
-from torchrec_checknrun.row_chunks import encode_rows
-from torchrec_checknrun.row_restore import RowRestore
+from torchrec_checknrun.codecs.quantization import TableEncoding
+from torchrec_checknrun.format.chunk import EncodedChunk, Entry, state_chunk
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, checkpoint_id
+from torchrec_checknrun.format.rank_file import add_totals, write_rank_file
+from torchrec_checknrun.format.reader import read_chunk
+from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.format.row_reader import decode_rows
+from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.in_order import Turn, run_in_order
+from torchrec_checknrun.model.marks import Consumer, Marks
+from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk, read_content
+from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.rows import RowRestore
+from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import LocalShard, Rectangle, RowBlock, TableShape
-from torchrec_checknrun.state import encode_state
-from torchrec_checknrun.stored_rows import decode_rows
-from torchrec_checknrun.tracking import Consumer, Marks
+from torchrec_checknrun.store.folder import Folder
 
 TABLE, DIM = "ebc.embedding_bags.t", 8
 STATES = {"momentum1": True, "exp_avg": False}
-"""Optimizer states, and whether they are row-wise."""
+"""Optimizer states by name, each with whether it is row-wise."""
 
 CODECS: list[Codec] = [
     Exact(),
@@ -50,7 +46,7 @@ _numbers = itertools.count()
 
 
 def new_root() -> Folder:
-    """In memory."""
+    """Make a root in memory."""
     root = Folder(f"memory://tests/chains/{next(_numbers)}")
     root.create()
     return root
@@ -58,7 +54,7 @@ def new_root() -> Folder:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For small operations: their threads wait for each other where CPUs are busy."""
+    """Use one thread: threads of small operations wait for each other on busy CPUs."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -73,12 +69,12 @@ class Part:
     ids: list[int]
     size: int
     states: tuple[str, ...] = tuple(STATES)
-    encoding: Encoding = field(default_factory=lambda: Encoding(Exact()))
+    encoding: TableEncoding = field(default_factory=lambda: TableEncoding(Exact()))
 
 
 @dataclass
 class Job:
-    """A chunk as the writer takes it."""
+    """A job of the rank-file writer: one encoded chunk."""
 
     chunk: EncodedChunk
 
@@ -171,7 +167,7 @@ def write(
 
 @st.composite
 def splits(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
-    """Ranges that make up ``[0, size)``."""
+    """Draw ranges that make up ``[0, size)``."""
     cuts = sorted(draw(st.sets(st.integers(1, size - 1), max_size=3))) if size > 1 else []
     return list(zip([0, *cuts], [*cuts, size], strict=True))
 
@@ -203,7 +199,7 @@ def random_parts(
                     ids,
                     draw(st.integers(1, 30)),
                     () if age < without else tuple(STATES),
-                    Encoding(
+                    TableEncoding(
                         draw(st.sampled_from(list(codecs))),
                         draw(st.sampled_from(["fp32", "bf16", "log8"])),
                         draw(st.booleans()),
@@ -215,7 +211,7 @@ def random_parts(
 
 
 def write_chain(root: Folder, rows: int, chain: Sequence[Sequence[Part]], ranks: int = 1) -> str:
-    """Returns the head's id."""
+    """Write a chain of given parts; return the head's id."""
     manifest = None
     for parts in chain:
         manifest = write(root, rows, parts, manifest, ranks)
@@ -224,7 +220,7 @@ def write_chain(root: Folder, rows: int, chain: Sequence[Sequence[Part]], ranks:
 
 
 def make_shards(rows: int, places: Iterable[Rectangle], fill: float = -1.0) -> list[LocalShard]:
-    """Shards whose memory has a value that no stored row has."""
+    """Make shards filled with a value that no stored row has."""
     return [
         LocalShard(
             TABLE,
@@ -273,7 +269,7 @@ def restore(
             load(number, nullcontext())
     else:
         stages = [(chunks[key].entry["table"], chunks[key].checkpoint) for key in keys]
-        work_in_order(load, [1] * len(keys), stages, len(keys), threads)
+        run_in_order(load, [1] * len(keys), stages, len(keys), threads)
     rows.finish(dry_run)
     return marks, were_read
 
@@ -325,8 +321,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def chain_of_three(root: Folder) -> list[Manifest]:
-    """A full one of two ranks' files and two upon it, 4 bit but for the last."""
-    rows, encoding = CHAIN_ROWS, Encoding(Rowwise(4))
+    """Write a full checkpoint of two ranks and two differential ones, 4-bit except for the last."""
+    rows, encoding = CHAIN_ROWS, TableEncoding(Rowwise(4))
     full = write(root, rows, [Part((0, DIM), list(range(rows)), 10, encoding=encoding)], ranks=2)
     second = write(root, rows, [Part((0, DIM), [1, 2], 10, encoding=encoding)], full)
     return [full, second, write(root, rows, [Part((0, DIM), [3], 10)], second)]

@@ -14,9 +14,9 @@ from torch import nn
 from tests.unit.chains import one_thread
 from tests.unit.console import Console
 from tests.unit.tracked_model import make_model
-from torchrec_checknrun import TrackedModel, track
 from torchrec_checknrun.codecs import kernel
-from torchrec_checknrun.filesystem import Folder
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tracking import TrackedModel, track
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -37,7 +37,7 @@ def disk(tmp_path: Path) -> Folder:
 
 @pytest.fixture(scope="module")
 def small_operations() -> Iterator[None]:
-    """For modules with roots in memory, which are gone afterwards."""
+    """Use one thread during a module, and delete its roots in memory afterwards."""
     with one_thread():
         yield
     with suppress(FileNotFoundError):

@@ -19,7 +19,7 @@ class Result:
 
     @property
     def document(self) -> Any:
-        """What --json has printed: nothing else may be there."""
+        """The output of --json, which must be the only output."""
         return json.loads(self.out, parse_constant=_refuse)
 
 
@@ -28,7 +28,7 @@ def _refuse(constant: str) -> None:
 
 
 class Console:
-    """Calls the tool's commands."""
+    """A caller of the tool's commands."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys

@@ -1,4 +1,4 @@
-"""Chains that an attacker has changed: checksums fit, since nobody needs a key to make them."""
+"""Chains that an attacker has changed: checksums are valid, since making them needs no key."""
 
 from __future__ import annotations
 
@@ -14,15 +14,9 @@ import torch
 import xxhash
 
 from tests.unit.chains import DIM, TABLE, Part, make_shards, new_root, restore, write
-from torchrec_checknrun.block_restore import BlockRestore, saved_blocks
-from torchrec_checknrun.blocks import Block
 from torchrec_checknrun.boxes import Box
-from torchrec_checknrun.chain import committed, newest, resolve
-from torchrec_checknrun.chunks import EncodedChunk, state_tree
 from torchrec_checknrun.codecs import Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
-from torchrec_checknrun.compaction import compact
-from torchrec_checknrun.content_tree import with_blocks
-from torchrec_checknrun.differences import compare
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckpointNotFound,
@@ -30,19 +24,27 @@ from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
     UnsupportedFormat,
 )
-from torchrec_checknrun.export import export_dcp, export_safetensors
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.lease import latest_claim
-from torchrec_checknrun.manifest import MANIFEST_NAME
-from torchrec_checknrun.pruning import prune
-from torchrec_checknrun.quantization import Encoding
-from torchrec_checknrun.rank_file import FOOTER, MAGIC
-from torchrec_checknrun.read_chunks import read_chunk, read_content
-from torchrec_checknrun.retention import Retention
+from torchrec_checknrun.format.chunk import EncodedChunk, state_tree
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.rank_file import FOOTER, MAGIC
+from torchrec_checknrun.format.reader import read_chunk
+from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.restore.blocks import BlockRestore, saved_blocks
+from torchrec_checknrun.restore.chunks import read_content
+from torchrec_checknrun.restore.content_tree import with_blocks
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
+from torchrec_checknrun.root.lease import latest_claim
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import Rectangle
-from torchrec_checknrun.table_reader import ChunkCache, TableReader
-from torchrec_checknrun.verification import verify
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.tools.diff import compare
+from torchrec_checknrun.tools.export import export_dcp, export_safetensors
+from torchrec_checknrun.tools.tables import ChunkCache, TableReader
+from torchrec_checknrun.tools.verify import verify
 
 ROWS = 60
 REFUSALS = (
@@ -52,7 +54,7 @@ REFUSALS = (
     IncompatibleCheckpoint,
     UnsupportedFormat,
 )
-"""What hostile input may end in."""
+"""Errors that hostile input may raise."""
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Forged:
         return next(iter(self.files.values()))
 
     def change_manifest(self, change: Callable[[dict[str, Any]], None]) -> None:
-        """After everything else in it fits."""
+        """Register a change of the manifest, made after all other fields are up to date."""
         self.last = change
 
 
@@ -104,9 +106,9 @@ VALUES = {
     "values": [{1, 2}, {"a", None, (1, b"x")}, frozenset({2.5}), 1j, torch.float16],
     "sizes": (torch.Size([2, 3]), range(0, 9, 2), slice(None, 3), PurePosixPath("a/b"), Path("c")),
 }
-"""Of every type that a state may hold beside numbers and tensors."""
+"""Values of every type that a state may hold beside numbers and tensors."""
 SHARDED = torch.arange(24).reshape(4, 3, 2)
-"""In pieces of two shards."""
+"""A tensor stored as pieces of two shards."""
 
 
 def pieces_of(tensor: torch.Tensor) -> list[EncodedChunk]:
@@ -119,15 +121,15 @@ def pieces_of(tensor: torch.Tensor) -> list[EncodedChunk]:
 
 
 def example() -> list[Forged]:
-    """A full checkpoint and two upon it: several codecs, ids encodings, states."""
+    """Build a full checkpoint and two based on it, with several codecs, id encodings and states."""
     root = new_root()
-    packed = Encoding(Rowwise(4), "log8", compress=True)
+    packed = TableEncoding(Rowwise(4), "log8", compress=True)
     first = write(
         root,
         ROWS,
         [
             Part((0, 4), list(range(ROWS)), 40, encoding=packed),
-            Part((4, DIM), list(range(ROWS)), 60, encoding=Encoding(Exact(), compress=True)),
+            Part((4, DIM), list(range(ROWS)), 60, encoding=TableEncoding(Exact(), compress=True)),
         ],
         ranks=2,
     )
@@ -136,19 +138,19 @@ def example() -> list[Forged]:
         root,
         ROWS,
         [
-            Part((0, 4), every_third, 60, encoding=Encoding(ImportanceWeighted(), "bf16")),
-            Part((4, DIM), [0, 40, 41, 59], 4, encoding=Encoding(Fp16())),
+            Part((0, 4), every_third, 60, encoding=TableEncoding(ImportanceWeighted(), "bf16")),
+            Part((4, DIM), [0, 40, 41, 59], 4, encoding=TableEncoding(Fp16())),
         ],
         first,
     )
-    encoding = Encoding(KMeans(2))
+    encoding = TableEncoding(KMeans(2))
     part = Part((0, 4), list(range(20, 30)), 10, encoding=encoding)
     write(root, ROWS, [part], second, dense=VALUES, sharded=pieces_of(SHARDED))
     return load(root)
 
 
 def load(root: Folder) -> list[Forged]:
-    """The checkpoints of a root, oldest first."""
+    """Read the checkpoints of a root, oldest first."""
     found = []
     for name in reversed(committed(root)):
         manifest = json.loads((root / name).read(MANIFEST_NAME))["manifest"]
@@ -163,7 +165,7 @@ def load(root: Folder) -> list[Forged]:
 
 
 def seal(root: Folder, chain: list[Forged]) -> str:
-    """Writes a chain with right checksums; returns its head's id."""
+    """Write a chain with valid checksums; return its head's id."""
     checksums: dict[str, str] = {}
     for forged in chain:
         folder, manifest = root / forged.folder, copy.deepcopy(forged.manifest)
@@ -214,11 +216,29 @@ def _file(name: str, file: ForgedFile) -> tuple[bytes, dict[str, Any]]:
     return data, fact
 
 
+def _restore_blocks(root: Folder, head: str) -> None:
+    content = read_content(root, resolve(root, head))
+    chunks = {c.key: c for c in content.chunks[-1] if c.entry["kind"] == "block"}
+    saved = saved_blocks({key: chunk.entry for key, chunk in chunks.items()})
+    for chunk in content.chunks[-1]:
+        if chunk.entry["kind"] == "state":
+            with_blocks(state_tree(chunk.entry), chunk.entry["name"], saved)
+    live, whole = torch.zeros_like(SHARDED), Box.whole(SHARDED.shape)
+    halves = [Box((*whole.spans[:2], (start, start + 1))) for start in (0, 1)]
+    wanted = [
+        Block(("model", "over.weight"), tuple(live.shape), half, live[half.slices(whole)])
+        for half in halves
+    ]
+    restoring = BlockRestore(wanted, saved, strict=True)
+    for key in restoring.plan(head, ["model"]):
+        restoring.load(chunks[key].entry, read_chunk(root, chunks[key]))
+
+
 def attack(root: Folder, head: str) -> list[str]:
-    """Does everything that reads a chain.
+    """Run everything that reads a chain.
 
     Returns:
-        What was refused, by whom; nothing else may be raised.
+        The errors, with the reader that raised each; no other error may be raised.
     """
     refused: list[str] = []
 
@@ -252,30 +272,13 @@ def attack(root: Folder, head: str) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
             save(root, resolve(root, head), folder, **options)
 
-    def blocks() -> None:
-        content = read_content(root, resolve(root, head))
-        chunks = {c.key: c for c in content.chunks[-1] if c.entry["kind"] == "block"}
-        saved = saved_blocks({key: chunk.entry for key, chunk in chunks.items()})
-        for chunk in content.chunks[-1]:
-            if chunk.entry["kind"] == "state":
-                with_blocks(state_tree(chunk.entry), chunk.entry["name"], saved)
-        live, whole = torch.zeros_like(SHARDED), Box.whole(SHARDED.shape)
-        halves = [Box((*whole.spans[:2], (start, start + 1))) for start in (0, 1)]
-        wanted = [
-            Block(("model", "over.weight"), tuple(live.shape), half, live[half.slices(whole)])
-            for half in halves
-        ]
-        restoring = BlockRestore(wanted, saved, strict=True)
-        for key in restoring.plan(head, ["model"]):
-            restoring.load(chunks[key].entry, read_chunk(root, chunks[key]))
-
     baseline = committed(root)[-1]
     attempt("resolve", lambda: resolve(root, head))
     attempt("latest_claim", lambda: latest_claim(root))
     attempt("newest", look)
     attempt("verify", check)
     attempt("restore", read)
-    attempt("blocks", blocks)
+    attempt("blocks", lambda: _restore_blocks(root, head))
     attempt("ls", lambda: inventory(root))
     attempt("prune", lambda: prune(root, Retention(1, 1.0), dry_run=True))
     attempt("cat", cat)

@@ -24,9 +24,9 @@ from tests.unit.chains import new_root, one_thread
 from tests.unit.forgery import Forged, attack, example, seal
 
 EXTRA_BYTES = 1 << 30
-"""Address space that no input may take beyond what there was before."""
+"""Address space that reading any input may add."""
 EACH_SECONDS = 20
-"""More than any input takes, on a busy machine."""
+"""More seconds than any input takes on a busy machine."""
 
 NUMBERS = [-1, 0, 1, 2, 7, 60, 61, 255, 2**31, 2**40, 2**62, 2**63 - 1, 2**63, 10**300]
 TEXTS = ["", "x", "rows", "state", "exact", "fp32", "gaps_zstd", "range", "../x", "/", "\x00", "é"]
@@ -63,7 +63,7 @@ class Counts:
 
 @st.composite
 def forged(draw: st.DrawFn, original: list[Forged]) -> list[Forged]:
-    """A chain with one to three changes."""
+    """Draw a chain with one to three changes."""
     chain = copy.deepcopy(original)
     for _ in range(draw(st.integers(1, 3))):
         checkpoint = draw(st.sampled_from(chain))
@@ -94,11 +94,11 @@ def forged(draw: st.DrawFn, original: list[Forged]) -> list[Forged]:
 
 
 Change = tuple[list[Any], str, Any]
-"""Where, what, and with which value."""
+"""A change: place, operation and value."""
 
 
 def changes(draw: st.DrawFn, tree: Any) -> Change:
-    """A change somewhere in a tree."""
+    """Draw a change somewhere in a tree."""
     path: list[Any] = []
     node = tree
     while isinstance(node, (dict, list)) and node and (not path or draw(st.integers(0, 4))):
@@ -109,7 +109,7 @@ def changes(draw: st.DrawFn, tree: Any) -> Change:
 
 
 def apply(tree: Any, change: Change) -> None:
-    """Changes a tree; one without the place stays."""
+    """Apply a change to a tree; leave a tree without the place as it is."""
     path, what, value = change
     node, value = tree, copy.deepcopy(value)  # another change may be within
     for key in path[:-1]:
@@ -195,7 +195,7 @@ def campaign(
 
 
 def run(seconds: float, first: int = 0) -> Counts:
-    """Tries chains for so long, in bounded memory."""
+    """Try chains for so many seconds, in bounded memory."""
     original, total, end = example(), Counts(), time.monotonic() + seconds
     campaign(20, first, original)  # what is loaded and compiled at first use
     with bounded_memory():
@@ -210,7 +210,7 @@ def run(seconds: float, first: int = 0) -> Counts:
 
 
 class bounded_memory:
-    """Within, this process gets no more address space than ``EXTRA_BYTES`` beyond what it has."""
+    """Limit the address space of this process to ``EXTRA_BYTES`` beyond the current one."""
 
     def __enter__(self) -> None:
         self._before = resource.getrlimit(resource.RLIMIT_AS)

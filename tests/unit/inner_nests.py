@@ -1,4 +1,4 @@
-"""Optimizers of users' that hold others, and how to nest and train them."""
+"""Users' optimizers that hold other optimizers, and functions to nest and train them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 
 class Lookahead(Optimizer):
-    """Slow weights beside those of a base optimizer, and a count."""
+    """An optimizer with slow weights beside those of a base optimizer, and a count."""
 
     def __init__(self, base: Optimizer) -> None:
         super().__init__([{"params": g["params"]} for g in base.param_groups], {"alpha": 0.5})
@@ -37,7 +37,7 @@ class Lookahead(Optimizer):
 
 
 class Sam(Optimizer):
-    """As the reference implementation: it shares its groups, and links them anew on a load."""
+    """SAM as in the reference implementation: shares groups, and relinks them on a load."""
 
     def __init__(self, params: Any, base: Any, **options: Any) -> None:
         super().__init__(params, {"rho": 0.05, **options})
@@ -91,7 +91,7 @@ class Ramp(KeyedOptimizer):
 
 
 class Shell(Optimizer):
-    """As accelerate's ``AcceleratedOptimizer``: it skips ``Optimizer.__init__``."""
+    """A wrapper like accelerate's ``AcceleratedOptimizer``, without ``Optimizer.__init__``."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.optimizer = inner
@@ -114,7 +114,7 @@ class Shell(Optimizer):
 
 
 class PlainShell(Optimizer):
-    """Shares state and groups with the inner optimizer, and shows them in torch's state dict."""
+    """A wrapper that shares state and groups with the inner optimizer, in torch's state dict."""
 
     def __init__(self, inner: Optimizer) -> None:
         super().__init__([{"params": [nn.Parameter(torch.zeros(1))]}], {})
@@ -128,7 +128,7 @@ class PlainShell(Optimizer):
 
 
 class Split(Optimizer):
-    """Steps matrices itself, and leaves the rest to optimizers in a dict of lists."""
+    """An optimizer of matrices that leaves the rest to optimizers in a dict of lists."""
 
     def __init__(self, layers: nn.Module) -> None:
         params = list(layers.parameters())

@@ -1,4 +1,4 @@
-"""Plain states through ``dcp.save`` and ``dcp.load`` in one process, and what made them fail."""
+"""Plain states through ``dcp.save`` and ``dcp.load`` in one process, and the errors raised."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +9,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_checknrun import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import Manifest
-from torchrec_checknrun.save_plan import CheckpointPlanner
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.store.folder import Folder
 
 State = dict[str, Any]
 
 
 class Counter:
-    """A Stateful, as DCP knows them."""
+    """A stateful object as DCP expects it."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -40,13 +39,11 @@ def example(fill: float = 1.0) -> State:
     }
 
 
-def save(
-    root: Folder, name: str, state: State, planner: CheckpointPlanner | None = None
-) -> Manifest:
+def save(root: Folder, name: str, state: State) -> Manifest:
     metadata = dcp.save(
         state,
         storage_writer=StorageWriter((root / name).url),
-        planner=planner or SavePlanner(),
+        planner=SavePlanner(),
         no_dist=True,
     )
     manifest = metadata.planner_data
@@ -64,7 +61,7 @@ def load(root: Folder, name: str, state: State) -> None:
 
 
 def cause(act: Callable[[], object]) -> Exception:
-    """The error that made DCP fail."""
+    """Return the error that made DCP fail."""
     with pytest.raises(CheckpointException) as raised:
         act()
     ((error, _),) = raised.value.failures.values()

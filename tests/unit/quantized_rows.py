@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
@@ -32,10 +32,35 @@ def rowwise(bits: int, method: str) -> Rowwise:
 
 
 def fbgemm_encode(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """FBGEMM's own bytes, ``(n, row bytes)``; the dim must be one that it accepts."""
+    """FBGEMM's own bytes, ``(n, row bytes)``; the dim must be one that it accepts.
+
+    A bias that is zero keeps the sign of one of the row's zeros. Which one depends on FBGEMM's
+    release; stored bytes must not, and keep to the choice of FBGEMM up to 1.8.
+    """
     if bits == 8:
-        return torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
-    return torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
+        data = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
+    else:
+        data = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
+    known = [_first_in(rows, range(rows.shape[1])), _first_in(rows, _by_lanes(rows.shape[1]))]
+    zero = rows.min(dim=1).values == 0
+    signs = [torch.where(zero, chosen.view(torch.uint8) << 7, data[:, -1]) for chosen in known]
+    assert any(torch.equal(data[:, -1], sign) for sign in signs), "a third choice"
+    data[:, -1] = signs[1]
+    return data
+
+
+def _by_lanes(dim: int) -> list[int]:
+    """Positions by eight lanes, the last of a lane first, then those that fill no eight."""
+    whole = dim // 8 * 8
+    lanes = [place for lane in range(8) for place in range(whole - 8 + lane, -1, -8)]
+    return lanes[:whole] + list(range(whole, dim))
+
+
+def _first_in(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """``(n,)`` bool: whether the first zero in this order of positions has the sign."""
+    ordered = rows[:, list(order)]
+    first = (ordered == 0).int().argmax(dim=1, keepdim=True)
+    return torch.signbit(ordered.gather(1, first))[:, 0]
 
 
 def fbgemm_decode(data: torch.Tensor, bits: int) -> torch.Tensor:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import fsspec
 
-from torchrec_checknrun.chain import Chain
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import (
+from torchrec_checknrun.format.manifest import (
     MANIFEST_NAME,
     Link,
     Manifest,
@@ -14,6 +12,8 @@ from torchrec_checknrun.manifest import (
     TableTotals,
     checkpoint_id,
 )
+from torchrec_checknrun.root.chain import Chain
+from torchrec_checknrun.store.folder import Folder
 
 FILE = RankFile("rank-00000.bin", 10, 5, 5, "0" * 16, 1)
 TABLES = {"t": TableTotals(100, 8)}
@@ -28,7 +28,7 @@ def put(
     name: str | None = None,
     tables: dict[str, TableTotals] | None = None,
 ) -> Manifest:
-    """Commits a small checkpoint as a Checkpointer would."""
+    """Commit a small checkpoint as a Checkpointer would."""
     step = sequence * 10 if step is None else step
     manifest = Manifest(
         id=name or checkpoint_id(sequence, step, f"{sequence:08x}"),
@@ -55,7 +55,7 @@ def put(
 
 
 def begin(root: Folder, sequence: int) -> str:
-    """A checkpoint that was never committed: files, but no manifest."""
+    """Write a checkpoint that is never committed: files, but no manifest."""
     name = checkpoint_id(sequence, sequence * 10, "0" * 8)
     (root / name).create()
     (root / name).put(FILE.name, b"0123456789")

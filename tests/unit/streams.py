@@ -1,4 +1,4 @@
-"""What the dataset tests share: random Criteo data of known content, read on many ranks."""
+"""Random Criteo data of known content, read on many ranks, for the dataset tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = [3 + 7 * f for f in range(26)]
 
 
 class Row(NamedTuple):
-    """A sample as Criteo logs it; None is a missing value."""
+    """A sample as Criteo logs it; None for a missing value."""
 
     label: int
     dense: list[int | None]
@@ -45,7 +45,7 @@ def random_rows(count: int, seed: int = 0) -> list[Row]:
 
 
 def expected(rows: Sequence[Row], sizes: Sequence[int] = SIZES) -> Samples:
-    """What a dataset has to make of the rows, one value at a time."""
+    """Convert rows as a dataset has to, one value at a time."""
     dense = [[log(max(v or 0, 0) + 1) for v in row.dense] for row in rows]
     sparse = [[(v or 0) % n for v, n in zip(row.ids, sizes, strict=True)] for row in rows]
     return Samples(
@@ -66,7 +66,7 @@ def held_out_rows(raw: int, every: int) -> list[int]:
 def global_batches(
     dataset: Dataset, position: int, global_batch: int, world_size: int, count: int | None = None
 ) -> list[Samples]:
-    """The batches of all ranks put together; checks that the ranks agree on sizes."""
+    """Join the batches of all ranks; check that the ranks agree on sizes."""
     ranks = [
         list(islice(dataset.read(position, global_batch, rank, world_size), count))
         for rank in range(world_size)
@@ -91,7 +91,7 @@ def assert_equal(actual: Samples, wanted: Samples) -> None:
 def eval_rounds(
     dataset: Dataset, limit: int, batch: int, world_size: int
 ) -> Iterator[list[Samples]]:
-    """For every evaluation batch what each rank got."""
+    """Yield every evaluation batch as the ranks' parts."""
     ranks = [list(dataset.read_eval(limit, batch, r, world_size)) for r in range(world_size)]
     for parts in zip(*ranks, strict=True):
         yield list(parts)

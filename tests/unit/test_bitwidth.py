@@ -1,4 +1,4 @@
-"""How many bits a job can afford: the paper's thresholds, and how often a job fails."""
+"""The bits that a job can afford: the paper's thresholds, and an estimate of a job's failures."""
 
 import math
 from typing import Any

@@ -1,7 +1,11 @@
 """Marks between ``dcp.save`` calls, on a model sharded over a group of one."""
 
+import pickle
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,15 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.unit.tracked_model import DIM, ROWS, WIDE, make_model, modified, table, train
-from torchrec_checknrun import (
-    LoadPlanner,
-    Quantization,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    TrackedModel,
-    track,
-)
+from torchrec_checknrun import Quantization
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from torchrec_checknrun.tracking import TrackedModel, track
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -31,7 +29,7 @@ class TestDirectSaves:
         return dcp.save({}, storage_writer=StorageWriter(path), planner=planner).planner_data
 
     def check(self, path: Path, model: nn.Module) -> None:
-        """The checkpoint holds what the model holds."""
+        """Check that the checkpoint equals the model."""
         fresh = make_model()
         other = track(fresh)
         for shard in other.shards:
@@ -88,7 +86,7 @@ class TestDirectSaves:
     def test_a_rise_in_width_needs_a_full_checkpoint(
         self, model: nn.Module, tracked: TrackedModel, tmp_path: Path
     ) -> None:
-        """Else rows that are not written again would keep their loss under an exact checkpoint."""
+        """Otherwise rows that are not written again would stay lossy in an exact checkpoint."""
         kinds = []
         for i, bits in enumerate([8, 4, 8, 8, None, 8, None]):
             train(model, a=[[i]])
@@ -107,3 +105,35 @@ class TestDirectSaves:
         third = self.save(tmp_path / "third", tracked)
         assert third.parent == first.link
         self.check(tmp_path / "third", model)
+
+
+class Unsendable(Exception):
+    """An error that can't be pickled, as those of some libraries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("step", "call"),
+    [
+        ("make_global_plan", lambda planner, _: planner.create_global_plan([])),
+        ("CheckpointWriter.check", lambda _, writer: writer.prepare_local_plan(None)),
+        ("CheckpointWriter.create", lambda _, writer: writer.prepare_global_plan([])),
+        ("CheckpointWriter.commit", lambda _, writer: writer.finish(mock.Mock(), [])),
+    ],
+)
+def test_errors_can_be_sent_to_other_ranks(
+    step: str,
+    call: Callable[[Any, Any], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DCP pickles them; ranks would wait for ever for one that can't be."""
+    planner, writer = SavePlanner(), StorageWriter(tmp_path / "one")
+    planner._prepared = mock.Mock()
+    monkeypatch.setattr(f"torchrec_checknrun.dcp.save.{step}", mock.Mock(side_effect=Unsendable))
+    with pytest.raises(Exception, match="Unsendable") as raised:
+        call(planner, writer)
+    pickle.dumps(raised.value)

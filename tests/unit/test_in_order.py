@@ -1,4 +1,4 @@
-"""Threads that do things at their own pace and pass one point one after the other, step by step."""
+"""Threads work at their own pace and take turns in order, step by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun.in_order import Stage, Turn, Work, work_in_order
+from torchrec_checknrun.in_order import Stage, Turn, Work, run_in_order
 
 
 def run(
@@ -25,9 +25,9 @@ def run(
     most: int = 100,
     stages: Sequence[Stage] | None = None,
 ) -> None:
-    """Without stages all turns are in order."""
+    """Run items; without stages all turns are in order."""
     stages = [("lane", number) for number in range(count)] if stages is None else stages
-    work_in_order(work, sizes or [1] * count, stages, most, threads)
+    run_in_order(work, sizes or [1] * count, stages, most, threads)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -57,7 +57,7 @@ def test_turns_come_in_order_and_one_at_a_time(threads: int) -> None:
 def test_turns_of_a_lane_come_step_by_step(
     things: list[tuple[int, bool, bool]], threads: int
 ) -> None:
-    """Each thing has a lane, may begin a new step there, and may do without its turn."""
+    """Each item has a lane, may begin a new step in it, and may skip its turn."""
     steps = [0, 0, 0]
     stages: list[tuple[int, int]] = []
     for lane, begins, _ in things:
@@ -100,7 +100,7 @@ def test_other_lanes_and_the_same_step_are_not_waited_for(stages: list[Stage]) -
 
 
 def test_a_step_waits_for_the_one_before_the_last() -> None:
-    """Though all of the last one did without their turns."""
+    """A step waits even if all items of the last step skipped their turns."""
     passed = []
 
     def work(number: int, turn: Turn) -> None:

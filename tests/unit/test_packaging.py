@@ -1,6 +1,7 @@
 """The package as its users get it: what the wheel holds, how it is installed, who can use it."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -8,15 +9,17 @@ import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from packaging.requirements import Requirement
 
-from recipes import install
+from torchrec_checknrun import install
 from torchrec_checknrun.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-MADE_FROM = ["Makefile", "recipes/install.py", "pyproject.toml", "setup.py"]
+INSTALL = "torchrec_checknrun/install.py"
+MADE_FROM = ["Makefile", INSTALL, "pyproject.toml", "setup.py"]
 CSRC = "torchrec_checknrun/csrc/rows.h"
 SOURCES = ["LICENSE", "README.md", "pyproject.toml", "setup.py", "torchrec_checknrun"]
 
@@ -112,6 +115,7 @@ def test_wheel_holds_the_package_and_the_plugin_and_nothing_else(wheel: Path) ->
     }
     assert members(wheel) == {
         *sources,
+        "torchrec_checknrun/__init__.pyi",  # all public names: needed to import any
         "torchrec_checknrun/py.typed",
         "hydra_plugins/torchrec_checknrun_plugin.py",
     }
@@ -163,17 +167,33 @@ def test_requirements_leave_the_build_of_fbgemm_open_and_agree_with_install(
     names = {requirement.name for requirement in requirements}
     assert "torch" in names
     assert not names & {"torchrec", *install.FBGEMM.values()}
-    pins = [Requirement(text) for text in (install.TORCH, *install.TORCHREC_NEEDS)]
-    pinned = {
-        pin.name: specifier.version
-        for pin in pins
+    torches = [f"torch=={stack.torch}" for stack in install.STACKS.values()]
+    pins = [
+        (pin.name, specifier.version)
+        for pin in map(Requirement, (*torches, *install.TORCHREC_NEEDS))
         for specifier in pin.specifier
         if specifier.operator == "=="
-    }
-    shared = [requirement for requirement in requirements if requirement.name in pinned]
-    assert {requirement.name for requirement in shared} >= {"torch", "torchmetrics"}
-    for requirement in shared:
-        assert requirement.specifier.contains(pinned[requirement.name]), requirement
+    ]
+    shared = [
+        (requirement, version)
+        for requirement in requirements
+        for name, version in pins
+        if name == requirement.name
+    ]
+    assert {requirement.name for requirement, _ in shared} >= {"torch", "torchmetrics"}
+    for requirement, version in shared:
+        assert requirement.specifier.contains(version), requirement
+
+
+def test_torch_is_required_as_far_as_stacks_are_known(metadata: Message) -> None:
+    """Each torch that pip accepts has its FBGEMM and TorchRec in install.py."""
+    (torch,) = (
+        requirement
+        for requirement in map(Requirement, metadata.get_all("Requires-Dist", []))
+        if requirement.name == "torch"
+    )
+    accepted = {f"2.{minor}" for minor in range(40) if torch.specifier.contains(f"2.{minor}.0")}
+    assert accepted == set(install.STACKS)
 
 
 def test_an_outside_script_imports_this_checkout(tmp_path: Path) -> None:
@@ -182,8 +202,21 @@ def test_an_outside_script_imports_this_checkout(tmp_path: Path) -> None:
     script.write_text("import torchrec_checknrun.version as v; print(v.__file__)")
     result = run(sys.executable, script, cwd=tmp_path, env=clean_environment())
     assert result.stdout.strip() == str(ROOT / "torchrec_checknrun" / "version.py"), (
-        f"Install the checkout in place: python recipes/install.py --editable\n{result.stderr}"
+        f"Install the checkout in place: python {INSTALL} --editable\n{result.stderr}"
     )
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive, unpacked, and nothing else."""
+    source = copy_sources(tmp_path_factory.mktemp("checkout"))
+    made = run(sys.executable, "setup.py", "sdist", cwd=source)
+    assert made.returncode == 0, made.stderr
+    (archive,) = (source / "dist").glob("*.tar.gz")
+    target = tmp_path_factory.mktemp("unpacked")
+    shutil.unpack_archive(archive, target, filter="data")
+    (folder,) = target.iterdir()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +274,13 @@ class TestOtherHydraApp:
         assert "plugin:" not in result.stdout
 
 
+def has(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
+    """Let these distributions be all that pip has installed."""
+    monkeypatch.setattr(install, "installed_version", installed.get)
+
+
 class TestInstall:
-    """recipes/install.py chooses exactly one build of FBGEMM."""
+    """Exactly one build of FBGEMM is chosen, from a checkout, a source archive or a wheel."""
 
     @pytest.fixture
     def commands(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -269,15 +307,116 @@ class TestInstall:
         other: str,
         other_is_there: bool,
     ) -> None:
-        monkeypatch.setattr(install, "is_installed", lambda name: other_is_there and name == other)
+        has(monkeypatch, **({other: "1.8.0"} if other_is_there else {}))
         install.install(device, extras="test", editable=True)
         words = [word for command in commands if "install" in command for word in command]
         installed = {word.split("==")[0] for word in words if word.startswith("fbgemm")}
         assert installed == {build}
-        (with_torchrec,) = (command for command in commands if install.TORCHREC in command)
+        (with_torchrec,) = (command for command in commands if "torchrec==1.8.0" in command)
         assert "--no-deps" in with_torchrec
         removed = [set(command[4:]) for command in commands if "uninstall" in command]
         assert removed == ([{build, other}] if other_is_there else [])
+
+    def commands_of(
+        self, file: Path, commands: list[list[str]], *arguments: str
+    ) -> list[list[str]]:
+        """Run another copy of install.py as a script would; what pip was to do."""
+        module = runpy.run_path(str(file))
+        with patch.object(sys, "argv", ["install.py", "--device", "cpu", *arguments]):
+            module["main"]()
+        return commands
+
+    def test_from_a_source_archive(self, unpacked: Path, commands: list[list[str]]) -> None:
+        made = self.commands_of(unpacked / INSTALL, commands, "--extras", "cli")
+        assert any(f"{unpacked}[cli]" in command for command in made)
+        assert (unpacked / CSRC).is_file(), "the kernel can be built"
+        helped = run(sys.executable, unpacked / INSTALL, "--help", env=clean_environment())
+        assert "--device" in helped.stdout, "nothing but Python is needed"
+
+    @pytest.mark.parametrize("extras", ["", "cli,s3"])
+    def test_from_a_wheel(
+        self, wheel: Path, site: Path, commands: list[list[str]], extras: str
+    ) -> None:
+        """The package is there; pip is asked for what it could not choose, and for extras."""
+        made = self.commands_of(site / INSTALL, commands, "--extras", extras)
+        words = [word for command in made for word in command]
+        named = [word for word in words if "torchrec_checknrun" in word and " " not in word]
+        assert named == ([f"torchrec_checknrun[{extras}]=={__version__}"] if extras else [])
+        assert {"torchrec==1.8.0", *install.TORCHREC_NEEDS} <= set(words)
+        helped = run(
+            *(sys.executable, "-m", "torchrec_checknrun.install", "--help"),
+            env=clean_environment(PYTHONPATH=str(site)),
+            cwd=site.parent,
+        )
+        assert "--device" in helped.stdout, helped.stderr
+
+    def test_from_a_wheel_nothing_is_editable(self, site: Path, commands: list[list[str]]) -> None:
+        with pytest.raises(SystemExit, match="--editable needs the sources"):
+            self.commands_of(site / INSTALL, commands, "--editable")
+        assert commands == []
+
+    def test_without_the_kernel_the_end_says_how_to_build_it(self, site: Path) -> None:
+        check = run(
+            *(sys.executable, "-c", install.CHECK, "cpu"),
+            env=clean_environment(PYTHONPATH=str(site)),
+            cwd=site.parent,
+        )
+        assert "without the compiled kernel" in check.stdout, check.stderr
+        last = check.stdout.splitlines()[-1]
+        assert "--no-build-isolation --no-deps --force-reinstall" in last
+        assert last.endswith(f"torchrec_checknrun-{__version__}.tar.gz  (the source archive)")
+        assert check.stderr.count("NumPy quantizes rows") == 1
+
+    def test_the_old_place_still_works(self) -> None:
+        helped = run(sys.executable, ROOT / "recipes" / "install.py", "--help")
+        assert "--device" in helped.stdout
+
+    @pytest.mark.parametrize(
+        ("installed", "pinned", "fbgemm", "torchrec"),
+        [
+            (None, "2.13.0", "1.8.0", "1.8.0"),
+            ("2.11.0", "2.11.0", "1.6.0", "1.6.1"),
+            ("2.12.0+cpu", "2.12.0", "1.7.0", "1.7.0"),
+            ("2.13.0+cu130", "2.13.0", "1.8.0", "1.8.0"),
+            ("2.14.0", "2.14.0", "1.9.0", "1.9.2"),
+        ],
+    )
+    def test_an_installed_torch_stays(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        commands: list[list[str]],
+        installed: str | None,
+        pinned: str,
+        fbgemm: str,
+        torchrec: str,
+    ) -> None:
+        has(monkeypatch, **({"torch": installed} if installed else {}))
+        install.install("cpu", extras="", editable=False)
+        *resolved, last, _ = commands  # the last one is the check of the installation
+        assert len(resolved) == 2
+        for command in resolved:
+            (torch,) = (word for word in command if word.startswith("torch="))
+            assert torch == f"torch=={pinned}"
+        assert last[-3:] == ["--no-deps", f"torchrec=={torchrec}", f"fbgemm-gpu-cpu=={fbgemm}"]
+
+    def test_a_torch_without_a_known_stack_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, commands: list[list[str]]
+    ) -> None:
+        has(monkeypatch, torch="2.99.1+cpu")
+        with pytest.raises(SystemExit, match=r"torch 2\.99\.1\+cpu is installed; .*--stack"):
+            install.install("cpu", extras="", editable=False)
+        assert not commands
+
+    def test_another_stack_can_be_named(
+        self, monkeypatch: pytest.MonkeyPatch, commands: list[list[str]]
+    ) -> None:
+        monkeypatch.setattr(
+            "sys.argv", ["install.py", "--device", "cpu", "--stack", "2.99.1,7.0.0,7.0.1"]
+        )
+        has(monkeypatch, torch="2.13.0")
+        install.main()
+        assert "torch==2.99.1" in commands[0]
+        assert commands[-2][-2:] == ["torchrec==7.0.1", "fbgemm-gpu-cpu==7.0.0"]
 
     def test_a_failing_pip_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("subprocess.call", lambda command: 3)
@@ -309,7 +448,6 @@ class TestMakefile:
     @pytest.fixture
     def made(self, tmp_path: Path) -> Path:
         """A checkout whose environment was made by python3 and is newer than its sources."""
-        (tmp_path / "recipes").mkdir()
         (tmp_path / CSRC).parent.mkdir(parents=True)
         for name in (*MADE_FROM, CSRC):
             (tmp_path / name).touch()
@@ -345,7 +483,7 @@ class TestMakefile:
         self.change(made, name, CSRC)
         assert not self.is_up_to_date(made)
         steps = self.make(made, "--dry-run", "env").stdout
-        assert "-m venv --clear .venv\n.venv/bin/python recipes/install.py" in steps
+        assert f"-m venv --clear .venv\n.venv/bin/python {INSTALL}" in steps
         assert "build_ext" not in steps
 
     def test_only_the_kernel_is_made_again_when_only_that_changed(self, made: Path) -> None:

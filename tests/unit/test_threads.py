@@ -1,4 +1,4 @@
-"""Threads that work while the interpreter ends, and do without threads where there are none."""
+"""Threads work while the interpreter ends, and the caller works where no thread starts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_closing_can_drop_what_was_not_begun() -> None:
 
 
 class Chunk:
-    """Stands for memory."""
+    """A stand-in for memory."""
 
 
 def test_what_is_done_is_not_kept() -> None:

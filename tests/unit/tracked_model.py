@@ -17,14 +17,14 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_checknrun import Consumer, TrackedModel, TrackedShard
+from torchrec_checknrun.tracking import Consumer, TrackedModel, TrackedShard
 
 ROWS, DIM = 30, 8
 WIDE, TALL, SPLIT = (f"ebc.embedding_bags.{name}" for name in ("wide", "tall", "split"))
 
 
 class Model(nn.Module):
-    """Features ``a`` and ``shared``; ``shared`` feeds two tables, one of them in two parts."""
+    """A model with features ``a`` and ``shared``, which feeds two tables, one in two parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def make_model(optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad) -> nn.Mo
 
 
 def batch(**bags: list[list[int]]) -> KeyedJaggedTensor:
-    """A batch of one bag or more per feature; features not named look up nothing."""
+    """Make a batch of one bag or more per feature; features not named look up nothing."""
     samples = max(len(bag) for bag in bags.values())
     by_feature = [bags.get(name, [[]] * samples) for name in ("a", "shared", "b")]
     return KeyedJaggedTensor(
@@ -85,7 +85,7 @@ def train(model: nn.Module, **bags: list[list[int]]) -> None:
 
 
 def table(model: nn.Module, name: str) -> torch.Tensor:
-    """A table's weights by TorchRec's own state dict."""
+    """Return a table's weights from TorchRec's own state dict."""
     whole = torch.full((ROWS, DIM), torch.nan)
     for shard in model.state_dict()[f"{name}.weight"].local_shards():
         row, col = shard.metadata.shard_offsets
@@ -100,7 +100,7 @@ def only(tracked: TrackedModel, name: str) -> TrackedShard:
 
 
 def modified(tracked: TrackedModel, consumer: Consumer = Consumer.USER) -> dict[str, list[int]]:
-    """Tables with modified rows, by the last part of their names."""
+    """Return modified rows by table, named by the last part of its name."""
     found = tracked.modified_rows(consumer)
     assert set(found) == {WIDE, TALL, SPLIT}
     return {name.split(".")[-1]: ids.tolist() for name, ids in found.items() if len(ids)}

@@ -1,6 +1,7 @@
-"""The console tool ``checknrun``: looks at checkpoints, checks, moves and plans them.
+"""Provide the console tool ``checknrun``, which lists, verifies, changes and plans checkpoints.
 
-No GPU, no process group and no model; any folder or fsspec URL.
+Commands need no GPU, process group or model, and take any folder or fsspec URL. Read ``main.py``
+first.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from io import TextIOWrapper
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command; ends the process.
+    """Run a command and end the process.
 
     Args:
         arguments: without the program's name; None for the process's own.
 
     Raises:
-        SystemExit: 0; 1 where ``verify`` has found something; 2 where nothing could be done.
+        SystemExit: with code 0; 1 if ``verify`` found damage; 2 if the command failed.
     """
     try:
-        import rich  # noqa: F401  # only whether it is there
+        import rich  # noqa: F401  # only to find out whether it is installed
         import typer  # noqa: F401  # as rich
     except ImportError as error:
         print(
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from torchrec_checknrun.cli.main import run
 
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # not if somebody has put another in its place
-            # Paths and our own dashes are to be printed wherever the locale is not UTF-8.
+        if isinstance(stream, TextIOWrapper):  # not a replacement, as of a notebook
+            # Paths and our own dashes must print even where the locale is not UTF-8.
             stream.reconfigure(errors="backslashreplace")
     run(arguments)

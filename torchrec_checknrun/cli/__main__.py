@@ -1,4 +1,4 @@
-"""``python -m torchrec_checknrun.cli``: the tool where its script isn't on the path."""
+"""Run ``python -m torchrec_checknrun.cli``, the tool where its script isn't on the path."""
 
 from torchrec_checknrun.cli import main
 

@@ -1,10 +1,9 @@
-"""``ls`` and ``show``: what a root holds, from manifests alone."""
+"""Define ``ls`` and ``show``, which describe a root from its manifests alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torchrec_checknrun.chain import read_manifest
 from torchrec_checknrun.cli.output import (
     AsJson,
     MaybeId,
@@ -17,13 +16,14 @@ from torchrec_checknrun.cli.output import (
     size,
 )
 from torchrec_checknrun.errors import CheckpointNotFound
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import Inventory, Listed, inventory
-from torchrec_checknrun.manifest import Manifest, TableTotals
+from torchrec_checknrun.format.manifest import Manifest, TableTotals
+from torchrec_checknrun.root.catalog import Inventory, Listed, inventory
+from torchrec_checknrun.root.checkpoints import read_manifest
+from torchrec_checknrun.store.folder import Folder
 
 
 def ls(root: Root, as_json: AsJson = False) -> None:
-    """Lists checkpoints, newest first."""
+    """List checkpoints, newest first."""
     found = inventory(open_root(root))
     if as_json:
         print_json(_listing(found))
@@ -105,7 +105,7 @@ def _of_manifest(manifest: Manifest) -> dict[str, Any]:
 
 
 def show(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
-    """Shows one checkpoint: tables, codecs, bytes, errors; the newest without an id."""
+    """Show one checkpoint, by default the newest: tables, codecs, bytes, errors."""
     folder = open_root(root)
     listed = _choose(inventory(folder), id, folder)
     manifest = listed.manifest or read_manifest(folder, listed.id)
@@ -120,7 +120,7 @@ def show(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
         "builds on": manifest.parent.id if manifest.parent else "nothing",
         "came after": manifest.previous.id if manifest.previous else "nothing",
         "chain": f"{len(listed.chain)} checkpoints, {size(listed.chain_bytes)}",
-        "bytes": f"{size(listed.bytes)}, {size(manifest.dense_bytes)} of them no tables; "
+        "bytes": f"{size(listed.bytes)}, {size(manifest.dense_bytes)} of them outside tables; "
         f"full in fp32 {size(manifest.full_fp32_bytes)}",
         "rows": f"{manifest.modified_fraction:.2%} of all",
         "ranks": f"{manifest.world_size}, {len(manifest.files)} files",
@@ -128,7 +128,7 @@ def show(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
         "restored from lossy": f"{manifest.lossy_restores} times before",
         "lineage, epoch": f"{manifest.lineage or '–'}, {manifest.epoch}",
         "states": ", ".join(
-            name + (" (of each rank)" if per_rank else "")
+            name + (" (per rank)" if per_rank else "")
             for name, per_rank in sorted(manifest.states.items())
         ),
     }
@@ -150,7 +150,7 @@ def _choose(found: Inventory, id: str | None, root: Folder) -> Listed:
         for listed in found.checkpoints:
             if listed.status == "restorable":
                 return listed
-        raise CheckpointNotFound(f"{root} holds no whole checkpoint: see `checknrun ls`")
+        raise CheckpointNotFound(f"{root} holds no restorable checkpoint: see `checknrun ls`")
     for listed in found.checkpoints:
         if listed.id == id:
             return listed
@@ -172,7 +172,7 @@ def _table_row(name: str, table: TableTotals) -> list[str]:
 
 
 def _codec(spec: dict[str, object]) -> str:
-    """A codec's name and what tells it from others of the name."""
+    """Return a codec's name and its parameters."""
     parts = [f"{k} {v}" for k, v in spec.items() if k not in ("name", "version")]
     return str(spec.get("name")) + (f" ({', '.join(parts)})" if parts else "")
 

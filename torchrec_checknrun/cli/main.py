@@ -1,4 +1,4 @@
-"""All commands under one roof, and what becomes of errors: one line, exit code 2."""
+"""Collect all commands, and report an error in one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -9,40 +9,31 @@ from typing import Annotated
 
 import typer
 
-from torchrec_checknrun.cli import (
-    claiming,
-    keeping,
-    listing,
-    planning,
-    reading,
-    reporting,
-    verifying,
-    writing,
-)
+from torchrec_checknrun.cli import changing, listing, planning, reading, reporting
 from torchrec_checknrun.cli.output import complain
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.version import __version__
 
 app = typer.Typer(
     name="checknrun",
-    help="Looks at TorchRec checkpoints, checks, compacts, exports and plans them. ROOT is the "
-    "folder or URL that was given to Checkpointer.",
+    help="List, verify, compact, export and plan TorchRec checkpoints. ROOT is the folder or URL "
+    "that was given to Checkpointer.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 app.command("ls")(listing.ls)
 app.command()(listing.show)
-app.command()(verifying.verify)
+app.command()(reading.verify)
 app.command()(reading.diff)
 app.command()(reading.cat)
-app.command()(writing.compact)
-app.command()(writing.export)
-app.command()(keeping.prune)
-app.command()(keeping.pin)
-app.command()(keeping.unpin)
-app.command()(claiming.unlock)
-app.command()(claiming.repair)
-app.command()(claiming.adopt)
+app.command()(changing.compact)
+app.command()(changing.export)
+app.command()(changing.prune)
+app.command()(changing.pin)
+app.command()(changing.unpin)
+app.command()(changing.unlock)
+app.command()(changing.repair)
+app.command()(changing.adopt)
 app.command()(planning.plan)
 app.command()(reporting.report)
 
@@ -56,17 +47,20 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and end.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """What comes before a command."""
+    """Define the options that precede a command."""
 
 
 def run(arguments: Sequence[str] | None) -> None:
-    """Runs a command and ends the process, see ``cli.main``."""
+    """Run a command and end the process; see ``cli.main``."""
     try:
         app(args=None if arguments is None else list(arguments), prog_name="checknrun")
-    except BrokenPipeError:  # its reader has seen enough, as `head` does
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (CheckNRunError, OSError) as error:
@@ -78,14 +72,14 @@ def run(arguments: Sequence[str] | None) -> None:
             raise
         complain(
             hint
-            or f"a mistake of this tool, please report it ({type(error).__name__}: {error}); with "
-            "CHECKNRUN_DEBUG=1 in the environment it says where"
+            or f"internal error, please report it ({type(error).__name__}: {error}); set "
+            "CHECKNRUN_DEBUG=1 in the environment to see the traceback"
         )
         sys.exit(2)
 
 
 def _text(error: Exception) -> str:
-    """Without the system's number for it."""
+    """Return an error's text without the system's error number."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

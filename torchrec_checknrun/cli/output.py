@@ -1,4 +1,4 @@
-"""What all commands print alike: JSON alone on stdout, tables for people, progress on stderr."""
+"""Print for all commands alike: JSON alone on stdout, tables for people, progress on stderr."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from torchrec_checknrun.chain import committed
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.manifest import sequence_of
-from torchrec_checknrun.retries import masked
+from torchrec_checknrun.format.manifest import sequence_of
+from torchrec_checknrun.root.checkpoints import committed
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.retry import masked
 
 _CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-"""What moves a cursor, turns the direction of text, or can't be printed at all."""
+"""Characters that move a cursor, change the direction of text, or can't be printed at all."""
 
 Step = Callable[[int, int], object]
-"""Called with what is done and all there is."""
+"""Receives the work done so far and the whole work."""
 
 
 def _complete(context: typer.Context, incomplete: str) -> list[str]:
-    """Ids in the root that was typed before."""
+    """Complete a checkpoint's id from the root typed before it."""
     root = context.params.get("root")
     if not root:
         return []
@@ -39,7 +39,7 @@ def _complete(context: typer.Context, incomplete: str) -> list[str]:
         names = Folder(root).names()
         ids = [name for name in names if sequence_of(name) is not None]
         return [id for id in committed(Folder(root), ids) if id.startswith(incomplete)]
-    except Exception:  # a shell must not be disturbed while somebody types
+    except Exception:  # completion must not disturb the shell
         return []
 
 
@@ -50,65 +50,65 @@ Id = Annotated[
 MaybeId = Annotated[
     str | None,
     typer.Argument(
-        help="A checkpoint's id; without, the newest that is whole.",
+        help="A checkpoint's id; default: the newest restorable one.",
         autocompletion=_complete,
         show_default=False,
     ),
 ]
 Ids = Annotated[
     list[str] | None,
-    typer.Argument(help="Ids; without, all.", autocompletion=_complete, show_default=False),
+    typer.Argument(help="Ids; default: all.", autocompletion=_complete, show_default=False),
 ]
 SomeIds = Annotated[
     list[str],
     typer.Argument(help="Checkpoints' ids.", autocompletion=_complete, show_default=False),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 
 
 def open_root(url: str) -> Folder:
-    """The root, or the target, that a command was given.
+    """Open the root, or the target, that a command was given.
 
     Raises:
-        CheckNRunError: it is of no kind that fsspec can open here.
+        CheckNRunError: fsspec can't open such a URL here.
     """
     try:
         return Folder(url)
     except ImportError as error:
         extra = "s3" if url.startswith(("s3:", "s3a:")) else None
-        remedy = f"pip install 'torchrec_checknrun[{extra}]'" if extra else "install what it names"
+        remedy = f"pip install 'torchrec_checknrun[{extra}]'" if extra else "install that module"
         raise CheckNRunError(f"{url} can't be opened: {error}: {remedy}") from error
-    except (ValueError, TypeError) as error:  # what fsspec doesn't know, or a part that it misses
+    except (ValueError, TypeError) as error:  # an unknown protocol, or a missing part
         raise CheckNRunError(
             f"{url} can't be opened: {error}: give a folder or a URL that fsspec knows"
         ) from error
 
 
 def print_json(document: object) -> None:
-    """Prints JSON that any parser takes: NaN and infinities as strings.
+    """Print JSON that any parser accepts: NaN and infinities as strings.
 
-    In ASCII, so that no terminal acts upon it, whatever its encoding is.
+    The output is ASCII, so that no terminal acts upon it, whatever its encoding is.
     """
     print(json.dumps(plain(document), indent=2, allow_nan=False))
 
 
 def clean(text: str) -> str:
-    """A text from a manifest, a path or an error, as may be shown: one line, nothing but text."""
+    """Return a text from a manifest, path or error as one printable line, without passwords."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", masked(text))
 
 
 def say(text: str, style: str | None = None) -> None:
-    """Prints a line on stdout."""
+    """Print a line on stdout."""
     console().print(clean(text), style=style)
 
 
 def complain(text: str) -> None:
-    """Prints a line on stderr."""
+    """Print a line on stderr."""
     print(f"checknrun: {clean(text)}", file=sys.stderr)
 
 
 def plain(value: Any) -> Any:
-    """A value with strings in place of floats that JSON doesn't have."""
+    """Return a value with strings in place of floats that JSON doesn't have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -119,10 +119,10 @@ def plain(value: Any) -> Any:
 
 
 def print_table(title: str | None, columns: dict[str, str], rows: list[list[str]]) -> None:
-    """Prints a table.
+    """Print a table.
 
     Args:
-        columns: by heading, ``left`` or ``right``.
+        columns: alignment by heading, ``left`` or ``right``.
     """
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for name, side in columns.items():
@@ -138,7 +138,7 @@ def print_table(title: str | None, columns: dict[str, str], rows: list[list[str]
 
 
 def console() -> Console:
-    """For stdout; what is piped isn't wrapped at some width."""
+    """Return a console for stdout, wide enough not to wrap piped output."""
     out = Console(highlight=False, markup=False, emoji=False)
     return (
         out if out.is_terminal else Console(highlight=False, markup=False, emoji=False, width=250)
@@ -147,7 +147,7 @@ def console() -> Console:
 
 @contextmanager
 def progress(what: str) -> Iterator[Step]:
-    """A bar on stderr, gone when it is done; nothing where nobody watches."""
+    """Show a progress bar on stderr until done; nothing where stderr is no terminal."""
     screen = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
@@ -156,7 +156,7 @@ def progress(what: str) -> Iterator[Step]:
 
 
 def size(count: float) -> str:
-    """Bytes for people: decimal units."""
+    """Format bytes for people, in decimal units."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(count) < 1000 or unit == "TB":
             break
@@ -171,5 +171,5 @@ def size(count: float) -> str:
 
 
 def number(value: float | None, form: str = ".3g") -> str:
-    """A number, or that there is none."""
+    """Format a number, or a dash for None."""
     return "–" if value is None else format(value, form)

@@ -1,14 +1,15 @@
-"""``plan``: what checkpoints of a job will cost."""
+"""Define ``plan``, which forecasts the cost of a job's checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from torchrec_checknrun.cli.output import AsJson, number, print_json, print_table, say, size
-from torchrec_checknrun.forecast import (
+from torchrec_checknrun.tools.forecast import (
     MOST_CHECKPOINTS,
     NODE_COPY_BANDWIDTH,
     POLICIES,
@@ -21,11 +22,34 @@ _GB = 1e9
 
 
 def _count(text: str) -> int:
-    """A number as people write large ones: 2000000000 or 2e9."""
+    """Parse a large number as people write it: 2000000000 or 2e9."""
     try:
         return int(text) if text.isdigit() else int(float(text))
     except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r} is no number: write 2000000000 or 2e9") from None
+
+
+_Growth = Annotated[
+    str,
+    typer.Option(
+        help="Exponent of the fraction's growth over intervals; 'random': each interval modifies "
+        "other rows."
+    ),
+]
+_Bits = Annotated[
+    int | None,
+    typer.Option(help="2, 3, 4, 8, or 32 for exact; default: as expected restores allow."),
+]
+_CopyBandwidth = Annotated[
+    float | None,
+    typer.Option(
+        help="GB/s at which all ranks together copy rows, for the stall; "
+        f"default: {NODE_COPY_BANDWIDTH / _GB:g} a node."
+    ),
+]
+_ReadBandwidth = Annotated[
+    float | None, typer.Option(help="GB/s at which all ranks together read, for restores.")
+]
 
 
 def plan(
@@ -33,43 +57,29 @@ def plan(
     rows: Annotated[str, typer.Option(help="Rows of all tables, like 2e9.", show_default=False)],
     dim: Annotated[int, typer.Option(help="Columns of the tables.", show_default=False)],
     optimizer_bytes: Annotated[
-        int, typer.Option(help="Optimizer state of a row; 4 is row-wise Adagrad's.")
+        int, typer.Option(help="Bytes of a row's optimizer state; 4 is row-wise Adagrad's.")
     ] = 4,
     dense_bytes: Annotated[
-        str, typer.Option(help="Of what isn't a table, in every checkpoint.")
+        str, typer.Option(help="Bytes outside the tables, in every checkpoint.")
     ] = "0",
     fraction: Annotated[
-        float, typer.Option(help="Of the rows, modified in one interval.")
+        float, typer.Option(help="Fraction of the rows modified in one interval.")
     ] = Job.fraction,
-    growth: Annotated[
-        str,
-        typer.Option(
-            help="Exponent of its growth over intervals; 'random': each modifies other rows."
-        ),
-    ] = str(Job.growth),
-    interval: Annotated[float, typer.Option(help="Minutes.")] = Job.interval_minutes,
-    job_hours: Annotated[float, typer.Option(help="How long it trains.")] = Job.job_hours,
-    nodes: Annotated[int, typer.Option(help="The job fails when one does.")] = Job.nodes,
+    growth: _Growth = str(Job.growth),
+    interval: Annotated[
+        float, typer.Option(help="Minutes between checkpoints.")
+    ] = Job.interval_minutes,
+    job_hours: Annotated[float, typer.Option(help="Hours of training.")] = Job.job_hours,
+    nodes: Annotated[int, typer.Option(help="Nodes; the job fails when one does.")] = Job.nodes,
     mtbf_hours: Annotated[
         float, typer.Option(help="Mean time between failures of one node.")
     ] = Job.mtbf_hours,
-    bits: Annotated[
-        int | None,
-        typer.Option(help="2, 3, 4, 8, or 32 for exact; without, as expected restores allow."),
-    ] = None,
-    copy_bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            help="GB/s at which all ranks together copy rows, for the stall; "
-            f"without: {NODE_COPY_BANDWIDTH / _GB:g} a node."
-        ),
-    ] = None,
-    read_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s at which all ranks together read, for restores.")
-    ] = None,
+    bits: _Bits = None,
+    copy_bandwidth: _CopyBandwidth = None,
+    read_bandwidth: _ReadBandwidth = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plans checkpoints: bytes, bandwidth, capacity, stall and width to expect of each policy."""
+    """Forecast bytes, bandwidth, capacity, stall and width of each policy for a job."""
     try:
         job = Job(
             rows=_count(rows),
@@ -89,17 +99,22 @@ def plan(
         found = [forecast(job, policy) for policy in POLICIES]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if as_json:
-        print_json(
-            {
-                "job": asdict(job),
-                "full_fp32_bytes": job.full_fp32_bytes,
-                "expected_restores": job.restores,
-                "width": job.width,
-                "policies": [asdict(one) for one in found],
-            }
-        )
-        return
+    (_print_json if as_json else _print)(job, found)
+
+
+def _print_json(job: Job, found: Sequence[Forecast]) -> None:
+    print_json(
+        {
+            "job": asdict(job),
+            "full_fp32_bytes": job.full_fp32_bytes,
+            "expected_restores": job.restores,
+            "width": job.width,
+            "policies": [asdict(one) for one in found],
+        }
+    )
+
+
+def _print(job: Job, found: Sequence[Forecast]) -> None:
     width = "exact" if job.width == 32 else f"{job.width} bit"
     say(
         f"full in fp32: {size(job.full_fp32_bytes)}; expected restores: {job.restores:.3g}; "
@@ -111,10 +126,10 @@ def plan(
     columns = {"policy": "left", **dict.fromkeys(headings, "right")}
     columns |= dict.fromkeys(("stall", "stalled", "read", "lost", "best interval"), "right")
     print_table(None, columns, [_row(one) for one in found])
-    if copy_bandwidth is None:
+    if job.copy_bandwidth is None:
         say(
             f"stalls: at {job.stalling_bandwidth / _GB:g} GB/s, {NODE_COPY_BANDWIDTH / _GB:g} a "
-            "node; --copy-bandwidth if yours is known"
+            "node; give --copy-bandwidth if yours is known"
         )
 
 

@@ -1,24 +1,61 @@
-"""Draws a run's checkpoints; knows matplotlib, and nothing of where the numbers come from."""
+"""Draw a run's checkpoints with matplotlib, wherever the numbers come from."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from torchrec_checknrun.cli.reporting import Point
+    from matplotlib.figure import Figure
 
 _COLOURS = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#bbbbbb")
 """Paul Tol's bright scheme, which the colour-blind can tell apart."""
+_MOST_LABELS = 8
 
 
-def draw(points: list[Point]) -> bytes:
-    """Bytes by what they are spent on, capacity, modified rows and stall, checkpoint by checkpoint.
+@dataclass(frozen=True)
+class Point:
+    """One checkpoint of the run.
 
-    Returns:
-        A PNG.
+    Attributes:
+        bytes: bytes in storage by part.
+        kept_bytes: bytes of the chain that restores it; None if a parent is unknown.
+        stall_seconds: how long training waited; None if no log has it.
+        there: whether the checkpoint still is in the root.
+    """
+
+    id: str
+    sequence: int
+    step: int
+    kind: str
+    parent: str | None
+    modified_fraction: float
+    bytes: dict[str, int]
+    full_fp32_bytes: int
+    kept_bytes: int | None
+    stall_seconds: float | None
+    there: bool
+
+    @property
+    def total(self) -> int:
+        """The checkpoint's bytes in storage."""
+        return sum(self.bytes.values())
+
+
+def draw(points: Sequence[Point]) -> bytes:
+    """Draw the figure of ``figure_of`` as a PNG."""
+    picture = io.BytesIO()
+    figure_of(points).savefig(picture, format="png", dpi=110)
+    return picture.getvalue()
+
+
+def figure_of(points: Sequence[Point]) -> Figure:
+    """Plot bytes by part, capacity, rows written and stall, checkpoint by checkpoint.
+
+    Checkpoints are spaced evenly, and labelled with their steps.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -30,51 +67,54 @@ def draw(points: list[Point]) -> bytes:
     _kept(axes[0][1], points)
     _fractions(axes[1][0], points)
     _stalls(axes[1][1], points)
+    labelled = range(0, len(points), -(-len(points) // _MOST_LABELS))
     for ax in axes.flat:
         ax.grid(True, axis="y", color="#dddddd", linewidth=0.6)
         ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)
         ax.set_ylim(bottom=0)
-    for ax in axes[1]:
-        ax.set_xlabel("checkpoint")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    return picture.getvalue()
+        ax.set_xlim(-0.6, len(points) - 0.4)
+        ax.set_xticks(list(labelled), [f"{points[at].step:,}" for at in labelled])
+        ax.set_xlabel("step of the checkpoint")
+    return figure
 
 
-def _bytes(ax: Axes, points: list[Point]) -> None:
+def _bytes(ax: Axes, points: Sequence[Point]) -> None:
     below = [0.0] * len(points)
     for colour, part in zip(_COLOURS, points[0].bytes, strict=True):
         height = [point.bytes[part] / 1e6 for point in points]
         ax.bar(range(len(points)), height, bottom=below, color=colour, label=part)
         below = [low + more for low, more in zip(below, height, strict=True)]
-    ax.set_ylabel("MB written")
+    ax.set_title("Written by each checkpoint")
+    ax.set_ylabel("MB")
     ax.legend(fontsize=8)
 
 
-def _kept(ax: Axes, points: list[Point]) -> None:
+def _kept(ax: Axes, points: Sequence[Point]) -> None:
     kept = [float("nan") if p.kept_bytes is None else p.kept_bytes / 1e6 for p in points]
-    ax.plot(kept, "o-", color=_COLOURS[0], markersize=4, label="to restore it")
+    ax.plot(kept, "o-", color=_COLOURS[0], markersize=4, label="checkpoint and its parents")
     if any(p.full_fp32_bytes for p in points):
         full = [p.full_fp32_bytes / 1e6 for p in points]
         ax.plot(full, ":", color="black", label="full in fp32")
-    ax.set_ylabel("MB kept")
+    ax.set_title("Needed to restore each checkpoint")
+    ax.set_ylabel("MB")
     ax.legend(fontsize=8)
 
 
-def _fractions(ax: Axes, points: list[Point]) -> None:
+def _fractions(ax: Axes, points: Sequence[Point]) -> None:
     shares = [100 * p.modified_fraction for p in points]
     for kind, colour in (("full", _COLOURS[1]), ("differential", _COLOURS[0])):
         at = [i for i, point in enumerate(points) if point.kind == kind]
         ax.plot(at, [shares[i] for i in at], "o", color=colour, markersize=5, label=kind)
-    ax.set_ylabel("rows written (%)")
+    ax.set_title("Rows written")
+    ax.set_ylabel("% of all rows")
     ax.legend(fontsize=8)
 
 
-def _stalls(ax: Axes, points: list[Point]) -> None:
+def _stalls(ax: Axes, points: Sequence[Point]) -> None:
     at = [i for i, point in enumerate(points) if point.stall_seconds is not None]
-    ax.bar(at, [points[i].stall_seconds or 0.0 for i in at], color=_COLOURS[3])
-    ax.set_xlim(-0.6, len(points) - 0.4)
-    ax.set_ylabel("stall (s)")
+    ax.bar(at, [1000 * (points[i].stall_seconds or 0.0) for i in at], color=_COLOURS[3])
+    ax.set_title("Stall of training")
+    ax.set_ylabel("ms")
     if not at:
-        ax.text(0.5, 0.5, "no log was given", ha="center", transform=ax.transAxes)
+        ax.text(0.5, 0.5, "unknown without --log", ha="center", transform=ax.transAxes)

@@ -1,4 +1,7 @@
-"""``cat`` and ``diff``: values of rows, and which of them changed, as a restore would give them."""
+"""Define ``verify``, ``cat`` and ``diff``, which read checkpoints as a restore would.
+
+``verify`` reads and checks every byte; ``cat`` shows rows; ``diff`` shows which rows changed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import typer
 from torchrec_checknrun.cli.output import (
     AsJson,
     Id,
+    Ids,
     MaybeId,
     Root,
     number,
@@ -19,25 +23,54 @@ from torchrec_checknrun.cli.output import (
     print_table,
     progress,
     say,
+    size,
 )
+from torchrec_checknrun.errors import CheckpointNotFound
 
 if TYPE_CHECKING:
-    from torchrec_checknrun.chain import Chain
-    from torchrec_checknrun.differences import Difference
-    from torchrec_checknrun.filesystem import Folder
+    from torchrec_checknrun.root.chain import Chain
+    from torchrec_checknrun.store.folder import Folder
+    from torchrec_checknrun.tools.diff import Difference
 
 _SHOWN = 8
-"""Values of a row, or names, where not all are asked for."""
+"""Values of a row, or names, unless all are asked for."""
 _MOST_ROWS = 100_000
 
 
+def verify(root: Root, ids: Ids = None, as_json: AsJson = False) -> None:
+    """Read and check all bytes of checkpoints and their parents; exit code 1 on any damage."""
+    from torchrec_checknrun.tools import verify as verification
+
+    folder = open_root(root)
+    with progress("verifying") as step:
+        found = verification.verify(folder.url, ids or None, progress=step)
+    if not found:
+        raise CheckpointNotFound(f"no committed checkpoint in {folder}")
+    sound = not any(one.problems for one in found)
+    if as_json:
+        print_json({"sound": sound, "checkpoints": [asdict(one) for one in found]})
+    else:
+        columns = {"id": "left", "bytes": "right", "chunks": "right", "": "left"}
+        rows = [
+            [one.id, size(one.bytes), str(one.chunks), "damaged" if one.problems else "sound"]
+            for one in found
+        ]
+        print_table(None, columns, rows)
+        for one in found:
+            for problem in one.problems:
+                say(f"{one.id}: {problem}", style="red")
+    if not sound:
+        raise typer.Exit(1)
+
+
 def chain_of(root: Folder, id: str | None) -> Chain:
-    """A checkpoint's chain, or the newest whole one.
+    """Return a checkpoint's chain; without an id the newest complete one.
 
     Raises:
-        CheckpointNotFound, ChainBroken, CorruptCheckpoint, UnsupportedFormat: there is none.
+        CheckpointNotFound, ChainBroken, CorruptCheckpoint, UnsupportedFormat: there is no such
+            chain.
     """
-    from torchrec_checknrun.chain import newest_required, resolve
+    from torchrec_checknrun.root.chain import newest_required, resolve
 
     return newest_required(root) if id is None else resolve(root, id)
 
@@ -47,23 +80,23 @@ def cat(
     id: MaybeId = None,
     *,
     table: Annotated[
-        str, typer.Option(help="Full name, or the last part of it.", show_default=False)
+        str, typer.Option(help="A table's full name, or its last part.", show_default=False)
     ],
     rows: Annotated[
         str, typer.Option(help="Row ids and ranges: 1,5,9 or 10-20.", show_default=False)
     ],
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Show their optimizer state, too.")
+        bool, typer.Option("--optimizer", help="Show optimizer state, too.")
     ] = False,
     all_columns: Annotated[
-        bool, typer.Option("--all-columns", help=f"More than the first {_SHOWN} values.")
+        bool, typer.Option("--all-columns", help=f"Show all values, not only {_SHOWN}.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Shows values of rows."""
+    """Show values of rows."""
     wanted = parse_rows(rows)
-    from torchrec_checknrun.read_chunks import read_content
-    from torchrec_checknrun.table_reader import ChunkCache, TableReader, find_table
+    from torchrec_checknrun.restore.chunks import read_content
+    from torchrec_checknrun.tools.tables import ChunkCache, TableReader, find_table
 
     folder = open_root(root)
     chain = chain_of(folder, id)
@@ -94,10 +127,10 @@ def cat(
 
 
 def parse_rows(text: str) -> list[int]:
-    """Row ids from ``1,5,10-12``.
+    """Parse row ids from a text like ``1,5,10-12``.
 
     Raises:
-        BadParameter: it is something else.
+        BadParameter: the text is no such list, or names too many rows.
     """
     found: list[int] = []
     try:
@@ -108,7 +141,7 @@ def parse_rows(text: str) -> list[int]:
                 raise ValueError(part)
             if stop - start + len(found) > _MOST_ROWS:
                 raise typer.BadParameter(
-                    f"{text!r} are more than {_MOST_ROWS:,} rows: ask for fewer at a time, or "
+                    f"{text!r} names more than {_MOST_ROWS:,} rows: ask for fewer at a time, or "
                     "`checknrun export` the table"
                 )
             found += range(start, stop)
@@ -116,7 +149,7 @@ def parse_rows(text: str) -> list[int]:
         found = []
     if not found:
         raise typer.BadParameter(
-            f"{text!r} are no row ids: give them as 1,5,9 or 10-20, lower ids first"
+            f"{text!r} is no list of row ids: write 1,5,9 or 10-20, lower ids first"
         )
     return list(dict.fromkeys(found))
 
@@ -129,8 +162,8 @@ def _text(value: Any, everything: bool) -> str:
 
 
 def diff(root: Root, before: Id, after: Id, as_json: AsJson = False) -> None:
-    """Compares two checkpoints: changed rows and the size of the change, by table."""
-    from torchrec_checknrun.differences import compare
+    """Compare two checkpoints: changed rows and the size of the change, by table."""
+    from torchrec_checknrun.tools.diff import compare
 
     with progress("comparing") as step:
         found = compare(open_root(root).url, before, after, progress=step)

@@ -1,8 +1,8 @@
-"""``report``: a run's checkpoints as one HTML page or PNG.
+"""Define ``report``, which draws a run's checkpoints as one HTML page or PNG.
 
-Bytes and fractions come from the manifests that are there, and, as the stall, from the JSON lines
-that a training loop wrote of its checkpoints (``CheckpointReport.to_json()``, one a line, or among
-other events), which also know those that were deleted since.
+Bytes and fractions come from the manifests in the root. The stall comes from the JSON lines that a
+training loop wrote of its checkpoints (``CheckpointReport.to_json()``, one a line, or among other
+events), and so do checkpoints that were deleted since.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,22 +26,23 @@ from torchrec_checknrun.cli.output import (
     say,
     size,
 )
+from torchrec_checknrun.cli.plots import Point, draw
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
-from torchrec_checknrun.filesystem import Folder
-from torchrec_checknrun.inventory import inventory
-from torchrec_checknrun.manifest import Manifest
-from torchrec_checknrun.untrusted import (
+from torchrec_checknrun.format.checks import (
     Check,
     as_count,
     as_measure,
     as_text,
+    check_object,
     dict_of,
     optional,
-    record,
 )
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.store.folder import Folder
 
 PARTS = ("weights", "optimizer", "ids", "dense", "other")
-"""What bytes are spent on."""
+"""The parts of a checkpoint's bytes."""
 _LOGGED: dict[str, Check] = {
     **dict.fromkeys(("id", "kind"), as_text),
     **dict.fromkeys(("sequence", "step", "full_fp32_bytes"), as_count),
@@ -49,41 +50,12 @@ _LOGGED: dict[str, Check] = {
     "parent": optional(as_text),
     "bytes": dict_of(as_count),
 }
-"""What is read of a checkpoint's line."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """One checkpoint of the run.
-
-    Attributes:
-        bytes: by part.
-        kept_bytes: of the chain that restores it; None where a parent is not known.
-        stall_seconds: None where no log tells.
-        there: whether it still is in the root.
-    """
-
-    id: str
-    sequence: int
-    step: int
-    kind: str
-    parent: str | None
-    modified_fraction: float
-    bytes: dict[str, int]
-    full_fp32_bytes: int
-    kept_bytes: int | None
-    stall_seconds: float | None
-    there: bool
-
-    @property
-    def total(self) -> int:
-        """Its bytes in storage."""
-        return sum(self.bytes.values())
+"""The fields read of a checkpoint's line, and their checks."""
 
 
 def report(
     root: Root,
-    out: Annotated[Path, typer.Option(help="The file: .html, with all in it, or .png.")] = Path(
+    out: Annotated[Path, typer.Option(help="The .html (self-contained) or .png file.")] = Path(
         "report.html"
     ),
     log: Annotated[
@@ -92,7 +64,7 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draws bytes, capacity, modified fraction and stall over the run."""
+    """Draw bytes, capacity, rows written and stall over the run."""
     if out.suffix not in (".html", ".png"):
         raise typer.BadParameter(f"{out} should end in .html or .png")
     with progress("looking at checkpoints"):
@@ -101,8 +73,6 @@ def report(
     if as_json:
         print_json({"checkpoints": [asdict(point) for point in points]})
         return
-    from torchrec_checknrun.cli.plots import draw
-
     picture = draw(points)
     out.write_bytes(
         picture if out.suffix == ".png" else _page(str(folder), points, picture).encode()
@@ -111,11 +81,11 @@ def report(
 
 
 def collect(root: Folder, log: Path | None) -> list[Point]:
-    """All checkpoints that are known, in the order of their sequence numbers.
+    """Return all known checkpoints in the order of their sequence numbers.
 
     Raises:
         CheckpointNotFound: there are none.
-        CheckNRunError: a line of the log is not what it should be.
+        CheckNRunError: a line of the log is malformed.
     """
     logged = {} if log is None else read_log(log)
     known: dict[str, dict[str, Any]] = dict(logged)
@@ -140,13 +110,13 @@ def collect(root: Folder, log: Path | None) -> list[Point]:
 
 
 def read_log(path: Path) -> dict[str, dict[str, Any]]:
-    """The checkpoints that JSON lines tell of, by id; lines of other events are passed over.
+    """Read the checkpoints of a log of JSON lines, by id; skip lines of other events.
 
-    So are, with a warning, those that are not JSON: a process that was killed may have written half
-    a line, and the next one has gone on from there.
+    Lines that are not JSON are skipped with a warning: a killed process may have written half a
+    line, and the next process has continued that line.
 
     Raises:
-        CheckNRunError: no line is JSON, or a checkpoint's lacks something.
+        CheckNRunError: no line is JSON, or a checkpoint's line lacks a field.
         OSError: there is no such file.
     """
     found = {}
@@ -161,16 +131,16 @@ def read_log(path: Path) -> dict[str, dict[str, Any]]:
         try:
             if not isinstance(event, dict) or event.get("event", "checkpoint") != "checkpoint":
                 continue
-            fields = record({name: event[name] for name in _LOGGED if name in event}, _LOGGED)
+            fields = check_object({name: event[name] for name in _LOGGED if name in event}, _LOGGED)
             spent = {part: fields["bytes"].get(part, 0) for part in PARTS[:-1]}
             spent["other"] = sum(fields["bytes"].values()) - sum(spent.values())
             found[fields["id"]] = {**fields, "bytes": spent, "there": False}
         except ValueError as error:
             raise _no_report(path, number, repr(error)) from error
     if torn and len(torn) == len(lines):
-        raise _no_report(path, torn[0], "nor is any other line JSON")
+        raise _no_report(path, torn[0], "no line of the file is JSON")
     for number in torn:
-        complain(f"{path}, line {number}, is incomplete: it is passed over")
+        complain(f"{path}, line {number}, is incomplete and was skipped")
     return found
 
 
@@ -226,7 +196,7 @@ def _page(root: str, points: list[Point], picture: bytes) -> str:
             size(p.total),
             f"{p.modified_fraction:.1%}",
             "–" if p.kept_bytes is None else size(p.kept_bytes),
-            "–" if p.stall_seconds is None else f"{p.stall_seconds:.3g} s",
+            "–" if p.stall_seconds is None else f"{1000 * p.stall_seconds:.3g} ms",
             "" if p.there else "deleted",
         )
         for p in points
@@ -240,7 +210,7 @@ img {{ max-width: 100%; }} td, th {{ padding: 0.2em 0.8em; text-align: left; }}
 </style></head><body>
 <h1>Checkpoints of {html.escape(root)}</h1>
 <p>{len(points)} checkpoints, {size(total)}{times}.</p>
-<img alt="bytes, capacity, modified rows and stall" src="data:image/png;base64,{image}">
+<img alt="bytes, capacity, rows written and stall" src="data:image/png;base64,{image}">
 <table>{_cells(headings, "th")}
 {body}</table></body></html>
 """

@@ -1,29 +1,43 @@
-"""The interface that every codec has; small, so that a new codec is one file."""
+"""The interface of a codec: one class to inherit from, so that a new codec is one file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from enum import IntEnum
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from torchrec_checknrun.errors import UnsupportedFormat
 
+WIDTHS = (2, 3, 4, 8)
+"""Bits of a code that row-wise quantization offers."""
+
 CodecSpec = dict[str, object]
-"""What a chunk's index entry says of its codec: ``name``, ``version`` and parameters (JSON)."""
+"""A codec as a chunk's index entry holds it: ``name``, ``version`` and options, each a str, int,
+float, bool or None.
+"""
 
 Parameters = dict[str, object]
-"""What encoding a block of rows has found out and decoding it needs (JSON)."""
+"""The findings of one encoded block that decoding needs: options as in ``CodecSpec``, or lists of
+objects of these.
+"""
+
+Sample = Callable[[int], tuple[torch.Tensor, int]]
+"""Takes a size; returns the positions of about so many of a shard's rows that are to be written,
+``(n,)`` int64, evenly spaced, and the number of all rows that are to be written.
+"""
 
 
 @dataclass(frozen=True)
 class RowContext:
-    """What a codec may look at beside the rows' values.
+    """Facts that a codec may use beside the rows' values.
 
     Attributes:
         optimizer: the rows' optimizer state by TorchRec's names, ``(n,)`` or ``(n, dim)``.
-        previous: ``(n, dim)``, the rows as the checkpoint before restores them; only for codecs
+        previous: ``(n, dim)``, the rows as the previous checkpoint restores them; only for codecs
             that ask for it (``needs_base``).
     """
 
@@ -40,9 +54,9 @@ class Encoded:
 
     Attributes:
         data: contiguous uint8, on the CPU.
-        parameters: of this block; what ``decode`` needs beside the codec's own.
-        exceptions: sorted int64 positions of rows that are not held within the codec's error bound
-            (NaN, infinity, out of range): whoever calls stores them exactly, or they are lost.
+        parameters: the block's own; ``decode`` needs these beside the codec's options.
+        exceptions: sorted int64 positions of rows outside the codec's error bound (NaN, infinity,
+            out of range): the caller must store these exactly, or they are lost.
     """
 
     data: torch.Tensor
@@ -50,20 +64,61 @@ class Encoded:
     exceptions: torch.Tensor
 
 
-class Codec(Protocol):
-    """Turns a block of rows into bytes, and back."""
+class Survey(Protocol):
+    """A codec's findings on the rows of some shards; sent to rank 0 by pickle, so keep it small."""
+
+    def merge(self, other: Any) -> None:
+        """Add the findings of another survey by an equal codec."""
+
+
+class Codec(ABC):
+    """A way to turn a block of rows into bytes and back.
+
+    A subclass names itself (``name``), says whether it loses anything (``lossy``) and implements
+    ``encode``, ``decode``, ``spec``, ``from_spec`` and ``value_bits``. The other methods are hooks
+    for speed or for agreement between ranks; each has a default that works for every codec.
+
+    ``codecs.register`` makes a codec from outside of this package readable, and says how a restore
+    in another process finds it. Define the class in a module that can be imported: codecs are
+    pickled to the process that writes in the background.
+    """
 
     name: ClassVar[str]
-    version: ClassVar[int]
+    """Unique among all codecs; chunks name their codec by it."""
+    version: ClassVar[int] = 1
+    """Highest version that this class reads, and the one that it writes."""
     lossy: ClassVar[bool]
-    """Whether decoding may differ from what was encoded."""
-    needs_base: ClassVar[bool]
-    """Whether it encodes differences to the rows as they were restored before."""
+    """Whether decoded values may differ from the encoded ones."""
+    needs_base: ClassVar[bool] = False
+    """Whether the codec encodes differences to the rows as the last checkpoint restores them."""
+    verbatim: ClassVar[bool] = False
+    """Whether encoded data are the rows' own bytes, row after row: a restore copies such rows
+    without decoding.
+    """
+    surveys: ClassVar[bool] = False
+    """Whether ranks must ``survey`` their rows and ``settle`` the codec before any row is encoded.
+    Such rows are never encoded in the stall.
+    """
+
+    @classmethod
+    @abstractmethod
+    def from_spec(cls, spec: CodecSpec) -> Codec:
+        """Build the codec that ``spec`` describes.
+
+        Raises:
+            UnsupportedFormat: version or options are unknown to this release.
+        """
+
+    @abstractmethod
+    def spec(self) -> CodecSpec:
+        """Return ``name``, ``version`` and all options: enough for ``from_spec``."""
 
     @property
+    @abstractmethod
     def value_bits(self) -> int:
-        """Bits of one stored value, without what a row adds; a measure of the codec's width."""
+        """Bits of one stored value, without the overhead of a row: the codec's width."""
 
+    @abstractmethod
     def encode(
         self,
         rows: torch.Tensor,
@@ -71,15 +126,16 @@ class Codec(Protocol):
         context: RowContext = NO_CONTEXT,
         out: torch.Tensor | None = None,
     ) -> Encoded:
-        """Encodes ``rows[ids]``, or all rows, in one pass.
+        """Encode ``rows[ids]``, or all rows, in one pass.
 
         Args:
             rows: ``(m, dim)`` floating point, on any device.
             ids: ``(n,)`` int64; which rows, in which order.
-            context: of the rows that are encoded.
-            out: uint8 memory for the data, used where it is big enough.
+            context: facts on the encoded rows.
+            out: uint8 memory for the data, used where large enough.
         """
 
+    @abstractmethod
     def decode(
         self,
         data: torch.Tensor,
@@ -88,15 +144,16 @@ class Codec(Protocol):
         start: int,
         out: torch.Tensor,
     ) -> None:
-        """Decodes rows ``start`` to ``start + len(out)`` of a block.
+        """Decode rows ``start`` to ``start + len(out)`` of a block.
 
         Args:
-            data: 1-D uint8 on the CPU, what ``encode`` gave.
-            rows: how many the whole block has.
+            data: 1-D uint8 on the CPU, as ``encode`` returned it.
+            parameters: the block's.
+            rows: number of rows of the whole block.
             out: ``(n, dim)`` of the dtype that was encoded, on any device.
 
         Raises:
-            ValueError: data or parameters are not of such a block.
+            ValueError: data or parameters do not belong to such a block.
         """
 
     def select(
@@ -107,44 +164,123 @@ class Codec(Protocol):
         dim: int,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, Parameters] | None:
-        """Some rows of a block as a block of their own, which decodes to the same bits.
+        """Take some rows out of a block, as a block of their own that decodes to the same bits.
 
         Args:
-            data: 1-D uint8 on the CPU, what ``encode`` gave.
-            parameters: of the block.
-            rows: how many it has.
-            dim: their columns.
-            positions: ``(n,)`` int64, sorted: which of them.
+            data: 1-D uint8 on the CPU, as ``encode`` returned it.
+            parameters: the block's.
+            rows: number of rows of the block.
+            dim: columns of a row.
+            positions: ``(n,)`` int64, sorted: which rows.
 
         Returns:
-            The new block's data, 1-D uint8, and its parameters; None if a row can't be taken out of
-            its block.
+            The new block's data, 1-D uint8, and its parameters. None (the default) if rows cannot
+            be taken out of their block: callers then decode the rows between the first and the
+            last that they want.
 
         Raises:
-            ValueError: data or parameters are not of such a block.
+            ValueError: data or parameters do not belong to such a block.
         """
+        return None
 
-    def spec(self) -> CodecSpec:
-        """What ``codec_from_spec`` needs to build this codec again."""
+    def scatter(
+        self,
+        data: torch.Tensor,
+        parameters: Parameters,
+        rows: int,
+        positions: torch.Tensor,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+    ) -> bool:
+        """Decode some rows of a block, each straight into its own row of ``out``.
+
+        Args:
+            data: 1-D uint8 on the CPU, as ``encode`` returned it.
+            parameters: the block's.
+            rows: number of rows of the block.
+            positions: ``(n,)`` int64 on the CPU: which rows.
+            ids: ``(n,)`` int64 on the CPU: the rows of ``out`` that they go to.
+            out: ``(m, dim)``.
+
+        Returns:
+            False (the default) if the codec cannot write to such memory; nothing is changed then,
+            and callers decode into memory of their own.
+
+        Raises:
+            ValueError: data or parameters do not belong to such a block.
+        """
+        return False
+
+    def survey(
+        self, rows: torch.Tensor, optimizer: Mapping[str, torch.Tensor], sample: Sample
+    ) -> Survey | None:
+        """Collect the facts that ``settle`` needs of a shard's rows that are to be written.
+
+        Called on the training thread if ``surveys`` is True, once per shard.
+
+        Args:
+            rows: ``(m, dim)``, the whole shard's weights, live, on any device.
+            optimizer: the whole shard's optimizer state by TorchRec's names, likewise.
+            sample: chooses rows of the shard.
+
+        Returns:
+            None where the shard has nothing to count: without any survey, ``settle`` is not called
+            and the codec encodes as it is.
+        """
+        return None
+
+    def settle(self, survey: Survey) -> Codec:
+        """Return the codec that all ranks encode with, given the merged survey of all ranks' rows.
+
+        Called on rank 0 only; the result is pickled to all ranks. Its ``spec`` is the one that
+        chunks hold.
+        """
+        return self
+
+    def __repr__(self) -> str:
+        options = (f"{k}={v!r}" for k, v in self.spec().items() if k not in ("name", "version"))
+        return f"{type(self).__name__}({', '.join(options)})"
+
+
+class Method(IntEnum):
+    """The ways to find a row's scale and bias (Check-N-Run, section 4.2)."""
+
+    ASYMMETRIC = 0
+    """From the row's minimum to its maximum, as FBGEMM does."""
+    SYMMETRIC = 1
+    """From minus to plus its largest magnitude."""
+    GREEDY = 2
+    """The paper's search: cuts the range at either end, a bin at a time."""
+    ADAPTIVE = 3
+    """This package's search: fits scale and bias to the codes, from several ranges."""
+
+
+class Refusal(IntEnum):
+    """The reason why a row was not encoded."""
+
+    NONE = 0
+    NOT_FINITE = 1
+    TOO_LARGE = 2
+    TOO_SMALL = 3
 
 
 def output(size: int, out: torch.Tensor | None) -> torch.Tensor:
-    """``size`` bytes of ``out``, or new ones."""
+    """Return ``size`` bytes of ``out``, or new ones where ``out`` is too small or None."""
     if out is not None and out.numel() >= size:
         return out.view(-1)[:size]
     return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def is_aligned(data: torch.Tensor, size: int) -> bool:
-    """Whether uint8 memory begins where a view of values of ``size`` bytes may begin."""
+    """Tell whether uint8 memory can be viewed as values of ``size`` bytes each."""
     return data.data_ptr() % size == 0 and data.storage_offset() % size == 0
 
 
 def require_size(data: torch.Tensor, size: int, what: str) -> None:
-    """Refuses data of another length.
+    """Refuse data of a length other than ``size`` bytes.
 
     Raises:
-        ValueError: it hasn't ``size`` bytes.
+        ValueError: names the expected and the actual length.
     """
     if data.numel() != size:
         raise ValueError(f"{what} take {size} bytes, not {data.numel()}")
@@ -153,17 +289,17 @@ def require_size(data: torch.Tensor, size: int, what: str) -> None:
 def select_rows(
     data: torch.Tensor, rows: int, row_bytes: int, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Those rows' bytes, of data in which every row has as many.
+    """Return the bytes of the rows at ``positions``, where every row has ``row_bytes`` bytes.
 
     Raises:
-        ValueError: it isn't such data.
+        ValueError: data hold another number of bytes.
     """
     require_size(data, rows * row_bytes, f"{rows} rows of {row_bytes} bytes")
     return data.view(rows, row_bytes).index_select(0, positions).view(-1)
 
 
 def require_version(spec: CodecSpec, name: str, known: int) -> None:
-    """Refuses a chunk whose codec is newer than this release.
+    """Refuse a chunk whose codec is newer than this release.
 
     Raises:
         UnsupportedFormat: the stored version is not a positive integer up to ``known``.
@@ -174,3 +310,11 @@ def require_version(spec: CodecSpec, name: str, known: int) -> None:
             f"codec {name!r} version {version!r} is unknown (this release reads 1 to {known}): "
             "upgrade torchrec_checknrun"
         )
+
+
+def row_bytes(dim: int, bits: int) -> int:
+    """Return the bytes of a fused row: codes, then scale and bias (fp32 at 8 bits, else fp16)."""
+    if bits == 8:
+        return dim + 8
+    codes = -(-dim * bits // 8) if bits == 3 else -(-dim * bits // 16) * 2
+    return codes + 4

@@ -1,10 +1,11 @@
-"""More bits for rows that the loss cares about, fewer for the rest.
+"""Give more bits to rows that the loss cares about, fewer to the rest.
 
 The accumulator of row-wise Adagrad is a row's empirical Fisher information: how much the loss
-changes when the row does. Multiplied by the row's squared norm it says what a relative error there
-costs. So the width of a row, 2, 4 or 8 bit, is ``log2(G / median G) / 2 + log2(rms(row))`` plus a
-constant; the constant is a parameter, or what a budget of bits leaves. For a checkpoint
-`importance_budget` finds it over all tables; a codec by itself, over the block it encodes.
+changes when the row does. Multiplied by the row's squared norm it is the cost of a relative error
+there. So the width of a row, 2, 4 or 8 bits, is ``log2(G / median G) / 2 + log2(rms(row))`` plus a
+constant; the constant is an option, or follows from a budget of bits. For a checkpoint
+``budget.ImportanceSurvey`` finds the constant over all tables; a codec that was not settled, over
+the block it encodes.
 """
 
 from __future__ import annotations
@@ -19,48 +20,55 @@ import torch
 
 from torchrec_checknrun.codecs.base import (
     NO_CONTEXT,
+    Codec,
     CodecSpec,
     Encoded,
     Parameters,
     RowContext,
+    Sample,
+    Survey,
     output,
     require_version,
     select_rows,
+)
+from torchrec_checknrun.codecs.budget import (
+    BORDERS,
+    ROW_WIDTHS,
+    SAMPLE_ROWS,
+    ImportanceSurvey,
+    importance,
 )
 from torchrec_checknrun.codecs.rowwise import Rowwise
 from torchrec_checknrun.errors import UnsupportedFormat
 
 logger = logging.getLogger(__name__)
 
-WIDTHS = (2, 4, 8)
 DEFAULT_MEAN_BITS = 4.0
-BORDERS = (3.0, 6.0)
-"""Up to which number of bits a row gets the first and the second width."""
 _BAND = 0.25
-"""Quantizing changes a row's bits by no more."""
+"""The most that quantizing changes a row's score by."""
 _NO_ERROR, _AN_ERROR = 1e-4, 1e-2
-"""Relative error of a row that was on a grid already, and of one that was not at half its bits."""
+"""Relative error of a row that was on a grid already, and of one that was not, at half its bits."""
 
 
-class ImportanceWeighted:
-    """Adaptive rows of 2, 4 and 8 bit, grouped by width within a block.
+class ImportanceWeighted(Codec):
+    """Adaptive rows of 2, 4 and 8 bits, grouped by width within a block.
 
     Block layout: two bits per row for its width (the first row in the lowest bits), then the rows
-    of 2 bit, of 4 bit and of 8 bit, each group in order.
+    of 2, of 4 and of 8 bits, each group in order.
 
     Args:
         offset: the constant; one more gives every row a bit more.
-        mean_bits: a budget instead: as many bits per value as fit it, on average over the rows,
-            without what a row adds. 4 if neither is given.
+        mean_bits: a budget instead of a constant: the most bits per value on average over the
+            rows, not counting scale and bias. 4 if neither is given.
 
     Raises:
-        ValueError: both are given, a budget outside 2 to 8, or an infinite offset.
+        ValueError: both are given, mean_bits is outside 2 to 8, or offset is not finite.
     """
 
     name: ClassVar[str] = "importance"
     version: ClassVar[int] = 1
     lossy: ClassVar[bool] = True
-    needs_base: ClassVar[bool] = False
+    surveys: ClassVar[bool] = True
 
     def __init__(self, offset: float | None = None, mean_bits: float | None = None) -> None:
         if offset is not None and mean_bits is not None:
@@ -74,7 +82,7 @@ class ImportanceWeighted:
         self.constant: float | None = None
 
     def at(self, constant: float) -> ImportanceWeighted:
-        """The same codec with what was found over all rows that are written together.
+        """Return the same codec with the constant of all rows that are written together.
 
         Args:
             constant: added to ``log2(G) / 2 + log2(rms(row))``.
@@ -101,13 +109,13 @@ class ImportanceWeighted:
 
     @property
     def value_bits(self) -> int:
-        """Of the width that rows without a known importance get."""
+        """Bits of a row without a known importance."""
         return 4 if self.mean_bits is None else self._fixed_width
 
     @property
     def _fixed_width(self) -> int:
         assert self.mean_bits is not None
-        return max(width for width in WIDTHS if width <= self.mean_bits)
+        return max(width for width in ROW_WIDTHS if width <= self.mean_bits)
 
     def encode(
         self,
@@ -120,11 +128,11 @@ class ImportanceWeighted:
         if ids is None:
             ids = torch.arange(len(rows), device=rows.device)
         widths = self._widths(rows, ids, context.optimizer)
-        kinds = torch.bucketize(widths, torch.tensor(WIDTHS, device="cpu")).to(torch.uint8)
+        kinds = torch.bucketize(widths, torch.tensor(ROW_WIDTHS, device="cpu")).to(torch.uint8)
         parts = [_pack_kinds(kinds)]
         groups: list[Parameters] = []
         exceptions = []
-        for kind, bits in enumerate(WIDTHS):
+        for kind, bits in enumerate(ROW_WIDTHS):
             members = (kinds == kind).nonzero().view(-1)
             encoded = Rowwise(bits).encode(rows, ids[members.to(ids.device)])
             parts.append(encoded.data.view(-1))
@@ -145,7 +153,7 @@ class ImportanceWeighted:
         kinds = _unpack_kinds(data, rows)
         wanted = kinds[start : start + len(out)]
         groups = _groups(data, parameters, kinds, out.shape[1])
-        for kind, (bits, (group, count, part)) in enumerate(zip(WIDTHS, groups, strict=True)):
+        for kind, (bits, (group, count, part)) in enumerate(zip(ROW_WIDTHS, groups, strict=True)):
             members = (wanted == kind).nonzero().view(-1)
             if len(members):
                 before = int((kinds[:start] == kind).sum())
@@ -165,7 +173,7 @@ class ImportanceWeighted:
         wanted = kinds[positions]
         parts, chosen = [_pack_kinds(wanted)], []
         groups = _groups(data, parameters, kinds, dim)
-        for kind, (bits, (group, count, part)) in enumerate(zip(WIDTHS, groups, strict=True)):
+        for kind, (bits, (group, count, part)) in enumerate(zip(ROW_WIDTHS, groups, strict=True)):
             members = (kinds == kind).nonzero().view(-1)
             of_kind = torch.searchsorted(members, positions[wanted == kind])
             if len(of_kind):
@@ -179,18 +187,43 @@ class ImportanceWeighted:
         given = {"mean_bits": self.mean_bits, "offset": self.offset, "constant": self.constant}
         return spec | {name: value for name, value in given.items() if value is not None}
 
+    def survey(
+        self, rows: torch.Tensor, optimizer: Mapping[str, torch.Tensor], sample: Sample
+    ) -> ImportanceSurvey | None:
+        accumulator = _accumulator(optimizer)
+        if accumulator is None:
+            return None
+        positions, count = sample(SAMPLE_ROWS)
+        if not count:
+            return None
+        positions = positions.to(rows.device)
+        found = ImportanceSurvey()
+        found.add(
+            rows.index_select(0, positions),
+            accumulator.index_select(0, positions),
+            count / len(positions),
+        )
+        return found
+
+    def settle(self, survey: Survey) -> ImportanceWeighted:
+        assert isinstance(survey, ImportanceSurvey)
+        if self.mean_bits is not None:
+            return self.at(survey.constant_for_budget(self.mean_bits))
+        assert self.offset is not None
+        return self.at(survey.constant_for_offset(self.offset))
+
     def _widths(
         self, rows: torch.Tensor, ids: torch.Tensor, optimizer: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Bits of each row, ``(n,)`` int64 on the CPU."""
-        accumulator = optimizer.get("momentum1")
-        if accumulator is None or accumulator.dim() != 1:
+        """Choose the bits of each row, ``(n,)`` int64 on the CPU."""
+        accumulator = _accumulator(optimizer)
+        if accumulator is None:
             _warn_fixed_width(self.value_bits)
             return torch.full((len(ids),), self.value_bits, device="cpu")
         score = importance(rows, ids, accumulator)
         score += _stay(rows, ids, score + self._constant_for(score, accumulator))
         bits = score + self._constant_for(score, accumulator)
-        return torch.tensor(WIDTHS, device="cpu")[
+        return torch.tensor(ROW_WIDTHS, device="cpu")[
             torch.bucketize(bits, torch.tensor(BORDERS, device="cpu"))
         ]
 
@@ -205,18 +238,24 @@ class ImportanceWeighted:
         return self.offset - (0.5 * float(positive.median().log2()) if len(positive) else 0.0)
 
 
+def _accumulator(optimizer: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return row-wise Adagrad's sums, one per row; None under another optimizer."""
+    state = optimizer.get("momentum1")
+    return None if state is None or state.dim() != 1 else state
+
+
 def _groups(
     data: torch.Tensor, parameters: Parameters, kinds: torch.Tensor, dim: int
 ) -> list[tuple[Parameters, int, torch.Tensor]]:
-    """Of each width the parameters, how many rows have it, and their bytes."""
+    """Split a block by width: parameters, number of rows and bytes of each group."""
     groups, rows = parameters.get("groups"), len(kinds)
-    if not isinstance(groups, list) or len(groups) != len(WIDTHS):
+    if not isinstance(groups, list) or len(groups) != len(ROW_WIDTHS):
         raise ValueError(f"groups {groups!r}")
     found, at = [], -(-rows // 4)
-    for kind, (bits, group) in enumerate(zip(WIDTHS, groups, strict=True)):
+    for kind, (bits, group) in enumerate(zip(ROW_WIDTHS, groups, strict=True)):
         count = int((kinds == kind).sum())
         if not isinstance(group, dict) or group.get("rows") != count:
-            raise ValueError(f"group {group!r} of {count} rows of {bits} bit")
+            raise ValueError(f"group {group!r} of {count} rows of {bits} bits")
         size = count * Rowwise(bits).row_bytes(dim)
         found.append((group, count, data[at : at + size]))
         at += size
@@ -225,28 +264,15 @@ def _groups(
     return found
 
 
-def importance(rows: torch.Tensor, ids: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
-    """``log2(G) / 2 + log2(rms)`` of ``rows[ids]``, ``(n,)`` float32 on the CPU; the least where a
-    row was never trained or is not finite.
-    """
-    squares = [
-        rows.index_select(0, part).to(torch.float32).square().mean(dim=1).cpu()
-        for part in ids.split(4096)
-    ]
-    mean_square = torch.cat(squares) if squares else torch.empty(0, device="cpu")
-    trained = accumulator.detach().to(torch.float32).cpu()
-    score = 0.5 * (torch.log2(trained) + torch.log2(mean_square))
-    return score.nan_to_num(nan=-1e6, posinf=-1e6, neginf=-1e6)
-
-
 def _stay(rows: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """What keeps a row at the width it was restored from, ``(n,)``: 0, or a part of a bit.
+    """Compute a bonus, ``(n,)`` float32, that keeps rows at the width they were restored from.
 
-    Quantizing changes a row's norm a little. Where that takes it below a border its bits would be
-    halved, for no reason that the loss knows of, at every restore of some more rows.
+    Quantizing changes a row's norm a little. Where that moves the score below a border, the row's
+    bits would be halved for no reason that the loss knows of, and every restore would add such
+    rows.
     """
     bonus = torch.zeros(len(bits), device="cpu")
-    for border, width in zip(BORDERS, WIDTHS[1:], strict=True):
+    for border, width in zip(BORDERS, ROW_WIDTHS[1:], strict=True):
         near = ((bits - border).abs() <= _BAND).nonzero().view(-1)
         if not len(near):
             continue
@@ -265,9 +291,9 @@ def _relative_error(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _fitting_offset(score: torch.Tensor, mean_bits: float) -> float:
-    """The highest offset at which the rows' mean width is within the budget."""
+    """Find the highest offset at which the rows' mean width is within the budget."""
     low, high = -64.0, 64.0
-    widths = torch.tensor(WIDTHS, dtype=torch.float64, device="cpu")
+    widths = torch.tensor(ROW_WIDTHS, dtype=torch.float64, device="cpu")
     if not len(score):
         return low
     for _ in range(30):
@@ -295,7 +321,7 @@ def _unpack_kinds(data: torch.Tensor, rows: int) -> torch.Tensor:
 @functools.cache
 def _warn_fixed_width(bits: int) -> None:
     logger.warning(
-        "importance-weighted width needs row-wise Adagrad's state (momentum1, a value per row): "
-        "tables with another optimizer are stored with %d bit",
+        "importance-weighted widths need row-wise Adagrad's state (momentum1, one value per row): "
+        "tables with another optimizer are stored with %d bits",
         bits,
     )

@@ -1,52 +1,15 @@
-"""Rows to fused bytes and back: the compiled kernel, or what takes its place.
+"""Convert rows to fused bytes and back, by the compiled kernel or a replacement.
 
-On the CPU the extension that ``setup.py`` builds from ``csrc``; without it (there was no compiler)
-NumPy, in the same layout. On a GPU Triton, so that only the encoded bytes are copied to the
-host.
+On the CPU the extension that ``setup.py`` builds from ``csrc``; without it (no compiler was there)
+NumPy, in the same layout. On a GPU Triton, so that only the encoded bytes are copied to the host.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-from enum import IntEnum
-from pathlib import Path
-
 import torch
 
-logger = logging.getLogger(__name__)
-
-WIDTHS = (2, 3, 4, 8)
-
-
-class Method(IntEnum):
-    """How a row's scale and bias are found (Check-N-Run, section 4.2)."""
-
-    ASYMMETRIC = 0
-    """From its minimum to its maximum, as FBGEMM does."""
-    SYMMETRIC = 1
-    """From minus to plus its largest magnitude."""
-    GREEDY = 2
-    """The paper's search: cuts the range at either end, a bin at a time."""
-    ADAPTIVE = 3
-    """Ours: fits scale and bias to the codes, from several ranges."""
-
-
-class Refusal(IntEnum):
-    """Why a row was not encoded."""
-
-    NONE = 0
-    NOT_FINITE = 1
-    TOO_LARGE = 2
-    TOO_SMALL = 3
-
-
-def row_bytes(dim: int, bits: int) -> int:
-    """Bytes of a fused row: codes, then scale and bias (fp32 at 8 bit, otherwise fp16)."""
-    if bits == 8:
-        return dim + 8
-    codes = -(-dim * bits // 8) if bits == 3 else -(-dim * bits // 16) * 2
-    return codes + 4
+from torchrec_checknrun.codecs.base import Method
+from torchrec_checknrun.native import has_extension
 
 
 def encode_rows(
@@ -59,18 +22,19 @@ def encode_rows(
     factor: float,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Encodes ``rows[ids]`` times ``factor`` (all rows without ids).
+    """Encode ``rows[ids]`` times ``factor``; all rows without ids.
 
     Args:
-        rows: ``(m, dim)`` float32, float16 or bfloat16; columns in one piece.
+        rows: ``(m, dim)`` float32, float16 or bfloat16; each row contiguous.
         ids: ``(n,)`` int64, on the rows' device.
-        num_bins: GREEDY: in how many steps the range is cut.
-        ratio: GREEDY: how much of the range may be cut away.
+        bits: 2, 3, 4 or 8.
+        num_bins: GREEDY: number of steps that the range is cut into.
+        ratio: GREEDY: share of the range that may be cut away.
         factor: a power of two.
         out: ``(n, row_bytes)`` uint8 on the CPU.
 
     Returns:
-        ``(n,)`` uint8 on the CPU, a ``Refusal`` per row; a refused row's bytes are zero.
+        ``(n,)`` uint8 on the CPU: a ``Refusal`` per row; the bytes of a refused row are zero.
     """
     refused = torch.empty(len(out), dtype=torch.uint8, device=rows.device)
     if rows.is_cuda:
@@ -85,7 +49,7 @@ def encode_rows(
             rows, ids, bits, int(method), num_bins, ratio, factor, out, refused, ""
         )
     else:
-        from torchrec_checknrun.codecs.fallback import encode_rows as encode_plainly
+        from torchrec_checknrun.codecs.numpy_rows import encode_rows as encode_plainly
 
         encode_plainly(rows, ids, bits, int(method), num_bins, ratio, factor, out, refused)
     return refused
@@ -99,35 +63,20 @@ def decode_rows(
     ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> None:
-    """Decodes ``(n, row_bytes)`` uint8, or its rows ``positions``, times ``factor``, into ``out``
-    or into its rows ``ids``.
+    """Decode fused rows times ``factor`` into ``out``, or into the rows ``ids`` of ``out``.
 
     Args:
-        out: ``(m, dim)`` float32, float16 or bfloat16 on the CPU; columns in one piece.
+        data: ``(n, row_bytes)`` uint8 on the CPU.
+        bits: 2, 3, 4 or 8.
+        factor: a power of two.
+        out: ``(m, dim)`` float32, float16 or bfloat16 on the CPU; each row contiguous.
+        ids: int64, one per decoded row; None: rows go to ``out`` from its first row on.
+        positions: int64, the rows of ``data`` to decode; None: all.
     """
     if has_extension():
         torch.ops.checknrun.decode_rows(data, bits, factor, ids, out, "", positions)
     else:
-        from torchrec_checknrun.codecs.fallback import decode_rows as decode_plainly
+        from torchrec_checknrun.codecs.numpy_rows import decode_rows as decode_plainly
 
         part = data if positions is None else data[positions]
         decode_plainly(part, bits, factor, ids, out)
-
-
-@functools.cache
-def has_extension() -> bool:
-    """Whether the compiled kernel is there; says so once if it isn't."""
-    for library in sorted(Path(__file__).parents[1].glob("_C*.so")):
-        try:
-            torch.ops.load_library(library)
-        except OSError as error:
-            logger.warning("%s can't be loaded: %s", library, error)
-            continue
-        if hasattr(torch.ops.checknrun, "stage_rows"):
-            return True
-        logger.warning("%s is of an earlier version of this package", library)
-    logger.warning(
-        "rows are quantized by NumPy, which is several times slower: install "
-        "torchrec_checknrun where there is a C++ compiler (g++) to have the compiled kernel"
-    )
-    return False

@@ -1,8 +1,8 @@
-"""k-means codebooks: the quality that other codecs of the same width are measured against.
+"""Quantize with k-means codebooks: the quality that codecs of the same width are measured against.
 
-Slow, and meant to be: tens to hundreds of microseconds a row, a thousand times the others' time.
-Nor does it pay in bytes: the centroids of a row cost more than another bit per value does. Only
-encoding needs the library (an exact 1-D k-means); its checkpoints are read without it.
+Meant as a reference, and slow: tens to hundreds of microseconds a row, a thousand times as long as
+the other codecs. The bytes do not pay off either: a row's centroids cost more than another bit per
+value. Only encoding needs the library (an exact 1-D k-means); checkpoints are read without it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 
 from torchrec_checknrun.codecs.base import (
     NO_CONTEXT,
+    WIDTHS,
+    Codec,
     CodecSpec,
     Encoded,
     Parameters,
@@ -25,40 +27,47 @@ from torchrec_checknrun.codecs.base import (
     require_version,
     select_rows,
 )
-from torchrec_checknrun.codecs.narrow import lost_rows
+from torchrec_checknrun.codecs.plain import lost_rows
 from torchrec_checknrun.errors import UnsupportedFormat
 
-WIDTHS = (2, 3, 4, 8)
 _FP16_MAX = 65504.0
-_FP16_STEP = 2.0**-10  # from one number to the next, relative
-_TOP_EXPONENT = 13  # rows are scaled to below 2**13: a row's range and its refinement fit fp16
-_MAX_EXPONENT = _TOP_EXPONENT + 1074  # what the smallest number of fp64 is scaled by
-_PART_ROWS = 1024  # of a codebook per row, at a time: temporary arrays stay small
+_FP16_STEP = 2.0**-10
+"""Relative distance of an fp16 number to the next one."""
+_TOP_EXPONENT = 13
+"""Rows are scaled to below 2**13: a row's range and its refinement fit fp16."""
+_MAX_EXPONENT = _TOP_EXPONENT + 1074
+"""Exponent for the smallest number of fp64."""
+_PART_ROWS = 1024
+"""Rows handled at a time with a codebook per row: temporary arrays stay small."""
 # A block's values, between its rows' extremes, are counted in bins; k-means runs on a sample that
-# holds each bin's mean as often as the bin is full, at least once: a level that few rows use is
-# seen too, else it would be lost when decoded rows are encoded again.
+# holds each bin's mean in proportion to the bin's count, at least once: a level that few rows use
+# must be in the sample, or it would be lost when decoded rows are encoded again.
 _BINS = 2048
 _SAMPLE = 4096
 _REFINEMENTS = 3
 
 
-class KMeans:
+class KMeans(Codec):
     """A codebook of ``2**bits`` values for every row, or for every ``block_rows`` rows.
 
     - Per row: the exact k-means of its values (no other codebook has a smaller l2 error), rounded
       to fp16. Rows with at most ``2**bits`` distinct values are exact up to fp16. Stored: per row,
       ``min(2**bits, dim)`` fp16 centroids, then the packed codes.
-    - Per block: rows are brought to one scale by an fp16 scale and bias each, fitted in turns with
-      the block's codebook, which runs from 0 to 1. Stored: the codebooks, fp16; then per row fp16
-      scale, fp16 bias, packed codes. The lowest and the highest value of a row take the first and
-      the last code, so that encoding decoded rows finds the same scale, bias and codebook. Takes
-      some ten times the memory of a block's values: about a thousand rows are a good block.
+    - Per block: an fp16 scale and bias per row bring rows to one scale; they are fitted in turns
+      with the block's codebook, which runs from 0 to 1. Stored: the codebooks, fp16; then per row
+      fp16 scale, fp16 bias, packed codes. The lowest and the highest value of a row take the first
+      and the last code, so that encoding decoded rows finds the same scale, bias and codebook.
+      Needs some ten times the memory of a block's values: about a thousand rows are a good block.
 
     All rows are multiplied by one power of two (``exponent``), so that fp16 holds tiny rows as well
     as large ones. Codes are packed densely, low bits first, each row to whole bytes.
 
-    Exceptions: rows with a NaN, an infinity or an element above 65504 in magnitude, and rows that
-    are so small beside the largest one (about 2**-27) that fp16 would lose 2**-10 of their norm.
+    Exceptions: rows with a NaN, an infinity or an element above 65504 in magnitude, and rows so
+    small beside the largest one (about 2**-27) that fp16 would lose 2**-10 of their norm.
+
+    Args:
+        bits: width of a code: 2, 3, 4 or 8.
+        block_rows: rows that share a codebook; None: each row has its own.
 
     Raises:
         ValueError: bits or block_rows are out of range.
@@ -67,7 +76,6 @@ class KMeans:
     name: ClassVar[str] = "kmeans"
     version: ClassVar[int] = 1
     lossy: ClassVar[bool] = True
-    needs_base: ClassVar[bool] = False
 
     def __init__(self, bits: int, block_rows: int | None = None) -> None:
         if bits not in WIDTHS:
@@ -102,10 +110,10 @@ class KMeans:
         context: RowContext = NO_CONTEXT,
         out: torch.Tensor | None = None,
     ) -> Encoded:
-        """See ``Codec.encode``; works on the CPU, wherever the rows are.
+        """Encode as ``Codec.encode`` says, on the CPU wherever the rows are.
 
         Raises:
-            ImportError: the library is missing.
+            ImportError: kmeans1d is not installed.
         """
         rows = rows.detach()
         if ids is not None:
@@ -179,11 +187,11 @@ class KMeans:
         return spec if self.block_rows is None else spec | {"block_rows": self.block_rows}
 
     def _levels(self, dim: int) -> int:
-        """Values of a codebook; a row by itself needs no more than it has elements."""
+        """Count the values of a codebook; a row's own has no more than the row has elements."""
         return min(2**self.bits, dim) if self.block_rows is None else 2**self.bits
 
     def _head_bytes(self, dim: int) -> int:
-        """What stands before a row's codes: its centroids, or its scale and bias."""
+        """Count the bytes before a row's codes: its centroids, or its scale and bias."""
         return 2 * self._levels(dim) if self.block_rows is None else 4
 
     def _row_bytes(self, dim: int) -> int:
@@ -196,19 +204,19 @@ class KMeans:
         return self._codebooks(rows) * 2 * self._levels(dim) + rows * self._row_bytes(dim)
 
     def _parts(self, data: np.ndarray, rows: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-        """Views: the codebooks, ``(blocks, levels)`` fp16; the rows, ``(rows, bytes)`` uint8."""
+        """View the codebooks, ``(blocks, levels)`` fp16, and the rows, ``(rows, bytes)`` uint8."""
         split = self._codebooks(rows) * 2 * self._levels(dim)
         codebooks = data[:split].view(np.float16).reshape(-1, self._levels(dim))
         return codebooks, data[split:].reshape(rows, self._row_bytes(dim))
 
     def _parts_of(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The same, and of no more rows than are decoded at a time."""
+        """Yield ranges as ``_ranges``, of no more rows than are decoded at a time."""
         for begin, end in self._ranges(start, stop):
             for first in range(begin, end, _PART_ROWS):
                 yield first, min(end, first + _PART_ROWS)
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Ranges of rows from ``start`` to ``stop``, none of which lies in two blocks."""
+        """Yield ranges of rows from ``start`` to ``stop``, each within one block."""
         size = self.block_rows or _PART_ROWS
         while start < stop:
             end = min(stop, (start // size + 1) * size)
@@ -217,10 +225,10 @@ class KMeans:
 
 
 def require_kmeans1d() -> Any:
-    """The library that encoding needs; for those who would rather know before the first save.
+    """Import kmeans1d early, so that a missing library fails before the first save.
 
     Raises:
-        ImportError: it isn't installed.
+        ImportError: kmeans1d is not installed.
     """
     try:
         return importlib.import_module("kmeans1d")
@@ -232,7 +240,7 @@ def require_kmeans1d() -> Any:
 
 
 def _exponent(rows: torch.Tensor) -> int:
-    """Of the power of two that brings the largest finite row in range to just below 2**13."""
+    """Return the exponent that brings the largest finite row in range to just below 2**13."""
     top = 0.0
     for part in rows.split(_PART_ROWS):
         if part.numel() > 0:
@@ -242,7 +250,7 @@ def _exponent(rows: torch.Tensor) -> int:
 
 
 def _centroids(values: np.ndarray, k: int) -> np.ndarray:
-    """At most ``k`` centroids of 1-D values, sorted: those with the least squared error."""
+    """Find the at most ``k`` centroids of 1-D values with the least squared error, sorted."""
     distinct = np.unique(values)
     if len(distinct) <= k:
         return distinct
@@ -251,20 +259,20 @@ def _centroids(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def _filled(codebook: np.ndarray, levels: int) -> np.ndarray:
-    """The codebook in fp16, its last value repeated up to ``levels``."""
+    """Return the codebook in fp16, its last value repeated up to ``levels``."""
     filled = np.full(levels, codebook[-1], dtype=np.float16)
     filled[: len(codebook)] = codebook
     return filled
 
 
 def _nearest(values: np.ndarray, codebook: np.ndarray) -> np.ndarray:
-    """Positions of the nearest values of a sorted codebook, uint8."""
+    """Return the positions of the nearest values of a sorted codebook, uint8."""
     wide = codebook.astype(float)
     return np.searchsorted((wide[1:] + wide[:-1]) / 2, values).astype(np.uint8)
 
 
 def _encode_rows(rows: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of every row: its codebook (fp16) and its codes."""
+    """Return every row's codebook (fp16) and codes."""
     codebooks = np.empty((len(rows), levels), dtype=np.float16)
     codes = np.empty(rows.shape, dtype=np.uint8)
     for i, row in enumerate(rows):
@@ -274,11 +282,14 @@ def _encode_rows(rows: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _encode_block(rows: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The block's codebook (fp16, from 0 to 1), each row's fp16 scale and bias, its codes."""
+    """Return the block's codebook (fp16, from 0 to 1), each row's fp16 scale and bias, and codes.
+
+    Scale and bias are fitted in turns with the codebook, as in Lloyd's algorithm.
+    """
     bias = rows.min(axis=1, keepdims=True)
     scale = rows.max(axis=1, keepdims=True) - bias
-    # Rows that vary less than fp16 can tell have the codebook of the others: their values, scaled,
-    # would be noise, and another one whenever they are encoded again.
+    # Rows that vary by less than an fp16 step do not shape the codebook: scaled, their values are
+    # noise, and different noise whenever they are encoded again.
     varied = scale[:, 0] > _FP16_STEP * np.abs(rows).max(axis=1)
     codebook = _sampled_centroids(_unit(rows, scale, bias)[varied], levels)
     for _ in range(_REFINEMENTS):
@@ -286,7 +297,7 @@ def _encode_block(rows: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray
         scale, bias = _fit(rows, codebook[codes])
         codes = _codes(rows, scale, bias, codebook)
         codebook = _means(_unit(rows, scale, bias)[varied], codes[varied], codebook)
-    # One of the many equal triples of codebook, scales and biases, always the same: from 0 to 1.
+    # Many triples of codebook, scales and biases are equal: always take the one from 0 to 1.
     low, width = codebook[0], codebook[-1] - codebook[0]
     stored = _filled((codebook - low) / width, levels)
     heads = np.concatenate([scale * width, bias + scale * low], axis=1).astype(np.float16)
@@ -299,7 +310,7 @@ def _unit(rows: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> np.ndarray:
 
 
 def _sampled_centroids(values: np.ndarray, levels: int) -> np.ndarray:
-    """Centroids of rows' values between 0 and 1, from a sample; these two if there is no row."""
+    """Find centroids of rows' values in [0, 1] on a sample; 0 and 1 where there are no rows."""
     if values.size == 0:
         return np.array([0.0, 1.0])
     flat = values.reshape(-1)
@@ -314,7 +325,7 @@ def _sampled_centroids(values: np.ndarray, levels: int) -> np.ndarray:
 def _codes(
     rows: np.ndarray, scale: np.ndarray, bias: np.ndarray, codebook: np.ndarray
 ) -> np.ndarray:
-    """The nearest codes, but the first one for a row's lowest value, the last for its highest."""
+    """Return the nearest codes; a row's lowest value gets the first, its highest the last."""
     codes = _nearest(_unit(rows, scale, bias), codebook)
     low, high = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)
     codes[rows == high] = len(codebook) - 1
@@ -323,7 +334,7 @@ def _codes(
 
 
 def _fit(rows: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and bias of every row by least squares: ``rows ≈ bias + scale * targets``."""
+    """Fit every row's scale and bias by least squares: ``rows ≈ bias + scale * targets``."""
     target_mean = targets.mean(axis=1, keepdims=True)
     row_mean = rows.mean(axis=1, keepdims=True)
     spread = targets - target_mean
@@ -334,14 +345,14 @@ def _fit(rows: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _means(values: np.ndarray, codes: np.ndarray, codebook: np.ndarray) -> np.ndarray:
-    """Every code's mean value; the old one where the code isn't used. Sorted."""
+    """Return every code's mean value, sorted; the old value of a code that isn't used."""
     counts = np.bincount(codes.reshape(-1), minlength=len(codebook))
     sums = np.bincount(codes.reshape(-1), weights=values.reshape(-1), minlength=len(codebook))
     return np.sort(np.where(counts > 0, sums / np.maximum(counts, 1), codebook))
 
 
 def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """``(n, dim)`` codes as ``(n, bytes)``, low bits first."""
+    """Pack ``(n, dim)`` codes into ``(n, bytes)``, low bits first."""
     n, dim = codes.shape
     single = np.unpackbits(codes[:, :, None], axis=2, count=bits, bitorder="little")
     return np.packbits(single.reshape(n, dim * bits), axis=1, bitorder="little")

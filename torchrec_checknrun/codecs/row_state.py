@@ -1,10 +1,10 @@
-"""Row-wise optimizer state (one value per row, as row-wise Adagrad keeps it) to bytes and back.
+"""Convert row-wise optimizer state (one value per row, as in row-wise Adagrad) to bytes and back.
 
-Exact by default. ``bf16`` and ``log8`` are for those who ask for fewer bytes: a sum of squared
-gradients enters an update through its square root, so a few per cent of it hardly matter, but its
-values span tens of powers of two within one table. That is also why fp16 isn't offered: its
-smallest number is 6e-8, and most rows' sums of squares lie below, so they would become zero and the
-next update of such a row would be as large as its first one.
+Exact by default. ``bf16`` and ``log8`` take fewer bytes: a sum of squared gradients enters an
+update through its square root, so a few per cent of error hardly matter, but the values span tens
+of powers of two within one table. For that reason fp16 isn't offered: its smallest number is 6e-8,
+most rows' sums lie below and would become zero, and the next update of such a row would be as large
+as its first one.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from torchrec_checknrun.codecs.base import Parameters, require_size
 StateScheme = Literal["fp32", "bf16", "log8"]
 STATE_SCHEMES: tuple[StateScheme, ...] = get_args(StateScheme)
 
-_LEVELS = 255  # of log8, beside the code 0
+_LEVELS = 255
+"""Levels of log8, beside the code 0."""
 
 
-def encode_state(values: torch.Tensor, scheme: str) -> tuple[torch.Tensor, Parameters]:
-    """Encodes a chunk's row-wise state.
+def encode_row_state(values: torch.Tensor, scheme: str) -> tuple[torch.Tensor, Parameters]:
+    """Encode a chunk's row-wise state.
 
-    - ``fp32``: the values' own bytes, whatever their dtype; exact.
+    - ``fp32``: the values' own bytes, of any dtype; exact.
     - ``bf16``: rounded, 2 bytes; relative error at most 2**-8 (for values from 1.2e-38 on).
     - ``log8``: 1 byte; 0 is exactly zero, 1 to 255 are levels at equal ratios from the chunk's
       smallest positive value to its largest, both of which are exact. Relative error at most
       ``(high / low) ** (1 / 508) - 1`` (half the distance of two levels; 7 % if high is 2**50
-      times low), plus the dtype's own rounding. Encoding what was decoded changes nothing.
+      times low), plus the dtype's own rounding. Encoding decoded values changes nothing.
 
-    Where a chunk holds something that its scheme would destroy, it is stored exactly: a NaN or an
-    infinity, a value that bf16 rounds to infinity or to zero, for log8 a negative one. So are
-    integers. The parameters say what was done.
+    A chunk that its scheme would destroy is stored exactly: one with a NaN or an infinity, with a
+    value that bf16 rounds to infinity or to zero, for log8 with a negative value. Integers are
+    stored exactly, too. The parameters name the scheme that was used.
 
     Args:
         values: ``(n,)``, on any device.
         scheme: one of ``STATE_SCHEMES``.
 
     Returns:
-        The bytes (1-D uint8, on the CPU; of ``fp32`` they may be the values' own memory) and the
-        parameters for ``decode_state``: ``scheme``, and for log8 ``low`` and ``high``.
+        The bytes (1-D uint8, on the CPU; for ``fp32`` maybe the values' own memory) and the
+        parameters for ``decode_row_state``: ``scheme``, and for log8 ``low`` and ``high``.
 
     Raises:
-        ValueError: there is no such scheme.
+        ValueError: the scheme is unknown.
     """
     if scheme not in STATE_SCHEMES:
         raise ValueError(f"row-wise optimizer state is stored as {_names()}, not as {scheme!r}")
@@ -62,20 +63,21 @@ def encode_state(values: torch.Tensor, scheme: str) -> tuple[torch.Tensor, Param
     return _bytes(values), {"scheme": "fp32"}
 
 
-def decode_state(
+def decode_row_state(
     data: torch.Tensor, parameters: Parameters, n: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The ``n`` values again, ``(n,)`` of ``dtype``, on the CPU.
+    """Decode ``n`` values, ``(n,)`` of ``dtype``, on the CPU.
 
-    Each row has its ``state_row_bytes`` of the data: any run of rows can be decoded alone.
+    Each row has its own ``state_row_bytes`` of the data: any run of rows can be decoded alone.
 
     Args:
         data: 1-D uint8 on the CPU.
-        parameters: what ``encode_state`` returned.
-        dtype: of the values that were encoded.
+        parameters: as ``encode_row_state`` returned them.
+        n: number of values.
+        dtype: dtype of the encoded values.
 
     Raises:
-        ValueError: data or parameters are not of such values.
+        ValueError: data or parameters do not belong to such values.
     """
     size = n * state_row_bytes(parameters, dtype)
     require_size(data, size, f"{n} values stored as {parameters['scheme']}")
@@ -88,7 +90,7 @@ def decode_state(
 
 
 def state_row_bytes(parameters: Parameters, dtype: torch.dtype) -> int:
-    """How many bytes a row takes.
+    """Return the bytes of one value.
 
     Raises:
         ValueError: the parameters name no scheme, or one that can't hold the dtype.
@@ -109,9 +111,8 @@ def _encode_log8(values: torch.Tensor) -> tuple[torch.Tensor, Parameters]:
     if high == 0:
         low = 0.0
     levels = _levels(low, high, values.dtype)[1:]
-    # Where one level's values end and the next one's begin: at their geometric mean. Equal levels,
-    # and those next to each other in their dtype, must not be taken for each other: a boundary is
-    # at least the level below it and less than the one above.
+    # Levels are separated at their geometric mean. Levels that are adjacent numbers of their dtype
+    # must not be confused, so a boundary is at least the level below and less than the one above.
     below, above = levels[:-1], levels[1:]
     middle = (below.double().sqrt() * above.double().sqrt()).to(levels.dtype)
     boundaries = torch.maximum(torch.minimum(middle, torch.nextafter(above, below)), below)
@@ -121,7 +122,7 @@ def _encode_log8(values: torch.Tensor) -> tuple[torch.Tensor, Parameters]:
 
 
 def _levels(low: float, high: float, dtype: torch.dtype) -> torch.Tensor:
-    """What the codes 0 to 255 stand for: values of ``dtype``, held in float32 or wider."""
+    """Return the values of codes 0 to 255: numbers of ``dtype``, held in float32 or wider."""
     levels = torch.zeros(1 + _LEVELS, dtype=torch.float64, device="cpu")
     if high > 0:
         ends = torch.tensor([low, high], dtype=torch.float64, device="cpu").log()
@@ -129,11 +130,12 @@ def _levels(low: float, high: float, dtype: torch.dtype) -> torch.Tensor:
             float(ends[0]), float(ends[1]), _LEVELS, dtype=torch.float64, device="cpu"
         )
         levels[1:].exp_().clamp_(low, high)
-        levels[1], levels[-1] = low, high  # not what exp(log()) makes of them
+        levels[1], levels[-1] = low, high  # exp(log()) rounds them
     return levels.to(dtype).to(torch.promote_types(dtype, torch.float32))
 
 
 def _range(parameters: Parameters, dtype: torch.dtype) -> tuple[float, float]:
+    """Return log8's smallest and largest value, checked."""
     low, high = parameters.get("low"), parameters.get("high")
     if (
         not isinstance(low, float)

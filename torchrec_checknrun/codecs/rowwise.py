@@ -1,66 +1,77 @@
-"""Row-wise uniform quantization in FBGEMM's fused layouts (Check-N-Run, section 4.2).
+"""Quantize rows uniformly, each on its own, in FBGEMM's fused layouts (Check-N-Run, section 4.2).
 
-A row is ``value = code * scale + bias`` with codes of 2, 3, 4 or 8 bits. At 8, 4 and 2 bit its
-bytes are as ``torch.ops.fbgemm`` lays them out, so that inference can use them as they are: packed
-codes, then scale and bias, in fp32 at 8 bit and in fp16 otherwise; the method ``asymmetric`` gives
-exactly FBGEMM's bytes. Where FBGEMM refuses a dim, zero codes fill the last 16-bit word. At 3 bit,
+A row is ``value = code * scale + bias`` with codes of 2, 3, 4 or 8 bits. At 8, 4 and 2 bits the
+bytes are laid out as by ``torch.ops.fbgemm``, so that inference can use them unchanged: packed
+codes, then scale and bias, in fp32 at 8 bits and in fp16 otherwise; the method ``asymmetric`` gives
+exactly FBGEMM's bytes. Where FBGEMM refuses a dim, zero codes fill the last 16-bit word. At 3 bits,
 which FBGEMM doesn't know, 8 codes take 3 bytes.
 
-What FBGEMM gets wrong in silence is mended here: a row that is not finite, or beyond fp16's range,
-is an exception that the caller stores exactly; rows so small that a fp16 scale loses its bits are
+Three silent faults of FBGEMM are fixed here. A row that is not finite, or beyond fp16's range, is
+an exception that the caller stores exactly. Rows so small that a fp16 scale loses bits are
 multiplied by a power of two, the same for the whole block, before they are encoded (the few of an
-otherwise normal block are stored exactly). Too small is also a range below which rounding the scale
-(at 8 bit, FBGEMM's 1e-8) would change codes at every pass, in a row of values that are small too.
+otherwise normal block are stored exactly). Too small is also a row of small values with a range
+below which rounding the scale (at 8 bits, FBGEMM's 1e-8) would change codes at every pass.
+
+The greedy search's options, unless given, are chosen per block on a sample of rows (section 4.2.3):
+a sweep over few rows shows the mean error of all, and the search's time grows with both options, so
+the smallest of each is taken after which the error stays flat.
 """
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
 from torchrec_checknrun.codecs.base import (
     NO_CONTEXT,
+    WIDTHS,
+    Codec,
     CodecSpec,
     Encoded,
+    Method,
     Parameters,
+    Refusal,
     RowContext,
     output,
     require_size,
     require_version,
+    row_bytes,
     select_rows,
 )
-from torchrec_checknrun.codecs.greedy import choose_greedy
-from torchrec_checknrun.codecs.kernel import (
-    WIDTHS,
-    Method,
-    Refusal,
-    decode_rows,
-    encode_rows,
-    row_bytes,
-)
+from torchrec_checknrun.codecs.kernel import decode_rows, encode_rows
 from torchrec_checknrun.errors import UnsupportedFormat
 
+T = TypeVar("T", bound=float)
+
+BINS = (5, 10, 15, 20, 25, 30, 35, 40, 45, 50)
+"""Numbers of steps that the greedy search is tried with."""
+RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Shares of the range that the greedy search may cut away, likewise."""
+SAMPLE_ROWS = 256
+"""Rows of a block that the greedy search's options are chosen on."""
+FLAT = 0.01
+"""A gain below this part of the whole sweep's gain counts as flat."""
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FEW = 64
 """One row in so many may be stored exactly before the whole block is scaled for them."""
 
 
-class Rowwise:
-    """Uniform quantization of every row to ``bits`` in 2, 3, 4, 8.
+class Rowwise(Codec):
+    """Uniform quantization of every row to 2, 3, 4 or 8 bits a value.
 
     Error of an element, asymmetric and symmetric: at most half a step, ``range / (2**bits - 1) /
-    2``, plus the rounding of scale and bias (fp32 and 1e-8 at 8 bit, otherwise fp16). Greedy and
-    adaptive: of a row's l2 error, at most the asymmetric one. Encoding what was decoded gives the
-    same values again.
+    2``, plus the rounding of scale and bias (fp32 and 1e-8 at 8 bits, otherwise fp16). Greedy and
+    adaptive: a row's l2 error is at most the asymmetric one. Encoding decoded rows gives the same
+    values again.
 
     Args:
         bits: width of a code.
-        method: how scale and bias are found; ``adaptive`` gains nothing at 8 bit and is asymmetric
-            there.
-        num_bins: greedy: steps that the range is cut in; None: chosen on a sample of each block.
-        ratio: greedy: how much of the range may be cut away; None: likewise.
+        method: a ``Method`` or its name in lower case; ``adaptive`` gains nothing at 8 bits and is
+            asymmetric there.
+        num_bins: greedy: steps that the range is cut into; None: chosen on a sample of each block.
+        ratio: greedy: share of the range that may be cut away; None: likewise.
 
     Raises:
         ValueError: an argument is out of range.
@@ -69,7 +80,6 @@ class Rowwise:
     name: ClassVar[str] = "fbgemm_rowwise"
     version: ClassVar[int] = 2
     lossy: ClassVar[bool] = True
-    needs_base: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -97,7 +107,7 @@ class Rowwise:
     @classmethod
     def from_spec(cls, spec: CodecSpec) -> Rowwise:
         require_version(spec, cls.name, cls.version)
-        bits, method = spec.get("bits"), spec.get("method", "asymmetric")  # version 1 had no other
+        bits, method = spec.get("bits"), spec.get("method", "asymmetric")  # all that version 1 had
         num_bins, ratio = spec.get("num_bins"), spec.get("ratio")
         try:
             if not isinstance(bits, int) or not isinstance(method, str):
@@ -115,7 +125,7 @@ class Rowwise:
         return self.bits
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes of an encoded row."""
+        """Return the bytes of an encoded row."""
         return row_bytes(dim, self.bits)
 
     def encode(
@@ -185,19 +195,6 @@ class Rowwise:
         ids: torch.Tensor,
         out: torch.Tensor,
     ) -> bool:
-        """Decodes some rows, each to its own row of ``out``.
-
-        Args:
-            positions: ``(n,)`` int64 on the CPU: which rows.
-            ids: as many: which rows of ``out``.
-            out: ``(m, dim)``.
-
-        Returns:
-            Whether it was done: only where the kernel can write.
-
-        Raises:
-            ValueError: data or parameters are not of such a block.
-        """
         if out.dtype not in _KERNEL_DTYPES or out.device.type != "cpu" or out.stride(1) != 1:
             return False
         part = self._part(data, parameters, rows, 0, rows, out.shape[1])
@@ -208,7 +205,7 @@ class Rowwise:
         self, data: torch.Tensor, parameters: Parameters, rows: int, start: int, n: int, dim: int
     ) -> torch.Tensor:
         size = row_bytes(dim, self.bits)
-        require_size(data, rows * size, f"{rows} rows of {dim} × {self.bits} bit")
+        require_size(data, rows * size, f"{rows} rows of {dim} × {self.bits} bits")
         return data.view(rows, size)[start : start + n]
 
     def select(
@@ -236,17 +233,17 @@ class Rowwise:
 
 
 def _factor(parameters: Parameters) -> float:
-    """What decoded rows are multiplied by."""
+    """Return the power of two that decoded rows are multiplied by."""
     exponent = parameters.get("exponent", 0)
     if type(exponent) is not int or abs(exponent) > 126:
-        raise ValueError(f"exponent {exponent!r}")
+        raise ValueError(f"exponent must be an integer from -126 to 126, not {exponent!r}")
     return 2.0**-exponent
 
 
 def _exponent(rows: torch.Tensor, refused: torch.Tensor) -> int:
-    """Brings the largest magnitude of a block to between 2^14 and 2^15.
+    """Return the exponent that brings a block's largest magnitude to between 2**14 and 2**15.
 
-    Rows too large for fp16 count only if they are most of those in question.
+    Rows too large for fp16 count only if they are more than half of the block.
     """
     magnitude = rows.to(torch.float32).abs().amax(dim=1).cpu()
     large = refused == Refusal.TOO_LARGE
@@ -257,3 +254,57 @@ def _exponent(rows: torch.Tensor, refused: torch.Tensor) -> int:
     if largest == 0.0:
         return 0
     return max(-126, min(126, 15 - math.frexp(largest)[1]))
+
+
+def choose_greedy(
+    rows: torch.Tensor,
+    ids: torch.Tensor | None,
+    bits: int,
+    num_bins: int | None = None,
+    ratio: float | None = None,
+) -> tuple[int, float]:
+    """Choose ``num_bins`` and ``ratio`` for a block of rows; a given one is kept.
+
+    The sweep of Check-N-Run, section 4.2.3: the smallest number of bins, then the smallest ratio,
+    whose error is flat.
+
+    Args:
+        rows: ``(m, dim)`` floating point.
+        ids: ``(n,)`` int64, the block's rows; None: all.
+        bits: width of a code.
+    """
+    if ids is None:
+        ids = torch.arange(len(rows), device=rows.device)
+    sample = rows.index_select(0, ids[:: max(1, -(-len(ids) // SAMPLE_ROWS))]).to(torch.float64)
+    magnitude = sample.abs().amax(dim=1)
+    magnitude = magnitude[magnitude.isfinite() & (magnitude > 0)]
+    if len(magnitude):  # a block of tiny or huge rows is scaled before it is encoded, too
+        sample *= 2.0 ** -torch.frexp(magnitude.median()).exponent
+    sample = sample.to(torch.float32)
+    bins = BINS if num_bins is None else (num_bins,)
+    ratios = RATIOS if ratio is None else (ratio,)
+    chosen = _knee(bins, [mean_error(sample, bits, n, ratios[-1]) for n in bins])
+    return chosen, _knee(ratios, [mean_error(sample, bits, chosen, r) for r in ratios])
+
+
+def mean_error(rows: torch.Tensor, bits: int, num_bins: int, ratio: float) -> float:
+    """Return the greedy search's mean l2 error over the rows that can be quantized.
+
+    Args:
+        rows: ``(n, dim)`` float32.
+    """
+    encoded = torch.empty(
+        (len(rows), row_bytes(rows.shape[1], bits)), dtype=torch.uint8, device="cpu"
+    )
+    refused = encode_rows(rows, None, bits, Method.GREEDY, num_bins, ratio, 1.0, encoded)
+    decoded = torch.empty_like(rows, device="cpu")
+    decode_rows(encoded, bits, 1.0, decoded)
+    error = (decoded - rows.cpu())[refused == Refusal.NONE].norm(dim=1)
+    return float(error.mean()) if len(error) else 0.0
+
+
+def _knee(values: tuple[T, ...], errors: list[float]) -> T:
+    """Return the smallest value whose error is within ``FLAT`` of the best one's."""
+    best, worst = min(errors), max(errors)
+    allowed = best + FLAT * (worst - best)
+    return next(v for v, error in zip(values, errors, strict=True) if error <= allowed)

@@ -1,6 +1,6 @@
-"""Fused rows on a GPU, so that no more than the encoded bytes is copied to the host.
+"""Encode fused rows on a GPU, so that only the encoded bytes are copied to the host.
 
-The same layout and algorithms as the compiled kernel's. Division is rounded and nothing is fused
+Layout and algorithms are the compiled kernel's. Division is rounded and nothing is fused
 (both are otherwise at Triton's discretion), so methods without a search give the same bytes; the
 searches add up in another order.
 """
@@ -10,39 +10,35 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from torchrec_checknrun.codecs.fallback import (
+from torchrec_checknrun.codecs.base import Method, Refusal
+from torchrec_checknrun.codecs.limits import (
     CUTS,
     LEAST_RANGES,
     MOST_FLOAT,
     MOST_HALF,
-    MOVES,
     SMALL,
-    least,
+    least_magnitude,
 )
-from torchrec_checknrun.codecs.kernel import Method, Refusal
 
 try:
     import triton
     import triton.language as tl
 except ImportError as error:
     raise ImportError(
-        "rows on a GPU are quantized with Triton, which is not installed: pip install triton, "
-        "in the version that fits this torch"
+        "rows on a GPU are quantized with Triton, which is not installed: pip install triton "
+        "in the version that this torch requires"
     ) from error
 
-_VALUES = 512
-"""Values that a program encodes, where a row has no more: of no more than one row per thread."""
+from torchrec_checknrun.codecs.triton_grids import find_grid, nearest
 
-_ASYMMETRIC = tl.constexpr(int(Method.ASYMMETRIC))
-_SYMMETRIC = tl.constexpr(int(Method.SYMMETRIC))
-_GREEDY = tl.constexpr(int(Method.GREEDY))
+_VALUES = 512
+"""Values that one program encodes, unless a single row has more: at most one row per thread."""
+
 _NOT_FINITE = tl.constexpr(int(Refusal.NOT_FINITE))
 _TOO_LARGE = tl.constexpr(int(Refusal.TOO_LARGE))
 _TOO_SMALL = tl.constexpr(int(Refusal.TOO_SMALL))
 _SMALL = tl.constexpr(SMALL)
 _LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
-_MOVE1 = tl.constexpr(MOVES[0])
-_MOVE2 = tl.constexpr(MOVES[1])
 
 
 def encode_rows(
@@ -56,17 +52,18 @@ def encode_rows(
     out: torch.Tensor,
     refused: torch.Tensor,
 ) -> int:
-    """What ``torch.ops.checknrun.encode_rows`` does, see ``kernel.encode_rows``; all on one device.
+    """Encode rows as ``torch.ops.checknrun.encode_rows`` does, with all tensors on one GPU.
 
-    Args:
+    Args: see ``kernel.encode_rows``; and
         out: ``(n, row bytes)`` uint8.
-        refused: ``(n,)`` uint8, filled with a ``Refusal`` per row; their bytes are zero.
+        refused: ``(n,)`` uint8, filled with a ``Refusal`` per row; the bytes of a refused row are
+            zero.
 
     Returns:
-        How many rows were refused.
+        Number of refused rows.
 
     Raises:
-        IndexError: an id is not a row's.
+        IndexError: an id is out of range.
     """
     n, dim = len(out), rows.shape[1]
     if not n:
@@ -92,7 +89,7 @@ def encode_rows(
             METHOD=int(Method.ASYMMETRIC) if bits == 8 and method != Method.SYMMETRIC else method,
             CUT=CUTS.get(bits, 0.0),
             LIMIT=MOST_FLOAT if bits == 8 else MOST_HALF,
-            LEAST=float(least(bits, Method(method))),
+            LEAST=float(least_magnitude(bits, Method(method))),
             LEAST_RANGE=LEAST_RANGES[bits],
             ROWS=block,
             COLUMNS=columns,
@@ -103,191 +100,56 @@ def encode_rows(
 
 
 @triton.jit
-def _nearest(x: tl.tensor, top: tl.constexpr) -> tl.tensor:
-    """The nearest code, of two the even one: adding 1.5 * 2^23 leaves no bits for a fraction."""
-    return (tl.minimum(tl.maximum(x, 0.0), top) + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def _half(x: tl.tensor) -> tl.tensor:
-    return x.to(tl.float16).to(tl.float32)
-
-
-@triton.jit
-def _stored_error(
-    x: tl.tensor, mask: tl.tensor, bias: tl.tensor, scale: tl.tensor, top: tl.constexpr
-) -> tl.tensor:
-    """Every row's squared error, exactly as it will be encoded and decoded."""
-    inverse = tl.div_rn(1.0, scale)
-    code = _nearest((x - bias[:, None]) * inverse[:, None], top)
-    error = tl.where(mask, x - (code * scale[:, None] + bias[:, None]), 0.0)
-    return tl.sum(error * error, axis=1)
-
-
-@triton.jit
-def _fit(
+def _refuse(
     x: tl.tensor,
-    mask: tl.tensor,
-    dim: tl.tensor,
-    bias: tl.tensor,
-    scale: tl.tensor,
-    best_bias: tl.tensor,
-    best_scale: tl.tensor,
-    gain: tl.tensor,
-    top: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The better of the best grid so far and the one that fits a grid's codes best (least squares).
-
-    The rows of x have mean zero; gain is by how much the best one's squared error is below that of
-    no grid.
-    """
-    inverse = tl.div_rn(1.0, scale)
-    code = _nearest(x * inverse[:, None] - (bias * inverse)[:, None], top)
-    code = tl.where(mask, code, 0.0)
-    total = tl.sum(code, axis=1)
-    product = tl.sum(code * x, axis=1)
-    mean = tl.div_rn(total, dim)
-    variance = tl.sum(code * code, axis=1) - total * mean
-    fitted = tl.div_rn(product, variance)
-    better = (variance > 1e-3) & (fitted > 0.0) & (product * fitted > gain)
-    return (
-        tl.where(better, -fitted * mean, best_bias),
-        tl.where(better, fitted, best_scale),
-        tl.where(better, product * fitted, gain),
-    )
-
-
-@triton.jit
-def _move_ends(
-    x: tl.tensor,
-    mask: tl.tensor,
-    dim: tl.tensor,
-    bias: tl.tensor,
-    scale: tl.tensor,
-    gain: tl.tensor,
-    move: tl.constexpr,
-    top: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The best of the grid and its four neighbours, either end moved by a part of a step."""
-    by = scale * move
-    part = tl.div_rn(by, tl.full(by.shape, top, tl.float32))
-    b, s, g = _fit(x, mask, dim, bias + by, scale - part, bias, scale, gain, top)
-    b, s, g = _fit(x, mask, dim, bias - by, scale + part, b, s, g, top)
-    b, s, g = _fit(x, mask, dim, bias, scale + part, b, s, g, top)
-    return _fit(x, mask, dim, bias, scale - part, b, s, g, top)
-
-
-@triton.jit
-def _range_search(
-    x: tl.tensor,
-    mask: tl.tensor,
-    dim: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
-    cut: tl.constexpr,
-    top: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Ours: starts from a cut range, then moves either end, twice; of every grid, the best fit."""
-    mean = tl.div_rn(tl.sum(x, axis=1), dim)
-    centred = tl.where(mask, x - mean[:, None], 0.0)
-    width = high - low
-    bias = low - mean + width * cut
-    scale = width * ((1.0 - 2.0 * cut) / top)
-    gain = tl.zeros_like(width)
-    bias, scale, gain = _fit(centred, mask, dim, bias, scale, bias, scale, gain, top)
-    bias, scale, gain = _move_ends(centred, mask, dim, bias, scale, gain, _MOVE1, top)
-    bias, scale, gain = _move_ends(centred, mask, dim, bias, scale, gain, _MOVE2, top)
-    return bias + mean, scale
-
-
-@triton.jit
-def _range_error(
-    x: tl.tensor, mask: tl.tensor, bias: tl.tensor, scale: tl.tensor, top: tl.constexpr
+    LIMIT: tl.constexpr,
+    LEAST: tl.constexpr,
+    LEAST_RANGE: tl.constexpr,
 ) -> tl.tensor:
-    inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 1.0)
-    scaled = x * inverse[:, None] - (bias * inverse)[:, None]
-    error = tl.where(mask, scaled - _nearest(scaled, top), 0.0)
-    return tl.sum(error * error, axis=1) * scale * scale
-
-
-@triton.jit
-def _greedy_search(
-    x: tl.tensor,
-    mask: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    num_bins: tl.tensor,
-    moves: tl.tensor,
-    top: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Check-N-Run's: cuts a bin off the end where that costs less, and keeps the best range."""
-    tops = tl.full(low.shape, top, tl.float32)
-    step = tl.div_rn(high - low, num_bins.to(tl.float32) + tl.zeros_like(low))
-    bias, best = low, tl.div_rn(high - low, tops)
-    least = _range_error(x, mask, bias, best, top)
-    for _ in range(moves):
-        scale = tl.div_rn(high - low - step, tops)
-        raised = _range_error(x, mask, low + step, scale, top)
-        lowered = _range_error(x, mask, low, scale, top)
-        low = tl.where(raised < lowered, low + step, low)
-        high = tl.where(raised < lowered, high, high - step)
-        better = (tl.minimum(raised, lowered) < least) & (scale > 0.0)
-        least = tl.where(better, tl.minimum(raised, lowered), least)
-        bias = tl.where(better, low, bias)
-        best = tl.where(better, scale, best)
-    return bias, best
-
-
-@triton.jit
-def _signed_low(x: tl.tensor, column: tl.tensor, dim: tl.tensor, low: tl.tensor) -> tl.tensor:
-    """The minimum; for a zero, the one whose sign FBGEMM stores.
-
-    That is, of eight lanes, in the first that has a zero, the last one.
-    """
-    whole = dim // 8 * 8
-    rank = tl.where(column < whole, column % 8 * whole + (whole - column), 8 * whole + column)
-    sign = x.to(tl.int32, bitcast=True) < 0
-    key = tl.where(x == 0.0, 2 * rank[None, :] + sign.to(tl.int32), 2147483647)
-    negative = (tl.min(key, axis=1) & 1) == 1
-    return tl.where(low == 0.0, tl.where(negative, -0.0, 0.0), low)
-
-
-@triton.jit
-def _symmetric_grid(
-    low: tl.tensor, high: tl.tensor, BITS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """The scale keeps so few bits that the bias, -scale * top / 2, is exact."""
-    top: tl.constexpr = 2**BITS - 1
-    dropped: tl.constexpr = 8 if BITS == 8 else 13 + BITS
-    most = tl.maximum(tl.abs(low), tl.abs(high))
-    scale = tl.div_rn(2.0 * most, tl.full(most.shape, top, tl.float32))
-    pattern = scale.to(tl.int32, bitcast=True)
-    pattern += (pattern >> dropped & 1) + ((1 << (dropped - 1)) - 1)
-    scale = (pattern & -(1 << dropped)).to(tl.float32, bitcast=True)
-    if BITS < 8:
-        coarser = (scale + 1.5) - 1.5  # of a subnormal half only these can be halved
-        scale = _half(tl.where(scale < 6.103515625e-5, coarser, scale))
-    zero = scale == 0.0
-    return tl.where(zero, 0.0, -(scale * (top / 2))), tl.where(zero, 1.0, scale)
-
-
-@triton.jit
-def _min_max_grid(
-    low: tl.tensor, high: tl.tensor, top: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """FBGEMM's, to the bit."""
-    bias = _half(low)
-    width = high - bias
-    scale = tl.div_rn(width, tl.full(low.shape, top, tl.float32))
-    scale = _half(tl.where(width == 0.0, 1.0, scale))
-    return bias, tl.where(scale == 0.0, 1.0, scale)
+    """Decide which rows to refuse, and why."""
+    magnitude = tl.abs(x)
+    finite = tl.min((magnitude <= _LARGEST).to(tl.int32), axis=1) == 1
+    most = tl.max(magnitude, axis=1)
+    small = (most > 0.0) & (most < LEAST)
+    small |= (high > low) & (high - low < LEAST_RANGE) & (most < _SMALL)
+    refusal = tl.where(small, _TOO_SMALL, 0)
+    refusal = tl.where(most > LIMIT, _TOO_LARGE, refusal)
+    return tl.where(finite, refusal, _NOT_FINITE)
 
 
 @triton.jit
 def _store_bytes(target: tl.tensor, word: tl.tensor, mask: tl.tensor, count: tl.constexpr) -> None:
-    """Integers, lowest byte first, to wherever: rows of an odd size are aligned to nothing."""
+    """Store integers byte by byte, lowest first: rows of an odd size have no alignment."""
     for i in tl.static_range(count):
         tl.store(target + i, (word >> (8 * i) & 255).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _store_codes(
+    target: tl.tensor,
+    code: tl.tensor,
+    inside: tl.tensor,
+    size: tl.tensor,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Pack and store codes of fewer than 8 bits, ``size`` bytes a row."""
+    # Groups of codes that fill whole bytes; zeros fill the last 16-bit word (3 bits: byte).
+    together: tl.constexpr = 8 if BITS == 3 else 8 // BITS
+    word_bytes: tl.constexpr = 3 if BITS == 3 else 1
+    groups = tl.reshape(code, (ROWS, COLUMNS // together, together))
+    words = tl.sum(groups << (tl.arange(0, together) * BITS)[None, None, :], axis=2)
+    first = tl.arange(0, COLUMNS // together) * word_bytes
+    for i in tl.static_range(word_bytes):
+        _store_bytes(
+            target[:, None] + (first + i)[None, :],
+            words >> (8 * i),
+            inside[:, None] & (first + i < size)[None, :],
+            1,
+        )
 
 
 @triton.jit(do_not_specialize=["n", "dim", "row_bytes", "num_bins", "moves"])
@@ -312,6 +174,7 @@ def _encode(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    """Encode ``ROWS`` rows per program."""
     top: tl.constexpr = 2**BITS - 1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -321,71 +184,25 @@ def _encode(
     at = position[:, None] * row_stride + column[None, :]
     x = tl.load(table + at, mask=mask, other=0.0).to(tl.float32) * factor
 
-    magnitude = tl.abs(x)
-    finite = tl.min((magnitude <= _LARGEST).to(tl.int32), axis=1) == 1
-    most = tl.max(magnitude, axis=1)
     low = tl.min(tl.where(mask, x, float("inf")), axis=1)
     high = tl.max(tl.where(mask, x, float("-inf")), axis=1)
-    small = (most > 0.0) & (most < LEAST)
-    small |= (high > low) & (high - low < LEAST_RANGE) & (most < _SMALL)
-    refusal = tl.where(small, _TOO_SMALL, 0)
-    refusal = tl.where(most > LIMIT, _TOO_LARGE, refusal)
-    refusal = tl.where(finite, refusal, _NOT_FINITE)
+    refusal = _refuse(x, low, high, LIMIT, LEAST, LEAST_RANGE)
     tl.store(refused + row, refusal.to(tl.uint8), mask=inside)
 
     count = dim.to(tl.float32) + tl.zeros_like(low)
-    if METHOD == _SYMMETRIC:
-        bias, scale = _symmetric_grid(low, high, BITS)
-        inverse = tl.div_rn(1.0, scale)
-    else:
-        low = _signed_low(tl.where(mask, x, 1.0), column, dim, low)
-        if BITS == 8:
-            width = tl.abs(high - low)  # not -0
-            bias = low
-            scale = tl.div_rn(width, tl.full(low.shape, top, tl.float32))
-            inverse = tl.div_rn(tl.full(low.shape, top, tl.float32), width + 1e-8)
-        else:
-            bias, scale = _min_max_grid(low, high, top)
-            if METHOD != _ASYMMETRIC:
-                if METHOD == _GREEDY:
-                    found, step = _greedy_search(x, mask, low, high, num_bins, moves, top)
-                else:
-                    found, step = _range_search(x, mask, count, low, high, CUT, top)
-                step = _half(step)
-                better = step > 0.0
-                found, step = _half(found), tl.where(better, step, 1.0)
-                # Both end codes must be in use: then a decoded row's own extremes give the same
-                # grid again.
-                inverse = tl.div_rn(1.0, step)
-                better &= (low - found) * inverse < 0.5
-                better &= (high - found) * inverse > top - 0.5
-                plain_error = _stored_error(x, mask, bias, scale, top)
-                better &= _stored_error(x, mask, found, step, top) < plain_error * 0.99999
-                bias, scale = tl.where(better, found, bias), tl.where(better, step, scale)
-            inverse = tl.div_rn(1.0, scale)
-
+    bias, scale, inverse = find_grid(
+        x, mask, column, dim, count, low, high, num_bins, moves, METHOD, CUT, BITS
+    )
     kept = refusal == 0
-    code = _nearest((x - bias[:, None]) * inverse[:, None], top)
+    code = nearest((x - bias[:, None]) * inverse[:, None], top)
     code = tl.where(mask & kept[:, None], code, 0.0).to(tl.int32)
     target = out + row * row_bytes
     if BITS == 8:
         _store_bytes(target[:, None] + column[None, :], code, mask, 1)
         size = dim
     else:
-        # As many codes as fill whole bytes, and the last 16-bit word with zeros (3 bit: byte).
-        together: tl.constexpr = 8 if BITS == 3 else 8 // BITS
-        word_bytes: tl.constexpr = 3 if BITS == 3 else 1
         size = row_bytes - 4
-        groups = tl.reshape(code, (ROWS, COLUMNS // together, together))
-        words = tl.sum(groups << (tl.arange(0, together) * BITS)[None, None, :], axis=2)
-        first = tl.arange(0, COLUMNS // together) * word_bytes
-        for i in tl.static_range(word_bytes):
-            _store_bytes(
-                target[:, None] + (first + i)[None, :],
-                words >> (8 * i),
-                inside[:, None] & (first + i < size)[None, :],
-                1,
-            )
+        _store_codes(target, code, inside, size, BITS, ROWS, COLUMNS)
     tail: tl.constexpr = 4 if BITS == 8 else 2
     if BITS == 8:
         scale, bias = scale.to(tl.int32, bitcast=True), bias.to(tl.int32, bitcast=True)

@@ -1,4 +1,4 @@
-// torch.ops.checknrun: rows' bytes from chosen places to chosen places, in one pass over them.
+// torch.ops.checknrun: copy rows' bytes from chosen places to chosen places, in one pass.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -11,7 +11,7 @@
 namespace checknrun {
 namespace {
 
-// Bytes of a row of a tensor that is ``rows`` rows in one piece.
+// Returns the bytes of a row, of a contiguous tensor with ``rows`` rows.
 int64_t row_bytes(const at::Tensor& tensor, int64_t rows, const char* what) {
   TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.device().is_cpu() && rows > 0 &&
                         int64_t(tensor.nbytes()) % rows == 0,
@@ -20,7 +20,7 @@ int64_t row_bytes(const at::Tensor& tensor, int64_t rows, const char* what) {
   return int64_t(tensor.nbytes()) / rows;
 }
 
-// Where n rows are, or null: one after the other from ``first`` on.
+// Returns the places of n rows, or null: one after another from ``first`` on.
 const int64_t* check_places(const std::optional<at::Tensor>& places, int64_t first, int64_t n,
                             int64_t rows) {
   if (!places) {
@@ -40,7 +40,7 @@ struct Places {
   int64_t size;
 };
 
-// With a size that the compiler knows, a row is one instruction.
+// A size known to the compiler makes a row one instruction.
 template <int64_t known>
 void copy(const Places& all, int64_t begin, int64_t end) {
   const int64_t size = known ? known : all.size;
@@ -61,13 +61,13 @@ void copy_part(const Places& all, int64_t begin, int64_t end) {
   }
 }
 
-// Fewer aren't worth another thread.
+// Fewer rows do not pay for another thread.
 int64_t rows_a_thread(int64_t size) {
   return std::max<int64_t>(16, 32768 / std::max<int64_t>(size, 1));
 }
 
-// ``n`` rows of source, ``from`` or all from ``first`` on, to as many of target, ``to`` or from
-// ``into`` on.
+// Copies ``n`` rows of source (``from``, or all from ``first`` on) to as many rows of target
+// (``to``, or all from ``into`` on).
 void copy_rows(const at::Tensor& source, int64_t rows, int64_t first,
                const std::optional<at::Tensor>& from, at::Tensor target, int64_t into,
                const std::optional<at::Tensor>& to, int64_t n) {
@@ -86,9 +86,9 @@ void copy_rows(const at::Tensor& source, int64_t rows, int64_t first,
   });
 }
 
-// Rows of several tensors, one copy behind the other: ``positions`` + row_start go to memory at the
-// first offset, then those rows of each tensor at its own. Sorted positions without gaps are copied
-// as a piece.
+// Copies rows of several tensors: ``positions`` + row_start go to memory at the first offset, the
+// rows of each tensor to the tensor's own offset. Sorted positions without gaps are copied as one
+// piece.
 void stage_rows(const at::Tensor& positions, int64_t row_start, at::TensorList tensors,
                 at::Tensor memory, at::IntArrayRef offsets) {
   const int64_t n = positions.numel(), room = row_bytes(memory, 1, "memory");

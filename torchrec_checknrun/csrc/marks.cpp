@@ -1,4 +1,4 @@
-// torch.ops.checknrun: sets of rows, one bit for each, made of mark bytes while training waits.
+// torch.ops.checknrun: sets of rows, one bit per row, made of mark bytes while training waits.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -23,7 +23,7 @@ void check_bytes(const at::Tensor& bytes, const char* what) {
                     what, " must be contiguous uint8 on the CPU");
 }
 
-// Bit k of the result: whether byte k is not zero.
+// Sets bit k of the result if byte k is not zero.
 uint8_t nonzero_bytes(uint64_t bytes) {
   constexpr uint64_t low = 0x7f * kEveryByte;
   const uint64_t high = (((bytes & low) + low) | bytes) & ~low;
@@ -38,7 +38,7 @@ void pack_marks(at::Tensor marks, int64_t bits, int64_t keep, at::Tensor packed)
   uint8_t* from = marks.mutable_data_ptr<uint8_t>();
   uint8_t* into = packed.mutable_data_ptr<uint8_t>();
   int64_t row = 0;
-#if defined(__SSE2__)  // as every x86-64 has
+#if defined(__SSE2__)  // on every x86-64
   const __m128i none = _mm_setzero_si128();
   const __m128i wanted16 = _mm_set1_epi8(char(bits)), kept16 = _mm_set1_epi8(char(keep));
   for (; row + 16 <= rows; row += 16) {
@@ -63,7 +63,7 @@ void pack_marks(at::Tensor marks, int64_t bits, int64_t keep, at::Tensor packed)
   }
 }
 
-// Bits from ``bit`` on, 64 of them; those from ``stop`` on are zero.
+// Returns 64 bits from ``bit`` on, zero from ``stop`` on.
 uint64_t word_at(const uint8_t* packed, int64_t bit, int64_t stop) {
   uint64_t word = 0;
   const int64_t first = bit / 8, last = (stop + 7) / 8;
@@ -93,7 +93,7 @@ at::Tensor positions(const at::Tensor& packed, int64_t start, int64_t stop) {
   return found;
 }
 
-// Adds rows to the set; returns the positions in ``rows`` of those that were not in it.
+// Adds rows to the set; returns the positions in ``rows`` of the rows that are new to the set.
 at::Tensor add_rows(const at::Tensor& rows, at::Tensor packed) {
   check_bytes(packed, "packed");
   const int64_t n = rows.numel();
@@ -112,7 +112,7 @@ at::Tensor add_rows(const at::Tensor& rows, at::Tensor packed) {
   return found.narrow(0, 0, count);
 }
 
-// (start, stop, count) of ranges of rows with ``size`` of the set each; see RowSet.spans.
+// Returns (start, stop, count) of ranges with ``size`` rows of the set each; see RowSet.spans.
 std::vector<int64_t> spans(const at::Tensor& packed, int64_t rows, int64_t size) {
   check_bytes(packed, "packed");
   TORCH_CHECK_VALUE(size > 0 && packed.numel() == (rows + 7) / 8, "spans of ", size, " rows");

@@ -10,6 +10,12 @@
 #include "row_vector.h"
 #include "rows.h"
 
+// Found by native.py in the file's bytes: a library for another torch must not even be loaded.
+#ifdef CHECKNRUN_TORCH
+__attribute__((used)) static const char kBuiltFor[] =
+    "checknrun: built for torch " CHECKNRUN_TORCH ";";
+#endif
+
 namespace checknrun {
 namespace {
 
@@ -33,7 +39,7 @@ const std::vector<Build>& builds() {
   return all;
 }
 
-// The best that runs here, or the one that is asked for.
+// Returns the best build that runs here, or the one that is asked for.
 const Kernels& kernels_of(const std::string& build) {
   for (const Build& each : builds()) {
     if (each.runs_here && (build.empty() || build == each.name)) return *each.kernels;
@@ -80,7 +86,7 @@ void check_rows(const at::Tensor& rows) {
                     " with strides ", rows.strides());
 }
 
-// About 32 KiB of rows are worth a thread.
+// About 32 KiB of rows pay for a thread.
 int64_t grain(int64_t dim) { return std::max<int64_t>(16, 8192 / std::max<int64_t>(dim, 1)); }
 
 int64_t encode_rows(const at::Tensor& rows, const std::optional<at::Tensor>& ids, int64_t bits,

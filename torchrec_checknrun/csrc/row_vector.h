@@ -1,4 +1,4 @@
-// Which rows an operation works on, as it is given them.
+// The rows that an operation works on, as the caller gives them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,8 +8,8 @@
 
 namespace checknrun {
 
-// What the vector holds, all of it in [0, rows), or null if there is none: checked before anything
-// is read or written there.
+// Returns the vector's values, all checked to be in [0, rows) before anything is read or written
+// there; null without a vector.
 inline const int64_t* row_vector(const std::optional<at::Tensor>& given, int64_t rows) {
   if (!given) return nullptr;
   const at::Tensor& vector = *given;

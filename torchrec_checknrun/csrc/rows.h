@@ -1,4 +1,4 @@
-// Row-wise quantization of embedding rows: what the three builds of the kernel have in common.
+// Row-wise quantization of embedding rows: the interface of the kernel's three builds.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace checknrun {
 enum class Method : int { asymmetric = 0, symmetric = 1, greedy = 2, adaptive = 3 };
 enum class Value : int { fp32 = 0, fp16 = 1, bf16 = 2 };
 
-// Why a row was not encoded; its bytes are zero then, and the caller stores it otherwise.
+// The reason why a row was not encoded: its bytes are zero, and the caller must store it exactly.
 enum Refusal : uint8_t { encoded = 0, not_finite = 1, too_large = 2, too_small = 3 };
 
 struct EncodeJob {
@@ -19,9 +19,9 @@ struct EncodeJob {
   int64_t dim;
   int bits;             // 2, 3, 4 or 8
   Method method;
-  int num_bins;         // greedy: the range is cut in so many steps
-  float ratio;          // greedy: which part of the range may be cut away
-  float factor;         // a power of two that values are multiplied by first
+  int num_bins;         // greedy: steps that the range is cut into
+  float ratio;          // greedy: share of the range that may be cut away
+  float factor;         // a power of two; values are multiplied by it first
   uint8_t* out;
   int64_t row_bytes;
   uint8_t* refused;     // (rows,) Refusal
@@ -33,7 +33,7 @@ struct DecodeJob {
   int64_t row_bytes;
   int64_t dim;
   int bits;
-  float factor;         // what the result is multiplied by
+  float factor;         // results are multiplied by it
   const int64_t* ids;   // which rows of out, or null: all from the first
   void* out;
   Value value;
@@ -41,12 +41,13 @@ struct DecodeJob {
 };
 
 struct Kernels {
-  // Rows begin to end of the job; returns how many were refused.
+  // Encodes rows begin to end of the job; returns the number of refused rows.
   int64_t (*encode)(const EncodeJob&, int64_t begin, int64_t end);
   void (*decode)(const DecodeJob&, int64_t begin, int64_t end);
 };
 
-// Bytes of a row's codes, without scale and bias; FBGEMM wants whole 16-bit words of its widths.
+// Returns the bytes of a row's codes, without scale and bias. FBGEMM requires whole 16-bit words
+// of the widths that it has.
 inline int64_t code_bytes(int64_t dim, int bits) {
   return bits == 2 || bits == 4 ? (dim * bits + 15) / 16 * 2 : (dim * bits + 7) / 8;
 }

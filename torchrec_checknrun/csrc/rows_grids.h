@@ -1,4 +1,4 @@
-// Which scale and bias a row gets: the methods of kernel.py, for a row in each lane. Included once for
+// The scale and bias of a row: the methods of codecs/base.py, one row per lane. Included once for
 // each instruction set, after rows_lanes.h.
 namespace checknrun {
 namespace CHECKNRUN_NAMESPACE {
@@ -8,8 +8,8 @@ struct Grid {
   Floats bias, scale;
 };
 
-// Squared errors of N grids (bias, scale), in units of the values; for ranking only: as if bias and
-// scale were stored as they are.
+// Returns the squared errors of N grids (bias, scale), for ranking only: as if bias and scale were
+// not rounded when stored.
 template <int N>
 inline void grid_errors(const Floats* x, int64_t dim, const Floats* bias, const Floats* scale,
                         Floats top, Floats* error) {
@@ -63,7 +63,7 @@ inline Grid greedy_search(const Floats* x, int64_t dim, Floats low, Floats high,
   return best;
 }
 
-// The squared error of a grid exactly as it will be encoded and decoded.
+// Returns the squared error of a grid exactly as it will be encoded and decoded.
 inline Floats stored_error(const Floats* x, int64_t dim, Grid grid, Floats top) {
   const Floats inverse = 1.f / grid.scale;
   Floats error[2] = {};
@@ -76,8 +76,8 @@ inline Floats stored_error(const Floats* x, int64_t dim, Grid grid, Floats top) 
   return error[0] + error[1];
 }
 
-// Of N grids, each first replaced by the one that fits its codes best (least squares), the best so
-// far. `x` has mean zero; `gain` is by how much a grid's squared error is below that of no grid.
+// Refits each of N grids to its own codes (least squares) and keeps the best so far. `x` has mean
+// zero; `gain` is the reduction of the squared error that the best grid achieves.
 template <int N>
 inline void fit_best(const Floats* x, int64_t dim, const Grid* grids, Floats top, Grid& best,
                      Floats& gain) {
@@ -107,7 +107,7 @@ inline void fit_best(const Floats* x, int64_t dim, const Grid* grids, Floats top
   }
 }
 
-// Ours: starts from a cut range, then moves either end by a part of a step, twice.
+// The adaptive search: starts from a cut range, then moves either end by a part of a step, twice.
 inline Grid range_search(const Floats* x, int64_t dim, Floats low, Floats high, Floats top,
                          int bits) {
   static const float cuts[5] = {0, 0, .18f, .08f, .02f};
@@ -129,7 +129,7 @@ inline Grid range_search(const Floats* x, int64_t dim, Floats low, Floats high, 
   return best;
 }
 
-// FBGEMM's own grid, to the bit.
+// FBGEMM's grid, equal to the bit.
 inline Grid min_max_grid(Floats low, Floats high, Floats top) {
   const Floats bias = round_to_half(low);
   const Floats range = high - bias;
@@ -140,8 +140,8 @@ inline Grid min_max_grid(Floats low, Floats high, Floats top) {
 
 inline Grid min_max_grid8(Floats low, Floats high) { return {low, (high - low) / 255.f}; }
 
-// -scale * top / 2 is the bias: exact, because the scale keeps so many bits fewer; so a decoded row
-// is encoded to the same again. Zero lies between two codes, but a row of nothing else stays zero.
+// The bias is -scale * top / 2, exact since the scale keeps fewer bits; so a decoded row is encoded
+// to the same bytes again. Zero lies between two codes, but a row of zeros stays zero.
 inline Grid symmetric_grid(Floats low, Floats high, Floats top, int bits) {
   const Floats most = higher(magnitude(low), magnitude(high));
   Floats scale = 2.f * most / top;
@@ -149,7 +149,7 @@ inline Grid symmetric_grid(Floats low, Floats high, Floats top, int bits) {
   const Ints half = ((Ints)scale >> dropped & 1) + ((1 << (dropped - 1)) - 1);
   scale = (Floats)(((Ints)scale + half) & -(1 << dropped));
   if (bits < 8) {
-    const Floats coarser = (scale + 1.5f) - 1.5f;  // of a subnormal half only these can be halved
+    const Floats coarser = (scale + 1.5f) - 1.5f;  // subnormal halves that can be halved
     scale = round_to_half(choose(scale < 6.103515625e-5f, coarser, scale));
   }
   const Ints zero = scale == 0;

@@ -1,4 +1,4 @@
-// What the kernel includes, before any target attribute: those would spoil the library's functions.
+// Includes of the kernel, before any target attribute: the attribute would spoil library functions.
 #pragma once
 
 #include <algorithm>

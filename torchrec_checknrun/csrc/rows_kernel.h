@@ -1,7 +1,7 @@
-// Rows to codes and back, CHECKNRUN_LANES rows at a time: a lane is a row, so that the range search
-// needs no horizontal sums. Included once for each instruction set; all builds give the same bytes:
-// every operation is one IEEE operation per lane, in the same order, and the compiler may not
-// contract them (-ffp-contract=off).
+// Converts rows to codes and back, CHECKNRUN_LANES rows at a time: a lane is a row, so that the
+// range search needs no horizontal sums. Included once for each instruction set; all builds give
+// the same bytes: every operation is one IEEE operation per lane, in the same order, and the
+// compiler may not contract them (-ffp-contract=off).
 #include "rows_headers.h"
 #include "rows_lanes.h"
 #include "rows_grids.h"
@@ -10,7 +10,7 @@ namespace checknrun {
 namespace CHECKNRUN_NAMESPACE {
 namespace {
 
-// Eight codes, a byte each, to `bits` bytes: the first code in the lowest bits.
+// Packs eight codes, a byte each, into `bits` bytes, the first code in the lowest bits.
 inline uint64_t pack8(uint64_t codes, int bits) {
 #ifdef CHECKNRUN_PEXT
   return _pext_u64(codes, 0x0101010101010101ull * ((1u << bits) - 1));
@@ -109,10 +109,10 @@ inline void write_row(const EncodeJob& job, const float* x, float bias, float sc
 constexpr float kMostHalf = 65504.f;
 constexpr float kMostFloat = 8.5e37f;           // a quarter of the largest: ranges stay finite
 constexpr float kLeast = 1.52587890625e-05f;    // 2^-16: below, a fp16 scale has too few bits
-constexpr float kLeastHalved = 3.0517578125e-05f;  // 2^-15 a step: that half a scale is no subnormal
-// By bits: below this range the largest value may get a lower code than the last one, and another
-// one at every pass, because the scale is rounded to fp16 (at 8 bit: because FBGEMM adds 1e-8 to the
-// range). Beside values that are not small that is nothing.
+constexpr float kLeastHalved = 3.0517578125e-05f;  // 2^-15 a step: below, half a scale is subnormal
+// By bits: below this range the largest value may get a lower code than the last one, and a
+// different one at every pass, because the scale is rounded to fp16 (at 8 bits: because FBGEMM adds
+// 1e-8 to the range). Beside values that are not small the effect is negligible.
 constexpr float kLeastRange[9] = {0, 0, 6e-7f, 3.2e-6f, 1.5e-5f, 0, 0, 0, 5.5e-6f};
 constexpr float kSmall = 0.015625f;
 
@@ -123,7 +123,7 @@ inline bool all_finite(const float* row, int64_t dim) {
   return true;
 }
 
-// `low` and `high` are a row's extremes; they say nothing where a value lies outside the limits.
+// `low` and `high` are a row's extremes, meaningless where a value lies outside the limits.
 inline uint8_t refusal(const EncodeJob& job, const float* row, bool outside, float low,
                        float high) {
   if (outside) return all_finite(row, job.dim) ? too_large : not_finite;
@@ -135,8 +135,8 @@ inline uint8_t refusal(const EncodeJob& job, const float* row, bool outside, flo
   return drifts ? too_small : encoded;
 }
 
-// Which of its zeros FBGEMM takes for a row's minimum of zero, since the bias keeps its sign: of
-// eight lanes the first that has one, the last one there.
+// Returns the zero that FBGEMM takes as a row's minimum of zero, since the bias keeps its sign: the
+// last zero of the first of eight lanes that has one.
 inline float fbgemm_zero(const float* x, int64_t dim) {
   const int64_t whole = dim / 8 * 8;
   for (int64_t lane = 0; lane < 8 && whole; ++lane) {
@@ -172,9 +172,10 @@ inline bool any(Ints x) {
   }
 }
 
-constexpr int kAhead = 24;  // rows: what comes from memory takes as long as so many take to encode
+constexpr int kAhead = 24;  // rows: fetching one from memory takes as long as encoding so many
 
-// Rows one after another, for methods that need nothing but a row's extremes; their grids together.
+// Encodes rows one after another, for methods that need only a row's extremes; computes their grids
+// together.
 inline int64_t encode_by_row(const EncodeJob& job, int64_t begin, int64_t end) {
   const int64_t dim = job.dim;
   const Buffer<float> scratch(job.value == Value::fp32 && job.factor == 1.f ? 0 : kLanes * dim);
@@ -184,7 +185,7 @@ inline int64_t encode_by_row(const EncodeJob& job, int64_t begin, int64_t end) {
     const int count = int(std::min<int64_t>(kLanes, end - r));
     const float* rows[kLanes];
     find_rows(job, r, count, scratch.data, rows);
-    Floats low = {}, high = {}, poison = {};  // NaN, once there was one or an infinity
+    Floats low = {}, high = {}, poison = {};  // NaN after a NaN or an infinity
     for (int i = 0; i < count; ++i) {
       if (job.ids && r + i + kAhead < end) prefetch_row(job, r + i + kAhead);
       const float* x = rows[i];
@@ -226,7 +227,7 @@ inline int64_t encode_by_row(const EncodeJob& job, int64_t begin, int64_t end) {
   return refusals;
 }
 
-// Rows side by side in lanes.
+// Encodes rows side by side in lanes.
 inline int64_t encode_by_lane(const EncodeJob& job, int64_t begin, int64_t end) {
   const int64_t dim = job.dim, padded = (dim + kLanes - 1) / kLanes * kLanes;
   const Buffer<float> scratch(job.value == Value::fp32 && job.factor == 1.f ? 0 : kLanes * dim);
@@ -280,7 +281,7 @@ inline uint16_t to_bfloat16(float x) {
   return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// With a scale in fp16 the product of up to four bits is exact, however it is added.
+// With an fp16 scale the product with up to four bits is exact, so fused and separate adds agree.
 template <int bits>
 inline Floats decoded(Floats code, float scale, float bias) {
   return bits == 8 ? fused(code, all(scale), all(bias)) : code * scale + bias;
@@ -334,7 +335,7 @@ inline void decode_rows(const DecodeJob& job, int64_t begin, int64_t end) {
       const Floats value = decoded<bits>(code, scale, bias) * job.factor;
       memcpy(to + d, &value, (dim - d) * 4);
     }
-    if (bits == 8) {  // as FBGEMM: what doesn't fill eight lanes goes through double
+    if (bits == 8) {  // as FBGEMM: values beyond the last whole eight lanes go through double
       for (d = dim & ~int64_t{7}; d < dim; ++d) {
         to[d] = float(from[d] * double(scale) + double(bias)) * job.factor;
       }

@@ -1,5 +1,5 @@
 // Vectors of CHECKNRUN_LANES lanes, and rows into them: included once for each instruction set, all
-// of which compute the same (every operation is one IEEE operation per lane).
+// with the same results (every operation is one IEEE operation per lane).
 namespace checknrun {
 namespace CHECKNRUN_NAMESPACE {
 namespace {
@@ -9,7 +9,7 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
-// Plain memory: a std::vector's functions would be shared with code for lesser machines.
+// Plain memory: a std::vector's functions would be shared with code for older machines.
 template <typename T>
 struct Buffer {
   explicit Buffer(int64_t size)
@@ -46,7 +46,7 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// To the nearest integer, halves to even; 0 <= x < 2^22.
+// Rounds to the nearest integer, ties to even; 0 <= x < 2^22.
 inline Floats nearest(Floats x) {
 #if CHECKNRUN_LANES == 16
   return (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -67,7 +67,7 @@ inline uint16_t to_half(float x) {
   const uint16_t sign = (bits >> 16) & 0x8000;
   bits &= 0x7fffffff;
   if (bits > 0x7f800000) return sign | 0x7e00;
-  if (bits >= 0x477ff000) return sign | 0x7c00;  // what rounds to 65536 or more
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to 65536 or more
   if (bits < 0x38800000) {  // subnormal: 0.5f has its last bit where the half has
     float small;
     memcpy(&small, &bits, 4);
@@ -111,7 +111,7 @@ inline Floats round_to_half(Floats x) {
 #endif
 }
 
-// The bytes of `count` rows from `begin`, as floats; rows of other types go through `scratch`.
+// Returns `count` rows from `begin` as floats; rows of other types go through `scratch`.
 inline void find_rows(const EncodeJob& job, int64_t begin, int count, float* scratch,
                       const float** rows) {
   const bool as_is = job.value == Value::fp32 && job.factor == 1.f;
@@ -169,7 +169,7 @@ inline Floats interleave_high(Floats a, Floats b) {
 #endif
 }
 
-// columns[d] = element d of every row. `columns` has room for the dim rounded up to the lanes.
+// Sets columns[d] to element d of every row. `columns` has room for dim rounded up to the lanes.
 inline void transpose(const float* const* rows, int64_t dim, Floats* columns) {
   for (int64_t d = 0; d < dim; d += kLanes) {
     Floats r[kLanes], t[kLanes];

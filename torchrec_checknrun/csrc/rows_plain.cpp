@@ -1,4 +1,4 @@
-// The kernel in the instructions that every machine of an architecture has.
+// The kernel for the instructions that every machine of the architecture has.
 #define CHECKNRUN_LANES 4
 #define CHECKNRUN_NAMESPACE plain
 #include "rows_kernel.h"

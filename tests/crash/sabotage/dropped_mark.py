@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from tests.crash.sabotage import rank, replace, report, train
-from torchrec_checknrun.saver import Begun, Saver
-from torchrec_checknrun.tracking import Marks
+from torchrec_checknrun.model.marks import Marks
+from torchrec_checknrun.run.facts import Begun
+from torchrec_checknrun.run.saver import Saver
 
 
 def sabotage() -> None:

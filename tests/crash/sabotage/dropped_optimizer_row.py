@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from tests.crash.sabotage import rank, replace, report, train
-from torchrec_checknrun import staged
-from torchrec_checknrun.quantization import Encoding
+from torchrec_checknrun.codecs.quantization import TableEncoding
+from torchrec_checknrun.save import staged
 from torchrec_checknrun.shards import RowBlock
 
 
@@ -15,7 +15,7 @@ def sabotage() -> None:
     encode_rows = staged.encode_rows
     hit: set[str] = set()
 
-    def encode_without_one(block: RowBlock, encoding: Encoding) -> Any:
+    def encode_without_one(block: RowBlock, encoding: TableEncoding) -> Any:
         differential = len(block.ids) < block.shape.rows
         if differential and hit <= {block.table}:
             hit.add(block.table)  # always the same table's: one row in a checkpoint

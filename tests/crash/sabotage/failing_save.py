@@ -5,25 +5,23 @@ from __future__ import annotations
 import errno
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-
 from tests.crash.sabotage import attempt, rank, replace, report, train
 from torchrec_checknrun import Checkpointer, CheckpointReport
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.storage import StorageWriter
+from torchrec_checknrun.save.commit import CheckpointWriter
 
 FAILING = 3  # the baseline is the first
 
 
 def sabotage() -> None:
-    step, write_data = Checkpointer.step, StorageWriter.write_data
-    saves: list[SavePlan] = []
+    step, write = Checkpointer.step, CheckpointWriter.write
+    saves: list[CheckpointWriter] = []
 
-    def write_or_fail(writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> Any:
-        saves.append(plan)
+    def write_or_fail(writer: CheckpointWriter, *args: Any) -> Any:
+        saves.append(writer)
         if rank() == 1 and attempt() == 0 and len(saves) == FAILING:
             raise OSError(errno.ENOSPC, "no space left, says the test")
-        return write_data(writer, plan, planner)
+        return write(writer, *args)
 
     def step_and_go_on(checkpointer: Checkpointer) -> CheckpointReport | None:
         try:
@@ -32,7 +30,7 @@ def sabotage() -> None:
             report(f"going on after: {error}")
             return None
 
-    replace(StorageWriter, "write_data", write_or_fail)
+    replace(CheckpointWriter, "write", write_or_fail)
     replace(Checkpointer, "step", step_and_go_on)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.crash.sabotage import failing_save, replace, train
-from torchrec_checknrun.tracked import TrackedModel
+from torchrec_checknrun.model.tracked import TrackedModel
 
 
 def sabotage() -> None:

@@ -1,0 +1,56 @@
+"""The position in the data, with loader processes: torchdata's StatefulDataLoader in ``state``.
+
+pip install 'torchrec_checknrun[torchdata]'
+torchrun --nproc-per-node=2 examples/data_position.py /tmp/checkpoints 17
+"""
+
+import sys
+
+import torch.distributed as dist
+from small_model import batch, make_model, train_step
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchrec_checknrun import AtEnd, Checkpointer, PerRank
+from torchrec_checknrun.elastic import init_process_group
+
+BATCHES = 40
+
+
+class Numbers(Dataset[int]):
+    """A rank's own numbers of batches."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.numbers = range(rank, BATCHES * ranks, ranks)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> int:
+        return self.numbers[index]
+
+
+def main(root: str, stop: int) -> list[int]:
+    """Train until a step, and return the batches' numbers; another run goes on with the next."""
+    init_process_group()
+    model, optimizer = make_model()
+    data = Numbers(dist.get_rank(), dist.get_world_size())
+    # Workers read ahead; the loader's state counts what was handed out, not what was read.
+    loader = StatefulDataLoader(data, batch_size=None, num_workers=2, shuffle=True)
+    # Each rank's own: on another number of ranks, PerRank(loader, merge=…) says how to share out.
+    state = {"optimizer": optimizer, "loader": PerRank(loader)}
+    with Checkpointer(root, model=model, state=state, triggers=[AtEnd()]) as checkpointer:
+        checkpointer.restore()  # before iteration begins
+        seen = []
+        for number in loader:
+            train_step(model, optimizer, batch(number))
+            seen.append(number)
+            checkpointer.step()
+            if checkpointer.steps == stop:
+                break
+    print(f"step {checkpointer.steps}: trained {len(seen)} batches")
+    return seen
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,228 @@
+"""The tables of docs/explanation/benchmarks.md, and those of the README, from the figures of a run.
+
+    python -m recipes.benchmarks.side_by_side_markdown [recipes/results/side_by_side.json]
+
+A test compares them with what the pages say.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, NONE
+from recipes.benchmarks.side_by_side.tables import more_memory
+from recipes.benchmarks.side_by_side.targets import Rows
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+README_SYSTEMS = (
+    COPY,
+    "ours fp32 consecutive, thread, copy",
+    DCP,
+    f"{ASYNC}, plain",
+    f"{ASYNC}, DTensor, shared stager",
+)
+README_RESTORES = (
+    DCP,
+    "ours fp32, chain of 1 + 10",
+    "ours 4 bit, chain of 1 + 10",
+)
+
+Columns = dict[str, Callable[[dict[str, Any]], str]]
+"""What a column is called, and its cell of a row."""
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}"
+
+
+def _stall(label: str) -> Callable[[dict[str, Any]], str]:
+    def cell(row: dict[str, Any]) -> str:
+        return f"{_ms(row[label]['call'])} ({_ms(row[label]['extra'])})"
+
+    return cell
+
+
+_STALL: Columns = {"stall, ms": lambda row: _ms(row["warm"]["call"])}
+_STALLS: Columns = {
+    "set-up, s": lambda row: f"{row['setup']:.2f}",
+    "stall, ms": _stall("warm"),
+    "first save, ms": _stall("first"),
+    "after an idle, ms": _stall("idle"),
+    "longest step, ms": lambda row: _ms(row["warm"]["longest"]),
+}
+_PACE: Columns = {
+    "throughput": lambda row: f"{row['of_without']:.1%}",
+    "durable after, s": lambda row: f"{row['warm']['listed']:.2f}",
+}
+_MEMORY: Columns = {"more memory, MB": lambda row: more_memory(row["memory_beyond"])}
+_SIZE: Columns = {"MB": lambda row: f"{row['bytes']['total'] / 1e6:,.1f}"}
+
+
+def training(rows: Rows, columns: Columns) -> str:
+    """What saves cost training; the columns that a system has no figures for are empty."""
+    return _table("system", _named(rows), columns)
+
+
+def limits(rows: Rows) -> str:
+    """What the machine itself needs for the rows of an interval, on all ranks at the same time."""
+    columns: Columns = {
+        "ranks": lambda row: str(row["ranks"]),
+        "ms": lambda row: f"{row['seconds'] * 1e3:.1f}",
+        "MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
+        "GB/s": lambda row: f"{row['gbps']:.2f}",
+    }
+    return _table("what the machine itself needs", _named(rows), columns)
+
+
+def sizes(rows: Rows) -> str:
+    """What checkpoints weigh."""
+
+    def part(name: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row[name] / 1e6:,.2f}"
+
+    columns: Columns = {
+        "mean over": lambda row: str(row["over"]),
+        "MB": lambda row: f"{row['total'] / 1e6:,.1f}",
+        "tables+ids, MB": part("tables"),
+        "optimizer, MB": part("optimizer"),
+        "dense, MB": part("dense"),
+        "manifest, MB": part("manifest"),
+        "of dcp.save's rows (tables, ids and optimizer)": partial(_share, rows),
+        "kept, MB": lambda row: f"{row['kept'] / 1e6:,.0f}",
+        "peak, MB": lambda row: f"{row['peak'] / 1e6:,.0f}",
+    }
+    return _table("a checkpoint", _named(rows), columns)
+
+
+def _share(rows: Rows, row: dict[str, Any]) -> str:
+    """Of the rows that ``dcp.save`` writes, what a system does."""
+    load = next(row["rows"] for row in rows if row["name"] == DCP)
+    return f"1/{load / row['rows']:.2f}"
+
+
+def instants(rows: Rows) -> str:
+    """Whether what is written behind training is one instant."""
+
+    def cell(row: dict[str, Any]) -> str:
+        if "error" in row:
+            return "failed"
+        return "yes" if row["one_instant"] else "no"
+
+    return _table("what is written behind training", _named(rows), {"one instant": cell})
+
+
+def restores(rows: Rows, head: str) -> str:
+    """How long restores take."""
+    load = next(row["median"] for row in rows if row["name"] == DCP)
+    columns: Columns = {
+        "s": lambda row: f"{row['median']:.2f}",
+        "times dcp.load": lambda row: f"{row['median'] / load:.2f}",
+    }
+    return _table(head, _named(rows), columns)
+
+
+def targets(aims: Rows) -> str:
+    """What was wanted."""
+    columns: Columns = {
+        "measured": lambda aim: f"{aim['value']:.3g}",
+        "wanted": lambda aim: f"{'≤' if aim['at_most'] else '≥'} {aim['limit']:g}",
+        "": lambda aim: "met" if aim["met"] else "missed",
+    }
+    names = (aim["claim"] + (f" ({aim['note']})" if aim["note"] else "") for aim in aims)
+    return _table("target", zip(names, aims, strict=True), columns)
+
+
+def parts_of_a_stall(medians: dict[str, float]) -> str:
+    """Of `recipes.benchmarks.stall`."""
+    rows = {name: {"seconds": seconds} for name, seconds in medians.items()}
+    return _table(
+        "part of a stall", rows.items(), {"ms": lambda row: f"{row['seconds'] * 1e3:.1f}"}
+    )
+
+
+def page(found: dict[str, Any], stall: dict[str, Any]) -> Iterator[str]:
+    """The tables of docs/explanation/benchmarks.md, of the trace that the targets are for."""
+    alone, both = (_trained(found, ranks) for ranks in (1, 2))
+    yield training(alone, {**_STALLS, **_PACE, **_MEMORY, **_SIZE})
+    yield training(both, {**_STALLS, **_PACE, **_MEMORY})
+    yield limits(found["limits"])
+    yield instants(found["instants"])
+    yield sizes(_weighed(found))
+    yield restores(_restored(found, 1), "restore, files in the system's cache")
+    yield restores(_restored(found, 2), "restore on two ranks")
+    yield targets(found["targets"])
+    yield parts_of_a_stall(stall["medians"])
+
+
+def summary(found: dict[str, Any]) -> Iterator[str]:
+    """The tables of the README, and a sentence."""
+    trained = {row["name"]: row for row in _trained(found, 1)}
+    shown = [trained[name] for name in README_SYSTEMS]
+    yield training(shown, {**_STALL, **_PACE, **_SIZE})
+    restored = {row["name"]: row for row in _restored(found, 1)}
+    yield restores([restored[name] for name in README_RESTORES], "restore")
+    yield _shares(_weighed(found))
+
+
+def _shares(rows: Rows) -> str:
+    shares = {row["name"]: _share(rows, row) for row in rows}
+    return (
+        f"Of the tables, ids and optimizer rows that `{DCP}` writes, a 4-bit differential of the "
+        f"consecutive policy takes {shares['ours 4 bit consecutive']} "
+        f"({shares['ours 4 bit consecutive, bf16 optimizer']} with its optimizer rows in bf16); "
+        "averaged from baseline to baseline, the intermittent policy takes "
+        f"{shares['ours 2 bit intermittent']} in 2 bits and {shares['ours 8 bit intermittent']} in "
+        "8 bits."
+    )
+
+
+def _weighed(found: dict[str, Any]) -> Rows:
+    return [row for row in found["bytes"] if row["trace"] == "skewed" and "error" not in row]
+
+
+def _restored(found: dict[str, Any], ranks: int) -> Rows:
+    return [row for row in found["restore"] if row["ranks"] == ranks and "error" not in row]
+
+
+def _trained(found: dict[str, Any], ranks: int) -> Rows:
+    return [
+        row
+        for row in found["training"]
+        if (row["ranks"], row["trace"]) == (ranks, "skewed")
+        and row["name"] != NONE
+        and "error" not in row
+    ]
+
+
+def _named(rows: Rows) -> list[tuple[str, dict[str, Any]]]:
+    return [(row["name"], row) for row in rows]
+
+
+def _table(head: str, rows: Iterable[tuple[str, dict[str, Any]]], columns: Columns) -> str:
+    lines = [_line([head, *columns]), "|---|" + "---:|" * len(columns)]
+    for name, row in rows:
+        lines.append(_line([name, *(cell(row) for cell in columns.values())]))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """The command."""
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "side_by_side.json"
+    found = json.loads(path.read_text())
+    stall = json.loads((RESULTS / "stall.json").read_text())
+    for table in [*page(found, stall), "README:", *summary(found)]:
+        print(table, end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

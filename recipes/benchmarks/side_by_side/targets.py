@@ -1,0 +1,155 @@
+"""What the figures of one run say of each target; nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+from recipes.benchmarks.side_by_side.restore import CHAIN, SINGLE
+from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, PROCESS
+
+Rows = list[dict[str, Any]]
+
+INTERVAL_SECONDS = 10.0
+"""Between two checkpoints, where what they cost is told as a share of training."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One claim and what was measured.
+
+    Attributes:
+        value: None where something it needs is missing, which ``note`` says.
+    """
+
+    claim: str
+    value: float | None
+    limit: float
+    at_most: bool
+    note: str = ""
+
+    @property
+    def met(self) -> bool:
+        if self.value is None:
+            return False
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        """With the verdict."""
+        return {**asdict(self), "met": self.met}
+
+
+def evaluate(training: Rows, sizes: Rows, restores: Rows) -> list[Target]:
+    """The targets of those parts that were run; they are for one rank and dim 64."""
+    one_rank = [row for row in training if row["ranks"] == 1]
+    restores = [row for row in restores if row["ranks"] == 1]
+    return [
+        *(_stalls(one_rank) if one_rank else []),
+        *(_sizes([r for r in sizes if r["trace"] == "skewed"]) if sizes else []),
+        *(_restores(restores) if restores else []),
+    ]
+
+
+def _stalls(rows: Rows) -> Iterator[Target]:
+    found = {row["name"]: row for row in rows if "error" not in row}
+    behind = [row for name, row in found.items() if name.startswith(ASYNC)]
+    for label, cost in (("in the call", "call"), ("wall difference", "extra")):
+        yield _target(
+            f"copy mode's stall, times the bare gather ({label})",
+            1.5,
+            True,
+            partial(_paired, found, (COPY, cost), (COPY, "gather")),
+        )
+        # The best of one cost need not be that of the other.
+        best = min((row["warm"][cost], row["name"]) for row in behind)[1] if behind else ASYNC
+        for name, other in ((DCP, DCP), (f"the best {ASYNC}", best)):
+            yield _target(
+                f"{name}'s stall, times copy mode's ({label})",
+                20,
+                False,
+                partial(_paired, found, (other, cost), (COPY, cost)),
+                "" if other == name else other + _how(found, other, COPY),
+            )
+    for name in (COPY, PROCESS):
+        yield _target(
+            f"slow-down by a checkpoint every {INTERVAL_SECONDS:g} s, {name}",
+            0.05,
+            True,
+            partial(_slow_down, found, name),
+        )
+
+
+def _slow_down(found: Mapping[str, dict[str, Any]], name: str) -> float:
+    return float(found[name]["warm"]["extra"]) / INTERVAL_SECONDS
+
+
+def _sizes(rows: Rows) -> Iterator[Target]:
+    found = {row["name"]: row for row in rows if "error" not in row}
+    for name, limit in (
+        ("ours 4 bit consecutive", 24),
+        ("ours 4 bit consecutive, bf16 optimizer", 25.5),
+        ("ours 2 bit intermittent", 21),
+        ("ours 8 bit intermittent", 6.8),
+    ):
+        yield _target(
+            f"{DCP}'s table bytes, times those of {name}",
+            limit,
+            False,
+            partial(_times_smaller, found, name),
+        )
+
+
+def _times_smaller(found: Mapping[str, dict[str, Any]], name: str) -> float:
+    return float(found[DCP]["rows"] / found[name]["rows"])
+
+
+def _restores(rows: Rows) -> Iterator[Target]:
+    found = {row["name"]: row["seconds"] for row in rows if "error" not in row}
+    for name, limit in (
+        (f"ours fp32, {CHAIN}", 1.5),
+        (f"ours 4 bit, {CHAIN}", 1.5),
+        (f"ours 4 bit, {SINGLE}", 0.7),
+    ):
+        yield _target(
+            f"restore of {name}, times dcp.load", limit, True, partial(_times_load, found, name)
+        )
+
+
+def _times_load(found: Mapping[str, list[float]], name: str) -> float:
+    return median(own / its for own, its in zip(found[name], found[DCP], strict=True))
+
+
+def _target(
+    claim: str, limit: float, at_most: bool, value: Callable[[], float], note: str = ""
+) -> Target:
+    try:
+        return Target(claim, value(), limit, at_most, note)
+    except KeyError as error:  # that system was not chosen, or has failed
+        return Target(claim, None, limit, at_most, f"not measured: {error.args[0]}")
+
+
+def _paired(
+    found: Mapping[str, dict[str, Any]], what: tuple[str, str], of: tuple[str, str]
+) -> float:
+    """A system's cost over another's, of warm saves: the median of the rounds' own ratios, or the
+    ratio of the medians where they were not measured in the same rounds.
+    """
+    (name, cost), (other, its) = what, of
+    if not _same_rounds(found[name], found[other]):
+        return float(found[name]["warm"][cost] / found[other]["warm"][its])
+    pairs = zip(found[name]["saves"], found[other]["saves"], strict=True)
+    return median(one[cost] / two[its] for one, two in pairs if one["label"] == "warm")
+
+
+def _same_rounds(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    return bool(one["group"] == two["group"] and len(one["saves"]) == len(two["saves"]))
+
+
+def _how(found: Mapping[str, dict[str, Any]], name: str, other: str) -> str:
+    """What to know of a ratio that is not of the same rounds."""
+    if name not in found or other not in found or _same_rounds(found[name], found[other]):
+        return ""
+    return "; of medians: other rounds"

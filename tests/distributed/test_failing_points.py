@@ -1,0 +1,171 @@
+"""At whatever point a save or a restore fails on one rank, every rank is told, and no row is lost.
+
+Nobody waits for the collectives' timeout, whatever is raised, ``KeyboardInterrupt`` included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.models import Plan, local_bytes, scramble
+from tests.distributed.small_job import Workers, build, checkpointer, is_at, keep, save, where
+from torchrec_checknrun import Consecutive
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.restore import restore as restoring
+from torchrec_checknrun.restore.plan import ChainRestore
+from torchrec_checknrun.restore.rows import RowRestore
+from torchrec_checknrun.root.writer import RootWriter
+from torchrec_checknrun.save import background, commit
+from torchrec_checknrun.save.commit import CheckpointWriter
+from torchrec_checknrun.save.plan import Prepared
+from torchrec_checknrun.save.staged import StagedRows
+
+TIMEOUT = 30.0
+LATE = 15.0
+"""Seconds that no failed save or restore may take; else a rank has waited for the timeout."""
+
+ON_EVERY_RANK: dict[str, tuple[Any, str]] = {
+    "prepare": (background._Plan, "prepare"),
+    "check": (CheckpointWriter, "check"),
+    "jobs": (Prepared, "jobs"),
+    "encode": (StagedRows, "encode"),
+    "write": (CheckpointWriter, "write"),
+}
+ON_RANK_0: dict[str, tuple[Any, str]] = {
+    "decide": (commit, "make_global_plan"),
+    "create": (CheckpointWriter, "create"),
+    "manifest": (CheckpointWriter, "_manifest"),
+    "before commit": (RootWriter, "before_commit"),
+    "after commit": (RootWriter, "after_commit"),
+}
+PLANNING: dict[str, tuple[Any, str]] = {
+    "content": (restoring, "read_content"),
+    "plan": (ChainRestore, "_plan_blocks"),
+}
+LOADING: dict[str, tuple[Any, str]] = {
+    "mark": (ChainRestore, "_mark"),
+    "rows": (RowRestore, "load"),
+    "finish": (ChainRestore, "_finish"),
+}
+
+
+def errors() -> list[BaseException]:
+    class Unsendable(Exception):
+        """Of a class that no other process knows."""
+
+    return [
+        ValueError("says the test"),
+        KeyboardInterrupt("says the test"),
+        Unsendable("says the test"),
+    ]
+
+
+@contextmanager
+def failing(
+    point: tuple[Any, str], error: BaseException, here: bool, after: bool
+) -> Iterator[None]:
+    """Let a function fail, once it is done if ``after``, on some ranks."""
+    owner, name = point
+    whole: Callable[..., Any] = getattr(owner, name)
+
+    def fail(*args: Any, **options: Any) -> None:
+        if after:
+            whole(*args, **options)
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        if here:
+            patch.setattr(owner, name, fail)
+        yield
+
+
+def cases(on_every_rank: dict[str, Any], on_rank_0: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, point in {**on_every_rank, **on_rank_0}.items():
+        who = {"the first": rank == 0, "the last": rank == world - 1, "all": True}
+        for whom, here in who.items():
+            if name in on_rank_0 and whom != "the first":
+                continue
+            for number, error in enumerate(errors()):
+                yield f"{name} of {whom}: {error!r}", point, error, here, number % 2 == 1
+
+
+def saves_fail(root: str, spec: dict[str, Any], plan: Plan, **options: Any) -> None:
+    job = build(spec, plan)
+    saver = checkpointer(root, job, timeout_seconds=TIMEOUT, policy=Consecutive(), **options)
+    save(saver)
+    for what, point, error, here, after in cases(ON_EVERY_RANK, ON_RANK_0):
+        job.train(1)
+        saver.step()
+        started = time.monotonic()
+        with failing(point, error, here, after), pytest.raises(SaveFailed, match="says the test"):
+            saver.save()
+        assert time.monotonic() - started < LATE, what
+    job.train(1)
+    name = save(saver)
+    keep(job, root, name)
+    scramble(job)
+    report = saver.restore()
+    assert report is not None
+    assert len(report.chain) > 1
+    assert report.chain[-1] == name
+    assert is_at(job, root, name)
+    saver.close()
+
+
+def restores_fail(root: str, spec: dict[str, Any], plan: Plan) -> None:
+    job = build(spec, plan)
+    with checkpointer(root, job, timeout_seconds=TIMEOUT, policy=Consecutive()) as saver:
+        save(saver)
+        job.train()
+        saver.step()
+        name = save(saver)
+        keep(job, root, name)
+        for what, point, error, here, after in cases({**PLANNING, **LOADING}, {}):
+            scramble(job)
+            before = local_bytes(job)
+            started = time.monotonic()
+            with (
+                failing(point, error, here, after),
+                pytest.raises(Exception, match="says the test"),
+            ):
+                saver.restore()
+            assert time.monotonic() - started < LATE, what
+            if point in PLANNING.values():
+                assert local_bytes(job) == before, what
+            else:
+                with pytest.raises(Exception, match="restore"):
+                    saver.save()
+        saver.restore()
+        assert is_at(job, root, name)
+        job.train()
+        saver.step()
+        name = save(saver)
+        keep(job, root, name)
+        scramble(job)
+        saver.restore()
+        assert is_at(job, root, name)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
+def test_a_save_that_fails_anywhere(workers: Workers, tmp_path: Path, ranks: int) -> None:
+    workers(ranks).run(saves_fail, **where(tmp_path, ranks=ranks))
+
+
+def test_a_save_in_parts_that_fails_anywhere(workers: Workers, tmp_path: Path) -> None:
+    workers(2).run(saves_fail, **where(tmp_path), memory_budget=8192)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_restore_that_fails_anywhere(workers: Workers, tmp_path: Path, ranks: int) -> None:
+    workers(ranks).run(restores_fail, **where(tmp_path, ranks=ranks))

@@ -1,0 +1,1 @@
+"""The programs in ``examples/``, run as they are."""

@@ -1,0 +1,36 @@
+"""Options that no other test gives: each reaches what the command does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.chains import DIM, Part, new_root, write
+from tests.unit.console import Console
+from torchrec_checknrun.cli import reading
+
+pytestmark = pytest.mark.usefixtures("small_operations")
+
+PLAN = ("plan", "--rows", "1e6", "--dim", 16, "--bits", 32)
+
+
+def test_cat_shows_all_columns(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_SHOWN", 3)
+    root = new_root()
+    write(root, 20, [Part((0, DIM), list(range(20)), 20)])
+    some = console.run("cat", root, "--table", "t", "--rows", 5)
+    everything = console.run("cat", root, "--table", "t", "--rows", 5, "--all-columns")
+    assert "…" in some.out
+    assert "…" not in everything.out
+    assert len(everything.out.split()) == len(some.out.split()) + DIM - 3 - 1
+
+
+def test_plan_of_nodes_optimizer_bytes_and_read_bandwidth(console: Console) -> None:
+    plain = console.json(*PLAN)
+    nodes = console.json(*PLAN, "--nodes", 3 * plain["job"]["nodes"])
+    assert nodes["expected_restores"] == pytest.approx(3 * plain["expected_restores"])
+    rows_of_eight = console.json(*PLAN, "--optimizer-bytes", 8)
+    assert rows_of_eight["full_fp32_bytes"] == plain["full_fp32_bytes"] + 4 * 1_000_000
+    read = console.json(*PLAN, "--read-bandwidth", 2)
+    for before, after in zip(plain["policies"], read["policies"], strict=True):
+        assert before["longest_read"] is None
+        assert after["longest_read"] == pytest.approx(after["kept_bytes"] / 2e9)

@@ -1,0 +1,253 @@
+"""Row-wise optimizer state comes back exactly, or within the bound that its scheme promises."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from torchrec_checknrun.codecs.row_state import (
+    STATE_SCHEMES,
+    decode_row_state,
+    encode_row_state,
+    state_row_bytes,
+)
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+POSITIVE = st.floats(2.0**-149, float(np.finfo(np.float32).max), width=32)
+STATE = st.one_of(
+    st.lists(st.one_of(st.just(0.0), POSITIVE), max_size=40),
+    st.lists(
+        st.floats(1.0, 1 + 2.0**-10, width=32), max_size=40
+    ),  # levels closer than float32's numbers
+    st.lists(st.integers(0, 600).map(lambda k: k * 2.0**-149), max_size=40),
+)
+
+
+def adagrad_state(n: int, seed: int = 0) -> torch.Tensor:
+    """Make sums of squares as after training: over some fifty powers of two, some of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    state = torch.exp(torch.randn(n, generator=generator) * 4 - 19)
+    state[:: max(2, n // 10)] = 0.0
+    return state
+
+
+def round_trip(values: torch.Tensor, scheme: str) -> tuple[torch.Tensor, str]:
+    data, parameters = encode_row_state(values, scheme)
+    assert data.dtype == torch.uint8
+    assert data.dim() == 1
+    assert data.device.type == "cpu"
+    parameters = json.loads(json.dumps(parameters, allow_nan=False))
+    assert len(data) == len(values) * state_row_bytes(parameters, values.dtype)
+    decoded = decode_row_state(data, parameters, len(values), values.dtype)
+    assert decoded.dtype == values.dtype
+    assert decoded.shape == values.shape
+    return decoded, parameters["scheme"]
+
+
+def bits(values: torch.Tensor) -> list[int]:
+    return values.contiguous().view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32])
+def test_fp32_is_exact_in_every_dtype(dtype: torch.dtype) -> None:
+    raw = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 8 * 100, dtype=np.uint8))
+    values = raw.view(dtype)  # NaNs with payloads, denormals, infinities
+    decoded, stored = round_trip(values, "fp32")
+    assert stored == "fp32"
+    assert bits(decoded) == bits(values)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(STATE)
+def test_bf16_rounds(state: list[float]) -> None:
+    values = torch.tensor(state, dtype=torch.float32)
+    decoded, stored = round_trip(values, "bf16")
+    rounded = values.bfloat16().float()
+    if bool(torch.isinf(rounded).any()) or bool(((rounded == 0) & (values != 0)).any()):
+        assert stored == "fp32"
+        assert bits(decoded) == bits(values)
+    elif state:
+        assert stored == "bf16"
+        assert torch.equal(decoded, rounded)
+        error = (decoded.double() - values.double()).abs()
+        assert bool((error <= values.double() * 2.0**-8 + 2.0**-134).all())
+        assert torch.equal(round_trip(decoded, "bf16")[0], decoded)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(STATE, st.sampled_from([torch.float32, torch.float64]))
+@example([2.0**-149, float(np.finfo(np.float32).max)], torch.float32)
+@example([1.0, float(np.nextafter(np.float32(1), np.float32(2)))], torch.float32)
+def test_log8_is_within_half_a_step(state: list[float], dtype: torch.dtype) -> None:
+    values = torch.tensor(state, dtype=dtype)
+    decoded, stored = round_trip(values, "log8")
+    assert stored == ("log8" if state else "fp32")
+    assert torch.equal(decoded == 0, values == 0)
+    positive = values > 0
+    if not positive.any():
+        return
+    before, after = values[positive].double(), decoded[positive].double()
+    low, high = float(before.min()), float(before.max())
+    half_step = math.exp((math.log(high) - math.log(low)) / 508) - 1
+    # A level and the boundary to it are each rounded to the dtype; denormals to multiples of
+    # its smallest one.
+    rounding = torch.finfo(dtype).eps * before + 2 * float(torch.finfo(dtype).smallest_normal) * (
+        torch.finfo(dtype).eps
+    )
+    assert bool(((after - before).abs() <= half_step * before * (1 + 1e-12) + rounding).all())
+    assert bool((after[before == low] == low).all())
+    assert bool((after[before == high] == high).all())
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(STATE, st.sampled_from(FLOATS))
+def test_log8_of_what_log8_gave_changes_nothing(state: list[float], dtype: torch.dtype) -> None:
+    values = torch.tensor(state, dtype=torch.float64).clamp(max=6e4).to(dtype)
+    once, _ = round_trip(values, "log8")
+    assert torch.equal(round_trip(once, "log8")[0], once)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "log8"])
+def test_ten_passes_add_nothing(scheme: str) -> None:
+    first, stored = round_trip(adagrad_state(5000), scheme)
+    assert stored == scheme
+    again = first
+    for _ in range(9):
+        again, _ = round_trip(again, scheme)
+    assert torch.equal(again, first)
+
+
+def test_log8_of_trained_state() -> None:
+    values = adagrad_state(20_000)
+    decoded, _ = round_trip(values, "log8")
+    trained = values > 0
+    error = (decoded[trained] - values[trained]).abs() / values[trained]
+    assert float(error.max()) < 0.08
+    assert len(decoded.unique()) > 150  # all levels are put to use
+
+
+def test_order_is_kept_by_log8() -> None:
+    values = adagrad_state(3000).sort().values
+    decoded, _ = round_trip(values, "log8")
+    assert bool((decoded[1:] >= decoded[:-1]).all())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1e-30])
+@pytest.mark.parametrize("scheme", ["bf16", "log8"])
+def test_what_a_scheme_would_destroy_is_stored_exactly(scheme: str, value: float) -> None:
+    values = adagrad_state(50)
+    values[17] = value
+    decoded, stored = round_trip(values, scheme)
+    if scheme == "bf16" and value == -1e-30:
+        assert stored == "bf16"
+        assert math.isclose(float(decoded[17]), value, rel_tol=2**-8)
+    else:
+        assert stored == "fp32"
+        assert bits(decoded) == bits(values)
+
+
+@pytest.mark.parametrize("scheme", STATE_SCHEMES)
+def test_zeros_and_signs_of_zero(scheme: str) -> None:
+    zeros, stored = round_trip(torch.zeros(9), scheme)
+    assert stored == scheme
+    assert torch.equal(zeros, torch.zeros(9))
+    signed, _ = round_trip(torch.tensor([-0.0, 2.0]), scheme)
+    assert signed.tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("scheme", STATE_SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_no_rows(scheme: str, dtype: torch.dtype) -> None:
+    decoded, _ = round_trip(torch.empty(0, dtype=dtype), scheme)
+    assert len(decoded) == 0
+
+
+@pytest.mark.parametrize("scheme", STATE_SCHEMES)
+def test_counters_stay_exact(scheme: str) -> None:
+    values = torch.tensor([0, 1, 2**40 + 1])
+    decoded, stored = round_trip(values, scheme)
+    assert stored == "fp32"
+    assert decoded.tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("scheme", STATE_SCHEMES)
+def test_views_and_parameters_are_encoded_as_their_values(scheme: str) -> None:
+    state = adagrad_state(60)
+    for view in (state[::3], state[7:], state.view(6, 10)[:, 2], torch.nn.Parameter(state)):
+        data, parameters = encode_row_state(view, scheme)
+        wanted, wanted_parameters = encode_row_state(view.detach().clone(), scheme)
+        assert torch.equal(data, wanted)
+        assert parameters == wanted_parameters
+        assert not data.requires_grad
+
+
+@pytest.mark.parametrize("scheme", STATE_SCHEMES)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_run_of_rows_is_decoded_alone(scheme: str, offset: int) -> None:
+    """Bytes at an odd address are decoded, too."""
+    values = adagrad_state(100)
+    data, parameters = encode_row_state(values, scheme)
+    whole = decode_row_state(data, parameters, 100, torch.float32)
+    size = state_row_bytes(parameters, torch.float32)
+    moved = torch.cat([torch.zeros(offset, dtype=torch.uint8), data])
+    part = moved[offset + 30 * size : offset + 70 * size]
+    assert torch.equal(decode_row_state(part, parameters, 40, torch.float32), whole[30:70])
+
+
+@pytest.mark.parametrize("scheme", STATE_SCHEMES)
+def test_decoding_gives_memory_of_its_own(scheme: str) -> None:
+    values = adagrad_state(10)
+    data, parameters = encode_row_state(values.clone(), scheme)
+    decoded = decode_row_state(data, parameters, 10, torch.float32)
+    kept = decoded.clone()
+    data.zero_()
+    assert torch.equal(decoded, kept)
+
+
+@pytest.mark.parametrize("scheme", ["fp16", "exact", "", "LOG8"])
+def test_other_schemes(scheme: str) -> None:
+    with pytest.raises(ValueError, match="fp32, bf16, log8"):
+        encode_row_state(torch.ones(3), scheme)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "n", "dtype"),
+    [
+        ({}, 4, torch.float32),
+        ({"scheme": "fp16"}, 2, torch.float32),
+        ({"scheme": ["bf16"]}, 2, torch.float32),
+        ({"scheme": "fp32"}, 4, torch.float32),  # four bytes are one value
+        ({"scheme": "bf16"}, 4, torch.float32),
+        ({"scheme": "bf16"}, 2, torch.int64),
+        ({"scheme": "log8"}, 4, torch.float32),
+        ({"scheme": "log8", "low": 1.0, "high": 2.0}, 5, torch.float32),
+        ({"scheme": "log8", "low": 1.0, "high": 2.0}, 4, torch.int32),
+        ({"scheme": "log8", "low": 2.0, "high": 1.0}, 4, torch.float32),
+        ({"scheme": "log8", "low": 0.0, "high": 1.0}, 4, torch.float32),
+        ({"scheme": "log8", "low": -2.0, "high": -1.0}, 4, torch.float32),
+        ({"scheme": "log8", "low": 1.0, "high": float("inf")}, 4, torch.float32),
+        ({"scheme": "log8", "low": float("nan"), "high": 1.0}, 4, torch.float32),
+        ({"scheme": "log8", "low": 1.0, "high": 1e5}, 4, torch.float16),
+        ({"scheme": "log8", "low": "1", "high": 2.0}, 4, torch.float32),
+        ({"scheme": "log8", "low": True, "high": 2.0}, 4, torch.float32),
+    ],
+)
+def test_damaged_parameters(parameters: dict[str, object], n: int, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"stored as|range from"):
+        decode_row_state(torch.zeros(4, dtype=torch.uint8), parameters, n, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("scheme", STATE_SCHEMES)
+def test_the_same_bytes_from_a_gpu(scheme: str) -> None:
+    values = adagrad_state(10_000)
+    wanted, wanted_parameters = encode_row_state(values, scheme)
+    data, parameters = encode_row_state(values.cuda(), scheme)
+    assert torch.equal(data, wanted)
+    assert parameters == wanted_parameters

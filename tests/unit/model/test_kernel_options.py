@@ -1,0 +1,52 @@
+"""Numbers of a fused kernel's optimizer are stored, in whichever release of FBGEMM they came."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_codegen_lookup_invokers.lookup_args import OptimizerArgs
+
+from torchrec_checknrun.model import kernel_options as module
+from torchrec_checknrun.model.kernel_options import kernel_options, set_kernel_options
+
+FIXED = {
+    *("stochastic_rounding", "gradient_clipping", "weight_decay_mode", "counter_halflife"),
+    *("adjustment_iter", "adjustment_ub", "learning_rate_mode", "grad_sum_decay"),
+    *("tail_id_threshold", "is_tail_id_thresh_ratio", "total_hash_size"),
+    *("weight_norm_coefficient", "regularization_mode", "use_rowwise_bias_correction"),
+    "lower_bound",  # the kernel goes by its gwd_lower_bound, which is stored
+}
+"""What a kernel is built with and FBGEMM offers no way to set later."""
+
+
+def test_no_number_of_this_fbgemm_is_overlooked() -> None:
+    assert set(OptimizerArgs._fields) <= {*module._HYPERPARAMETERS, *FIXED}
+
+
+def kernel(**numbers: float) -> Any:
+    """A kernel with these hyperparameters."""
+    arguments = namedtuple("arguments", numbers.keys())(**numbers)
+    rate = SimpleNamespace(value=0.1)
+    return SimpleNamespace(
+        optimizer_args=arguments,
+        iter_cpu=torch.zeros(1, dtype=torch.int64),
+        get_learning_rate=lambda: rate.value,
+        set_learning_rate=lambda value: setattr(rate, "value", value),
+    )
+
+
+def test_numbers_of_rowwise_rmsprop_come_back() -> None:
+    saved = kernel(eps=0.1, ar_alpha=0.5, ema_beta=0.9, min_shrinkage=0.2)
+    again = kernel(eps=0.2, ar_alpha=0.0, ema_beta=0.99, min_shrinkage=0.1)
+    set_kernel_options(again, {}, {"table": kernel_options(saved, {})})
+    assert again.optimizer_args._asdict() == saved.optimizer_args._asdict()
+
+
+def test_numbers_that_this_fbgemm_does_not_have_are_left_out() -> None:
+    saved = kernel(eps=0.1, ar_alpha=0.5, ema_beta=0.9, min_shrinkage=0.2)
+    again = kernel(eps=0.2)
+    set_kernel_options(again, {}, {"table": kernel_options(saved, {})})
+    assert again.optimizer_args._asdict() == {"eps": 0.1}

@@ -1,0 +1,299 @@
+"""Commits, claims and deletions of others between two looks at a root."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.chains import Part, write
+from tests.unit.console import Console
+from tests.unit.root.test_prune import leftover
+from torchrec_checknrun.errors import (
+    IncompatibleCheckpoint,
+    RootInUse,
+    StorageFailed,
+)
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.root import chain, deletion
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.claims import Holder, latest_claim
+from torchrec_checknrun.root.counting import counting_ids
+from torchrec_checknrun.root.lease import FOLDER, Lease
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.run import missing_root
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools import takeover
+
+ROWS = 4
+ALL = [Part((0, 8), list(range(ROWS)), ROWS)]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Folder:
+    root = Folder(tmp_path / "run")
+    root.create()
+    return root
+
+
+def commit(root: Folder, epoch: int = 0) -> Manifest:
+    """Commit a full checkpoint after all others."""
+    there = committed(root)
+    before = read_manifest(root, there[0]) if there else None
+    made = write(root, ROWS, ALL, before, epoch=epoch)
+    full = Manifest(**{**vars(made), "kind": "full", "parent": None}).sealed()
+    (root / made.id).put(MANIFEST_NAME, full.to_bytes())
+    return full
+
+
+def finish(root: Folder, name: str, like: Manifest) -> Manifest:
+    """Commit a leftover after all."""
+    for file in like.files:
+        (root / name).put(file.name, (root / like.id).read(file.name))
+    late = Manifest(**{**vars(like), "id": name, "sequence": int(name[4:10]), "step": 7}).sealed()
+    (root / name).put(MANIFEST_NAME, late.to_bytes(), new=True)
+    return late
+
+
+class Once:
+    """A wrapper that acts before the first call of a function only."""
+
+    def __init__(self, real: Callable[..., Any], act: Callable[[], object]) -> None:
+        self._real = real
+        self._to_do = [act]
+
+    def __call__(self, *args: Any) -> Any:
+        if self._to_do:
+            self._to_do.pop()()
+        return self._real(*args)
+
+
+def test_the_newest_while_all_that_was_listed_goes(
+    root: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(root)
+
+    def go_on() -> None:
+        commit(root)
+        commit(root)
+        prune(root, Retention(1))
+
+    monkeypatch.setattr(chain, "resolve", Once(chain.resolve, go_on))
+    found, problems = newest(root)
+    assert found is not None
+    assert found.head.id == committed(root)[0]
+    assert not problems
+
+
+def test_the_newest_while_it_is_half_deleted(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are the same as before: only the manifests differ."""
+    old = commit(root)
+    new = leftover(root, old.sequence + 1)
+    real = chain.resolve
+
+    def resolve(folder: Folder, name: str) -> chain.Chain:
+        if name == old.id and (root / old.id).size(MANIFEST_NAME) is not None:
+            finish(root, new, old)
+            (root / old.id).delete(MANIFEST_NAME)
+        return real(folder, name)
+
+    monkeypatch.setattr(chain, "resolve", resolve)
+    found, _ = newest(root)
+    assert found is not None
+    assert found.head.id == new
+
+
+def test_the_newest_while_its_files_go(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deleted checkpoint is not a damaged one, which an older one could replace."""
+    commit(root)
+    old = commit(root)
+    real = chain.check_sizes
+
+    def check_sizes(folder: Folder, manifest: Manifest) -> None:
+        if manifest.id == old.id:
+            commit(root)
+            prune(root, Retention(1))
+        real(folder, manifest)
+
+    monkeypatch.setattr(chain, "check_sizes", check_sizes)
+    found, problems = newest(root)
+    assert found is not None
+    assert found.head.id == committed(root)[0]
+    assert not problems
+
+
+def test_a_root_that_never_rests(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    leftover(root, 1)
+    real, numbers = chain._newest, iter(range(2, 99))
+
+    def look(*args: Any) -> Any:
+        leftover(root, next(numbers))
+        return real(*args)
+
+    monkeypatch.setattr(chain, "_newest", look)
+    with pytest.raises(StorageFailed, match="come and go"):
+        newest(root)
+
+
+def test_a_fresh_start_beside_a_first_commit(root: Folder) -> None:
+    commit(root)
+    with pytest.raises(RootInUse, match="was committed"):
+        missing_root._describe_uncommitted(root)
+    assert "none committed" not in missing_root.describe_empty(root)
+
+
+def test_a_leftover_that_is_committed_meanwhile(
+    root: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [commit(root), commit(root)]
+    late = leftover(root, 9)
+    monkeypatch.setattr(
+        deletion,
+        "delete_checkpoint",
+        Once(deletion.delete_checkpoint, lambda: finish(root, late, made[1])),
+    )
+    done = prune(root, Retention(1))
+    assert list(done.verdict.delete) == [made[0].id]
+    assert not done.leftovers
+    found, _ = newest(root)
+    assert found is not None
+    assert found.head.id == late
+
+
+def test_a_leftover_that_is_committed_while_it_is_deleted(
+    root: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = commit(root)
+    late = leftover(root, 9)
+    monkeypatch.setattr(
+        deletion, "_delete_files", Once(deletion._delete_files, lambda: finish(root, late, made))
+    )
+    done = prune(root, Retention(1))
+    assert not done.leftovers
+    assert "was committed meanwhile" in done.problems[0]
+    found, _ = newest(root)
+    assert found is not None
+    assert found.head.id == late
+
+
+def test_a_silent_writer_is_fenced(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its leftover is deleted: it must not report that as a checkpoint."""
+    here = Holder.this_process()
+    silent = Lease(root, seconds=0.2)
+    monkeypatch.setattr(silent, "_renew", lambda: None)
+    far = Holder("a run", 0, "far", "another machine", 7, 7)
+    monkeypatch.setattr(Holder, "this_process", lambda: far)
+    silent.acquire(lambda _: ())
+    monkeypatch.setattr(Holder, "this_process", lambda: here)
+    kept = commit(root, silent.claim.epoch)
+    name = leftover(root, 9)
+    claim = f"{root.url}/{FOLDER}/{silent.claim.name}"
+    os.utime(claim, (1.0, 1.0))
+    assert prune(root, Retention(1), dry_run=True).leftovers == (name,)
+    silent.check()
+    assert prune(root, Retention(1)).leftovers == (name,)
+    with pytest.raises(RootInUse):
+        silent.check()
+    found, _ = newest(root)
+    assert found is not None
+    assert found.head.id == kept.id
+    silent.release()
+
+
+def test_a_replaced_writer_deletes_no_more(root: Folder) -> None:
+    made = [commit(root) for _ in range(3)]
+    calls = iter([None, RootInUse("replaced")])
+
+    def still_ours() -> None:
+        error = next(calls)
+        if error is not None:
+            raise error
+
+    lease = Lease(root)
+    lease.acquire(lambda _: committed(root))
+    with pytest.raises(RootInUse, match="replaced"):
+        prune(root, Retention(1), own=lease.claim, still_ours=still_ours)
+    assert len(committed(root)) == 2
+    assert made[2].id in committed(root)
+    lease.release()
+
+
+def test_nothing_is_deleted_where_nothing_counts(root: Folder, console: Console) -> None:
+    lease = Lease(root)
+    lease.acquire(lambda _: ())
+    lease.release()
+    late = commit(root)
+    hidden = console.run("prune", root.url, "--keep", 1)
+    assert hidden.code == 2
+    assert f"checknrun adopt {root} {late.id}" in " ".join(hidden.err.split())
+    with pytest.raises(IncompatibleCheckpoint):
+        prune(root, Retention(1))
+    # Nor where what counts is damaged.
+    takeover.unlock(root)
+    claim = latest_claim(root)
+    assert claim is not None
+    damaged = commit(root, claim.epoch)
+    (root / damaged.id).delete(damaged.files[0].name)
+    with pytest.raises(IncompatibleCheckpoint):
+        prune(root, Retention(1))
+    assert committed(root) == [damaged.id, late.id]
+
+
+def test_unlock_and_repair_only_what_was_shown(root: Folder) -> None:
+    first = Lease(root)
+    first.acquire(lambda _: ())
+    shown = first.claim.epoch
+    first.release()
+    second = Lease(root)
+    second.acquire(lambda _: (), force=True)
+    with pytest.raises(RootInUse, match="meanwhile"):
+        takeover.unlock(root, expected=shown)
+    with pytest.raises(RootInUse, match="meanwhile"):
+        takeover.repair(root, expected=shown)
+    second.check()
+    takeover.unlock(root, expected=second.claim.epoch)
+    with pytest.raises(RootInUse):
+        second.check()
+    second.release()
+
+
+def test_a_claim_between_the_decision_and_its_own(
+    root: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, other = Lease(root), Lease(root)
+    holder.acquire(lambda _: ())
+    monkeypatch.setattr(
+        takeover,
+        "highest_epoch",
+        Once(takeover.highest_epoch, lambda: other.acquire(lambda _: (), force=True)),
+    )
+    with pytest.raises(RootInUse, match="meanwhile"):
+        takeover.unlock(root, expected=holder.claim.epoch)
+    other.check()
+    holder.release()
+    other.release()
+
+
+def test_the_list_comes_before_older_claims_go(root: Folder) -> None:
+    """A process that dies between claiming and listing must leave the claims that decide."""
+    made = commit(root)
+    for _ in range(3):
+        lease = Lease(root)
+        lease.acquire(lambda before: counting_ids(root, before), force=True)
+        lease.release()
+    before = (root / FOLDER).names()
+
+    def die(_: object) -> list[str]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Lease(root).acquire(die, force=True)
+    assert set(before) < set((root / FOLDER).names())
+    found, _ = newest(root)
+    assert found is not None
+    assert found.head.id == made.id

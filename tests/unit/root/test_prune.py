@@ -1,0 +1,298 @@
+"""Old checkpoints, leftovers of crashed saves and pins, in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.chains import Part, write
+from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
+from torchrec_checknrun.root.counting import counting
+from torchrec_checknrun.root.lease import FOLDER, Holder, Lease
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention, pin, unpin
+from torchrec_checknrun.store.folder import Folder
+
+ROWS = 20
+
+
+def part(size: int = ROWS) -> list[Part]:
+    return [Part((0, 8), list(range(size)), ROWS)]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "run")
+
+
+def fill(root: Folder) -> list[Manifest]:
+    """Commit a full checkpoint, two based on it, and another full one."""
+    root.create()
+    first = write(root, ROWS, part())
+    second = write(root, ROWS, part(5), first)
+    third = write(root, ROWS, part(4), second)
+    fourth = write_full(root, third)
+    return [first, second, third, fourth]
+
+
+def write_full(root: Folder, before: Manifest, **other: Any) -> Manifest:
+    made = write(root, ROWS, part(), before, **other)
+    (root / made.id).delete(MANIFEST_NAME)
+    fields = {**vars(made), "kind": "full", "parent": None}
+    full = Manifest(**fields).sealed()
+    (root / made.id).put(MANIFEST_NAME, full.to_bytes())
+    return full
+
+
+def leftover(root: Folder, sequence: int) -> str:
+    name = checkpoint_id(sequence, 7, "00000abc")
+    (root / name).create()
+    (root / name).put("rank-00000.bin", b"half")
+    return name
+
+
+def test_what_is_not_needed_goes(root: Folder) -> None:
+    first, second, third, fourth = fill(root)
+    (root / "my notes").create()
+    dry = prune(root, Retention(1), dry_run=True)
+    assert committed(root) == [fourth.id, third.id, second.id, first.id]
+    done = prune(root, Retention(1))
+    assert done == dry
+    assert list(done.verdict.delete) == [third.id, second.id, first.id]
+    assert done.bytes == sum(manifest.stored_bytes for manifest in (first, second, third))
+    assert root.names() == ["my notes", fourth.id]
+    resolve(root, fourth.id)
+    assert prune(root, Retention(1)).verdict.delete == {}
+
+
+def test_pins(root: Folder) -> None:
+    first, second, third, fourth = fill(root)
+    pin(root, second.id)
+    assert list(prune(root, Retention(1)).verdict.delete) == [third.id]
+    resolve(root, second.id)
+    unpin(root, second.id)
+    unpin(root, second.id)
+    assert list(prune(root, Retention(1)).verdict.delete) == [second.id, first.id]
+    assert root.names() == [fourth.id]
+    with pytest.raises(CheckpointNotFound):
+        pin(root, first.id)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_what_a_pinned_one_of_a_replaced_writer_needs_stays(root: Folder, by_hand: bool) -> None:
+    root.create()
+    first = write(root, ROWS, part())
+    late = write(root, ROWS, part(3), first)
+    lease = Lease(root)
+    lease.acquire(lambda _: [first.id])
+    newer = [late]
+    for _ in range(3):
+        newer.append(write_full(root, newer[-1], epoch=lease.claim.epoch))
+    pin(root, late.id)
+    own = lease.claim
+    if by_hand:
+        lease.release()
+    done = prune(root, Retention(2), own=None if by_hand else own)
+    assert list(done.verdict.delete) == [newer[1].id]
+    assert done.verdict.keep[late.id] == "pinned"
+    assert done.verdict.keep[first.id] == f"{late.id} needs it"
+    resolve(root, late.id)
+    unpin(root, late.id)
+    # A run leaves alone what it ignores, and so what that needs is no use to anybody.
+    gone = [late.id, first.id] if by_hand else [first.id]
+    assert list(prune(root, Retention(2), own=None if by_hand else own).verdict.delete) == gone
+    lease.release()
+
+
+def test_leftovers_of_crashed_saves(root: Folder) -> None:
+    *_, fourth = fill(root)
+    crashed, running = leftover(root, 2), leftover(root, 9)
+    assert prune(root, Retention(9), below=9).leftovers == (crashed,)
+    assert running in root.names()
+    assert crashed not in root.names()
+    assert prune(root, Retention(9)).leftovers == (running,)
+    chain, _ = newest(root)
+    assert chain is not None
+    assert chain.head.id == fourth.id
+
+
+def test_a_file_of_a_checkpoint_s_name_is_no_leftover(root: Folder) -> None:
+    fill(root)
+    name = checkpoint_id(2, 7, "00000abc")
+    root.put(name, b"somebody's")
+    assert prune(root, Retention(9)).leftovers == ()
+    assert root.read(name) == b"somebody's"
+
+
+def test_a_live_writer_s_directory_is_no_leftover(root: Folder) -> None:
+    fill(root)
+    mine = leftover(root, 9)
+    lease = Lease(root)
+    lease.acquire(lambda _: committed(root))
+    try:
+        assert prune(root, Retention(9)).leftovers == ()
+        assert prune(root, Retention(9), own=lease.claim).leftovers == (mine,)
+    finally:
+        lease.release()
+
+
+def test_a_compaction_s_directory_is_no_leftover(root: Folder) -> None:
+    fill(root)
+    name = leftover(root, 3)
+    lease = Lease(root / name)
+    lease.acquire(lambda _: ())
+    assert prune(root, Retention(9)).leftovers == ()
+    lease.release(forget=True)
+    assert FOLDER not in (root / name).names()
+    assert prune(root, Retention(9)).leftovers == (name,)
+    assert name not in root.names()
+
+
+def test_what_a_writer_was_restored_from_stays(root: Folder) -> None:
+    first, second, third, fourth = fill(root)
+    lease = Lease(root)
+    lease.acquire(lambda _: committed(root), uses=[first.id, second.id])
+    try:
+        assert list(prune(root, Retention(1)).verdict.delete) == [third.id]
+    finally:
+        lease.release()
+    assert list(prune(root, Retention(1), in_use={first.id}).verdict.delete) == [second.id]
+    resolve(root, fourth.id)
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_what_somebody_else_has_deleted_is_not_counted(root: Folder, all_of_it: bool) -> None:
+    """A person deletes it, perhaps not completely, while the run remembers the manifest."""
+    root.create()
+    made = [write(root, ROWS, part())]
+    for _ in range(3):
+        made.append(write_full(root, made[-1]))
+    known: dict[str, Manifest] = {}
+    lease = Lease(root)
+    lease.acquire(lambda _: committed(root))
+    prune(root, Retention(4), own=lease.claim, known=known)
+    assert len(known) == 4
+    for name in (root / made[2].id).names() if all_of_it else [MANIFEST_NAME]:
+        (root / made[2].id).delete(name)
+    done = prune(root, Retention(2), own=lease.claim, known=known)
+    lease.release()
+    assert list(done.verdict.keep) == [made[3].id, made[1].id]
+    assert list(done.verdict.delete) == [made[0].id]
+    assert done.leftovers == (made[2].id,)
+    assert root.names() == [made[1].id, made[3].id, FOLDER]
+    assert known.keys() == {made[0].id, made[1].id, made[3].id}
+
+
+def test_a_replaced_writer_deletes_nothing(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fill(root)
+    old = Lease(root)
+    old.acquire(lambda _: ())
+    claim = old.claim
+    old.release()
+    holder = Holder("another", 0, "far", "another", 1, 1)
+    monkeypatch.setattr(Holder, "this_process", classmethod(lambda cls: holder))
+    new = Lease(root)
+    new.acquire(lambda _: [manifest.id for manifest in made])
+    with pytest.raises(RootInUse, match="another writer"):
+        prune(root, Retention(1), own=claim)
+    assert len(committed(root)) == 4
+    new.release()
+
+
+def test_damaged_checkpoints_are_not_counted(root: Folder) -> None:
+    first, second, third, fourth = fill(root)
+    (root / fourth.id).delete("rank-00000.bin")
+    assert prune(root, Retention(1)).verdict.delete == {}
+    chain, _ = newest(root)
+    assert chain is not None
+    assert chain.head.id == third.id
+    assert {first.id, second.id} < set(root.names())
+
+
+@pytest.mark.parametrize("stop_after", range(8))
+def test_a_crash_half_way_leaves_whole_chains(
+    root: Folder, stop_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, fourth = fill(root)
+    deleted: list[str] = []
+    delete = Folder.delete
+
+    def crash(folder: Folder, name: str) -> None:
+        if len(deleted) == stop_after:
+            raise KeyboardInterrupt
+        deleted.append(name)
+        delete(folder, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "delete", crash)
+        try:
+            prune(root, Retention(1))
+        except KeyboardInterrupt:
+            assert stop_after < 6
+        else:
+            assert len(deleted) == 6
+    for name in committed(root):
+        if (root / name).size(MANIFEST_NAME) is not None:
+            resolve(root, name)
+    prune(root, Retention(1))
+    assert root.names() == [fourth.id]
+
+
+def test_what_a_replaced_writer_has_committed(root: Folder) -> None:
+    """Readers ignore it; a run leaves it alone, and pruning by hand deletes it."""
+    first, second, third, fourth = fill(root)
+    fifth = write(root, ROWS, part(3), fourth)
+    lease = Lease(root)
+    lease.acquire(lambda _: [first.id, second.id, third.id])  # the others came too late
+    done = prune(root, Retention(1), own=lease.claim)
+    assert set(done.verdict.keep) == {first.id, second.id, third.id}
+    assert done.verdict.delete == {}
+    pin(root, fifth.id)
+    assert prune(root, Retention(1)).verdict.delete == {}  # the pinned one needs the fourth
+    unpin(root, fifth.id)
+    planned = prune(root, Retention(1), dry_run=True)
+    assert list(planned.verdict.delete) == [fifth.id, fourth.id]
+    assert planned.bytes == fifth.stored_bytes + fourth.stored_bytes
+    assert prune(root, Retention(1)) == planned
+    assert committed(root) == [third.id, second.id, first.id]
+    lease.release()
+
+
+def test_a_replaced_writer_s_checkpoint_counts_once_it_was_restored(root: Folder) -> None:
+    """A user has chosen it: later checkpoints build on it, so it must stay."""
+    first, second, third, fourth = fill(root)
+    lease = Lease(root)
+    lease.acquire(lambda _: [first.id, second.id, third.id])
+    lease.use([fourth.id])
+    fifth = write(root, ROWS, part(3), fourth, epoch=lease.claim.epoch)
+    lease.use([])
+    assert set(prune(root, Retention(1), own=lease.claim).verdict.keep) == {fourth.id, fifth.id}
+    lease.release()
+    after = Lease(root)
+    after.acquire(lambda before: [m.id for m in counting(root, before)], uses=[fifth.id])
+    assert after.claim.earlier == (fifth.id, fourth.id)
+    after.release()
+    assert prune(root, Retention(1)).verdict.delete == {}
+    assert committed(root) == [fifth.id, fourth.id]
+
+
+def test_a_newer_release_s_checkpoint_keeps_everything(root: Folder) -> None:
+    """Only the newer release knows which checkpoints it needs."""
+    first, *_ = made = fill(root)
+    data = (root / first.id).read(MANIFEST_NAME)
+    name = checkpoint_id(9, 90, "00000abc")
+    (root / name).create()
+    (root / name).put(MANIFEST_NAME, data.replace(b'"format_version":1', b'"format_version":2'))
+    assert prune(root, Retention(9)).verdict.delete == {}
+    for dry_run in (True, False):
+        with pytest.raises(UnsupportedFormat, match=r"nothing is deleted .* upgrade"):
+            prune(root, Retention(1), dry_run=dry_run)
+    assert {manifest.id for manifest in made} < set(root.names())
+    (root / name).put(MANIFEST_NAME, b"{}")  # a damaged one holds nothing that could be needed
+    prune(root, Retention(1))
+    assert sorted(root.names()) == sorted([made[-1].id, name])

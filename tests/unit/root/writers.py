@@ -1,0 +1,21 @@
+"""Processes that ask for a root: this one, and others elsewhere."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from torchrec_checknrun.root.claims import Claim, Holder
+
+ELSEWHERE = {"machine": "another", "host": "far", "pid": 7, "started": 7, "run": "another run"}
+
+
+def nothing(_: Claim | None) -> list[str]:
+    return []
+
+
+def become(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Holder:
+    """Make this process another one; return the other."""
+    other = replace(Holder.this_process(), **changes)
+    monkeypatch.setattr(Holder, "this_process", classmethod(lambda cls: other))
+    return other

@@ -1,0 +1,261 @@
+"""Saves that break where nobody expects it: between two statements, or for want of a thread. None
+hangs, and none loses a row.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.crash.save_sweep import alone
+from tests.distributed.models import Job, gather
+from tests.unit.run.test_saver import checkpointer, make_job, restored, train
+from torchrec_checknrun import AtEnd, Checkpointer
+from torchrec_checknrun.errors import ModelPartlyRestored, SaveFailed
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.root.lineage import Lineage
+from torchrec_checknrun.run.saver import Saver
+from torchrec_checknrun.save import background, staging
+from torchrec_checknrun.save.staged import StagedRows
+
+_PATIENCE_SECONDS = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    with alone():
+        yield
+
+
+@pytest.fixture
+def job() -> Job:
+    return make_job()
+
+
+def once(act: Callable[..., Any], error: BaseException, *, after: bool = False) -> Any:
+    """Return the same function, whose first call ends in an error."""
+    calls: list[None] = []
+
+    def broken(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) > 1:
+            return act(*args, **options)
+        if after:
+            act(*args, **options)
+        raise error
+
+    return broken
+
+
+def refuse_threads(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    """The system gives no more: not the n-th thread of this name, counted from 0, nor later ones
+    that are asked for at once.
+    """
+    start, asked = threading.Thread.start, []
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == name:
+            asked.append(name)
+            if len(asked) > number:
+                raise RuntimeError("can't start new thread")
+        start(self)
+
+    patch.setattr(threading.Thread, "start", refuse)
+
+
+def save_in_time(saver: Checkpointer) -> None:
+    """Save, but don't wait forever: a thread that is gone would never end."""
+    saver.save(wait=False)
+    running = saver._saver.running
+    assert running is not None
+    assert running.wait(_PATIENCE_SECONDS)
+
+
+def save_and_wait(saver: Checkpointer) -> None:
+    save_in_time(saver)
+    saver.wait()
+
+
+def test_a_writer_that_can_t_be_made_fails_the_save(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with checkpointer(tmp_path, job) as saver:
+        train(job, saver)
+        saver.save()
+        train(job, saver)
+        with monkeypatch.context() as patch:
+            error = OSError(5, "says the test")
+            patch.setattr(background, "CheckpointWriter", once(background.CheckpointWriter, error))
+            save_in_time(saver)
+            with pytest.raises(SaveFailed, match="says the test"):
+                saver.wait()
+        saver.save()
+        wanted = gather(job)
+    assert restored(tmp_path, wanted) == []
+
+
+@pytest.mark.parametrize("budget", [4096, 64 << 20], ids=["in parts", "at once"])
+@pytest.mark.parametrize("helpers", [1, 2])
+def test_no_thread_to_help(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, budget: int, helpers: int
+) -> None:
+    """Fewer threads copy then, and training goes on only when all of them have."""
+    copy = StagedRows.copy
+
+    def slowly(*args: Any) -> None:
+        if threading.current_thread().name == "checknrun-stage":
+            time.sleep(0.05)
+        copy(*args)
+
+    with checkpointer(tmp_path, job, memory_budget=budget) as saver:
+        train(job, saver)
+        with monkeypatch.context() as patch:
+            patch.setattr(staging, "idle_threads", lambda: helpers)
+            patch.setattr(StagedRows, "copy", slowly)
+            refuse_threads(patch, "checknrun-stage", helpers - 1)
+            save_in_time(saver)
+            wanted = gather(job)
+            train(job, saver)  # changes what was to be copied
+            saver.wait()
+    assert restored(tmp_path, wanted) == []
+
+
+@pytest.mark.parametrize("budget", [4096, 64 << 20], ids=["in parts", "at once"])
+@pytest.mark.parametrize("error", [MemoryError("says the test"), KeyboardInterrupt()])
+def test_staging_that_breaks(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, budget: int, error: BaseException
+) -> None:
+    with checkpointer(tmp_path, job, memory_budget=budget) as saver:
+        train(job, saver)
+        saver.save()
+        train(job, saver)
+        with monkeypatch.context() as patch:
+            patch.setattr(staging.Staging, "_stream", once(staging.Staging._stream, error))
+            with pytest.raises(SaveFailed if isinstance(error, Exception) else KeyboardInterrupt):
+                save_and_wait(saver)
+        saver.save()
+        wanted = gather(job)
+    assert restored(tmp_path, wanted) == []
+
+
+def test_no_thread_to_write(tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then all ranks hear of it at once, and the next save holds the rows."""
+    with checkpointer(tmp_path, job) as saver:
+        train(job, saver)
+        saver.save()
+        train(job, saver)
+        with monkeypatch.context() as patch:
+            refuse_threads(patch, "checknrun-save", 0)
+            save_in_time(saver)
+            with pytest.raises(SaveFailed, match="can't start new thread"):
+                saver.wait()
+        saver.save()
+        wanted = gather(job)
+    assert restored(tmp_path, wanted) == []
+
+
+BETWEEN: list[tuple[type, str, bool]] = [
+    (Lineage, "committed", False),
+    (Lineage, "committed", True),
+    (TrackedModel, "forget", False),
+    (TrackedModel, "forget", True),
+    (Saver, "_forget_running", False),
+    (Saver, "_forget_running", True),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), BETWEEN)
+def test_a_commit_whose_noting_is_interrupted_loses_no_row(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool
+) -> None:
+    """In a notebook training goes on after Ctrl-C."""
+    with checkpointer(tmp_path, job) as saver:
+        train(job, saver)
+        saver.save()
+        train(job, saver)
+        saver.save(wait=False)
+        with monkeypatch.context() as patch:
+            broken = once(getattr(owner, name), KeyboardInterrupt(), after=after)
+            patch.setattr(owner, name, broken)
+            with pytest.raises(KeyboardInterrupt):
+                saver.wait()
+        train(job, saver)
+        report = saver.save()
+        assert report is not None
+        assert report.chain_length == 3
+        wanted = gather(job)
+    assert restored(tmp_path, wanted) == []
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_restore_whose_noting_is_interrupted_is_a_half_one(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    """The model is at an older state than what the next checkpoint would build on."""
+    with checkpointer(tmp_path, job) as saver:
+        for _ in range(3):
+            train(job, saver)
+            saver.save()
+        first = saver._saver.lineage.history[0].id
+        with monkeypatch.context() as patch:
+            broken = once(Saver.restored, KeyboardInterrupt(), after=after)
+            patch.setattr(Saver, "restored", broken)
+            with pytest.raises(KeyboardInterrupt):
+                saver.restore(first)
+        with pytest.raises(ModelPartlyRestored, match="half-way"):
+            saver.save()
+        saver.restore(first)
+        train(job, saver)
+        saver.save()
+        wanted = gather(job)
+    assert restored(tmp_path, wanted) == []
+
+
+def test_the_end_is_not_saved_in_silence_while_gradients_wait(tmp_path: Path, job: Job) -> None:
+    """The last batches didn't fill an accumulation."""
+    saver = checkpointer(tmp_path, job, triggers=[AtEnd()])
+    train(job, saver)
+    job.loss(*job.batch(job.steps)).backward()
+    saver.step()
+    with pytest.raises(SaveFailed, match=r"step 2, .*gradients wait.*zero_grad"):
+        saver.close()
+
+
+def test_nothing_is_committed_upon_a_chain_that_is_gone(tmp_path: Path, job: Job) -> None:
+    """Also where its last checkpoint is still there."""
+    with checkpointer(tmp_path, job) as saver:
+        ids = []
+        for _ in range(3):
+            train(job, saver)
+            report = saver.save()
+            assert report is not None
+            ids.append(report.id)
+        shutil.rmtree(tmp_path / ids[0])
+        train(job, saver)
+        with pytest.raises(SaveFailed, match=f"{ids[0]}, which this checkpoint builds on"):
+            saver.save()
+        report = saver.save()
+        assert report is not None
+        assert report.kind == "full"
+        wanted = gather(job)
+    assert restored(tmp_path, wanted) == []
+
+
+def test_a_state_that_can_t_be_asked_is_named(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with checkpointer(tmp_path, job) as saver:
+        train(job, saver)
+        with monkeypatch.context() as patch:
+            patch.setattr(job, "state_dict", once(job.state_dict, KeyError("cursor")))
+            with pytest.raises(SaveFailed, match=r"'job' .*rank 0 KeyError: 'cursor'\. .*fix"):
+                saver.save()
+        saver.save()
+        wanted = gather(job)
+    assert restored(tmp_path, wanted) == []

@@ -1,0 +1,180 @@
+"""Transient storage errors are retried; permanent ones name the remedy."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+
+import pytest
+
+from torchrec_checknrun.errors import CheckNRunError, SaveFailed, StorageFailed, StorageUnreachable
+from torchrec_checknrun.store import retry
+from torchrec_checknrun.store.retry import is_transient, masked, retrying
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(retry, "_LONGEST_PAUSE", 0.002)
+
+
+class HTTPClientError(Exception):
+    """An error with the name of botocore's."""
+
+
+class ReadTimeoutError(HTTPClientError):
+    pass
+
+
+EndpointConnectionError = type("ConnectionError", (Exception,), {})
+
+
+class WithStatus(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+TRANSIENT = [
+    TimeoutError("slow"),
+    ConnectionResetError("gone"),
+    OSError(errno.EBUSY, "SlowDown"),
+    OSError(errno.EREMOTEIO, "InternalError"),
+    OSError(errno.ESTALE, "stale handle"),
+    ReadTimeoutError("slow"),
+    EndpointConnectionError("no route"),
+    WithStatus(503),
+    WithStatus(429),
+]
+LASTING = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError(errno.EROFS, "Read-only file system"),
+    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    OSError(errno.EIO, "Input/output error"),
+    PermissionError("AccessDenied"),
+    WithStatus(403),
+    ValueError("something else"),
+]
+
+
+@pytest.mark.parametrize("error", TRANSIENT, ids=repr)
+def test_transient_errors_are_tried_again(error: Exception) -> None:
+    tried = []
+
+    def act() -> str:
+        tried.append(1)
+        if len(tried) < 3:
+            raise error
+        return "done"
+
+    assert is_transient(error)
+    assert retrying(act, "reading x") == "done"
+    assert len(tried) == 3
+
+
+@pytest.mark.parametrize("error", LASTING, ids=repr)
+def test_lasting_errors_fail_at_once(error: Exception) -> None:
+    tried = []
+
+    def act() -> None:
+        tried.append(1)
+        raise error
+
+    assert not is_transient(error)
+    with pytest.raises(StorageFailed, match="reading x") as caught:
+        retrying(act, "reading x")
+    assert len(tried) == 1
+    assert type(caught.value) is StorageFailed
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("x"), FileExistsError("x"), SaveFailed("x")])
+def test_answers_are_no_failures(error: Exception) -> None:
+    def act() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        retrying(act, "reading x")
+    assert caught.value is error
+
+
+def test_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "0.05")
+    tried = []
+
+    def act() -> None:
+        tried.append(1)
+        raise TimeoutError("slow")
+
+    with pytest.raises(StorageUnreachable, match="didn't answer as it should"):
+        retrying(act, "reading x")
+    assert len(tried) > 2
+    tried.clear()
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "0")
+    with pytest.raises(StorageFailed):
+        retrying(act, "reading x")
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "no space is left: free some"),
+        (errno.EDQUOT, "quota"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "permission was refused"),
+    ],
+)
+def test_the_remedy_is_named(number: int, remedy: str) -> None:
+    def act() -> None:
+        raise OSError(number, "what the system says", "/a/file")
+
+    with pytest.raises(StorageFailed, match=remedy) as caught:
+        retrying(act, "writing /run/rank-00000.bin")
+    assert caught.value.errno == number
+    assert "writing /run/rank-00000.bin" in str(caught.value)
+    assert "what the system says" in str(caught.value)
+    again = pickle.loads(pickle.dumps(caught.value))  # it goes from rank to rank
+    assert (type(again), str(again)) == (StorageFailed, str(caught.value))
+
+
+@pytest.mark.parametrize("text", ["abc", "-1", "nan", "1 minute"])
+def test_a_setting_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", text)
+    with pytest.raises(CheckNRunError, match=r"CHECKNRUN_RETRY_SECONDS is .*: set it to"):
+        retrying(lambda: None, "reading x")
+
+
+def test_an_empty_setting_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "")
+    assert retrying(lambda: "done", "reading x") == "done"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://bucket/run", "s3://bucket/run"),
+        ("reading http://u:p@h:9/run/a: no", "reading http://***@h:9/run/a: no"),
+        ("ftp://token@h/run and sftp://u:p@ss@h", "ftp://***@h/run and sftp://***@h"),
+        ("simplecache::webhdfs://u:p@h/run", "simplecache::webhdfs://***@h/run"),
+        ("abfs://container@account/run", "abfs://container@account/run"),
+        ("/runs/a@b and a@b.org", "/runs/a@b and a@b.org"),
+        ("http://h/run@3", "http://h/run@3"),
+    ],
+)
+def test_passwords_of_urls_are_masked(text: str, shown: str) -> None:
+    assert masked(text) == shown
+
+
+def test_no_password_in_the_log_or_in_errors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "0.01")
+
+    def act() -> None:
+        raise TimeoutError("no answer of ftp://user:secret@host/run")
+
+    with pytest.raises(StorageUnreachable, match=r"ftp://\*\*\*@host/run/a: .*") as caught:
+        retrying(act, "reading ftp://user:secret@host/run/a")
+    assert "retrying in" in caplog.text
+    assert "secret" not in caplog.text + str(caught.value)

@@ -1,0 +1,187 @@
+"""Copies of rows' bytes equal NumPy's plain indexing, compiled and not."""
+
+import logging
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchrec_checknrun
+from tests.examples import examples
+from torchrec_checknrun import native as module
+from torchrec_checknrun.native import Chosen, can_copy, copy_rows, has_extension
+from torchrec_checknrun.version import __version__
+
+COMPILED = [False, True] if has_extension() else [False]
+
+
+@st.composite
+def some(draw: st.DrawFn, rows: int, n: int) -> Chosen:
+    if draw(st.booleans()):
+        start = draw(st.integers(0, rows - n))
+        return slice(start, start + n)
+    chosen = draw(st.lists(st.integers(0, rows - 1), min_size=n, max_size=n, unique=True))
+    return np.array(sorted(chosen), dtype=np.int64)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.float16, torch.float64, torch.uint8]),
+    st.sampled_from([None, 1, 3, 64]),
+    st.sampled_from([1, 9, 400]),
+    st.sampled_from([5, 1 << 19]),
+    st.sampled_from(COMPILED),
+    st.data(),
+)
+def test_rows_come_to_their_places(
+    dtype: torch.dtype,
+    cols: int | None,
+    rows: int,
+    block: int,
+    compiled: bool,
+    data: st.DataObject,
+) -> None:
+    more = rows + data.draw(st.integers(0, 5))
+    n = data.draw(st.integers(0, rows))
+    chosen, where = data.draw(some(rows, n)), data.draw(some(more, n))
+    shape = () if cols is None else (cols,)
+    source = torch.randint(0, 250, (rows, *shape)).to(dtype)
+    target = torch.randint(0, 250, (more, *shape)).to(dtype)
+    wanted = target.numpy().copy()
+    wanted[where] = source.numpy()[chosen]
+    with (
+        patch.object(module, "has_extension", lambda: compiled),
+        patch.object(module, "BLOCK_BYTES", block),
+    ):
+        assert can_copy(source, target)
+        # However the source's bytes are seen, and wherever they begin.
+        odd = torch.cat([torch.zeros(1, dtype=torch.uint8), source.reshape(-1).view(torch.uint8)])
+        copy_rows(odd[1:], rows, chosen, target, where)
+    assert np.array_equal(target.numpy(), wanted)
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize(
+    ("rows", "chosen", "where"),
+    [
+        (6, slice(0, 7), slice(0, 7)),
+        (6, np.array([0, 6]), slice(0, 2)),
+        (6, slice(0, 2), np.array([0, 9])),
+        (6, np.array([0, 1]), slice(8, 10)),
+        (5, slice(0, 2), slice(0, 2)),
+        (12, slice(0, 2), slice(0, 2)),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(
+    compiled: bool, rows: int, chosen: Chosen, where: Chosen
+) -> None:
+    source, target = torch.ones(6, 4), torch.zeros(9, 4)
+    with (
+        patch.object(module, "has_extension", lambda: compiled),
+        pytest.raises((IndexError, ValueError, TypeError)),
+    ):
+        copy_rows(source, rows, chosen, target, where)
+    assert not target.any()
+
+
+@pytest.mark.skipif(not has_extension(), reason="the compiled kernel was not built")
+@pytest.mark.parametrize(
+    "place", [torch.tensor([-1]), torch.tensor([9]), torch.tensor([0], dtype=torch.int32)]
+)
+def test_the_kernel_leaves_other_memory_alone(place: torch.Tensor) -> None:
+    rows = torch.zeros(9, 4)
+    for places in ((place, torch.tensor([0])), (torch.tensor([0]), place)):
+        with pytest.raises((IndexError, ValueError)):
+            torch.ops.checknrun.copy_rows(rows, 9, 0, places[0], rows.clone(), 0, places[1], 1)
+    for first, n in ((-1, 1), (0, 10), (9, 1), (1, -1), (2**63 - 1, 1)):
+        with pytest.raises((IndexError, ValueError)):
+            torch.ops.checknrun.copy_rows(rows, 9, first, None, rows.clone(), 0, None, n)
+
+
+def test_memory_in_pieces_is_for_torch() -> None:
+    rows = torch.zeros(4, 6)
+    assert can_copy(rows, rows)
+    assert not can_copy(rows[:, :3], rows)
+    assert not can_copy(rows, rows[::2])
+    assert not can_copy(rows[:0], rows)
+
+
+class TestLibrary:
+    """A library is used where it fits; else one warning says why not, and how to build another."""
+
+    @pytest.fixture
+    def package(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> Path:
+        """A folder in which the package's libraries are looked for."""
+        folder = tmp_path / "torchrec_checknrun"
+        folder.mkdir()
+        monkeypatch.setattr(module, "__file__", str(folder / "native.py"))
+        caplog.set_level(logging.WARNING)
+        return folder
+
+    def used(self) -> bool:
+        return module.has_extension.__wrapped__()
+
+    def warned(self, caplog: pytest.LogCaptureFixture) -> str:
+        (record,) = caplog.records
+        return record.getMessage()
+
+    def test_missing(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+        assert not self.used()
+        text = self.warned(caplog)
+        assert "the compiled kernel is missing: NumPy" in text
+        assert "-m pip install --no-build-isolation" in text
+        assert f"torchrec_checknrun-{__version__}.tar.gz" in text
+
+    def test_among_sources(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (package.parent / "setup.py").touch()
+        assert not self.used()
+        assert self.warned(caplog).endswith(
+            f"cd {package.parent} && {sys.executable} setup.py build_ext --inplace"
+        )
+
+    @pytest.mark.parametrize("version", ["2.1.0", "99.0.1+cu130", "2.999.0a0+git1"])
+    def test_of_another_torch(
+        self, package: Path, caplog: pytest.LogCaptureFixture, version: str
+    ) -> None:
+        note = f"checknrun: built for torch {version};".encode()
+        (package / "_C.abi3.so").write_bytes(b"\x7fELF\0" + note + b"\0")
+        with patch.object(torch.ops, "load_library", side_effect=AssertionError):
+            assert not self.used()
+        assert f"was built for torch {version} and is not used with torch" in self.warned(caplog)
+
+    def test_of_another_patch_release(self, package: Path) -> None:
+        major, minor = torch.__version__.split(".")[:2]
+        note = f"checknrun: built for torch {major}.{minor}.77+other;".encode()
+        (package / "_C.abi3.so").write_bytes(note)
+        with patch.object(torch.ops, "load_library") as load:
+            module._load(package / "_C.abi3.so")
+        load.assert_called_once()
+
+    def test_without_a_note(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (package / "_C.abi3.so").write_bytes(b"\x7fELF of an earlier version of this package")
+        with patch.object(torch.ops, "load_library", side_effect=AssertionError):
+            assert not self.used()
+        assert "was built for torch of an unknown version and is not" in self.warned(caplog)
+
+    def test_torn(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+        note = f"checknrun: built for torch {torch.__version__};".encode()
+        (package / "_C.abi3.so").write_bytes(note + b" no library")
+        assert not self.used()
+        assert "can't be loaded" in self.warned(caplog)
+
+    def test_not_readable(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (package / "_C.abi3.so").symlink_to(package / "a library that is gone")
+        assert not self.used()
+        assert "can't be read" in self.warned(caplog)
+
+    @pytest.mark.skipif(not has_extension(), reason="the compiled kernel was not built")
+    def test_the_one_in_use_says_which_torch_it_was_built_for(self) -> None:
+        (library,) = Path(torchrec_checknrun.__path__[0]).glob("_C*.so")
+        assert f"built for torch {torch.__version__};".encode() in library.read_bytes()

@@ -1,0 +1,64 @@
+"""Every error can be sent, if necessary as another one with the same text."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+
+from torchrec_checknrun.errors import SaveFailed, StorageFailed
+from torchrec_checknrun.ranks import picklable, picklable_errors
+
+
+class TwoArguments(Exception):
+    """An error that can be pickled but not unpickled."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path}: {why}")
+
+
+class Holds(OSError):
+    """An error with an attribute that can't be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("connection lost")
+        self.lock = threading.Lock()
+
+
+class Mute(Exception):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SaveFailed("no"), StorageFailed(28, "full"), ValueError(1, 2), FileNotFoundError(2, "a", "b")],
+)
+def test_what_can_be_sent_is(error: Exception) -> None:
+    assert picklable(error) is error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (TwoArguments("a", "b"), RuntimeError, "TwoArguments: a: b"),
+        (Holds(), OSError, "Holds: connection lost"),
+        (Mute(), RuntimeError, "Mute"),
+    ],
+)
+def test_what_cannot_be_sent_is_told(error: Exception, kind: type[Exception], says: str) -> None:
+    sent = pickle.loads(pickle.dumps(picklable(error)))
+    assert type(sent) is kind
+    assert says in str(sent)
+
+
+def test_a_block_s_errors() -> None:
+    with pytest.raises(OSError, match="connection lost") as caught, picklable_errors():
+        raise Holds
+    assert isinstance(caught.value.__cause__, Holds)
+    with pytest.raises(SaveFailed, match="no"), picklable_errors():
+        raise SaveFailed("no")

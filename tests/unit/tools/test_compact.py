@@ -1,0 +1,408 @@
+"""A chain made into one full checkpoint restores to the same bits, and needs nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.unit.chains import (
+    CODECS,
+    DIM,
+    TABLE,
+    Part,
+    content_of,
+    make_shards,
+    marked,
+    new_root,
+    put_manifest,
+    random_parts,
+    restore,
+    same_bits,
+    splits,
+    write,
+    write_chain,
+)
+from torchrec_checknrun import CheckpointReport, compact
+from torchrec_checknrun.codecs import KMeans, Rowwise
+from torchrec_checknrun.codecs.quantization import TableEncoding
+from torchrec_checknrun.errors import (
+    ChainBroken,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+)
+from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.format.reader import read_chunk
+from torchrec_checknrun.root import deletion
+from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.shards import Rectangle
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools import compact as compaction
+
+pytestmark = pytest.mark.usefixtures("small_operations")
+
+WHOLE = (0, DIM)
+
+
+@pytest.fixture
+def root() -> Iterator[Folder]:
+    yield new_root()
+    fsspec.filesystem("memory").rm("/tests", recursive=True)
+
+
+def compacted(root: Folder, head: str | None = None, **options: Any) -> CheckpointReport:
+    report = compact(root.url, head, **options)
+    assert report is not None
+    return report
+
+
+def assert_restores_alike(root: Folder, one: str, other: str, places: list[Rectangle]) -> None:
+    rows = content_of(root, one).chain.head.tables[TABLE].rows
+    shards, wanted = make_shards(rows, places), make_shards(rows, places)
+    restore(root, one, wanted)
+    marks, _ = restore(root, other, shards)
+    for shard, plain in zip(shards, wanted, strict=True):
+        assert same_bits(shard.weight, plain.weight)
+        for name, state in shard.optimizer.items():
+            assert same_bits(state, plain.optimizer[name])
+    assert not any(marked(of_shard).any() for of_shard in marks)
+
+
+def states_of(root: Folder, name: str) -> dict[Any, Any]:
+    """By name and rank, in the checkpoint that a chain ends with."""
+    return {
+        (chunk.entry["name"], chunk.entry["rank"]): decode_state_chunk(
+            chunk.entry, read_chunk(root, chunk)
+        )
+        for chunk in content_of(root, name).chunks[-1]
+        if chunk.entry["kind"] == "state"
+    }
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(data=st.data(), rows=st.integers(1, 60), ranks=st.sampled_from([1, 3]))
+def test_random_chains(data: st.DataObject, rows: int, ranks: int) -> None:
+    pytest.importorskip("kmeans1d", reason="encoding k-means codebooks needs kmeans1d")
+    chain = data.draw(random_parts(rows, [*CODECS, KMeans(2), KMeans(2, block_rows=4)]))
+    root = new_root()
+    head = write_chain(root, rows, chain, ranks)
+    report = compact(root.url)
+    if len(chain) == 1:
+        assert report is None
+        return
+    assert report is not None
+    columns = [part.columns for part in chain[0]]
+    ranges = data.draw(splits(rows))
+    assert_restores_alike(
+        root, head, report.id, [Rectangle(*of_rows, *c) for of_rows in ranges for c in columns]
+    )
+    new, old = read_manifest(root, report.id), read_manifest(root, head)
+    assert (new.kind, new.parent, new.previous) == ("full", None, old.link)
+    assert new.created_at == old.created_at
+    assert (new.step, new.sequence, new.world_size) == (old.step, old.sequence, ranks)
+    assert committed(root)[:2] == [new.id, old.id]
+    assert new.tables[TABLE].stored_values == rows * DIM
+    assert resolve(root, report.id).lossy <= resolve(root, head).lossy
+    assert resolve(root, report.id).widths[TABLE] >= resolve(root, head).widths[TABLE]
+    assert report.modified_fraction == 1
+    assert report.total_bytes == sum(
+        (root / report.id).size(name) or 0 for name in (root / report.id).names()
+    )
+
+
+def small_chain(root: Folder, encoding: TableEncoding | None = None) -> str:
+    options: dict[str, Any] = {"encoding": encoding} if encoding else {}
+    chain = [
+        [Part(WHOLE, list(range(100)), 10, **options)],
+        [Part(WHOLE, [5, 15, 25, 31, 39], 2, **options)],
+        [Part(WHOLE, list(range(20, 45)), 5, **options)],
+    ]
+    return write_chain(root, 100, chain, ranks=2)
+
+
+def test_an_older_one_stays_older(root: Folder) -> None:
+    """Else restores would go back to it, and what is newer would be a fork that was left behind."""
+    head = read_manifest(root, small_chain(root))
+    newer = write(root, 100, [Part(WHOLE, [7], 1)], head)
+    report = compact(root.url, head.id)
+    assert report is not None
+    assert committed(root)[:3] == [newer.id, report.id, head.id]
+    chain, _ = newest(root)
+    assert chain is not None
+    assert chain.head.id == newer.id
+    gone = prune(root, Retention(2)).verdict.delete
+    assert newer.id not in gone
+    assert_restores_alike(root, head.id, report.id, [Rectangle(0, 100, *WHOLE)])
+
+
+def test_it_is_the_newest_and_needs_no_other(root: Folder) -> None:
+    head = small_chain(root)
+    before = states_of(root, head)
+    report = compacted(root)
+    assert committed(root)[0] == report.id
+    assert compact(root.url) is None
+    shards, wanted = (make_shards(100, [Rectangle(0, 100, *WHOLE)]) for _ in range(2))
+    restore(root, head, wanted)
+    filesystem, path = fsspec.core.url_to_fs(root.url)
+    for name in committed(root)[1:]:
+        filesystem.rm(f"{path}/{name}", recursive=True)
+    restore(root, report.id, shards)
+    assert same_bits(shards[0].weight, wanted[0].weight)
+    after = states_of(root, report.id)
+    assert before.keys() == after.keys() == {("model", None), ("rng", 0), ("rng", 1)}
+    assert before[("model", None)] == after[("model", None)] == {"w": 3}
+    for rank in range(2):
+        assert before[("rng", rank)]["drawn"].tolist() == after[("rng", rank)]["drawn"].tolist()
+
+
+def test_whole_chunks_are_copied_byte_by_byte(root: Folder) -> None:
+    """And those that are superseded are not even read."""
+    head = small_chain(root, TableEncoding(Rowwise(4), "log8", compress=True))
+    content = content_of(root, head)
+    superseded = [c for c in content.chunks[1] if c.entry["kind"] == "rows"][1:]
+    for chunk in superseded:
+        flip(root, chunk.checkpoint, chunk.file, chunk.entry["offset"])
+    report = compacted(root)
+    new = [c for c in content_of(root, report.id).chunks[0] if c.entry["kind"] == "rows"]
+    stored = [bytes(read_chunk(root, chunk)) for chunk in new]
+    for chunks, count in ((content.chunks[2], 5), (content.chunks[1], 1), (content.chunks[0], 5)):
+        rows = [c for c in chunks if c.entry["kind"] == "rows" and c not in superseded]
+        assert sum(bytes(read_chunk(root, c)) in stored for c in rows) == count
+    # Of the baseline's ten chunks two lost rows 5 and 15, two are superseded, one is by half.
+    assert len(new) == 5 + 1 + 8
+
+
+def test_files_are_bounded(root: Folder) -> None:
+    head = small_chain(root)
+    report = compacted(root, head, file_bytes=2000)
+    manifest = read_manifest(root, report.id)
+    longest = max(c.entry["length"] for c in content_of(root, report.id).chunks[0])
+    assert len(manifest.files) > 2
+    for file in manifest.files:
+        assert file.index_offset <= 2000 + longest
+    assert [file.index_offset >= 2000 for file in manifest.files[:-1]].count(False) == 0
+    assert_restores_alike(root, head, report.id, [Rectangle(0, 100, *WHOLE)])
+
+
+def test_progress(root: Folder) -> None:
+    head = small_chain(root)
+    calls: list[tuple[int, int]] = []
+    compacted(root, progress=lambda done, total: calls.append((done, total)))
+    done = [done for done, _ in calls]
+    assert done == sorted(done)
+    assert {total for _, total in calls} == {done[-1]}
+    content = content_of(root, head)
+    chunks = [c for part in content.chunks for c in part if c.entry["kind"] == "rows"]
+    chunks += [c for c in content.chunks[-1] if c.entry["kind"] != "rows"]
+    assert len(calls) == len(chunks)
+    assert done[-1] == sum(chunk.entry["length"] for chunk in chunks)
+
+
+def test_nothing_to_compact(root: Folder) -> None:
+    with pytest.raises(CheckpointNotFound, match="nothing to compact"):
+        compact(root.url)
+    first = write_chain(root, 10, [[Part(WHOLE, list(range(10)), 10)]])
+    assert compact(root.url) is None
+    assert committed(root) == [first]
+    with pytest.raises(CheckpointNotFound, match="nowhere"):
+        compact(root.url, "nowhere")
+
+
+def flip(root: Folder, checkpoint: str, file: str, offset: int) -> None:
+    filesystem, path = fsspec.core.url_to_fs(f"{root.url}/{checkpoint}/{file}")
+    data = bytearray(filesystem.cat_file(path))
+    data[offset] ^= 4
+    filesystem.pipe_file(path, bytes(data))
+
+
+def test_a_damaged_chunk_is_named_and_nothing_committed(root: Folder) -> None:
+    head = small_chain(root)
+    baseline = content_of(root, head).chunks[0]
+    chunk = [c for c in baseline if c.entry["kind"] == "rows"][-1]
+    flip(root, chunk.checkpoint, chunk.file, chunk.entry["offset"] + 3)
+    with pytest.raises(CorruptCheckpoint, match=f"{chunk.checkpoint}/{chunk.file} at offset"):
+        compact(root.url, head)
+    name = committed(root)[0]
+    with pytest.raises(CheckpointNotFound):
+        read_manifest(root, name)
+    assert_restores_alike(root, resolve(root, head).head.id, head, [])
+    missing = resolve(root, head).baseline.files[0].name
+    filesystem, path = fsspec.core.url_to_fs(f"{root.url}/{chunk.checkpoint}/{missing}")
+    filesystem.rm(path)
+    with pytest.raises(ChainBroken, match=chunk.checkpoint):
+        compact(root.url)
+
+
+def test_storage_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Folder(tmp_path)
+    head = small_chain(root)
+
+    def full(self: Folder, name: str, data: bytes, new: bool = False) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "put", full)
+        with pytest.raises(OSError, match="No space left"):
+            compact(tmp_path)
+    report = compacted(root)
+    assert report.sequence == read_manifest(root, head).sequence
+    assert_restores_alike(root, head, report.id, [Rectangle(0, 100, *WHOLE)])
+
+
+def test_a_head_that_a_user_has_named(root: Folder) -> None:
+    """As by ``dcp.save``: restores choose the copy, which isn't made again, and it stays."""
+    head = read_manifest(root, small_chain(root))
+    weekly = replace(head, id="weekly").sealed()
+    (root / weekly.id).create()
+    for file in head.files:
+        (root / weekly.id).put(file.name, (root / head.id).read(file.name))
+    put_manifest(root, weekly)
+    (root / head.id).delete(MANIFEST_NAME)
+    report = compacted(root)
+    assert committed(root)[:3] == [report.id, weekly.id, head.id]
+    chain, _ = newest(root)
+    assert chain is not None
+    assert chain.head.id == report.id
+    assert_restores_alike(root, weekly.id, report.id, [Rectangle(0, 100, *WHOLE)])
+    assert compact(root.url) is None
+    prune(root, Retention(1))
+    assert committed(root) == [report.id]
+
+
+def test_files_that_a_pruning_took_for_leftovers(
+    root: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a process that was stopped for so long that its claim has expired."""
+    head = small_chain(root)
+    make_manifest = compaction._manifest
+
+    def prune_first(*arguments: Any) -> Manifest:
+        with monkeypatch.context() as patched:
+            patched.setattr(deletion, "is_abandoned", lambda folder: True)
+            assert len(prune(root, Retention(1)).leftovers) == 1
+        return make_manifest(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compaction, "_manifest", prune_first)
+        with pytest.raises(CorruptCheckpoint, match="but is missing"):
+            compact(root.url)
+    assert committed(root)[0] == head
+    assert_restores_alike(root, head, compacted(root).id, [Rectangle(0, 100, *WHOLE)])
+
+
+def test_a_checkpoint_that_came_too_late(root: Folder) -> None:
+    head = read_manifest(root, small_chain(root))
+    lease = Lease(root)
+    lease.acquire(lambda _: [manifest.id for manifest in resolve(root, head.id).manifests])
+    late = write(root, 100, [Part(WHOLE, [7], 1)], head, epoch=0)
+    try:
+        with pytest.raises(IncompatibleCheckpoint, match="writer that had been replaced"):
+            compact(root.url, late.id)
+    finally:
+        lease.release()
+
+
+@pytest.mark.parametrize(
+    ("newer", "message"),
+    [
+        (Part((0, 4), [1, 2], 2), r"overlapping columns \[\(0, 4\), \(0, 8\)\]"),
+        (Part(WHOLE, [1, 2], 2, states=("exp_avg",)), "newer ones"),
+    ],
+)
+def test_rows_that_are_replaced_in_part(
+    root: Folder,
+    newer: Part,
+    message: str,
+) -> None:
+    head = write_chain(root, 10, [[Part(WHOLE, list(range(10)), 10)], [newer]])
+    with pytest.raises(IncompatibleCheckpoint, match=message):
+        compact(root.url, head)
+    assert committed(root) == [p.id for p in reversed(resolve(root, head).manifests)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([Part(WHOLE, [0, 1, 3], 10)], "holds 3 of the 4 rows"),
+        ([Part((0, 4), [0, 1, 2, 3], 10)], r"has columns \[\(0, 4\)\]"),
+    ],
+)
+def test_a_chain_that_is_not_full(root: Folder, parts: list[Part], message: str) -> None:
+    full = write(root, 4, parts)
+    write(root, 4, [Part(parts[0].columns, [0], 1)], full)
+    with pytest.raises(CorruptCheckpoint, match=message):
+        compact(root.url)
+
+
+def test_a_chain_upon_a_compacted_one(root: Folder) -> None:
+    """Rows without optimizer state, beside others with it, stay as they are; twice."""
+    chain = [
+        [Part(WHOLE, list(range(30)), 7, states=())],
+        [Part(WHOLE, list(range(3, 30, 4)), 3)],
+    ]
+    write_chain(root, 30, chain)
+    base = read_manifest(root, compacted(root).id)
+    upon = write(root, 30, [Part(WHOLE, [3, 4, 20], 2)], base)
+    report = compacted(root)
+    assert_restores_alike(root, upon.id, report.id, [Rectangle(0, 11, *WHOLE)])
+    assert report.sequence == upon.sequence == base.sequence + 1
+
+
+def test_memory_is_that_of_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, rows = Folder(tmp_path), 20_000
+    chain = [
+        [Part(WHOLE, list(range(rows)), 500)],
+        [Part(WHOLE, list(range(0, rows, 3)), 500)],
+    ]
+    write_chain(root, rows, chain)
+    alive: set[int] = set()
+    most = 0
+    read = compaction.read_chunk
+
+    class Payload(np.ndarray):
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+    def counted(*arguments: Any) -> memoryview:
+        nonlocal most
+        payload = np.frombuffer(read(*arguments), dtype=np.uint8).view(Payload)
+        alive.add(id(payload))
+        most = max(most, len(alive))
+        return payload.data
+
+    monkeypatch.setattr(compaction, "read_chunk", counted)
+    compacted(root)
+    assert 1 <= most <= 4
+
+
+def test_torchrec_is_not_needed(tmp_path: Path) -> None:
+    """It runs where nothing is trained."""
+    small_chain(Folder(tmp_path))
+    code = f"""
+import sys
+from torchrec_checknrun import compact
+print(compact({str(tmp_path)!r}))
+found = [name for name in ("torchrec", "fbgemm_gpu") if name in sys.modules]
+sys.exit(f"{{found}} imported" if found else 0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("full checkpoint seq-000003_step-00000030_")

@@ -1,0 +1,276 @@
+"""Define the commands that change a root or write elsewhere: ``compact``, ``export``, ``prune``, …
+
+``pin`` and ``unpin`` decide which checkpoints stay; ``unlock``, ``repair`` and ``adopt`` which
+process may write to a root, and which checkpoints count.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import asdict
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from torchrec_checknrun.cli.output import (
+    AsJson,
+    Id,
+    MaybeId,
+    Root,
+    SomeIds,
+    open_root,
+    print_json,
+    print_table,
+    progress,
+    say,
+    size,
+)
+from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
+from torchrec_checknrun.root import prune as pruning
+from torchrec_checknrun.root.checkpoints import require_root
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.root.retention import pin as pin_checkpoint
+from torchrec_checknrun.root.retention import unpin as unpin_checkpoint
+from torchrec_checknrun.store.retry import masked
+from torchrec_checknrun.tools.control_records import Damage, find_damage
+
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
+
+
+class Format(str, Enum):
+    """The format that ``export`` writes."""
+
+    dcp = "dcp"
+    safetensors = "safetensors"
+
+
+class RowForm(str, Enum):
+    """The form in which ``export`` writes rows."""
+
+    full = "full"
+    fused = "fused"
+
+
+def compact(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
+    """Write a full checkpoint that restores to the same bits as a chain does."""
+    from torchrec_checknrun.tools import compact as compaction
+
+    with progress("compacting") as step:
+        report = compaction.compact(open_root(root).url, id, progress=step)
+    if as_json:
+        print_json({"compacted": None if report is None else report.to_json()})
+    elif report is None:
+        say("the checkpoint is full already: nothing to compact")
+    else:
+        say(str(report))
+
+
+def export(
+    root: Root,
+    target: Annotated[str, typer.Argument(help="A new or empty folder.", show_default=False)],
+    id: MaybeId = None,
+    form: Annotated[
+        Format,
+        typer.Option("--format", help="dcp for stock dcp.load, or a file for each table."),
+    ] = Format.dcp,
+    rows: Annotated[
+        RowForm, typer.Option(help="safetensors: rows as restored, or fused rows as stored.")
+    ] = RowForm.full,
+    optimizer: Annotated[bool, typer.Option(help="Include the tables' optimizer state.")] = True,
+    scratch: Annotated[
+        str | None, typer.Option(help="Folder for scratch files as large as the tables.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint that other programs read without this package."""
+    if rows is RowForm.fused and form is Format.dcp:
+        raise typer.BadParameter("--rows fused needs --format safetensors")
+    from torchrec_checknrun.cli.reading import chain_of
+    from torchrec_checknrun.tools import export as exporting
+
+    folder, into = open_root(root), open_root(target)
+    chain = chain_of(folder, id)
+    with progress("exporting") as step:
+        if form is Format.dcp:
+            done = exporting.export_dcp(
+                folder, chain, target, optimizer=optimizer, scratch=scratch, progress=step
+            )
+        else:
+            done = exporting.export_safetensors(
+                folder,
+                chain,
+                target,
+                rows=rows.value,
+                optimizer=optimizer,
+                scratch=scratch,
+                progress=step,
+            )
+    if as_json:
+        print_json({"target": masked(target), **asdict(done)})
+        return
+    say(
+        f"{done.id} to {into}: {len(done.tensors)} tensors, and {len(done.values)} other values in "
+        "values.json"
+    )
+    for stored, tables in Counter(done.tables.values()).items():
+        say(f"rows of {tables} tables: {stored}")
+
+
+def prune(
+    root: Root,
+    *,
+    keep: Annotated[
+        int, typer.Option(min=1, help="Newest restorable checkpoints to keep.", show_default=False)
+    ],
+    every_hours: Annotated[
+        float | None, typer.Option(help="Also keep the first checkpoint of every so many hours.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be deleted, and delete nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete checkpoints that no kept one needs, and leftovers of crashed saves."""
+    try:
+        retention = Retention(keep, every_hours)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    folder = open_root(root)
+    require_root(folder)
+    done = pruning.prune(folder, retention, dry_run=dry_run)
+    if as_json:
+        print_json(
+            {
+                "dry_run": dry_run,
+                "keep": dict(done.verdict.keep),
+                "delete": dict(done.verdict.delete),
+                "leftovers": list(done.leftovers),
+                "bytes": done.bytes,
+                "problems": list(done.problems),
+            }
+        )
+        return
+    goes = "would be deleted" if dry_run else "deleted"
+    rows = [[id, "kept", why] for id, why in done.verdict.keep.items()]
+    rows += [[id, goes, why] for id, why in done.verdict.delete.items()]
+    rows += [[id, goes, "never committed"] for id in done.leftovers]
+    rows.sort(reverse=True)
+    print_table(None, {"id": "left", "": "left", "why": "left"}, rows)
+    count = len(done.verdict.delete) + len(done.leftovers)
+    say(f"{goes}: {count}, {size(done.bytes)}")
+    for problem in done.problems:
+        say(problem, style="red")
+
+
+def pin(root: Root, id: Id) -> None:
+    """Keep a checkpoint, and the checkpoints it needs, until it is unpinned."""
+    pin_checkpoint(open_root(root), id)
+    say(f"{id} is kept until it is unpinned")
+
+
+def unpin(root: Root, id: Id) -> None:
+    """Remove a pin."""
+    folder = open_root(root)
+    if id not in folder.names():
+        raise CheckpointNotFound(f"no checkpoint {id!r} in {folder}: see `checknrun ls`")
+    unpin_checkpoint(folder, id)
+    say(f"{id} is not pinned")
+
+
+def unlock(root: Root, yes: Yes = False) -> None:
+    """Revoke the right to commit from the process that holds it."""
+    from torchrec_checknrun.tools import takeover
+
+    folder = open_root(root)
+    require_root(folder)
+    found = takeover.holder_of(folder)
+    if found is None or found[1].free:
+        why = "nobody has claimed it" if found is None else f"{found[0].holder} {found[1].why}"
+        say(f"{folder} is free: {why}; the next run claims it at once")
+        return
+    claim, standing = found
+    age = "at a time unknown to the store"
+    if standing.age is not None:
+        age = f"{abs(standing.age):.0f} s " + ("ago" if standing.age >= 0 else "in the future")
+    say(f"{folder} is held by {claim.holder}, which {standing.why}; its claim was renewed {age}")
+    say(
+        "If that process lives, its next save fails on all its ranks: it commits nothing more to "
+        "this root, and its training since its last checkpoint is lost unless it saves elsewhere"
+    )
+    _confirm("Revoke its right to commit?", yes)
+    takeover.unlock(folder, expected=claim.epoch)
+    say(f"{folder} is free; {takeover.restores(folder)}")
+
+
+def repair(
+    root: Root,
+    *,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Id of a checkpoint that must not count.")
+    ] = None,
+    yes: Yes = False,
+) -> None:
+    """Rewrite damaged claims and pins, after showing which checkpoints will count."""
+    from torchrec_checknrun.tools import takeover
+
+    folder = open_root(root)
+    require_root(folder)
+    damage = find_damage(folder)
+    for path, what in damage.claims.items():
+        say(f"{path}: {what}", style="red")
+    for problem in damage.pins.values():
+        say(problem, style="red")
+    if damage.undecided is not None and not damage.claims:
+        say(damage.undecided, style="red")
+    if not (damage.claims or damage.pins or damage.undecided or ignore):
+        say(f"the claims and pins of {folder} are sound: nothing to repair")
+        if damage.hidden:
+            say("but no checkpoint counts: see `checknrun ls` and `checknrun adopt`")
+        return
+    if damage.undecided is not None or ignore:
+        rows = [[id, _will(damage, id, ignore or [])] for id in damage.will_count]
+        print_table(None, {"id": "left", "after it": "left"}, rows)
+        say(
+            "'presumably': only the lost claim could tell whether a replaced writer committed that "
+            "checkpoint too late; --ignore ID excludes it. A process that still writes here "
+            "commits nothing more"
+        )
+    _confirm("Rewrite them?", yes)
+    takeover.repair(folder, ignore or (), expected=damage.highest)
+    say(f"repaired; {takeover.restores(folder)}")
+
+
+def _will(damage: Damage, id: str, ignore: list[str]) -> str:
+    if not damage.will_count[id] or id in ignore:
+        return "does not count"
+    return "counts, presumably" if id in damage.doubtful else "counts"
+
+
+def adopt(root: Root, ids: SomeIds, yes: Yes = False) -> None:
+    """Make checkpoints count that `ls` shows as ignored."""
+    from torchrec_checknrun.tools import takeover
+
+    folder = open_root(root)
+    require_root(folder)
+    new = takeover.adoptable(folder, ids)
+    if not new:
+        say(f"{', '.join(ids)}: counts already; {takeover.restores(folder)}")
+        return
+    say(
+        f"{', '.join(new)}: committed after another writer had taken over {folder}; once they "
+        "count, a restore may choose them, and their steps replace that other writer's training"
+    )
+    _confirm("Make them count?", yes)
+    new = takeover.adopt(folder, new)
+    say(f"{len(new)} more count now; {takeover.restores(folder)}")
+
+
+def _confirm(question: str, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise CheckNRunError("nothing was changed: add --yes to do it without being asked")
+    if not typer.confirm(question):
+        raise CheckNRunError("nothing was changed")

@@ -1,0 +1,253 @@
+"""Choose how rows are stored: the user's choice, and the codec it means for each table.
+
+The width can follow from the restores that a job expects: each restore from quantized rows disturbs
+training once, so fewer restores afford fewer bits (Check-N-Run, section 5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torchrec_checknrun.bitwidth import MOST, width_for
+from torchrec_checknrun.codecs import (
+    Bf16,
+    Codec,
+    Exact,
+    Fp16,
+    ImportanceWeighted,
+    KMeans,
+    Method,
+    Rowwise,
+    Settled,
+    codec_from_spec,
+    key_of,
+)
+from torchrec_checknrun.codecs.base import WIDTHS
+from torchrec_checknrun.codecs.kmeans import require_kmeans1d
+from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
+from torchrec_checknrun.errors import UnsupportedFormat
+
+_NARROW = ("fp16", "bf16")
+_ROWWISE = tuple(method.name.lower() for method in Method)
+METHODS = (*_ROWWISE, "kmeans", "importance", *_NARROW)
+SMALL_TABLE_ROWS = 1000
+"""Tables with fewer rows are stored exactly: together they hardly add to a checkpoint's size, and
+each of their rows is looked up often.
+"""
+_SPEC_TYPES = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True)
+class TableEncoding:
+    """The way one table's rows become bytes.
+
+    Attributes:
+        codec: for the weights.
+        optimizer: for row-wise optimizer state, one of ``row_state.STATE_SCHEMES``.
+        compress: whether to apply zstd where that makes a chunk smaller.
+    """
+
+    codec: Codec
+    optimizer: str = "fp32"
+    compress: bool = False
+
+    def settled(self, codecs: Settled) -> TableEncoding:
+        """Replace a codec that ranks settle by the one that was settled, if there is one."""
+        if not self.codec.surveys:
+            return self
+        codec = codecs.get(key_of(self.codec))
+        return self if codec is None else replace(self, codec=codec)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The user's choice of how embedding rows are stored. Training itself is not affected.
+
+    Attributes:
+        bits: 2, 3, 4 or 8; None: exact, bit for bit, unless ``method`` has a width of its own;
+            ``"auto"``: from ``expected_restores``.
+        method: how a row is quantized: ``adaptive`` (the best), ``asymmetric`` (FBGEMM's min/max),
+            ``symmetric``, ``greedy`` (the paper's search), ``kmeans`` (slow: for reference). Or,
+            without ``bits``: ``importance`` (2, 4 or 8 bits a row, by its weight in the loss),
+            ``fp16``, ``bf16``.
+        expected_restores: how often the job will be restored (``policy.expected_restores``
+            estimates it). Once the job was restored more often from quantized rows, the width
+            switches to 8 bits.
+        mean_bits: ``importance``: the budget, bits per value on average over all tables; default 4.
+        offset: ``importance``: instead of a budget, a number added to the bits of every row.
+        optimizer: row-wise optimizer state: ``fp32`` (unchanged), ``bf16`` or ``log8``.
+        compress: whether to apply zstd to all of this where that makes a chunk smaller.
+        exact_below_rows: tables with fewer rows are stored exactly.
+        tables: other choices for tables whose name matches a pattern (``fnmatch``, on the state
+            dict's name without ``.weight``); the first match counts, for small tables, too.
+        codec: a codec object, instead of ``bits`` and ``method``: one of your own, for example
+            (see ``codecs.register``).
+
+    Raises:
+        ValueError: a value is out of range, or two contradict each other.
+        ImportError: k-means without its library.
+    """
+
+    bits: int | Literal["auto"] | None = None
+    method: str = "adaptive"
+    expected_restores: float | None = None
+    mean_bits: float | None = None
+    offset: float | None = None
+    optimizer: str = "fp32"
+    compress: bool = False
+    exact_below_rows: int = SMALL_TABLE_ROWS
+    tables: Mapping[str, Quantization] = field(default_factory=dict)
+    codec: Codec | None = None
+
+    def __post_init__(self) -> None:
+        self._check_width()
+        if self.optimizer not in STATE_SCHEMES:
+            raise ValueError(f"optimizer must be one of {STATE_SCHEMES}, not {self.optimizer!r}")
+        if not isinstance(self.compress, bool):
+            raise ValueError(f"compress must be True or False, not {self.compress!r}")
+        if type(self.exact_below_rows) is not int or self.exact_below_rows < 0:
+            raise ValueError(
+                f"exact_below_rows must be a number of rows such as 1000, not "
+                f"{self.exact_below_rows!r}"
+            )
+        self._check_tables()
+        if self.codec is not None:
+            self._check_codec(self.codec)
+        if self.method == "kmeans":
+            require_kmeans1d()
+        self._codec()
+
+    def _check_width(self) -> None:
+        """Refuse contradictions among the fields that choose a width."""
+        if self.bits not in (None, "auto") and (
+            type(self.bits) is not int or self.bits not in WIDTHS
+        ):
+            raise ValueError(
+                f"bits must be None (exact), 'auto' or one of {WIDTHS}, not {self.bits!r}"
+            )
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {METHODS}, not {self.method!r}")
+        if self.bits is not None and self.method in ("importance", *_NARROW):
+            raise ValueError(f"method {self.method!r} has widths of its own: leave bits out")
+        if self.bits == "auto" and self.expected_restores is None:
+            raise ValueError(
+                "bits='auto' is chosen from expected_restores: give it (policy.expected_restores "
+                "estimates it from nodes, failures and hours)"
+            )
+        if self.expected_restores is not None:
+            width_for(self.expected_restores)
+        if self.method != "importance" and (self.mean_bits, self.offset) != (None, None):
+            raise ValueError("mean_bits and offset are parameters of method='importance'")
+
+    def _check_tables(self) -> None:
+        """Refuse choices for patterns that are not ``Quantization`` objects without patterns."""
+        if not isinstance(self.tables, Mapping) or not all(
+            isinstance(choice, Quantization) for choice in self.tables.values()
+        ):
+            raise ValueError(
+                'tables must map patterns to choices, as {"*user*": Quantization(bits=4)}, not '
+                f"{self.tables!r}"
+            )
+        if any(choice.tables for choice in self.tables.values()):
+            raise ValueError("the choice for a pattern can't have patterns of its own")
+
+    def _check_codec(self, codec: object) -> None:
+        """Refuse a codec whose chunks no restore could read."""
+        for name in ("bits", "method", "mean_bits", "offset"):
+            if getattr(self, name) != getattr(Quantization, name):
+                raise ValueError(f"a codec has a width of its own: leave {name} out")
+        if not isinstance(codec, Codec):
+            raise ValueError(
+                "codec must be an object of a class that inherits from "
+                f"torchrec_checknrun.codecs.Codec, not {codec!r}"
+            )
+        spec = codec.spec()
+        if any(type(value) not in _SPEC_TYPES for value in spec.values()):
+            raise ValueError(
+                f"spec() of {codec!r} may hold str, int, float, bool and None only: {spec}"
+            )
+        try:
+            known = codec_from_spec(spec)
+        except UnsupportedFormat as error:
+            raise ValueError(
+                f"{codec!r} could not be read again ({error}): register its class with "
+                "torchrec_checknrun.codecs.register"
+            ) from error
+        if type(known) is not type(codec):
+            raise ValueError(
+                f"{codec!r} would be read as {known!r}: give its class a name of its own and "
+                "register it with torchrec_checknrun.codecs.register"
+            )
+
+    def resolved(self, lossy_restores: int) -> Quantization:
+        """Replace ``auto`` by a width, and any narrow width by 8 bits after too many restores.
+
+        Args:
+            lossy_restores: how often this job was restored from quantized rows.
+        """
+        expected = self.expected_restores
+        resolved = self
+        if self.bits == "auto":
+            assert expected is not None
+            resolved = replace(resolved, bits=width_for(expected))
+        if expected is not None and lossy_restores > expected and resolved._is_narrow:
+            resolved = replace(
+                resolved,
+                bits=MOST,
+                mean_bits=None,
+                offset=None,
+                codec=None,
+                method=self.method if self.method in (*_ROWWISE, "kmeans") else "adaptive",
+            )
+        overrides = {
+            pattern: replace(
+                choice,
+                expected_restores=expected
+                if choice.expected_restores is None
+                else choice.expected_restores,
+            ).resolved(lossy_restores)
+            for pattern, choice in self.tables.items()
+        }
+        return replace(resolved, tables=overrides)
+
+    def for_table(self, table: str, rows: int) -> TableEncoding:
+        """Return the encoding of a table, given its name and number of rows."""
+        for pattern, choice in self.tables.items():
+            if fnmatchcase(table, pattern):
+                return choice._encoding()
+        if rows < self.exact_below_rows:
+            return replace(self._encoding(), codec=Exact())
+        return self._encoding()
+
+    def widths(self, tables: Mapping[str, int]) -> dict[str, int]:
+        """Return the bits of a stored value by table, given the tables' numbers of rows."""
+        return {name: self.for_table(name, rows).codec.value_bits for name, rows in tables.items()}
+
+    @property
+    def width(self) -> int | None:
+        """Bits of tables without a choice of their own; None if not one number, or ``"auto"``."""
+        return self.bits if isinstance(self.bits, int) else None
+
+    @property
+    def _is_narrow(self) -> bool:
+        if self.codec is not None:
+            return self.codec.lossy and self.codec.value_bits < MOST
+        return self.method == "importance" or self.width is not None
+
+    def _encoding(self) -> TableEncoding:
+        return TableEncoding(self._codec(), self.optimizer, self.compress)
+
+    def _codec(self) -> Codec:
+        if self.codec is not None:
+            return self.codec
+        if self.method == "importance":
+            return ImportanceWeighted(self.offset, self.mean_bits)
+        if self.method in _NARROW:
+            return Fp16() if self.method == "fp16" else Bf16()
+        if self.bits is None:
+            return Exact()
+        bits = width_for(self.expected_restores or 0) if self.bits == "auto" else self.bits
+        return KMeans(bits) if self.method == "kmeans" else Rowwise(bits, self.method)

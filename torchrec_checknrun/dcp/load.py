@@ -1,0 +1,194 @@
+"""Restore through ``dcp.load``: a planner and a storage reader of this package's format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
+from torch.futures import Future
+
+from torchrec_checknrun.errors import CheckNRunError, IncompatibleCheckpoint, InvalidPlan
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.ranks import picklable_errors
+from torchrec_checknrun.restore.chunks import ChainContent, read_content
+from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.plan import ChainRestore
+from torchrec_checknrun.restore.states import Merge
+from torchrec_checknrun.root.chain import Chain, resolve
+from torchrec_checknrun.store.folder import Folder
+
+_AS_SAVED = Fit()
+
+
+class LoadPlanner(DcpLoadPlanner):
+    """A planner that restores a checkpoint of this package, for ``dcp.load(…, planner=…)``.
+
+    Args:
+        tracked: from ``track(model)``: rows are restored into its shards, and its marks start
+            over. None: rows are restored into the tables of the state dict.
+        per_rank: merge functions of states of which each rank has its own, by name, for another
+            number of ranks; None or absent: such a state is an error on another number of ranks.
+        fit: allowed differences between checkpoint and model.
+        dry_run: read, verify and decode everything, but change nothing.
+    """
+
+    def __init__(
+        self,
+        tracked: TrackedModel | None = None,
+        *,
+        per_rank: Mapping[str, Merge | None] | None = None,
+        fit: Fit = _AS_SAVED,
+        dry_run: bool = False,
+    ) -> None:
+        self._restore = ChainRestore(tracked, per_rank=per_rank, fit=fit, dry_run=dry_run)
+
+    @property
+    def began(self) -> bool:
+        """True once anything may have been changed."""
+        return self._restore.began
+
+    @property
+    def converted(self) -> bool:
+        """True if tables differ from the saved ones in more than the ranks that hold their rows, so
+        that a differential checkpoint can't follow.
+        """
+        return self._restore.converted
+
+    @property
+    def skipped(self) -> list[str]:
+        """Descriptions of tables and values on one side only, where ``fit`` allows that."""
+        return self._restore.skipped
+
+    @picklable_errors()  # DCP sends errors to rank 0
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        content = metadata.planner_data if metadata else None
+        if isinstance(content, Exception):
+            raise content
+        if not isinstance(content, ChainContent):
+            raise IncompatibleCheckpoint(
+                "LoadPlanner reads checkpoints of this package's format: pass "
+                "storage_reader=StorageReader(path) to dcp.load as well"
+            )
+        self._restore.plan(content, state_dict)
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([_read_item(key) for key in self._restore.keys])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load(self, root: Folder, threads: int | None) -> None:
+        """Read and load all planned chunks, for ``StorageReader``; see ``ChainRestore.load``."""
+        self._restore.load(root, threads)
+
+    def load_bytes(self, read_item: ReadItem, value: object) -> None:
+        raise AssertionError("StorageReader has the planner load all chunks by itself")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        raise AssertionError("this format has no tensor items")
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        raise AssertionError("this format has no tensor items")
+
+
+class StorageReader(DcpStorageReader):
+    """A reader of a checkpoint and its parents, for ``dcp.load(…, storage_reader=…)``.
+
+    Args:
+        path: the checkpoint's directory, a path or fsspec URL; an open folder keeps its
+            ``timeout_seconds``.
+        chain: the chain to read; None: found by its head.
+        threads: number of reading threads; None: one for each CPU of this process, up to 8. Memory
+            stays at a few chunks, however many threads read.
+
+    Raises:
+        ValueError: ``threads`` is less than 1.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Folder,
+        chain: Chain | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
+        self._folder = path if isinstance(path, Folder) else Folder(path)
+        self._chain = chain
+        self._threads = threads
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(os.fspath(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._folder, self._chain = Folder(checkpoint_id), None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the chain's indexes; an error is raised by the planner, with its own type."""
+        content: ChainContent | CheckNRunError | OSError
+        try:
+            if self._chain is None:
+                self._chain = resolve(self._folder.parent, self._folder.name)
+            content = read_content(self._folder.parent, self._chain)
+        except (CheckNRunError, OSError) as error:
+            content = error  # DCP would replace an exception by a message of its own
+        return Metadata(_ForLoadPlannerOnly(), planner_data=content)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @picklable_errors()  # DCP sends errors to all ranks
+    def read_data(self, plan: LoadPlan, planner: DcpLoadPlanner) -> Future[None]:
+        if not isinstance(planner, LoadPlanner):
+            _refuse_planner()
+        planner.load(self._folder.parent, self._threads)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class _ForLoadPlannerOnly(dict[str, Any]):
+    """State-dict metadata that refuses DCP's own planner, which would otherwise load nothing or
+    name a missing key instead of the wrong planner.
+    """
+
+    def _refuse(self, *_: object) -> NoReturn:
+        _refuse_planner()
+
+    keys = items = __iter__ = __contains__ = __getitem__ = _refuse
+
+
+def _refuse_planner() -> NoReturn:
+    raise InvalidPlan(
+        "StorageReader reads checkpoints for this package's LoadPlanner: pass "
+        "planner=LoadPlanner() to dcp.load as well"
+    )
+
+
+def _read_item(key: str) -> ReadItem:
+    index, nothing = MetadataIndex(key), torch.Size((0,))
+    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)

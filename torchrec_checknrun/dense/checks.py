@@ -1,0 +1,112 @@
+"""Check a saved optimizer against the live one, before anything is changed.
+
+Parameters' state is compared elsewhere, with all other state. But torch's SGD has none, and a
+parameter group or wrapper on one side only would be lost silently.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from torchrec_checknrun.dense.param_groups import GROUPS, Group, SavedGroups
+from torchrec_checknrun.dense.tree import Key, Node, own_parameters
+from torchrec_checknrun.dense.wrappers import WRAPPERS, without_takers
+from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.format.state import Tree, tree_items
+
+logger = logging.getLogger(__name__)
+
+
+def check_groups(
+    saved: SavedGroups, live: Sequence[Group], path: str, strict: bool, tables: Collection[str]
+) -> set[Key]:
+    """Refuse groups whose parameters had different options, and parameters in one side's groups.
+
+    Tables are exempt from the latter: they move to kernels and back.
+
+    Args:
+        saved: the checkpoint's groups.
+        live: the optimizer's groups.
+        path: the optimizer's name in errors.
+        strict: refuse; otherwise warn, and keep the live options that differ.
+        tables: names of the model's tables.
+
+    Returns:
+        Parameters whose saved options are ambiguous; they keep their live ones.
+
+    Raises:
+        IncompatibleCheckpoint: names the parameters.
+    """
+    changed: set[Key] = set()
+    for group in live:
+        matching = saved.match(group)
+        if saved.agree(matching):
+            continue
+        if strict:
+            raise IncompatibleCheckpoint(
+                f"{path}.{GROUPS}: {sorted(map(str, group.keys))[:8]} are in one parameter "
+                f"group, but were in {len(matching)} with different options: group the "
+                "parameters as they were when the checkpoint was saved, or keep the options "
+                "with strict=False"
+            )
+        changed |= set(group.keys)
+    sides = ("checkpoint", "optimizer")
+    for side, keys in zip(sides, saved.on_one_side(live), strict=True):
+        if not (names := sorted(str(key) for key in keys if not _is_table(key, tables))):
+            continue
+        text = (
+            f"{path}.{GROUPS}: only the {side} has a parameter group with {names[:8]}: make "
+            "the optimizer with the groups that it had when the checkpoint was saved (call "
+            "add_param_group before the restore)"
+        )
+        if strict:
+            raise IncompatibleCheckpoint(f"{text}, or leave that out with strict=False")
+        logger.warning("%s", text)
+    return changed
+
+
+def check_wrappers(
+    saved: Mapping[Key, Tree], live: Sequence[Node], path: str, strict: bool
+) -> None:
+    """Refuse a checkpoint whose wrappers had counters that no live wrapper takes.
+
+    Attributes of a missing wrapper are only reported by a warning.
+
+    Args:
+        saved: stored wrappers by identity.
+        live: the live optimizers.
+        path: the optimizer's name in messages.
+        strict: refuse; otherwise such counters are left out.
+
+    Raises:
+        IncompatibleCheckpoint: names the counters and the wrapper.
+    """
+    own = {node.identity: own_parameters(node).keys() for node in live}
+    made_of = f"it is made of {sorted(own)}"
+    for identity, of_node in saved.items() if strict else ():
+        names = tree_items(tree_items(of_node).get("state")).keys()
+        if lost := names - own.get(str(identity), set()):
+            raise IncompatibleCheckpoint(
+                f"{path}.{WRAPPERS}: the checkpoint has {sorted(map(str, lost))} of "
+                f"{identity}, which this optimizer does not have ({made_of}): "
+                "wrap it as it was when the checkpoint was saved, or leave that out with "
+                "strict=False"
+            )
+    for identity, attributes in without_takers(saved, live).items():
+        logger.warning(
+            "%s.%s: %s of %s are not restored, since this optimizer has no such wrapper (%s): if "
+            "they are needed, wrap it as it was when the checkpoint was saved, with the same class "
+            "name",
+            path,
+            WRAPPERS,
+            attributes,
+            identity,
+            made_of,
+        )
+
+
+def _is_table(key: Key, tables: Collection[str]) -> bool:
+    """Return whether a key is a table's weight, perhaps prefixed by combined optimizers' keys."""
+    weight = f".{key}"
+    return any(weight.endswith(f".{table}.weight") for table in tables)

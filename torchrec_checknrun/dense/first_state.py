@@ -1,0 +1,165 @@
+"""Make the state that an optimizer's first step would make, without taking that step."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchrec_checknrun.dense.tree import inner_optimizers
+from torchrec_checknrun.placements import zeros_placed_as
+
+_DEVICE_STEP = ("capturable", "fused")
+"""Options that place an optimizer's step counter on the parameter's device, not on the CPU."""
+
+_HOOKS = re.compile(r"^_optimizer_.*_hooks$")
+_IMMUTABLE = (
+    *(bool, int, float, complex, str, bytes, Enum, type, FunctionType, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.Size, logging.Logger),
+)
+
+
+def first_state(
+    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> dict[str, Any] | None:
+    """Return the state, all zeros, that an optimizer's first step would make for a parameter.
+
+    A copy of the optimizer, without its hooks, steps a stand-in of the parameter, on the meta
+    device if the optimizer works there. Neither the parameter nor anything that the optimizer holds
+    is touched: in the copy, inner optimizers are replaced by ones that do nothing.
+
+    Args:
+        group: the parameter's group, for its options.
+
+    Returns:
+        The state by name; empty if the optimizer keeps none; None if the copy can't step.
+    """
+    for inner in inner_optimizers(optimizer).values():
+        if inner.state is optimizer.state:
+            return first_state(inner, group, parameter)
+    for device in (torch.device("meta"), parameter.device):
+        stand_in = nn.Parameter(zeros_placed_as(parameter, device))
+        stand_in.grad = torch.zeros_like(stand_in)
+        plain = dict.fromkeys(("foreach", "differentiable", *_DEVICE_STEP), False)
+        try:
+            copied = _Copied(optimizer)
+            options = {k: copied(v) for k, v in group.items() if k != "params"}
+            options |= {**{k: v for k, v in plain.items() if k in group}, "lr": 0.0}
+            twin: Any = object.__new__(type(optimizer))
+            groups = [{**options, "params": [stand_in]}]
+            vars(twin).update(copied.attributes(groups))
+            vars(twin).update(state=defaultdict(dict), param_groups=groups)
+            type(twin).step(twin)
+        except Exception:  # a user's optimizer may raise anything
+            continue
+        made: dict[str, Any] = twin.state.get(stand_in, {})
+        on_device = any(group.get(option) for option in _DEVICE_STEP)
+        return {name: _zeros(value, parameter.device, on_device) for name, value in made.items()}
+    return None
+
+
+class _Still(Optimizer):
+    """A stand-in for an optimizer inside another one, whose steps do nothing."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        # torch's own __init__ would copy the groups and announce the steps to hooks.
+        self.param_groups, self.state, self.defaults = groups, defaultdict(dict), {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # overloaded
+        """Do nothing."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing."""
+
+
+class _Copied:
+    """A copier of an optimizer's attributes, so that the copy's step can't reach the original.
+
+    Raises:
+        TypeError: a value can't be copied safely: a parameter, a module, an unknown object.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        self._groups: list[dict[str, Any]] = []
+
+    def attributes(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Copy all attributes but the state, the groups and a scheduler's ``step``.
+
+        Args:
+            groups: the parameter groups for stand-ins of inner optimizers.
+        """
+        self._groups = groups
+        return {
+            name: OrderedDict() if _HOOKS.search(name) else self(value)
+            for name, value in vars(self._optimizer).items()
+            if name not in ("state", "param_groups", "step")
+        }
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Optimizer):
+            return _Still(self._groups)
+        if id(value) in self._parameters:
+            raise TypeError("an optimizer's own parameter")
+        if type(value) is torch.Tensor:
+            return value.detach().clone()
+        if isinstance(value, dict):
+            items = {self(k): self(v) for k, v in value.items()}
+            return defaultdict(None, items) if isinstance(value, defaultdict) else items
+        if type(value) in (list, tuple, set, frozenset, deque):
+            return type(value)(map(self, value))
+        if value is None or isinstance(value, _IMMUTABLE):
+            return value
+        if _is_plain_object(value):
+            copied = object.__new__(type(value))
+            vars(copied).update({name: self(item) for name, item in vars(value).items()})
+            return copied
+        raise TypeError(f"a {type(value).__name__}, which a step may change")
+
+
+def _is_plain_object(value: object) -> bool:
+    """Return whether an object's content is all in its ``__dict__``, as a dataclass's is."""
+    kind = type(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, (nn.Module, torch.Tensor))
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__basicsize__ == _Empty.__basicsize__
+    )
+
+
+class _Empty:
+    """A plain object, for the size of one without slots."""
+
+
+def _zeros(value: Any, device: torch.device, on_device: bool) -> Any:
+    """Return a state value as before any step: zeros, on the device the optimizer would use."""
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tensor, device=device if on_device or tensor.is_meta else None)
+
+    return 0 if type(value) is int else _map(value, zeros)
+
+
+def to_device(device: torch.device, value: Any) -> Any:
+    """Move the tensors of a parameter's state to a device, except for 0-d counters."""
+    return _map(value, lambda tensor: tensor.to(device) if tensor.dim() else tensor)
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(item, change) for item in value)
+    return value

@@ -1,0 +1,144 @@
+"""Notice dense gradients that wait for their optimizer, which a checkpoint would lose.
+
+Fused tables are updated within backward, dense parameters only when their optimizer steps. With
+gradient accumulation, or a gradient scaler that skips a step, a checkpoint would not hold the
+gradients accumulated so far, though their samples count as trained. So a checkpoint is postponed
+until no gradient waits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from torchrec_checknrun.dense.optimizers import torch_optimizers
+from torchrec_checknrun.dense.tree import all_nodes
+
+
+class PendingGradients:
+    """A watch on the parameters of optimizers among state objects, and on all optimizers' steps.
+
+    A step of an optimizer applies the gradients of its parameters, except for parameters of inner
+    optimizers, which it may leave unstepped.
+
+    Args:
+        states: state objects; optimizers among them (torch's, TorchRec's wrappers, users') are
+            watched, with all optimizers inside.
+    """
+
+    def __init__(self, states: Iterable[object]) -> None:
+        self._states = tuple(states)
+        self._watched: dict[int, torch.Tensor] = {}
+        """Parameters by ``id``."""
+        self._waiting: set[int] = set()
+        self._frozen: list[torch.Tensor] = []
+        """Parameters that can't have a gradient at present."""
+        self._sizes: list[tuple[weakref.ref[Optimizer], int]] = []
+        self._inside: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]]
+        self._inside = weakref.WeakKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+        self._watch()
+        self._waiting.clear()  # whether earlier gradients were applied is unknown
+        method = weakref.WeakMethod(self._stepped)
+
+        def stepped(optimizer: Optimizer, *_: object) -> None:
+            if (call := method()) is not None:
+                call(optimizer)
+
+        self._handles.append(register_optimizer_step_post_hook(stepped))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a parameter has a gradient that it got since an optimizer last stepped it.
+
+        ``zero_grad`` may have dropped it, if the loss was for other parameters or not finite. A
+        parameter that was frozen, or in no optimizer, until now counts as well.
+        """
+        self._waiting &= self._watch()
+        return any(has_gradient(self._watched[key]) for key in self._waiting)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _watch(self) -> set[int]:
+        """Watch new parameters; return the ids of all that optimizers have now."""
+        optimizers = list(torch_optimizers(self._states))
+        parameters = {id(p): p for o in optimizers for p in _parameters(o)}
+        self._frozen = [p for p in parameters.values() if not _accumulates(p)]
+        for key, parameter in parameters.items():
+            if key not in self._watched and _accumulates(parameter):
+                self._watched[key] = parameter
+                self._waiting.add(key)
+                self._handles.append(
+                    parameter.register_post_accumulate_grad_hook(self._accumulated)
+                )
+        self._sizes = [(weakref.ref(o), _size(o)) for o in optimizers]
+        self._inside.clear()
+        for optimizer in optimizers:
+            _announce_steps(optimizer)
+        return set(parameters)
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        self._waiting.add(id(parameter))
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        if any(map(_accumulates, self._frozen)) or any(
+            (known := of()) is not None and _size(known) != size for of, size in self._sizes
+        ):
+            self._watch()
+        if not self._waiting:
+            return
+        stepped = set(map(id, _parameters(optimizer)))
+        if optimizer not in self._inside:
+            inside = [node.optimizer for node in all_nodes(optimizer)]
+            self._inside[optimizer] = [weakref.ref(o) for o in inside if o is not optimizer]
+        for of in self._inside[optimizer]:
+            if (inner := of()) is not None:
+                stepped.difference_update(map(id, _parameters(inner)))
+        self._waiting -= stepped
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _accumulates(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and parameter.is_leaf
+
+
+def _size(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _announce_steps(optimizer: Optimizer) -> None:
+    """Let an optimizer's class run torch's hooks at each step, as ``Optimizer.__init__`` does.
+
+    ``KeyedOptimizer`` doesn't call that, though a user's subclass may step parameters itself.
+    """
+    hooks = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+    if hooks <= vars(optimizer).keys() and not getattr(type(optimizer).step, "hooked", False):
+        optimizer._patch_step_function()
+
+
+def has_gradient(parameter: torch.Tensor) -> bool:
+    """Return whether a step would apply a gradient to this rank's part of a parameter.
+
+    A gradient of zeros, as ``zero_grad(set_to_none=False)`` leaves, counts as none.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return False
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    if gradient.is_sparse:
+        gradient = gradient._values()
+    return bool(gradient.any())

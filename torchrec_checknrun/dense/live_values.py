@@ -1,0 +1,244 @@
+"""Pack the values that an optimizer's wrapper holds into plain values, and put them back.
+
+Lists and dicts are packed item by item: references in them (see ``References``) are left out and
+keep their live values. Modules and other objects with a state dict are packed as that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrec_checknrun.dense.references import References
+from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.format.state import MOST_DEPTH, TORCH_DTYPES, encode_state
+
+_LIVE, _STATE, _ENUM, _DICT = "$live", "$state", "$enum", "$dict"
+"""The only key of a dict that stands for a reference, a state dict's content, the name of an enum's
+member, or a dict that itself has one such key."""
+_MARKS = frozenset({_LIVE, _STATE, _ENUM, _DICT})
+LIVE = {_LIVE: None}
+"""Stands for a reference."""
+_MISSING = object()
+
+
+def pack(
+    value: Any, references: References, path: str, lost: dict[str, object], depth: int = 0
+) -> Any:
+    """Turn a live value into one that can be stored, with the live tensors.
+
+    Args:
+        references: values that are stored elsewhere.
+        path: the value's name.
+        lost: receives the values that can't be stored, by path.
+
+    Returns:
+        ``LIVE`` for a reference, for a container of nothing but references, and for a lost value.
+    """
+    if value in references:
+        return LIVE
+    if isinstance(value, torch.Tensor):
+        return value if _can_store(value) else _lose(value, path, lost)
+    if depth > MOST_DEPTH:
+        return _lose(value, path, lost)
+    if isinstance(value, Mapping):
+        return _pack_mapping(value, references, path, lost, depth)
+    if isinstance(value, (list, tuple, deque)):
+        return _pack_sequence(value, references, path, lost, depth)
+    if isinstance(value, Enum):
+        name = value.name
+        return {_ENUM: name} if _member(value, name) is value else _lose(value, path, lost)
+    if _has_state(value):
+        return _pack_state(value, references, path, lost, depth)
+    try:
+        encode_state(value, path)
+    except UnsupportedState:
+        return _lose(value, path, lost)
+    return value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two packed values have the same stored bytes."""
+    (tree, pieces), (other_tree, other_pieces) = encode_state(one, ""), encode_state(other, "")
+    return tree == other_tree and b"".join(pieces) == b"".join(other_pieces)
+
+
+def why_not(live: Any, saved: Any, references: References) -> str | None:
+    """Return the reason why a packed value can't replace a live one; None if it can."""
+    mark, content = _marked(saved)
+    if mark == _LIVE:
+        return "it refers to a value that is missing now" if live is _MISSING else None
+    if mark == _ENUM and _member(live, content) is None:
+        return f"it was {content!r}, a member of an enum, and is a {type(live).__name__} now"
+    if mark == _STATE:
+        if not _has_state(live) or live in references:
+            return f"it had a state dict, and is a {type(live).__name__} now"
+        own = live.state_dict()
+        return _why_not_module(own, content) if isinstance(live, nn.Module) else None
+    if isinstance(content, dict) and mark in (None, _DICT):
+        inner: Iterable[tuple[Any, Any]] = content.items()
+    elif isinstance(saved, (list, tuple)):
+        inner = enumerate(saved)
+    else:
+        return None
+    found = (why_not(_item(live, key), item, references) for key, item in inner)
+    return next((why for why in found if why is not None), None)
+
+
+def put(
+    live: Any,
+    saved: Any,
+    references: References,
+    device: torch.device | None,
+    fresh: bool = False,
+) -> Any:
+    """Replace a live value by a packed one, for which ``why_not`` returned None.
+
+    Tensors, lists, dicts and objects with a state dict keep their identity.
+
+    Args:
+        device: the device of tensors without a live counterpart.
+        fresh: make new tensors, lists and dicts of the live ones' types instead: the live ones may
+            belong to the code that made the wrapper.
+
+    Returns:
+        The value to use in the live one's place, often the live one itself.
+    """
+    mark, content = _marked(saved)
+    if mark == _LIVE or live in references:
+        return live
+    if mark == _ENUM:
+        return _member(live, content)
+    if mark == _STATE:
+        live.load_state_dict(put(live.state_dict(), content, references, device, fresh=True))
+        return live
+    if isinstance(saved, torch.Tensor):
+        return _put_tensor(live, saved, device, fresh)
+    if isinstance(content, dict):
+        items = {k: put(_item(live, k), v, references, device, fresh) for k, v in content.items()}
+        if not isinstance(live, dict):
+            return items
+        items |= {k: v for k, v in live.items() if k not in items and v in references}
+        target = copy.copy(live) if fresh else live
+        target.clear()
+        target.update(items)
+        return target
+    if isinstance(saved, (list, tuple)):
+        found = [put(_item(live, i), v, references, device, fresh) for i, v in enumerate(saved)]
+        if not isinstance(live, (list, deque)) or not isinstance(saved, list):
+            return type(saved)(found)
+        sequence = copy.copy(live) if fresh else live
+        sequence.clear()
+        sequence.extend(found)
+        return sequence
+    return copy.deepcopy(saved) if fresh else saved
+
+
+def _pack_mapping(
+    value: Mapping[Any, Any],
+    references: References,
+    path: str,
+    lost: dict[str, object],
+    depth: int,
+) -> Any:
+    items = {k: pack(v, references, f"{path}[{k!r}]", lost, depth + 1) for k, v in value.items()}
+    if items and all(item is LIVE for item in items.values()):
+        return LIVE
+    if not isinstance(value, dict) or any(type(key) not in (str, int) for key in items):
+        return _lose(value, path, lost)
+    return {_DICT: items} if len(items) == 1 and items.keys() <= _MARKS else items
+
+
+def _pack_sequence(
+    value: Iterable[Any], references: References, path: str, lost: dict[str, object], depth: int
+) -> Any:
+    items = [pack(v, references, f"{path}[{i}]", lost, depth + 1) for i, v in enumerate(value)]
+    if items and all(item is LIVE for item in items):
+        return LIVE
+    if isinstance(value, tuple):
+        return tuple(items) if type(value) is tuple else _lose(value, path, lost)
+    return items
+
+
+def _pack_state(
+    value: Any, references: References, path: str, lost: dict[str, object], depth: int
+) -> Any:
+    """Pack an object with a state dict, as the content of that."""
+    within: dict[str, object] = {}
+    try:
+        content = pack(value.state_dict(), references, path, within, depth + 1)
+    except Exception:  # a user's state_dict may raise anything; the object is reported as lost
+        return _lose(value, path, lost)
+    return _lose(value, path, lost) if within else {_STATE: content}
+
+
+def _lose(value: object, path: str, lost: dict[str, object]) -> Any:
+    lost[path] = value
+    return LIVE
+
+
+def _can_store(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_meta
+        and str(tensor.dtype).removeprefix("torch.") in TORCH_DTYPES
+    )
+
+
+def _has_state(value: object) -> bool:
+    if isinstance(value, type):
+        return False
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _marked(saved: Any) -> tuple[str | None, Any]:
+    """Split a packed value into its mark, if any, and its content."""
+    if isinstance(saved, dict) and len(saved) == 1:
+        ((key, content),) = saved.items()
+        if key in _MARKS:
+            return key, content
+    return None, saved
+
+
+def _member(live: object, name: str) -> object:
+    """Return the member of a live member's enum with a name; None if there is none."""
+    return type(live).__members__.get(name) if isinstance(live, Enum) else None
+
+
+def _why_not_module(own: Mapping[str, Any], content: Any) -> str | None:
+    saved: dict[str, Any] = content if isinstance(content, dict) else {}
+    if saved == LIVE:
+        return None
+    for key in sorted(own.keys() ^ saved.keys()):
+        return f"{key!r} is only in its {'saved' if key in saved else 'present'} state dict"
+    for key, value in saved.items():
+        shape = getattr(own[key], "shape", None)
+        if isinstance(value, torch.Tensor) and shape != value.shape:
+            return f"its {key!r} was saved as {list(value.shape)}, and is {list(shape or [])} now"
+    return None
+
+
+def _item(live: Any, key: Any) -> Any:
+    if isinstance(live, dict):
+        return live.get(key, _MISSING)
+    found = isinstance(live, (list, tuple, deque)) and type(key) is int and key < len(live)
+    return live[key] if found else _MISSING
+
+
+def _put_tensor(
+    live: Any, saved: torch.Tensor, device: torch.device | None, fresh: bool
+) -> torch.Tensor:
+    if not isinstance(live, torch.Tensor):
+        return saved if device is None else saved.to(device)
+    if not fresh and (live.shape, live.dtype) == (saved.shape, saved.dtype):
+        with torch.no_grad():
+            return live.copy_(saved)
+    made = saved.to(live.device)
+    return nn.Parameter(made, live.requires_grad) if isinstance(live, nn.Parameter) else made

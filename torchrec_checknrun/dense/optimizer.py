@@ -1,0 +1,336 @@
+"""Save and restore one dense optimizer, torch's or TorchRec's, with the wrappers around it.
+
+The state of its parameters, all options of its parameter groups and the values that wrappers hold
+are stored by name. Values that TorchRec's ``load_state_dict`` resets are written after it, rates
+last.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_checknrun.dense.checks import check_groups, check_wrappers
+from torchrec_checknrun.dense.first_state import first_state, to_device
+from torchrec_checknrun.dense.optimizers import row_states
+from torchrec_checknrun.dense.param_groups import (
+    GROUPS,
+    OWNERS,
+    Group,
+    SavedGroups,
+    live_groups,
+    options_of,
+    stored_groups,
+)
+from torchrec_checknrun.dense.references import References
+from torchrec_checknrun.dense.same_objects import same_objects
+from torchrec_checknrun.dense.tree import (
+    Key,
+    Node,
+    Parameter,
+    Parameters,
+    all_nodes,
+    nodes,
+    own_parameters,
+)
+from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
+from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.format.state import Tree, decode_state, empty_state, tree_items
+from torchrec_checknrun.format.state_tree import leaves
+
+logger = logging.getLogger(__name__)
+
+_LATE = "late"
+"""Key of the parameters whose state was still to be made, each with its optimizer's class."""
+_FORM = "own_form"
+"""Key of the result of a user's own ``state_dict`` in a form of its own."""
+_BESIDE = (GROUPS, OWNERS, _LATE, WRAPPERS)
+"""Keys beside ``state`` with no tensor to restore in place."""
+
+
+class DenseOptimizer:
+    """One optimizer in the stored form, which extends that of TorchRec's state dicts.
+
+    The form is ``{"state": {key: …}}`` with ``param_groups`` and ``param_groups_of`` (see
+    ``stored_groups``), ``wrappers`` (the values that each wrapper holds, by identity) and ``late``
+    if some state was still to be made. Keys are parameter names, a TorchRec optimizer's own or the
+    model's; if the model doesn't know all parameters, torch's numbers.
+
+    Args:
+        state: the outermost optimizer.
+        names: the model's parameters.
+        sharded: names of the model's tables in fused kernels.
+        elsewhere: tensors, modules and objects that are stored elsewhere.
+        resized: the checkpoint to restore was saved by another number of ranks.
+    """
+
+    def __init__(
+        self,
+        state: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        sharded: Collection[str] = (),
+        elsewhere: Collection[object] = (),
+        resized: bool = False,
+    ) -> None:
+        self._state = state
+        self._elsewhere = elsewhere
+        self._resized = resized
+        self._names = names
+        self._parameters = Parameters(state, names, sharded)
+        self._changed: set[Key] = set()
+        self._kept: set[Key] = set()
+        self._before: list[tuple[MutableMapping[Any, Any], torch.Tensor, Any]] = []
+        self._saved_groups = SavedGroups({})
+        self._beside: dict[str, Any] = {}
+
+    def stored(self) -> dict[str, Any]:
+        """Return the state in the stored form, with the live tensors."""
+        parameters = [p for p in self._parameters if not p.sharded]
+        content = self._content()
+        late = {p.key: type(p.optimizer).__name__ for p in parameters if p.state is None}
+        strict = not isinstance(self._state, KeyedOptimizer)
+        content |= stored_groups(self._groups(), strict)
+        references = self._references()
+        found = {node.identity: held(node, references) for node in nodes(self._state)}
+        wrappers = {identity: of_node for identity, of_node in found.items() if of_node}
+        beside = {WRAPPERS: wrappers, _LATE: late}
+        return {**content, **{name: value for name, value in beside.items() if value}}
+
+    def fit(
+        self, tree: Tree, path: str, tables: Mapping[str, Collection[str] | None], strict: bool
+    ) -> dict[str, Any]:
+        """Make the live state match a checkpoint's, see ``DenseStates.fit``.
+
+        Args:
+            tree: the optimizer's stored tree.
+            path: the optimizer's name in errors.
+        """
+        stored = tree_items(tree)
+        self._saved_groups = SavedGroups(stored)
+        self._parameters.numbered = self._saved_groups.numbered
+        saved = tree_items(stored.get("state"))
+        late = {k: decode_state(v, b"") for k, v in tree_items(stored.get(_LATE)).items()}
+        for parameter in self._parameters:
+            if parameter.sharded:
+                continue
+            table = parameter.name.removesuffix(".weight")
+            of_key = saved.get(parameter.key)
+            was_late = late.get(parameter.key) == type(parameter.optimizer).__name__
+            if _FORM in stored and of_key is None and not was_late:
+                self._make_for_own_form(parameter, path)
+                continue
+            wanted = tables[table] if table in tables else tree_items(of_key).keys()
+            if wanted is None:
+                continue
+            if wanted and not strict:
+                self._compare(parameter, set(map(str, wanted)), by_rows=table in tables)
+            if parameter.key not in self._kept:
+                self._fit_parameter(parameter, of_key, bool(wanted), was_late, strict)
+        groups = self._groups()
+        self._changed |= check_groups(self._saved_groups, groups, path, strict, tables)
+        check_wrappers(tree_items(stored.get(WRAPPERS)), nodes(self._state), path, strict)
+        content = self._content()
+        left_out = self._kept | self._own().keys()
+        live = {k: v for k, v in content["state"].items() if k not in left_out}
+        live |= dict.fromkeys(self._own().keys() & saved.keys())
+        # None: restored as stored, not into live tensors.
+        return {**content, "state": live, **{name: None for name in _BESIDE if name in stored}}
+
+    def load(self, content: dict[str, Any]) -> None:
+        """Load the restored state; ``finish`` writes the rest."""
+        restored = dict(content)
+        self._beside = {name: restored.pop(name, None) for name in _BESIDE}
+        if not self._beside[WRAPPERS]:  # saved by ``dcp.save``, as TorchRec's state dict shows it
+            for key, (node, of_node) in self._own().items():
+                if key in restored["state"]:
+                    node.optimizer.state[of_node] = dict(restored["state"][key])
+        given = self._state.state_dict()
+        form = restored.pop(_FORM, None)
+        loaded: Collection[Key] = ()
+        if not self._is_own_form(given):
+            own = self._by_key(given)
+            state = {k: restored["state"].get(k, value) for k, value in own["state"].items()}
+            own |= {**restored, "state": state}
+            loaded, form = state.keys(), self._by_key(own, back=True)
+        if form is not None:
+            with same_objects(all_nodes(self._state)):
+                self._state.load_state_dict(form)
+        for parameter in self._parameters:
+            if parameter.key not in loaded and parameter.key in restored["state"]:
+                parameter.optimizer.state[parameter.parameter].update(
+                    restored["state"][parameter.key]
+                )
+
+    def finish(self, name: str) -> None:
+        """Write wrappers' values and group options, after everything that may reset them."""
+        wrappers = self._beside.get(WRAPPERS) or {}
+        references = self._references()
+        for node in nodes(self._state) if wrappers else ():
+            of_node = wrappers.get(node.identity, {})
+            changed = give_back(node, of_node, references, self._resized)
+            if changed:
+                logger.warning(
+                    "%s (%s) continues with %s, as saved%s: set another value after the restore "
+                    "if needed",
+                    name,
+                    node.identity,
+                    ", ".join(changed),
+                    " on another number of ranks" if self._resized else "",
+                )
+        saved = self._beside.get(GROUPS) or []
+        for group in self._groups():
+            matching = self._saved_groups.match(group)
+            if matching and not self._changed & set(group.keys):
+                group.set(options_of(saved[matching[0]]))
+        self._beside = {}
+
+    def undo(self) -> None:
+        """Put the live state back as it was before ``fit``."""
+        for mapping, parameter, state in reversed(self._before):
+            if state is None:
+                mapping.pop(parameter, None)
+            else:
+                mapping[parameter] = state
+        self._before = []
+        self._changed, self._kept = set(), set()
+
+    def _fit_parameter(
+        self, parameter: Parameter, saved: Tree | None, wanted: bool, was_late: bool, strict: bool
+    ) -> None:
+        """Make a parameter's state, or remove it.
+
+        If the checkpoint lacks state that was not merely late, the state is made as well, so that
+        the later comparison of both reports the difference.
+        """
+        if parameter.state is None and (wanted or (strict and not was_late)):
+            made = _first_state(parameter)
+            if made is None and wanted and saved is not None:
+                made = to_device(parameter.parameter.device, empty_state(saved))
+            if made:
+                self._set(parameter, made)
+        elif parameter.state is not None and was_late and not wanted:
+            self._set(parameter, None)
+
+    def _make_for_own_form(self, parameter: Parameter, path: str) -> None:
+        """Make the state that a user's own ``load_state_dict`` is about to load.
+
+        TorchRec would refuse to load missing state, but only once the tables are restored.
+
+        Raises:
+            IncompatibleCheckpoint: the state can't be made; names the parameter.
+        """
+        if parameter.state is not None:
+            return
+        made = _first_state(parameter)
+        if made is None:
+            raise IncompatibleCheckpoint(
+                f"{path}: {type(self._state).__name__}.state_dict has a form of its own, and state "
+                f"of {parameter.name} is still to be made by {type(parameter.optimizer).__name__}: "
+                "make it before the restore (init_state() of a KeyedOptimizer), or let state_dict "
+                "return TorchRec's form with further keys beside 'state'"
+            )
+        if made:
+            self._set(parameter, made)
+
+    def _compare(self, parameter: Parameter, saved: set[str], by_rows: bool) -> None:
+        """Note whether a parameter's saved state is of another kind of optimizer.
+
+        If so its group keeps the live options, and the parameter keeps its live state if the two
+        kinds have no state in common.
+        """
+        own = parameter.state if parameter.state is not None else _first_state(parameter)
+        if own is None:
+            return
+        names = set(row_states(own, parameter.parameter) if by_rows else own)
+        if names != saved:
+            self._changed.add(parameter.key)
+            if not names & saved - {"step"}:
+                self._kept.add(parameter.key)
+
+    def _set(self, parameter: Parameter, state: dict[str, Any] | None) -> None:
+        mapping = parameter.optimizer.state
+        self._before.append((mapping, parameter.parameter, parameter.state))
+        if state is None:
+            del mapping[parameter.parameter]
+        else:
+            mapping[parameter.parameter] = state
+
+    def _content(self) -> dict[str, Any]:
+        """Return the state dict by keys, without groups and sharded parameters.
+
+        State that TorchRec's state dict omits is added: state made after a combined optimizer was
+        wrapped and combined again.
+        """
+        given = self._state.state_dict()
+        parameters = list(self._parameters)
+        made = {p.key: dict(p.state) for p in parameters if p.state is not None}
+        if self._is_own_form(given):
+            shown = References(value for _, value in leaves({_FORM: given}, (torch.Tensor,)))
+            made = {k: v for k, v in made.items() if not _is_shown(v, shown)}
+            content: dict[str, Any] = {_FORM: given, "state": {}}
+        else:
+            content = self._by_key(given)
+        content.pop(GROUPS, None)
+        content["state"] = {**made, **content["state"]}
+        left_out = {p.key for p in parameters if p.sharded}
+        content["state"] = {k: v for k, v in content["state"].items() if k not in left_out}
+        return content
+
+    def _own(self) -> dict[Key, tuple[Node, torch.Tensor]]:
+        """Return the parameters that wrappers made for themselves, by key of their state."""
+        return {
+            node.key(name): (node, parameter)
+            for node in nodes(self._state)
+            if not (node.fused or node.steps)
+            for name, parameter in own_parameters(node).items()
+        }
+
+    def _groups(self) -> list[Group]:
+        keys = {id(p.parameter): p.key for p in self._parameters if not p.sharded}
+        return live_groups(nodes(self._state), lambda node, parameter: keys.get(id(parameter)))
+
+    def _is_own_form(self, given: object) -> bool:
+        """Return whether a state dict is of a user's own form instead of TorchRec's."""
+        plain = isinstance(given, dict) and isinstance(given.get("state"), dict)
+        return isinstance(self._state, KeyedOptimizer) and not plain
+
+    def _references(self) -> References:
+        """Collect all that is stored elsewhere than with a wrapper."""
+        found: list[object] = [*self._elsewhere, *self._names]
+        for node in nodes(self._state):
+            found += own_parameters(node).values()
+            for group in node.optimizer.param_groups:
+                found += group["params"]
+        for parameter in self._parameters:
+            found.append(parameter.parameter)
+            found += (parameter.state or {}).values()
+        return References(found)
+
+    def _by_key(self, content: Mapping[str, Any], back: bool = False) -> dict[str, Any]:
+        """Translate a plain optimizer's state dict from torch's numbers to keys, or back."""
+        if isinstance(self._state, KeyedOptimizer):
+            return dict(content)
+        keys: dict[Key, Key] = dict(enumerate(self._parameters.keys().values()))
+        if back:
+            keys = {key: number for number, key in keys.items()}
+        groups = [
+            {**group, "params": [keys.get(k, k) for k in group["params"]]}
+            for group in content[GROUPS]
+        ]
+        state = {keys.get(k, k): value for k, value in content["state"].items()}
+        return {**content, "state": state, GROUPS: groups}
+
+
+def _first_state(parameter: Parameter) -> dict[str, Any] | None:
+    return first_state(parameter.optimizer, parameter.group, parameter.parameter)
+
+
+def _is_shown(state: Mapping[str, Any], shown: References) -> bool:
+    """Return whether all tensors of a parameter's state are in a user's own form."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return bool(tensors) and all(tensor in shown for tensor in tensors)

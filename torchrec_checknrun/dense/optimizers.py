@@ -1,0 +1,116 @@
+"""Find the dense optimizers that step parameters and tables, and tables' state in them.
+
+A fused kernel contains its tables' optimizer; a data-parallel table is a dense parameter, and a
+dense optimizer keeps its state, under other names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import optim
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from torchrec_checknrun.dense.tree import all_nodes
+
+
+def torch_optimizers(states: Iterable[object]) -> Iterator[Optimizer]:
+    """Yield the optimizers that may step dense parameters, each once, the innermost first.
+
+    TorchRec's wrappers are left out, since they only call the optimizers inside.
+    """
+    seen: set[int] = set()
+    for state in states:
+        for node in all_nodes(state) if isinstance(state, Optimizer) else ():
+            wrapper = isinstance(node.optimizer, KeyedOptimizer) and not node.steps
+            if not (node.fused or wrapper or id(node.optimizer) in seen):
+                seen.add(id(node.optimizer))
+                yield node.optimizer
+
+
+def wraps_another(optimizer: Optimizer) -> bool:
+    """Return whether a TorchRec optimizer leaves all stepping to the optimizers inside.
+
+    Other optimizers with one inside (Lookahead) may well modify parameters themselves.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        return True
+    inner = getattr(optimizer, "_optimizer", None)
+    return isinstance(optimizer, KeyedOptimizer) and isinstance(inner, Optimizer)
+
+
+def group_of(optimizer: Optimizer, weight: torch.Tensor) -> dict[str, Any] | None:
+    """Find the parameter group that holds a table, by the table's memory; None if none does."""
+    for group in optimizer.param_groups:
+        if any(is_same_memory(parameter, weight) for parameter in group["params"]):
+            return group
+    return None
+
+
+def state_of(optimizers: Iterable[Optimizer], weight: torch.Tensor) -> dict[str, Any]:
+    """Return the state that dense optimizers keep of a table, by their own names.
+
+    Empty before the first step of optimizers that make their state then.
+    """
+    found: dict[str, Any] = {}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if is_same_memory(parameter, weight):
+                found.update(state)
+    return found
+
+
+def row_states(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the row-by-row part of a table's dense optimizer state, under fused names.
+
+    Returns:
+        Views by name: ``(rows, dim)`` or, for row-wise state, ``(rows,)``. Counters and the like
+        are left out; they stay in the optimizer's state dict.
+    """
+    fused_names = _fused_names(state)
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.shape == weight.shape:
+            found[fused_names.get(name, name)] = value.detach()
+        elif value.shape == (weight.shape[0], 1):
+            found[fused_names.get(name, name)] = value.detach()[:, 0]
+    return found
+
+
+def _fused_names(state: Collection[str]) -> dict[str, str]:
+    """Map a dense optimizer's state names to those of the fused optimizer of the same kind.
+
+    TorchRec calls any fused optimizer's first state ``momentum1``: Adagrad's sum as well as Adam's
+    first moment. Other states (momentum of SGD, AMSGrad's maximum, RMSprop's average …) have no
+    fused counterpart and keep their names, lest they be confused with one.
+    """
+    if {"exp_avg", "exp_avg_sq"} <= set(state):
+        return {"exp_avg": "momentum1"}
+    return {"sum": "momentum1"}
+
+
+def touches_other_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether a step may change rows without a gradient; True for unknown optimizers."""
+    if group.get("weight_decay", 0):
+        return True
+    if type(optimizer) is optim.SGD:
+        return bool(group["momentum"])
+    return type(optimizer) not in (optim.Adagrad, RowWiseAdagrad)
+
+
+def is_same_memory(parameter: object, weight: torch.Tensor) -> bool:
+    """Return whether a parameter is a view of exactly this table's memory."""
+    return (
+        isinstance(parameter, torch.Tensor)
+        and not isinstance(parameter, (ShardedTensor, DTensor))
+        and parameter.shape == weight.shape
+        and parameter.data_ptr() == weight.data_ptr()
+    )

@@ -1,0 +1,163 @@
+"""Save the options of optimizers' parameter groups, and match saved groups with live ones.
+
+TorchRec's state dicts omit the groups, and so the rates that schedulers have set. Groups are stored
+as torch stores them, but by parameter names; those of fused optimizers are saved with the tables.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchrec_checknrun.dense.tree import Key, Node
+from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.format.state import (
+    Tree,
+    decode_state,
+    encode_state,
+    tree_items,
+    tree_values,
+)
+
+logger = logging.getLogger(__name__)
+
+GROUPS, OWNERS = "param_groups", "param_groups_of"
+"""Stored keys: the groups, and for each group its optimizer's identity."""
+_OF_GROUP = ("params", "param_names")
+"""Keys of a group's dict that list its parameters; all other keys are options."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One live parameter group.
+
+    Attributes:
+        content: torch's dict.
+        keys: keys of the parameters' state, without sharded tables, which differ between ranks.
+        owner: identity of the optimizer with the group.
+        number: position among the owner's groups.
+    """
+
+    content: dict[str, Any]
+    keys: list[Key]
+    owner: str
+    number: int
+
+    def options(self) -> dict[str, Any]:
+        """Return the group's dict without its parameters."""
+        return options_of(self.content)
+
+    def set(self, options: dict[str, Any]) -> None:
+        """Write saved options; keep options that only the live group has (a new scheduler's)."""
+        for name, value in options.items():
+            live = self.content.get(name)
+            if isinstance(live, torch.Tensor) and not isinstance(value, (torch.Tensor, float, int)):
+                live = None
+            if isinstance(live, torch.Tensor):
+                with torch.no_grad():
+                    live.copy_(torch.as_tensor(value))
+            else:
+                self.content[name] = value
+
+
+def options_of(group: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a live or saved group's dict without its parameters."""
+    return {name: value for name, value in group.items() if name not in _OF_GROUP}
+
+
+def live_groups(
+    nodes: Iterable[Node], key_of: Callable[[Node, torch.Tensor], Key | None]
+) -> list[Group]:
+    """List the groups in a nest of optimizers, each once, with the innermost owner.
+
+    Args:
+        nodes: the optimizers, innermost first.
+        key_of: returns a parameter's key; None for a parameter that isn't stored.
+    """
+    found, seen = [], set()
+    for node in nodes:
+        for number, content in enumerate(node.optimizer.param_groups):
+            if id(content) in seen:
+                continue
+            seen.add(id(content))
+            if not node.fused:
+                keys = [key for p in content["params"] if (key := key_of(node, p)) is not None]
+                found.append(Group(content, keys, node.identity, number))
+    return found
+
+
+def stored_groups(groups: Sequence[Group], strict: bool) -> dict[str, Any]:
+    """Return the stored form of the groups, with the live tensors.
+
+    Args:
+        strict: keep options that can't be stored, so that the save fails and names them; otherwise
+            leave them out with a warning.
+    """
+    stored = []
+    for group in groups:
+        options = group.options()
+        for name, value in list(options.items()) if not strict else ():
+            try:
+                encode_state(value, name)
+            except UnsupportedState as error:
+                logger.warning(
+                    "parameter group option %r of %s is not saved: %s", name, group.owner, error
+                )
+                del options[name]
+        stored.append({"params": group.keys, **options})
+    return {GROUPS: stored, OWNERS: [group.owner for group in groups]}
+
+
+class SavedGroups:
+    """The groups of a checkpoint, to be matched with live ones.
+
+    Args:
+        tree: the stored tree that contains the result of ``stored_groups``.
+    """
+
+    def __init__(self, tree: dict[Key, Tree]) -> None:
+        self._groups = [tree_items(group) for group in tree_values(tree.get(GROUPS))]
+        self._keys = [
+            {decode_state(key, b"") for key in tree_values(group.get("params"))}
+            for group in self._groups
+        ]
+        self._owners = [decode_state(o, b"") for o in tree_values(tree.get(OWNERS))]
+
+    @property
+    def numbered(self) -> bool:
+        """Whether parameters are stored by torch's numbers."""
+        keys = [key for of_group in self._keys for key in of_group]
+        return bool(keys) and all(type(key) is int for key in keys)
+
+    def match(self, group: Group) -> list[int]:
+        """Return the positions of the saved groups that hold a live group's parameters.
+
+        A group of only sharded tables is found by its position among its owner's groups.
+        """
+        found = [i for i, keys in enumerate(self._keys) if keys & set(group.keys)]
+        if found or not self._owners:
+            return found
+        same = [i for i, owner in enumerate(self._owners) if owner == group.owner]
+        if group.number < len(same) and not self._keys[same[group.number]]:
+            return [same[group.number]]
+        return []
+
+    def on_one_side(self, groups: Iterable[Group]) -> tuple[set[Key], set[Key]]:
+        """Return the parameters only in saved groups, and those only in live groups.
+
+        Both are empty if the checkpoint has no groups.
+        """
+        if not self._groups:
+            return set(), set()
+        saved = {key for keys in self._keys for key in keys}
+        live = {key for group in groups for key in group.keys}
+        return saved - live, live - saved
+
+    def agree(self, positions: Sequence[int]) -> bool:
+        """Return whether the saved groups at these positions had the same options."""
+        options = [options_of(self._groups[i]) for i in positions]
+        return all(other == options[0] for other in options[1:])

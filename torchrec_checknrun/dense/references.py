@@ -1,0 +1,90 @@
+"""Recognize references in a wrapper's attributes: values stored elsewhere, or no state at all.
+
+A wrapper keeps lists of parameters, other optimizers, functions, a logger. None of these is stored
+with the wrapper, and all of them keep their live values when the rest is restored.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+_CODE = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.ModuleType,
+    type,
+    functools.partial,
+)
+_OF_PROCESS = (
+    logging.Logger,
+    logging.LoggerAdapter,
+    threading.Thread,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    weakref.ReferenceType,
+    torch.device,
+    *((dist.ProcessGroup,) if dist.is_available() else ()),
+)
+
+
+class References:
+    """The values that are stored elsewhere than with a wrapper, or are no state at all.
+
+    Args:
+        values: tensors and objects that are stored elsewhere; a tensor in the same memory as one
+            of them is stored elsewhere as well.
+    """
+
+    def __init__(self, values: Iterable[object]) -> None:
+        self._kept = [*values]  # an id is an object's only while the object lives
+        self._ids = {id(value) for value in self._kept}
+        self._memory = {address for value in self._kept for address in _memory(value)}
+
+    def __contains__(self, value: object) -> bool:
+        if id(value) in self._ids or isinstance(value, (Optimizer, *_CODE, *_OF_PROCESS)):
+            return True
+        if isinstance(value, torch.Tensor):
+            return any(address in self._memory for address in _memory(value))
+        if isinstance(value, nn.Module):
+            return all(tensor in self for tensor in tensors_of(value))
+        return False
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield a module's parameters and buffers."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _memory(value: object) -> Iterator[int]:
+    """Yield the addresses of a tensor's memory on this rank; none for an empty tensor."""
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            yield from _memory(shard.tensor)
+    elif isinstance(value, DTensor):
+        yield from _memory(value._local_tensor)
+    elif isinstance(value, torch.Tensor):
+        if shards := getattr(value, "local_shards", None):  # TorchRec's LocalShardsWrapper
+            for shard in shards():
+                yield from _memory(shard)
+            return
+        try:
+            address = value.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError, ValueError):  # a subclass without memory
+            return
+        if address:
+            yield address

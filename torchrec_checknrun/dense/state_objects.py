@@ -1,0 +1,233 @@
+"""Restore users' state objects through ``load_state_dict``, with the content that was saved.
+
+Shapes, keys and lengths may differ by now: a replay buffer has grown, a metric has new labels. So
+the object's present content is neither compared nor written to, except for sharded tensors and
+tables, which are restored in place. A plain module would refuse other shapes only after the model
+was changed, so that is checked before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.format.state import Tree, never, tree_items
+
+Covered = Callable[[object], bool]
+"""Returns whether a leaf is restored in place, or whether a key belongs to a table."""
+Kept = Callable[[Any, Any], bool]
+"""Returns whether a live value, the first argument, is used in place of the saved one."""
+_MISSING = object()
+
+
+class StateObjects:
+    """State objects that are restored by their own ``load_state_dict``.
+
+    Args:
+        states: the objects by name.
+    """
+
+    def __init__(self, states: Mapping[str, object]) -> None:
+        self._states = dict(states)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._states
+
+    def check(self, name: str, current: object, tree: Tree, covered: Covered) -> None:
+        """Refuse content that the object's ``load_state_dict`` would refuse.
+
+        That is another module's keys or shapes, for a plain module; and an empty state, which a
+        disabled object saves, for an object that doesn't load one.
+
+        Args:
+            name: the object's name.
+            current: the object's present state dict.
+            tree: the saved tree.
+            covered: recognizes leaves that are restored in place.
+
+        Raises:
+            IncompatibleCheckpoint: names the key, saved and wanted, or the object.
+        """
+        saved = tree_items(tree)
+        if "d" in tree and not saved and (problem := self._refuses_nothing(name, current)):
+            raise IncompatibleCheckpoint(
+                f"state {name!r} was empty when it was saved, as a disabled torch.amp.GradScaler's "
+                f"is, and an enabled {type(self._states[name]).__name__} refuses to load that "
+                f"({problem}): restore with the object as it was, or let it keep its present state "
+                "with strict=False"
+            )
+        if not isinstance(current, dict) or not _is_plain_module(self._states[name]):
+            return
+        wanted = {key: value for key, value in current.items() if not covered(value)}
+        for key in [*(wanted.keys() - saved.keys()), *(saved.keys() - current.keys())]:
+            where = "checkpoint" if key in saved else "module"
+            raise IncompatibleCheckpoint(
+                f"{name}.{key} is in the {where} only: build the module as it was when the "
+                "checkpoint was saved, or skip what only one of them has with strict=False"
+            )
+        for key, value in wanted.items():
+            shape = saved[key].get("shape") if "x" in saved[key] else None
+            if isinstance(value, torch.Tensor) and shape != list(value.shape):
+                raise IncompatibleCheckpoint(
+                    f"{name}.{key}: the checkpoint has shape {shape}, the module wants "
+                    f"{list(value.shape)}: build the module as it was when the checkpoint was "
+                    "saved, or keep its own with strict=False"
+                )
+
+    def content(
+        self,
+        name: str,
+        current: Any,
+        saved: Any,
+        kept: Kept,
+        covered: Covered,
+        of_table: Covered,
+        strict: bool,
+        skipped: list[str],
+    ) -> Any:
+        """Build the state dict to load: the saved content with the live sharded tensors.
+
+        Args:
+            name: the object's name.
+            current: the object's present state dict.
+            saved: the saved content.
+            kept: recognizes live values that are used in place of the saved ones.
+            covered: recognizes leaves that are restored in place.
+            of_table: recognizes keys of a table, under which an optimizer keeps state that depends
+                on the sharding: such keys on one side only keep their live content.
+            strict: whether a plain module must match the saved content exactly; if not, only the
+                matching part is loaded.
+            skipped: receives a description of each part left out.
+        """
+        state = self._states[name]
+        if not strict and saved == {} and self._refuses_nothing(name, current):
+            skipped.append(f"state {name!r}: empty in the checkpoint")
+            return current
+        if not strict and isinstance(current, dict) and _is_plain_module(state):
+            saved = _fitting(name, current, saved, covered, skipped)
+        by_table = of_table if isinstance(state, Optimizer) else never
+        return _with_live(current, saved, kept, covered, by_table)
+
+    def _refuses_nothing(self, name: str, current: object) -> str | None:
+        """Load an empty state into a copy of an object whose state is not empty.
+
+        Many objects accept one: counts without any labels, say.
+
+        Returns:
+            The copy's error as text; None if there is none, or if the object can't be copied.
+        """
+        if (
+            not isinstance(current, dict)
+            or not current
+            or isinstance(self._states[name], nn.Module)
+        ):
+            return None
+        try:
+            trial: Any = copy.deepcopy(self._states[name])
+        except Exception:  # unknown: the object itself will raise if it refuses
+            return None
+        try:
+            trial.load_state_dict({})
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+
+def _with_live(current: Any, saved: Any, kept: Kept, covered: Covered, of_table: Covered) -> Any:
+    """Return the saved content with the live leaves that were restored in place.
+
+    Dicts keep the live ones' types, tensors the live ones' devices.
+    """
+    if kept(current, saved):
+        return current
+    if isinstance(saved, torch.Tensor):
+        if isinstance(current, torch.Tensor) and not covered(current):
+            return saved.to(current.device)
+        return saved
+    if not isinstance(saved, dict):
+        if isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)):
+            pairs = zip_longest(saved, current[: len(saved)])
+            return type(saved)(_with_live(live, s, kept, covered, of_table) for s, live in pairs)
+        return saved
+    if not isinstance(current, dict):
+        return saved
+    content = {
+        key: _with_live(current.get(key), value, kept, covered, of_table)
+        for key, value in saved.items()
+        if key in current or not of_table(key)
+    }
+    for key, value in current.items():
+        if key in content and not covered(value):
+            continue
+        live = value if of_table(key) else _live_part(value, covered)
+        if live is not _MISSING:
+            content[key] = live
+    if type(current) is dict:
+        return content
+    try:
+        like = copy.copy(current)  # keeps a module's versions, a counter's type …
+        like.clear()
+        like.update(content)
+    except Exception:
+        return content
+    return like
+
+
+def _live_part(value: Any, covered: Covered) -> Any:
+    """Return the part of a live value that is restored in place; ``_MISSING`` if none is."""
+    if covered(value):
+        return value
+    if isinstance(value, dict):
+        parts = {key: _live_part(item, covered) for key, item in value.items()}
+        kept = {key: part for key, part in parts.items() if part is not _MISSING}
+        return kept or _MISSING
+    return _MISSING
+
+
+def _fitting(
+    name: str,
+    current: dict[Any, Any],
+    saved: dict[Any, Any],
+    covered: Covered,
+    skipped: list[str],
+) -> dict[Any, Any]:
+    """Return the saved state that a module can load, completed by its present state."""
+    skipped += [f"state {name}.{key}: only in the checkpoint" for key in saved.keys() - current]
+    fitting = {}
+    for key, value in current.items():
+        if covered(value) and key not in saved:
+            continue
+        found = saved.get(key, _MISSING)
+        if found is _MISSING:
+            skipped.append(f"state {name}.{key}: only in the module")
+        elif isinstance(value, torch.Tensor) and getattr(found, "shape", None) != value.shape:
+            skipped.append(f"state {name}.{key}: of another shape than the module's")
+            found = _MISSING
+        fitting[key] = value if found is _MISSING else found
+    return fitting
+
+
+def _is_plain_module(state: object) -> bool:
+    """Return whether a module loads as torch's own do, and so refuses other keys and shapes."""
+    return (
+        isinstance(state, nn.Module)
+        and type(state).load_state_dict is nn.Module.load_state_dict
+        and all(_loads_plainly(module) for module in state.modules())
+    )
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    load: Any = type(module)._load_from_state_dict
+    extra = type(module).set_extra_state is not nn.Module.set_extra_state
+    return (
+        load.__module__.startswith("torch.nn.modules.")
+        and not module._load_state_dict_pre_hooks
+        and not extra
+    )

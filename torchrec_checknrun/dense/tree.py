@@ -1,0 +1,267 @@
+"""Walk through optimizers that wrap or combine others, and through their parameters.
+
+TorchRec nests optimizers freely, and its state dicts show only the innermost ones' state: warm-up
+around a combined optimizer, say, leaves no trace. Users' own optimizers (Lookahead, SAM) hold
+another one in any attribute, and torch's state dict shows only the outermost one's state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+_TORCHS = frozenset({"state", "param_groups", "params", "defaults"})
+"""Attributes of every optimizer that are not searched for others."""
+_DEEPEST = 3
+"""Levels of lists and dicts that are searched for optimizers."""
+
+Key = str | int
+"""A parameter's name, or torch's number of it."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One optimizer in a nest.
+
+    Attributes:
+        identity: the class with the keys of the combined optimizers around it, and a number if
+            that is ambiguous. Adding or removing a wrapper around it doesn't change it.
+        prefix: the prefix of its parameters' names in the outermost state dict.
+        keyed: the ``KeyedOptimizer`` that names its parameters: itself, or the wrapper around it.
+        fused: whether the optimizer updates only tables inside kernels.
+        steps: whether the optimizer keeps parameters' state itself.
+        wraps: whether the optimizer holds other optimizers.
+    """
+
+    optimizer: Optimizer
+    identity: str
+    prefix: str
+    keyed: KeyedOptimizer | None
+    fused: bool
+    steps: bool
+    wraps: bool = False
+
+    def key(self, name: str) -> str:
+        """Return the outermost state dict's key of a parameter's name."""
+        return CombinedOptimizer.prepend_opt_key(name, self.prefix)
+
+
+@dataclass
+class Parameter:
+    """One parameter of an optimizer.
+
+    Attributes:
+        key: the key that the state is stored under.
+        name: the name in the model, or the key.
+        optimizer: torch's optimizer, which keeps the state.
+        group: the parameter group.
+        sharded: whether the parameter is a sharded table, or this rank's part of one. Its optimizer
+            is in the kernel: the parameter gets no gradient, each rank has other such parameters,
+            and none of them is stored.
+    """
+
+    key: Key
+    name: str
+    parameter: torch.Tensor
+    optimizer: Optimizer
+    group: dict[str, Any]
+    sharded: bool
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """The state made for the parameter; None if there is none."""
+        return self.optimizer.state.get(self.parameter) or None
+
+
+class Parameters:
+    """The parameters whose state one state dict shows, with their keys.
+
+    Args:
+        optimizer: the outermost optimizer.
+        names: the model's parameters.
+        sharded: names of the model's tables in fused kernels.
+
+    Attributes:
+        numbered: whether a plain optimizer's keys are torch's numbers in any case; otherwise only
+            if the model doesn't know all parameters.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[torch.Tensor, str], sharded: Collection[str]
+    ) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._sharded = sharded
+        self.numbered = False
+
+    def __iter__(self) -> Iterator[Parameter]:
+        if not isinstance(self._optimizer, KeyedOptimizer):
+            keys = self.keys()
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield self._parameter(keys[parameter], parameter, self._optimizer, group)
+            return
+        for node in nodes(self._optimizer):
+            if node.steps and node.keyed is not None:
+                yield from self._of_node(node, node.keyed)
+
+    def keys(self) -> dict[torch.Tensor, Key]:
+        """Return a plain optimizer's parameters in torch's order, with their keys."""
+        parameters = dict.fromkeys(p for g in self._optimizer.param_groups for p in g["params"])
+        if self.numbered or not all(p in self._names for p in parameters):
+            return {parameter: number for number, parameter in enumerate(parameters)}
+        return {parameter: self._names[parameter] for parameter in parameters}
+
+    def _of_node(self, node: Node, keyed: KeyedOptimizer) -> Iterator[Parameter]:
+        groups = {p: group for group in node.optimizer.param_groups for p in group["params"]}
+        for name, parameter in keyed.params.items():
+            if parameter in groups:
+                group = groups[parameter]
+                yield self._parameter(node.key(name), parameter, node.optimizer, group)
+
+    def _parameter(
+        self, key: Key, parameter: torch.Tensor, optimizer: Optimizer, group: dict[str, Any]
+    ) -> Parameter:
+        name = self._names.get(parameter, str(key))
+        sharded = name.removesuffix(".weight") in self._sharded
+        return Parameter(key, name, parameter, optimizer, group, sharded)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place in a walk: a node, and the optimizer whose state dict shows its state.
+
+    Attributes:
+        root: identity and attribute of the outermost such optimizer; empty if it is the walk's.
+    """
+
+    node: Node
+    root: str
+
+
+def nodes(optimizer: Optimizer) -> list[Node]:
+    """List the optimizers whose state one state dict shows, the innermost first.
+
+    Of fused optimizers only the outermost is listed; ``hidden_optimizers`` are left out.
+    """
+    return [place.node for place in _walk(optimizer) if not place.root][::-1]
+
+
+def all_nodes(optimizer: Optimizer) -> list[Node]:
+    """List all optimizers in a nest, the innermost first; of fused ones only the outermost."""
+    return [place.node for place in _walk(optimizer)][::-1]
+
+
+def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Find the optimizers in a nest whose state the outermost one's state dict doesn't show.
+
+    SAM's and Lookahead's base optimizer, for instance. Fused ones are left out: their state goes
+    with the tables.
+
+    Returns:
+        The optimizers by identity and attribute, ``SAM.base_optimizer``, the outer ones first.
+    """
+    found: dict[str, Optimizer] = {}
+    for place in _walk(optimizer):
+        if place.root and not place.node.fused:
+            found.setdefault(place.root, place.node.optimizer)
+    return found
+
+
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that one holds: parts, attributes, items of lists and dicts.
+
+    Returns:
+        The optimizers by attribute (``base``, ``parts[0]``) or key in a combined optimizer.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        return dict(optimizer.optimizers)
+    found: dict[str, Optimizer] = {}
+    for name, value in vars(optimizer).items():
+        if name not in _TORCHS:
+            found.update(_optimizers_in(value, name))
+    return {name: inner for name, inner in found.items() if inner is not optimizer}
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer updates only tables inside kernels."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return all(is_fused(part) for _, part in optimizer.optimizers)
+    return isinstance(optimizer, FusedOptimizer)
+
+
+def own_parameters(node: Node) -> dict[str, torch.Tensor]:
+    """Return the parameters that a wrapper made for itself, by name; no group has them.
+
+    ``WarmupOptimizer`` keeps its counters as the state of such a parameter.
+    """
+    if isinstance(node.optimizer, CombinedOptimizer):
+        return {}  # its parts have their own
+    params = getattr(node.optimizer, "params", None)
+    if not isinstance(params, Mapping):
+        return {}
+    stepped = {id(p) for group in node.optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in params.items() if id(p) not in stepped}
+
+
+def _walk(optimizer: Optimizer) -> Iterator[_Place]:
+    """Yield each optimizer in a nest once, outer ones first."""
+    identities: Counter[str] = Counter()
+    seen: set[int] = set()
+
+    def walk(
+        optimizer: Optimizer, prefix: str, keyed: KeyedOptimizer | None, root: str
+    ) -> Iterator[_Place]:
+        if id(optimizer) in seen:
+            return
+        seen.add(id(optimizer))
+        if isinstance(optimizer, KeyedOptimizer):
+            keyed = optimizer
+        kind = type(optimizer).__name__
+        identity = ".".join(part for part in (root, prefix, kind) if part)
+        identities[identity] += 1
+        if identities[identity] > 1:
+            identity = f"{identity}#{identities[identity]}"
+        if is_fused(optimizer):
+            yield _Place(Node(optimizer, identity, prefix, keyed, True, False), root)
+            return
+        combines = isinstance(optimizer, CombinedOptimizer)
+        inner = inner_optimizers(optimizer)
+        shown = {name for name, each in inner.items() if _shows(optimizer, name, each)}
+        steps = not (combines or shown)
+        yield _Place(Node(optimizer, identity, prefix, keyed, False, steps, bool(inner)), root)
+        # Shown ones first: a shown optimizer may also be inside a hidden one.
+        for name, each in sorted(inner.items(), key=lambda item: item[0] not in shown):
+            if combines:
+                yield from walk(each, CombinedOptimizer.prepend_opt_key(name, prefix), None, root)
+            elif name in shown:
+                yield from walk(each, prefix, keyed, root)
+            else:
+                yield from walk(each, "", None, f"{identity}.{name}")
+
+    yield from walk(optimizer, "", None, "")
+
+
+def _shows(outer: Optimizer, name: str, inner: Optimizer) -> bool:
+    """Return whether an optimizer's state dict shows the state of one that it holds."""
+    if name == "_optimizer" and isinstance(outer, KeyedOptimizer):  # TorchRec's wrappers
+        return True
+    return outer.state is inner.state
+
+
+def _optimizers_in(value: object, name: str, depth: int = 0) -> Iterator[tuple[str, Optimizer]]:
+    if isinstance(value, Optimizer):
+        yield name, value
+    elif depth < _DEEPEST and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _optimizers_in(item, f"{name}[{key!r}]", depth + 1)
+    elif depth < _DEEPEST and isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _optimizers_in(item, f"{name}[{number}]", depth + 1)

@@ -1,0 +1,196 @@
+"""A chunk: rows of one shard, a block of a sharded tensor or one state object, as one run of bytes.
+
+Each chunk has an entry (JSON) in its rank file's index that describes the bytes; the rank file adds
+position and checksum. The payload of a chunk of rows is a sequence of sections, each compressed
+where that makes it smaller.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zstandard
+
+from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.format.checks import as_count
+from torchrec_checknrun.format.state import Tree, decode_state
+
+ROWS, BLOCK, STATE, COLLISIONS = "rows", "block", "state", "collisions"
+"""Kinds of chunks, as index entries name them."""
+
+DECODED_BYTES = 64 << 20
+"""The largest decoded chunk that may be compressed: a few bytes can expand to any number of zeros,
+and readers need memory for them. Larger chunks are limited by their stored bytes, see
+``decoded_most``.
+"""
+
+_EXPANSION = 64
+"""The largest ratio of decoded to stored bytes of an uncompressed chunk; 2-bit fp64 has 32."""
+
+_LEVEL = 1
+"""Level of zstd: higher ones make quantized rows no smaller."""
+
+Entry = dict[str, Any]
+
+
+class EncodedChunk(io.BytesIO):
+    """A chunk's index entry and its bytes, in pieces: joining them would hold the bytes twice.
+
+    A BytesIO because DCP's planners pass such objects; this package uses ``pieces``.
+    """
+
+    def __init__(self, entry: Entry, pieces: list[bytes | memoryview]) -> None:
+        super().__init__()
+        self.entry = entry
+        self.pieces = pieces
+
+    def encode(self) -> EncodedChunk:
+        """Return this chunk: it takes the place of jobs that encode their chunk only when asked."""
+        return self
+
+    def getvalue(self) -> bytes:
+        """Return all bytes, without a copy if there is a single piece."""
+        return b"".join(self.pieces)
+
+
+def state_chunk(
+    name: str, rank: int | None, tree: Tree, pieces: list[bytes | memoryview]
+) -> EncodedChunk:
+    """Wrap an encoded state object as a chunk; ``rank`` is None for a replicated object."""
+    return EncodedChunk({"kind": STATE, "name": name, "rank": rank, "tree": tree}, pieces)
+
+
+def state_tree(entry: Entry) -> Tree:
+    """Return a state chunk's tree.
+
+    Raises:
+        CorruptCheckpoint: the entry has none.
+    """
+    tree = entry.get("tree")
+    if not isinstance(tree, dict):
+        raise CorruptCheckpoint(f"index entry of state {entry.get('name')!r} has no tree")
+    return tree
+
+
+def decode_state_chunk(entry: Entry, payload: bytes | memoryview) -> Any:
+    """Decode a chunk's state object.
+
+    Raises:
+        CorruptCheckpoint: tree and payload don't match.
+    """
+    try:
+        return decode_state(state_tree(entry), payload)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        name = entry.get("name")
+        raise CorruptCheckpoint(f"state {name!r} can't be decoded: {error!r}") from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name in index entries."""
+    return str(dtype).removeprefix("torch.")
+
+
+def decoded_most(stored: int) -> int:
+    """Return the most bytes that a chunk of so many stored bytes may decode to: rows, row ids and
+    optimizer state.
+    """
+    return max(DECODED_BYTES, _EXPANSION * stored)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a payload.
+
+    Attributes:
+        stored: bytes in the payload.
+        raw: bytes before compression; None if the part is not compressed.
+    """
+
+    stored: int
+    raw: int | None
+
+    @classmethod
+    def of(cls, entry: Entry) -> Section:
+        """Parse what ``Sections.add`` returned.
+
+        Raises:
+            KeyError, ValueError: a field is missing or malformed.
+        """
+        return cls(as_count(entry["bytes"]), as_count(entry["raw"]) if "raw" in entry else None)
+
+
+class Sections:
+    """A payload under construction.
+
+    Args:
+        compress: try zstd on each part.
+    """
+
+    def __init__(self, compress: bool) -> None:
+        self.pieces: list[bytes | memoryview] = []
+        self._compressor = zstandard.ZstdCompressor(level=_LEVEL) if compress else None
+
+    def add(self, data: bytes | memoryview) -> Entry:
+        """Append a part; return its sizes for the index entry."""
+        size = memoryview(data).nbytes
+        if self._compressor is not None:
+            smaller = self._compressor.compress(data)
+            if len(smaller) < size:
+                self.pieces.append(smaller)
+                return {"bytes": len(smaller), "raw": size}
+        self.pieces.append(data)
+        return {"bytes": size}
+
+
+def open_sections(
+    sections: Sequence[Section], payload: memoryview, most: int
+) -> Iterator[memoryview]:
+    """Yield a payload's parts, each decompressed when the iterator reaches it.
+
+    Args:
+        most: the largest possible size of a part, in bytes.
+
+    Raises:
+        ValueError: payload and sections don't match.
+    """
+    total = sum(section.stored for section in sections)
+    if total != len(payload):
+        raise ValueError(f"the payload should have {total} bytes, not {len(payload)}")
+    at = 0
+    for section in sections:
+        part = payload[at : at + section.stored]
+        at += section.stored
+        if section.raw is None:
+            yield part
+        else:
+            yield memoryview(decompress(part, section.raw, section.raw, min(most, DECODED_BYTES)))
+
+
+def decompress(part: bytes | memoryview, least: int, most: int, limit: int) -> bytes:
+    """Decompress a zstd frame, allocating no more memory than the frame's stated, checked size.
+
+    Args:
+        least, most: the range of sizes expected.
+        limit: the largest size allowed at all.
+
+    Raises:
+        ValueError: the size is out of range, or the part is not a frame.
+    """
+    if least > limit:
+        raise ValueError(f"a part claims {least} bytes, more than the {limit} allowed")
+    try:
+        size = zstandard.get_frame_parameters(part).content_size
+        if not least <= size <= most:
+            raise ValueError(f"a frame of {size} bytes, where {least} to {most} are possible")
+        if not size:
+            raise ValueError("an empty frame")
+        data = zstandard.ZstdDecompressor().decompress(part, allow_extra_data=False)
+    except (zstandard.ZstdError, MemoryError) as error:
+        raise ValueError(f"a part can't be decompressed: {error}") from error
+    if len(data) != size:
+        raise ValueError(f"{len(data)} bytes in a frame that states {size}")
+    return data

@@ -1,0 +1,391 @@
+"""A checkpoint's manifest: small, JSON, and written last, which makes the checkpoint exist.
+
+The file is ``{"checksum": …, "manifest": {…}}``; the checksum (xxh3, 128 bit) covers the manifest's
+canonical bytes: keys sorted, no spaces, UTF-8. A child names its parent by id *and* checksum, so
+that no chain contains a checkpoint that was replaced.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from functools import cached_property
+from reprlib import repr as shown
+from typing import Any, Literal
+
+from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
+from torchrec_checknrun.format.checks import (
+    MANIFEST_BYTES,
+    Check,
+    as_count,
+    as_flag,
+    as_measure,
+    as_number,
+    as_options,
+    as_text,
+    check_object,
+    dict_of,
+    list_of,
+    optional,
+    parse_json,
+    require_limits,
+    seal,
+)
+from torchrec_checknrun.format.checks import checksum as _checksum
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+LAST_SEQUENCE = 10**18 - 1
+"""The highest sequence number that fits into an id."""
+
+Kind = Literal["full", "differential"]
+
+_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)(?!.*::)[^/\\\x00-\x1f\ud800-\udfff]{1,255}")
+_ID = re.compile(r"seq-([0-9]{6,18})_step-([0-9]{8,18})_[0-9a-f]{8}")
+
+
+def checkpoint_id(sequence: int, step: int, attempt: str) -> str:
+    """Build a directory name, never used twice.
+
+    Args:
+        attempt: eight hex digits unique to the attempt.
+    """
+    return f"seq-{sequence:06d}_step-{step:08d}_{attempt}"
+
+
+def new_id(sequence: int, step: int, *, compacted: bool = False) -> str:
+    """Draw an id for a new attempt; a compacted checkpoint's sorts after its chain's head's.
+
+    Raises:
+        CorruptCheckpoint: see ``require_sequence``.
+    """
+    require_sequence(sequence)
+    upper_half = 1 << 31
+    return checkpoint_id(
+        sequence, step, f"{secrets.randbelow(upper_half) + compacted * upper_half:08x}"
+    )
+
+
+def require_sequence(sequence: int) -> None:
+    """Refuse a number that ``sequence_of`` can't parse: such a save would never be cleaned up.
+
+    Raises:
+        CorruptCheckpoint: a directory in the root has used up the numbers.
+    """
+    if sequence > LAST_SEQUENCE:
+        raise CorruptCheckpoint(
+            f"no checkpoint can have the sequence number {sequence}: {LAST_SEQUENCE} is the last, "
+            "which no run reaches. Look in the root for a directory with that number or a higher "
+            f"one, in its name or as `sequence` in its {MANIFEST_NAME}, and move it away"
+        )
+
+
+def sequence_of(name: str) -> int | None:
+    """Parse the sequence number from a directory name; None if the name is not a checkpoint id."""
+    match = _ID.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_plain_name(name: object) -> bool:
+    """Return whether a name stays within its folder, on disk and in stores (no ``/``, ``..``)."""
+    return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Link:
+    """A reference to another checkpoint of the root, by id and manifest checksum."""
+
+    id: str
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """The part of a manifest that is decided before writing, the same on all ranks.
+
+    The fields are as in ``Manifest``, but for two that may be left open:
+
+    Attributes:
+        sequence: None for one more than the highest in the root.
+        epoch: None for the latest that was claimed in the root.
+    """
+
+    kind: Kind = "full"
+    step: int = 0
+    sequence: int | None = None
+    parent: Link | None = None
+    previous: Link | None = None
+    lossy_restores: int = 0
+    bits: int | None = None
+    earlier_fractions: tuple[float, ...] = ()
+    lineage: str = ""
+    epoch: int | None = None
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One rank's file, and the position of its chunk index."""
+
+    name: str
+    size: int
+    index_offset: int
+    index_length: int
+    index_checksum: str
+    chunks: int
+
+
+@dataclass(frozen=True)
+class TableTotals:
+    """Sizes, errors and optimizer settings of one table in a checkpoint, summed over ranks.
+
+    Attributes:
+        rows, dim: the whole table's size.
+        stored_values: weight values stored; ``stored_values / dim`` is the number of rows.
+        weight_bytes, ids_bytes, optimizer_bytes: in storage.
+        fp32_bytes: of all rows and their optimizer state in a full fp32 checkpoint.
+        modified_bytes: of the stored rows and their optimizer state in memory.
+        encoded_bytes: of the stored rows, optimizer state and ids before compression.
+        value_bits: of the narrowest codec among the chunks.
+        error_mean, error_max: measured relative l2 error of rows, None if exact.
+        error_rows: rows on which the error was measured.
+        optimizer_step, learning_rate: of the table's optimizer, fused or dense; None if unknown.
+        optimizer_options: further options of a fused optimizer, see ``kernel_options``.
+        codecs: of the chunks, each once: name, version and parameters.
+    """
+
+    rows: int
+    dim: int
+    stored_values: int = 0
+    weight_bytes: int = 0
+    ids_bytes: int = 0
+    optimizer_bytes: int = 0
+    fp32_bytes: int = 0
+    value_bits: int = 32
+    error_mean: float | None = None
+    error_max: float | None = None
+    error_rows: int = 0
+    modified_bytes: int = 0
+    encoded_bytes: int = 0
+    optimizer_step: int | None = None
+    learning_rate: float | None = None
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    codecs: list[dict[str, object]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A committed checkpoint.
+
+    Attributes:
+        id: its directory's name.
+        sequence: grows with every attempt in a root: the newest checkpoint has the highest. A
+            compacted checkpoint has the number of its chain's head.
+        step: optimizer steps done; after a fallback it may be smaller than an older checkpoint's.
+        kind: ``full``, or ``differential`` to ``parent``.
+        parent: the checkpoint that this one needs; None if full.
+        previous: the checkpoint that the process last restored or committed; None at a run's start.
+        lossy_restores: restores from lossy checkpoints in this lineage so far.
+        bits: the requested width; None for exact.
+        states: the names of the state objects, each with whether it is per rank.
+        dense_bytes: in storage, of everything but tables: state objects and sharded buffers.
+        earlier_fractions: of the differential checkpoints between the last full one and this one,
+            which may have been deleted since; see ``fraction_of``.
+        lineage: the predecessor's, unless an older checkpoint than the newest was restored before:
+            that starts a fork with a lineage of its own.
+        epoch: the writer's; see ``lease``.
+    """
+
+    id: str
+    sequence: int
+    step: int
+    kind: Kind
+    parent: Link | None
+    previous: Link | None
+    world_size: int
+    created_at: str
+    created_by: str
+    lossy_restores: int
+    bits: int | None
+    tables: dict[str, TableTotals]
+    states: dict[str, bool]
+    dense_bytes: int
+    files: tuple[RankFile, ...]
+    earlier_fractions: tuple[float, ...] = ()
+    lineage: str = ""
+    epoch: int = 0
+    format_version: int = FORMAT_VERSION
+    checksum: str = field(default="", compare=False)
+
+    @property
+    def link(self) -> Link:
+        """A reference to this checkpoint."""
+        return Link(self.id, self.checksum)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether rows were stored with a loss."""
+        return any(table.error_rows > 0 for table in self.tables.values())
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all rank files in storage."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def full_fp32_bytes(self) -> int:
+        """Bytes of a full fp32 checkpoint: all rows, optimizer state and dense part."""
+        return sum(table.fp32_bytes for table in self.tables.values()) + self.dense_bytes
+
+    @property
+    def modified_fraction(self) -> float:
+        """Stored values over all values of the tables."""
+        total = sum(table.rows * table.dim for table in self.tables.values())
+        stored = sum(table.stored_values for table in self.tables.values())
+        return stored / total if total else 0.0
+
+    def fraction_of(self, full: Manifest) -> float:
+        """Return the bytes in storage over those of a full checkpoint (Check-N-Run, section 5.1:
+        S). If the two differ in width, return the modified fraction instead.
+        """
+        widths = {name: t.value_bits for name, t in full.tables.items()}
+        if any(t.stored_values and t.value_bits != widths[n] for n, t in self.tables.items()):
+            return self.modified_fraction
+        return self.stored_bytes / max(1, full.stored_bytes)
+
+    def to_bytes(self) -> bytes:
+        """Encode the manifest file.
+
+        Raises:
+            ValueError: readers would refuse the file: a field is out of range, or there are too
+                many.
+        """
+        content = self._content()
+        _checked(content)
+        data = seal("manifest", content)
+        require_limits(data, MANIFEST_BYTES)
+        return data
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the manifest file."""
+        return len(self.to_bytes())
+
+    def sealed(self) -> Manifest:
+        """Return the manifest with its checksum filled in."""
+        return Manifest(**{**vars(self), "checksum": _checksum(self._content())})
+
+    def _content(self) -> dict[str, Any]:
+        content = asdict(self)
+        del content["checksum"]
+        return content
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Parse and check a manifest file.
+
+    Args:
+        where: the file's name in errors.
+
+    Raises:
+        UnsupportedFormat: the format version is unknown to this release.
+        CorruptCheckpoint: the file is damaged, or not a manifest.
+    """
+    try:
+        document = parse_json(data, MANIFEST_BYTES)
+        content = document["manifest"]
+        version = content["format_version"]
+        checksum = _checksum(content)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(f"{where} is not a manifest: {what}") from error
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        raise UnsupportedFormat(
+            f"{where} has format version {shown(version)}; this release reads 1 to "
+            f"{FORMAT_VERSION}: upgrade torchrec_checknrun"
+        )
+    if document.get("checksum") != checksum:
+        raise CorruptCheckpoint(
+            f"{where}: the checksum is {shown(document.get('checksum'))}, the content's is "
+            f"{checksum!r}"
+        )
+    try:
+        fields = _checked(content)
+        _require_time(fields["created_at"])
+        return Manifest(**fields, checksum=checksum)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{where}: a field is missing or wrong: {error}") from error
+
+
+def _checked(content: object) -> dict[str, Any]:
+    """Check a manifest's fields; return them as ``Manifest`` takes them.
+
+    Raises:
+        ValueError: a field is missing, unknown or malformed.
+    """
+    fields = check_object(content, _FIELDS)
+    kind, parent = fields["kind"], fields["parent"]
+    if kind not in ("full", "differential") or (kind == "full") != (parent is None):
+        raise ValueError(f"kind {kind!r} with parent {parent!r}")
+    names = [file.name for file in fields["files"]]
+    if len(set(names)) != len(names):
+        raise ValueError(f"files: {shown(names)} has a name twice")
+    return fields
+
+
+def _require_time(text: str) -> None:
+    """Refuse anything but ISO 8601 with a time zone: retention counts hours by it."""
+    try:
+        zone = datetime.fromisoformat(text).tzinfo
+    except ValueError:
+        zone = None
+    if zone is None:
+        raise ValueError(f"created_at: {shown(text)} is not ISO 8601 with a time zone")
+
+
+def _as_name(value: object) -> str:
+    if not is_plain_name(value):
+        raise ValueError(f"{shown(value)} is not a plain file name")
+    return as_text(value)
+
+
+def _as_link(value: object) -> Link:
+    return Link(**check_object(value, {"id": _as_name, "checksum": as_text}))
+
+
+def _as_rank_file(value: object) -> RankFile:
+    return RankFile(**check_object(value, _RANK_FILE))
+
+
+def _as_table(value: object) -> TableTotals:
+    return TableTotals(**check_object(value, _TABLE, "optimizer_options"))
+
+
+_RANK_FILE: dict[str, Check] = {
+    **dict.fromkeys(("size", "index_offset", "index_length", "chunks"), as_count),
+    "name": _as_name,
+    "index_checksum": as_text,
+}
+_TABLE: dict[str, Check] = {
+    **dict.fromkeys(("rows", "dim", "stored_values", "fp32_bytes", "error_rows"), as_count),
+    **dict.fromkeys(("weight_bytes", "ids_bytes", "optimizer_bytes"), as_count),
+    **dict.fromkeys(("modified_bytes", "encoded_bytes", "value_bits"), as_count),
+    **dict.fromkeys(("error_mean", "error_max"), optional(as_measure)),
+    "optimizer_step": optional(as_count),
+    "learning_rate": optional(as_number),
+    "optimizer_options": as_options,
+    "codecs": list_of(as_options),
+}
+_FIELDS: dict[str, Check] = {
+    **dict.fromkeys(("sequence", "step", "world_size", "lossy_restores"), as_count),
+    **dict.fromkeys(("dense_bytes", "epoch", "format_version"), as_count),
+    **dict.fromkeys(("kind", "created_at", "created_by", "lineage"), as_text),
+    **dict.fromkeys(("parent", "previous"), optional(_as_link)),
+    "id": _as_name,
+    "bits": optional(as_count),
+    "tables": dict_of(_as_table),
+    "states": dict_of(as_flag),
+    "files": lambda value: tuple(list_of(_as_rank_file)(value)),
+    "earlier_fractions": lambda value: tuple(map(float, list_of(as_measure)(value))),
+}

@@ -1,0 +1,137 @@
+"""Read the indexes and chunks of a checkpoint, each verified against its checksum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import xxhash
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    retry_if_result,
+    stop_after_delay,
+    wait_fixed,
+)
+
+from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.format.checks import INDEX_BYTES
+from torchrec_checknrun.format.chunk import Entry
+from torchrec_checknrun.format.manifest import Manifest, RankFile
+from torchrec_checknrun.format.rank_file import FOOTER, parse_index
+from torchrec_checknrun.format.row_chunk import RowsHeader
+from torchrec_checknrun.store.folder import Folder
+
+VISIBLE_SECONDS = 10.0
+"""How long a file that rank 0 has seen may take to appear on this machine."""
+_LOOK_SECONDS = 0.25
+"""The pause between two looks for such a file."""
+
+Columns = tuple[int, int]
+"""A half-open range of columns."""
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk in storage: its place, its index entry, and the header of a chunk of rows."""
+
+    checkpoint: str
+    file: str
+    number: int
+    entry: Entry = field(hash=False)
+    header: RowsHeader | None = field(compare=False)
+
+    @property
+    def key(self) -> str:
+        """The chunk's unique name in a chain, by number: empty chunks share their offset."""
+        return f"{self.checkpoint}/{self.file}#{self.number}"
+
+
+def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
+    """Read the index of each rank file; return all chunks of a checkpoint.
+
+    Raises:
+        CorruptCheckpoint: a file is missing or too short, or its index is damaged.
+        UnsupportedFormat: a chunk's kind or codec is unknown to this release.
+    """
+    folder = root / manifest.id
+    chunks: list[StoredChunk] = []
+    for file in manifest.files:
+        where = f"{folder}/{file.name}"
+        _check_layout(file, where)
+        data = bytearray(file.index_length)
+        _fill(folder, memoryview(data), file.name, file.index_offset)
+        checksum = xxhash.xxh3_64_hexdigest(data)
+        if checksum != file.index_checksum:
+            raise CorruptCheckpoint(
+                f"{where}: the index at {file.index_offset} has checksum {checksum}, the manifest "
+                f"says {file.index_checksum}"
+            )
+        chunks += [
+            StoredChunk(manifest.id, file.name, number, entry, header)
+            for number, (entry, header) in enumerate(parse_index(data, file, where))
+        ]
+    return tuple(chunks)
+
+
+def _check_layout(file: RankFile, where: str) -> None:
+    """Check that index and footer end the file, and the size of the index."""
+    end = file.index_offset + file.index_length + FOOTER.size
+    if end != file.size or file.index_length > INDEX_BYTES:
+        raise CorruptCheckpoint(
+            f"{where}: an index of {file.index_length} bytes at {file.index_offset} and a footer "
+            f"don't end a file of {file.size} bytes, or the index exceeds {INDEX_BYTES} bytes"
+        )
+
+
+def _fill(folder: Folder, memory: memoryview, name: str, offset: int) -> int:
+    """Fill memory from a file that rank 0 has seen already. Wait for it if need be: on a network
+    file system other machines may see a new file seconds later.
+
+    Returns:
+        The number of bytes read: fewer than asked for if the file stays too short.
+    """
+    try:
+        if (count := folder.read_into(memory, name, offset)) == len(memory):
+            return count
+    except FileNotFoundError:
+        pass  # perhaps not visible yet
+    try:
+        return Retrying(
+            retry=retry_if_exception_type(FileNotFoundError)
+            | retry_if_result(lambda count: count < len(memory)),
+            stop=stop_after_delay(VISIBLE_SECONDS),
+            wait=wait_fixed(_LOOK_SECONDS),
+            retry_error_callback=lambda state: state.outcome and state.outcome.result(),
+        )(lambda: folder.read_into(memory, name, offset))
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{folder}/{name} is missing") from None
+
+
+def read_chunk(root: Folder, chunk: StoredChunk, memory: memoryview | None = None) -> memoryview:
+    """Read a chunk's bytes and verify their checksum.
+
+    Args:
+        memory: receives the bytes if large enough; otherwise memory is allocated.
+
+    Raises:
+        CorruptCheckpoint: the bytes are missing or not the ones written.
+    """
+    entry, folder = chunk.entry, root / chunk.checkpoint
+    length = entry["length"]
+    if memory is None or len(memory) < length:
+        try:
+            memory = memoryview(bytearray(length))
+        except MemoryError:
+            raise CorruptCheckpoint(
+                f"{folder}/{chunk.file}: a chunk of {length} bytes, more than this machine has "
+                "memory for"
+            ) from None
+    data = memory[:length]
+    count = _fill(folder, data, chunk.file, entry["offset"])
+    checksum = xxhash.xxh3_64_hexdigest(data[:count])
+    if count != length or checksum != entry["checksum"]:
+        raise CorruptCheckpoint(
+            f"{folder}/{chunk.file} at offset {entry['offset']}: {count} bytes with checksum "
+            f"{checksum}, expected {length} with {entry['checksum']}"
+        )
+    return data

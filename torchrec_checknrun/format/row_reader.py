@@ -1,0 +1,228 @@
+"""Decode a chunk's rows: first the ids, then only the rows that a restore takes from the chunk.
+
+Rows stored as raw bytes are copied from the chunk straight into a table's memory. Encoded rows are
+decoded there if consecutive, and otherwise a block at a time, which stays in the processor's cache
+until it is written to its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.format import row_ids
+from torchrec_checknrun.format.chunk import Entry, open_sections
+from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
+from torchrec_checknrun.format.row_values import EncodedRows, EncodedState
+from torchrec_checknrun.native import Chosen, can_copy, copy_rows, part_of
+from torchrec_checknrun.shards import LocalShard, Rows
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+class StoredRows:
+    """A chunk of rows in memory, decoded on demand.
+
+    Args:
+        payload: the chunk's bytes, writable; must outlive this object.
+
+    Attributes:
+        ids: ``(n,)`` int64, sorted, global.
+
+    Raises:
+        CorruptCheckpoint: header and payload don't match; every method may raise it.
+    """
+
+    def __init__(self, header: RowsHeader, payload: memoryview) -> None:
+        self.header = header
+        n, cols = header.count, header.rectangle.cols
+        first, last = header.rectangle.row_start, header.rectangle.row_stop - 1
+        with self._refusing():
+            self._sections = open_sections(header.sections, payload, n * (8 * cols + 64))
+            self.ids = row_ids.decode(header.ids_encoding, next(self._sections), first, last, n)
+        self._others: list[memoryview] | None = None
+        self._weight: EncodedRows | None = None
+        self._states: dict[str, EncodedState] | None = None
+
+    # Not functools.cached_property: in Python 3.11 its lock makes threads wait for each other.
+    @property
+    def _parts(self) -> list[memoryview]:
+        """All sections except the ids."""
+        if self._others is None:
+            self._others = list(self._sections)
+        return self._others
+
+    @property
+    def weight(self) -> EncodedRows:
+        """The rows' weights, encoded."""
+        if self._weight is None:
+            self._weight = self._open_weight()
+        return self._weight
+
+    @property
+    def states(self) -> dict[str, EncodedState]:
+        """The rows' optimizer states, encoded, by name."""
+        if self._states is None:
+            self._states = self._open_states()
+        return self._states
+
+    def _open_weight(self) -> EncodedRows:
+        header = self.header
+        with self._refusing():
+            exceptions, exact = _exceptions(header, self._parts[1] if header.exceptions else b"")
+            return EncodedRows(
+                codec=header.codec,
+                parameters=header.parameters,
+                data=_tensor(self._parts[0]),
+                count=header.count,
+                cols=header.rectangle.cols,
+                dtype=header.dtype,
+                exceptions=exceptions,
+                exact=exact,
+            )
+
+    def _open_states(self) -> dict[str, EncodedState]:
+        header = self.header
+        with self._refusing():
+            parts = self._parts[2 if header.exceptions else 1 :]
+            return {
+                name: EncodedState(
+                    parameters=header.state_encodings[name],
+                    data=_tensor(part),
+                    count=header.count,
+                    width=1 if rowwise else header.rectangle.cols,
+                    dtype=dtype,
+                    rowwise=rowwise,
+                ).checked()
+                for (name, (dtype, rowwise)), part in zip(
+                    header.optimizer.items(), parts, strict=True
+                )
+            }
+
+    def select(self, chosen: np.ndarray) -> EncodedRows | None:
+        """Return chosen rows' weights, still encoded; None if the codec can't separate rows."""
+        with self._refusing():
+            return self.weight.select(chosen)
+
+    def rows(self, chosen: Chosen | None = None) -> Rows:
+        """Decode chosen rows, or all, on the CPU."""
+        chosen = slice(0, self.header.count) if chosen is None else chosen
+        ids = torch.from_numpy(self.ids[chosen])
+        weight = torch.empty(
+            (len(ids), self.header.rectangle.cols), dtype=self.header.dtype, device="cpu"
+        )
+        for start, block in self._decoded(self.weight, chosen):
+            weight[start : start + len(block)] = block
+        return Rows(ids, weight, {name: self._state(name, chosen) for name in self.states})
+
+    def blocks(self, chosen: Chosen) -> Iterator[Rows]:
+        """Decode chosen rows block by block; each block's weights reuse the same memory."""
+        ids = torch.from_numpy(self.ids[chosen])
+        states = {name: self._state(name, chosen) for name in self.states}
+        for start, weight in self._decoded(self.weight, chosen):
+            here = slice(start, start + len(weight))
+            yield Rows(ids[here], weight, {name: state[here] for name, state in states.items()})
+
+    def write(self, shard: LocalShard, chosen: Chosen, states: Iterable[str]) -> None:
+        """Overwrite a shard's rows with chosen rows.
+
+        Args:
+            shard: has the columns of this chunk, and all chosen rows.
+            states: names of the optimizer states to write as well.
+        """
+        local = self.ids[chosen] - shard.rectangle.row_start
+        if not len(local):
+            return
+        where: Chosen = local
+        if int(local[-1]) - int(local[0]) + 1 == len(local):
+            where = slice(int(local[0]), int(local[-1]) + 1)
+        self._write_weights(shard.weight, where, chosen)
+        for name in states:
+            self._write_state(name, shard.optimizer[name], where, chosen)
+
+    def _write_weights(self, weight: torch.Tensor, where: Chosen, chosen: Chosen) -> None:
+        with self._refusing():
+            if _copied(self.weight, chosen, weight, where):
+                return
+            if self.weight.write(chosen, weight, where):
+                return
+        for start, block in self._decoded(self.weight, chosen):
+            _put(weight, part_of(where, start, start + len(block)), block)
+
+    def _write_state(self, name: str, memory: torch.Tensor, where: Chosen, chosen: Chosen) -> None:
+        if not _copied(self.states[name], chosen, memory, where):
+            _put(memory, where, self._state(name, chosen))
+
+    def _decoded(self, encoded: EncodedRows, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
+        with self._refusing():
+            yield from encoded.blocks(chosen)
+
+    def _state(self, name: str, chosen: Chosen) -> torch.Tensor:
+        with self._refusing():
+            return self.states[name].decode(chosen)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            raise CorruptCheckpoint(
+                f"a chunk of {self.header.count} rows of {self.header.table} can't be decoded: "
+                f"{error}"
+            ) from error
+
+
+def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
+    """Decode a chunk's rows, on the CPU.
+
+    Raises:
+        CorruptCheckpoint: entry and payload don't match.
+    """
+    return StoredRows(rows_header(entry), memoryview(payload)).rows()
+
+
+def _copied(
+    rows: EncodedRows | EncodedState, chosen: Chosen, memory: torch.Tensor, where: Chosen
+) -> bool:
+    """Copy chosen rows to rows of a tensor if stored as raw bytes of its dtype; return whether."""
+    raw = rows.raw if memory.dtype == rows.dtype else None
+    if raw is None or not can_copy(raw, memory):
+        return False
+    copy_rows(raw, rows.count, chosen, memory, where)
+    return True
+
+
+def _put(memory: torch.Tensor, where: Chosen, rows: torch.Tensor) -> None:
+    """Overwrite rows of a tensor of any device and dtype."""
+    if isinstance(where, slice):
+        memory[where].copy_(rows)
+    elif memory.dtype == rows.dtype and can_copy(rows, memory):
+        copy_rows(rows, len(rows), slice(0, len(rows)), memory, where)
+    else:
+        memory.index_copy_(0, torch.from_numpy(where).to(memory.device), rows.to(memory))
+
+
+def _exceptions(header: RowsHeader, data: bytes | memoryview) -> tuple[np.ndarray, torch.Tensor]:
+    """Decode the sorted positions of the rows stored exactly, and these rows."""
+    count, cols = header.exceptions, header.rectangle.cols
+    if not count:
+        return _NONE, torch.empty((0, cols), dtype=header.dtype, device="cpu")
+    size = count * (4 + cols * header.dtype.itemsize)
+    if len(data) != size:
+        raise ValueError(f"{count} exact rows take {size} bytes, not {len(data)}")
+    positions = np.frombuffer(data, "<u4", count).astype(np.int64)
+    if count and (positions[-1] >= header.count or not bool((np.diff(positions) > 0).all())):
+        raise ValueError("positions of exact rows are out of order or out of range")
+    values = bytearray(memoryview(data)[4 * count :])  # a copy, as tensors must be aligned
+    return positions, _tensor(memoryview(values)).view(header.dtype).view(count, cols)
+
+
+def _tensor(data: memoryview) -> torch.Tensor:
+    """Wrap bytes as a uint8 tensor; read-only bytes are copied."""
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)

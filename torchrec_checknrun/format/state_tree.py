@@ -1,0 +1,148 @@
+"""Check a stored state's tree before decoding: depth, types and bytes; search live state dicts.
+
+Decoding a checked tree allocates at most a small multiple of the bytes of payload and index: every
+leaf has bytes of its own, exactly as many as its shape and dtype imply.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from reprlib import repr as shown
+from typing import Any
+
+import numpy as np
+
+from torchrec_checknrun.format.block_chunk import Path
+from torchrec_checknrun.format.checks import LARGEST, as_count, as_flag, check_object, list_of
+from torchrec_checknrun.format.plain_values import SETS, as_float, check_value
+from torchrec_checknrun.format.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
+
+_NUMPY_DTYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
+_HEX_FLOAT = re.compile(r"[-+]?(0x[01]\.[0-9a-f]{1,13}p[-+][0-9]{1,4}|inf|nan)")
+
+
+def check_tree(tree: object, length: int) -> None:
+    """Refuse a tree that ``state.encode_state`` would not make.
+
+    Args:
+        length: bytes of the payload that the tree points into.
+
+    Raises:
+        ValueError: names the defect.
+    """
+    end = _check(tree, 0, 0)
+    if end > length:
+        raise ValueError(f"a leaf ends at byte {end} of {length}")
+
+
+def _check(node: object, end: int, depth: int) -> int:
+    """Check a node; return the offset where the bytes of its last leaf end.
+
+    Args:
+        end: the offset where the bytes of the previous leaf ended.
+    """
+    if type(node) is not dict or not node:
+        raise ValueError(f"{shown(node)} is not a node")
+    if depth > MOST_DEPTH:
+        raise ValueError(f"nested more than {MOST_DEPTH} deep")
+    letter = next(iter(node))
+    value = node[letter]
+    if letter in ("x", "n"):
+        return _check_array(node, letter, end)
+    if len(node) != 1:
+        raise ValueError(f"{shown(node)} is not a node")
+    if letter == "b":
+        return _bytes_after(end, value)[1]
+    if letter == "v" and (value is None or type(value) in (bool, int, str)):
+        return end
+    if letter == "f" and type(value) is str and _HEX_FLOAT.fullmatch(value):
+        as_float(value)
+        return end
+    if letter in ("l", "t", "d", *SETS) and type(value) is list:
+        return _check_container(letter, value, end, depth + 1)
+    check_value(node)
+    return end
+
+
+def _check_container(letter: str, items: list[Any], end: int, depth: int) -> int:
+    """Check the items of a list, tuple, set or dict; return as ``_check``."""
+    keys = set()
+    for item in items:
+        node = item
+        if letter == "d":
+            if type(item) is not list or len(item) != 2 or type(item[0]) not in (str, int):
+                raise ValueError(f"{shown(item)} is not a key with a node")
+            if item[0] in keys:
+                raise ValueError(f"the key {shown(item[0])} appears twice")
+            keys.add(item[0])
+            node = item[1]
+        end = _check(node, end, depth)
+        if letter in SETS:
+            _check_member(node)
+    return end
+
+
+def _check_member(node: dict[str, Any]) -> None:
+    """Refuse a node that no set can hold: members are hashable and compare equal when decoded."""
+    letter = next(iter(node))
+    if letter in ("l", "d", "x", "set", "slice") or (letter == "n" and node["scalar"] is False):
+        raise ValueError(f"a set has {shown(node)} as a member, which has no hash")
+    for item in node["t"] if letter == "t" else ():
+        _check_member(item)
+
+
+def _check_array(node: dict[str, Any], letter: str, end: int) -> int:
+    scalar = {"scalar": as_flag} if letter == "n" else {}
+    shape_of = list_of(as_count)
+    found = check_object(node, {letter: list, "dtype": str, "shape": shape_of, **scalar})
+    shape = found["shape"]
+    if len(shape) > MOST_DIMENSIONS or math.prod(n for n in shape if n) > LARGEST:
+        raise ValueError(f"the shape {shown(shape)} is too large")
+    start, stop = _bytes_after(end, node[letter])
+    size = math.prod(shape) * _item_bytes(letter, node["dtype"])
+    if size != stop - start:
+        raise ValueError(
+            f"{shown(shape)} of {shown(node['dtype'])} take {size} bytes, not {stop - start}"
+        )
+    return stop
+
+
+def _item_bytes(letter: str, dtype: object) -> int:
+    if type(dtype) is str and letter == "x" and dtype in TORCH_DTYPES:
+        return TORCH_DTYPES[dtype].itemsize
+    if type(dtype) is str and letter == "n" and _NUMPY_DTYPE.fullmatch(dtype):
+        try:
+            return np.dtype(dtype).itemsize
+        except TypeError:
+            pass
+    raise ValueError(f"{shown(dtype)} is not a dtype that is stored")
+
+
+def _bytes_after(end: int, span: object) -> tuple[int, int]:
+    """Return the offsets where a leaf's bytes begin and end. Leaves come in the order of their
+    bytes, so that no two share any.
+    """
+    offset, length = _pair(span)
+    if offset < end:
+        raise ValueError(f"a leaf begins at byte {offset}, but the previous one ends at {end}")
+    return offset, offset + length
+
+
+def _pair(span: object) -> tuple[int, int]:
+    if type(span) is not list or len(span) != 2:
+        raise ValueError(f"{shown(span)} is not an offset and length")
+    return as_count(span[0]), as_count(span[1])
+
+
+def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the values of given types in a live state dict, each with the keys that lead to it."""
+    if isinstance(value, kinds):
+        yield path, value
+    elif isinstance(value, dict) and len(path) <= MOST_DEPTH:
+        for key, item in value.items():
+            yield from leaves(item, kinds, (*path, key))
+    elif type(value) in (list, tuple) and len(path) <= MOST_DEPTH:
+        for i, item in enumerate(value):
+            yield from leaves(item, kinds, (*path, i))

@@ -1,0 +1,139 @@
+"""Checkpoint a TorchRec model that Lightning's Trainer trains.
+
+Needs Lightning (``lightning`` or ``pytorch_lightning``, 2.2 or newer).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from torchrec_checknrun.run.checkpointer import Checkpointer
+from torchrec_checknrun.run.triggers import OnSigterm
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    try:
+        from pytorch_lightning import Callback
+    except ImportError as error:
+        raise ImportError(
+            f"torchrec_checknrun.integrations.lightning needs Lightning ({error}): "
+            "pip install 'torchrec_checknrun[lightning]'"
+        ) from error
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class CheckNRun(Callback):
+    """A callback that restores before the first batch and saves while the Trainer trains.
+
+    The model's tables must be sharded (``DistributedModelParallel``) when ``fit`` begins, and the
+    strategy must leave the module as it is (no DDP around it). Optimizers, learning rate schedulers
+    and the Trainer's progress (epoch, batch, step) are saved and restored as well; the position in
+    the data is not: give a reader that knows its place in ``state``, and a length, without which
+    Lightning reads ahead of training.
+
+    Args:
+        root: as of ``Checkpointer``.
+        model: name of the LightningModule's attribute that is saved; None: the whole module.
+        state: more state objects, as of ``Checkpointer``.
+        options: all else that ``Checkpointer`` takes, such as ``every_steps=1000``; a step is a
+            batch, also where gradients are accumulated over several.
+
+    Attributes:
+        checkpointer: in use from the beginning of ``fit`` to its end; None otherwise.
+
+    Raises:
+        ValueError: ``OnSigterm`` is among the triggers: Lightning's own handler replaces this one.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        model: str | None = None,
+        state: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if any(isinstance(trigger, OnSigterm) for trigger in options.get("triggers", ())):
+            raise ValueError(
+                "triggers must not hold OnSigterm: Lightning handles SIGTERM itself; save often "
+                "enough with every_steps or EverySeconds instead"
+            )
+        self._root, self._model, self._state = root, model, dict(state or {})
+        self._options = options
+        self.checkpointer: Checkpointer | None = None
+
+    def states(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        """Return the state objects by name; override to add some that exist only now."""
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        return {
+            **{f"optimizer_{i}": optimizer for i, optimizer in enumerate(trainer.optimizers)},
+            **{f"scheduler_{i}": scheduler for i, scheduler in enumerate(schedulers)},
+            "progress": _Progress(trainer),
+            **self._state,
+        }
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the Checkpointer and restore."""
+        model: nn.Module = getattr(pl_module, self._model) if self._model else pl_module
+        self.checkpointer = Checkpointer(
+            self._root, model=model, state=self.states(trainer, pl_module), **self._options
+        )
+        self.checkpointer.restore()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn if Lightning reads ahead of training."""
+        fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+        ahead = getattr(fetcher, "prefetch_batches", 0)
+        if self._state and ahead and getattr(fetcher, "length", 0) is None:
+            logger.warning(
+                "the training data has no length, so Lightning reads %d batch ahead: a reader "
+                "among the state objects (%s) would skip as many batches after a restore; give "
+                "the data a __len__",
+                ahead,
+                ", ".join(map(repr, self._state)),
+            )
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Count a step; save if that is due."""
+        assert self.checkpointer is not None
+        self.checkpointer.step()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the last checkpoint."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+            self.checkpointer = None
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Stop without waiting for other ranks, which may never come."""
+        if self.checkpointer is not None:
+            self.checkpointer.__exit__(type(exception), exception, exception.__traceback__)
+            self.checkpointer = None
+
+
+class _Progress:
+    """The Trainer's counters as a Stateful, without the data loaders' own states."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._loop = trainer.fit_loop
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._loop.state_dict()
+        own = {k: v for k, v in state["state_dict"].items() if k != "combined_loader"}
+        return {**state, "state_dict": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loop.load_state_dict(state)

@@ -1,0 +1,92 @@
+"""Checkpoint a TorchRec model that TorchTNT's loops train.
+
+Needs TorchTNT 0.2.4, which itself needs ``setuptools<81``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchrec_checknrun.run.checkpointer import Checkpointer
+
+try:
+    from torchtnt.framework.callback import Callback
+except ImportError as error:
+    raise ImportError(
+        f"torchrec_checknrun.integrations.torchtnt needs TorchTNT ({error}): "
+        "pip install 'torchrec_checknrun[torchtnt]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from torchtnt.framework.state import State
+    from torchtnt.framework.unit import TTrainUnit
+
+
+class CheckNRun(Callback):
+    """A callback that restores before the first batch and saves while ``train`` or ``fit`` trains.
+
+    Everything that the unit tracks is saved and restored: optimizers, learning rate schedulers,
+    progress and other Stateful attributes (``app_state()``).
+
+    Args:
+        root: as of ``Checkpointer``.
+        model: name of the unit's module that is saved; its tables must be sharded
+            (``DistributedModelParallel``).
+        state: more state objects, as of ``Checkpointer``; or the unit's own once more, declared
+            (``PerRank``), under the same name.
+        options: all else that ``Checkpointer`` takes, such as ``every_steps=1000``.
+
+    Attributes:
+        checkpointer: in use from the beginning of training to its end; None otherwise.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        model: str = "module",
+        state: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._root, self._model, self._state = root, model, dict(state or {})
+        self._options = options
+        self.checkpointer: Checkpointer | None = None
+
+    def states(self, unit: TTrainUnit) -> dict[str, Any]:
+        """Return the state objects by name; override to choose others."""
+        own = {
+            name: item
+            for name, item in unit.app_state().items()
+            if isinstance(item, Stateful) and not isinstance(item, nn.Module)
+        }
+        return {**own, **self._state}
+
+    def on_train_start(self, state: State, unit: TTrainUnit) -> None:
+        """Make the Checkpointer and restore."""
+        model: nn.Module = getattr(unit, self._model)
+        self.checkpointer = Checkpointer(
+            self._root, model=model, state=self.states(unit), **self._options
+        )
+        self.checkpointer.restore()
+
+    def on_train_step_end(self, state: State, unit: TTrainUnit) -> None:
+        """Count a step; save if that is due."""
+        assert self.checkpointer is not None
+        self.checkpointer.step()
+
+    def on_train_end(self, state: State, unit: TTrainUnit) -> None:
+        """Wait for the last checkpoint."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+            self.checkpointer = None
+
+    def on_exception(self, state: State, unit: TTrainUnit, exc: BaseException) -> None:
+        """Stop without waiting for other ranks, which may never come."""
+        if self.checkpointer is not None:
+            self.checkpointer.__exit__(type(exc), exc, exc.__traceback__)
+            self.checkpointer = None

@@ -1,0 +1,152 @@
+"""Cut sharded tensors that are no tables into chunks: FSDP2 parameters, managed collisions.
+
+Such tensors may change anywhere, so every checkpoint holds them whole: each rank writes its local
+parts, in pieces, and a restore reads the pieces that overlap its parts. Any dtype, any number of
+dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from torchrec_checknrun.boxes import Box, Span, overlap, tiles
+from torchrec_checknrun.errors import InvalidPlan
+from torchrec_checknrun.format.block_chunk import BlockHeader, Path, decode_block, name_of
+from torchrec_checknrun.format.chunk import BLOCK, EncodedChunk, Entry, dtype_name
+from torchrec_checknrun.format.state import raw_bytes
+
+
+@dataclass
+class Block:
+    """A local part of a sharded tensor, or all of a plain one that is restored from blocks.
+
+    Attributes:
+        path: of the tensor in the state dict.
+        size: the whole tensor's shape.
+        box: the part's place in the whole tensor.
+        tensor: the live memory, of the box's shape.
+        layout: the rows of the tensor's shards on all ranks, sorted; None if unknown.
+        replica: whether another rank writes the same part.
+        elsewhere: whether ranks outside of this one's device mesh may hold the same part.
+    """
+
+    path: Path
+    size: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+    layout: tuple[Span, ...] | None = None
+    replica: bool = False
+    elsewhere: bool = False
+
+    @property
+    def rows(self) -> Span:
+        """The part's span along the first dimension."""
+        return self.box.spans[0]
+
+    @property
+    def summary(self) -> BlockSummary:
+        """The summary for the global plan, without the digest."""
+        return BlockSummary(self.path, dtype_name(self.tensor.dtype), self.size, self.box)
+
+    def pieces(self, chunk_bytes: int) -> Iterator[Box]:
+        """Cut the part into pieces, one for each chunk.
+
+        Args:
+            chunk_bytes: as for table rows; a piece has at most a fifth of these bytes.
+        """
+        return self.box.pieces(max(1, chunk_bytes // (5 * self.tensor.element_size())))
+
+    def part(self, piece: Box) -> torch.Tensor:
+        """Return the live memory of a box that lies within this one."""
+        return self.tensor[piece.slices(self.box)]
+
+    def encode(self, piece: Box) -> EncodedChunk:
+        """Encode a piece as a chunk, whose bytes are the live memory where possible."""
+        entry: Entry = {
+            "kind": BLOCK,
+            "path": list(self.path),
+            "dtype": dtype_name(self.tensor.dtype),
+            "size": list(self.size),
+            "part": [list(span) for span in piece.spans],
+            "shard": [list(span) for span in self.box.spans],
+        }
+        return EncodedChunk(entry, [raw_bytes(self.part(piece))])
+
+    def write(self, header: BlockHeader, payload: memoryview) -> None:
+        """Write the values that a piece has of this part, converted to the tensor's dtype."""
+        common = self.box.intersect(header.box)
+        if common is not None:
+            piece = decode_block(header, payload)
+            self.part(common).copy_(piece[common.slices(header.box)])
+
+
+@dataclass(frozen=True)
+class BlockSummary:
+    """The facts about a block that rank 0 needs to check the whole tensor.
+
+    Attributes:
+        digest: of the block's values; None if no other rank may have the same part.
+    """
+
+    path: Path
+    dtype: str
+    size: tuple[int, ...]
+    box: Box
+    digest: str | None = None
+
+
+def check_blocks(path: Path, parts: list[tuple[BlockSummary, int]]) -> set[int]:
+    """Refuse a sharded tensor that ranks see differently, write twice or write only in part.
+
+    Args:
+        path: of the tensor.
+        parts: the tensor's local parts on all ranks, each with its rank.
+
+    Returns:
+        Positions among ``parts`` of the duplicates of a lower rank's part, to be left out.
+
+    Raises:
+        InvalidPlan: names the tensor and the ranks.
+    """
+    first, first_rank = parts[0]
+    name = name_of(path)
+    writers: dict[Box, tuple[BlockSummary, int]] = {}
+    again: set[int] = set()
+    for i in sorted(range(len(parts)), key=lambda i: parts[i][1]):
+        part, rank = parts[i]
+        if (part.dtype, part.size) != (first.dtype, first.size):
+            raise InvalidPlan(
+                f"{name} is {first.dtype} {list(first.size)} on rank {first_rank} and "
+                f"{part.dtype} {list(part.size)} on rank {rank}: save one model at a time"
+            )
+        known, known_rank = writers.setdefault(part.box, (part, rank))
+        if known is part or not part.box.volume:
+            again |= {i} if known is not part else set()
+        elif part.digest is None or known.digest is None:
+            continue  # refused below as an overlap
+        elif part.digest != known.digest:
+            raise InvalidPlan(
+                f"{name}: ranks {known_rank} and {rank} hold {part.box} each on a mesh of its own, "
+                "with different values. To save them all, give them different names; if they "
+                "should be equal, the ranks have diverged"
+            )
+        else:
+            again.add(i)
+    held = [
+        pair for i, pair in enumerate((part.box, rank) for part, rank in parts) if i not in again
+    ]
+    whole = Box.whole(first.size)
+    if tiles(whole, (box for box, _ in held)):
+        return again
+    if common := overlap(held):
+        one, rank, other, other_rank = common
+        raise InvalidPlan(f"{name}: ranks {rank} and {other_rank} would both write {one} ∩ {other}")
+    size = " × ".join(map(str, first.size))
+    raise InvalidPlan(
+        f"{name}: the ranks hold {sum(box.volume for box, _ in held)} of {size} values, as "
+        f"{[str(box) for box, _ in held]}; every rank must take part in the save, with the process "
+        "group the model is sharded over"
+    )

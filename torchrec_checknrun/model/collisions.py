@@ -1,0 +1,77 @@
+"""Collect the state of managed-collision modules (zero-collision hashing) beside the state dict.
+
+The remapping tables are blocks. But a module also keeps the ids seen since its last eviction and
+counts the steps to the next one: without them a restored run would evict at other steps, and other
+ids, than an uninterrupted one. Raw ids are distributed over the ranks by value, so remapping tables
+can't be cut elsewhere for another number of ranks. The checks of a restore are in
+``restore/collisions.py``, the stored form in ``format/collision_chunk.py``.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
+
+from torchrec_checknrun.boxes import Span
+from torchrec_checknrun.format.collision_chunk import CollisionState, Facts, Tensors
+from torchrec_checknrun.model.kernels import find_modules
+
+COLLECTION = "_managed_collision_collection."
+MODULES = "_managed_collision_modules."
+"""Parts of a module's state-dict path."""
+RAW_IDS = frozenset({"_mch_sorted_raw_ids", HashZchManagedCollisionModule.IDENTITY_BUFFER})
+"""The buffer with the raw ids, of each kind of module."""
+
+
+def facts_of(module: ManagedCollisionModule, rows: Span) -> Facts:
+    """Return the index entry's facts about a live module that maps ids to these rows."""
+    if not isinstance(module, MCHManagedCollisionModule):
+        return Facts(rows, module.input_size(), module.buckets())
+    return Facts(
+        rows,
+        module.input_size(),
+        None,
+        module._eviction_interval,
+        module._current_iter,
+        module._last_eviction_iter,
+        module._input_history_buffer_size,
+    )
+
+
+class Collisions:
+    """The managed-collision modules of a sharded model.
+
+    Attributes:
+        modules: by state-dict path.
+        rows: by path, the rows of its table that the module maps ids to.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[str, ManagedCollisionModule] = {}
+        self.rows: dict[str, Span] = {}
+        for path, collection in find_modules(model, (ShardedManagedCollisionCollection,)):
+            prefix = f"{path}.{MODULES}" if path else MODULES
+            for table, module in collection._managed_collision_modules.items():
+                start, rows, _ = collection._mc_module_name_shard_metadata[table]
+                self.modules[prefix + table] = module
+                self.rows[prefix + table] = (start, start + rows)
+
+    def state(self) -> CollisionState | None:
+        """Return the modules' present facts and histories; None if there are no modules."""
+        if not self.modules:
+            return None
+        return CollisionState(
+            {path: facts_of(module, self.rows[path]) for path, module in self.modules.items()},
+            {path: _history(module) for path, module in self.modules.items()},
+        )
+
+
+def _history(module: ManagedCollisionModule) -> Tensors:
+    """Return the ids seen since the last eviction, ``(n,)``, and the metadata of each id."""
+    if not isinstance(module, MCHManagedCollisionModule) or module._input_history_buffer_size < 0:
+        return {}
+    count = module._current_history_buffer_offset
+    history = {name: kept[:count] for name, kept in module._history_metadata.items()}
+    return {**history, "ids": module._history_accumulator[:count]}

@@ -1,0 +1,166 @@
+"""Save and restore dense optimizers by parameter names, with just the state that they had made.
+
+Many optimizers make a parameter's state at its first step (Adam's moments), but TorchRec's wrappers
+load only what they already have state for, and rows of data-parallel tables need a place to be
+restored to. Plain torch optimizers number their parameters, and the numbers shift when a table
+becomes data parallel. So state is stored by name. Before a restore the live optimizers get the
+state that the checkpoint has, and lose the state that had not been made when it was saved; no step
+is taken on the parameters for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_checknrun.dense.nested import NestedOptimizer
+from torchrec_checknrun.dense.references import tensors_of
+from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.format.state import Tree
+from torchrec_checknrun.model.tracked import TrackedModel
+
+
+class DenseStates:
+    """The optimizers among a run's state objects.
+
+    Args:
+        model: names the parameters of plain torch optimizers.
+        states: all state objects by name; those that are no optimizers are ignored.
+        tracked: knows the tables in fused kernels: a dense optimizer over all of a model's
+            parameters includes these tables, but never steps them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        states: Mapping[str, object],
+        tracked: TrackedModel | None = None,
+    ) -> None:
+        self._model = model
+        self._tracked = tracked
+        self._states = {n: s for n, s in states.items() if _is_known(s)}
+        self._objects = list(states.values())
+        self._fitted: dict[str, NestedOptimizer] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._states
+
+    def stored(self) -> dict[str, Any]:
+        """Return the stored form of each optimizer's state by name, with the live tensors.
+
+        Raises:
+            SaveFailed: names the optimizer whose state can't be read.
+        """
+        stored = {}
+        for name, optimizer in self._optimizers(self._states).items():
+            try:
+                stored[name] = optimizer.stored()
+            except CheckNRunError:
+                raise
+            except Exception as error:
+                raise SaveFailed(
+                    f"state {name!r} can't be saved: a {type(self._states[name]).__name__}'s "
+                    f"state raised {type(error).__name__}: {error}. Rows are kept for the next "
+                    "checkpoint; let its state_dict() return the optimizer's state, and save again"
+                ) from error
+        return stored
+
+    def fit(
+        self,
+        trees: Mapping[str, Tree],
+        tables: Mapping[str, Collection[str] | None],
+        strict: bool,
+        resized: bool = False,
+    ) -> dict[str, Any]:
+        """Make the live optimizers' state match a checkpoint's, to be restored in place.
+
+        Args:
+            trees: the stored trees, by name.
+            tables: by each of the model's tables, the names of the optimizer state stored with
+                its rows; None for a table that isn't restored.
+            strict: whether the optimizers must be the saved ones.
+            resized: the checkpoint was saved by another number of ranks.
+
+        Returns:
+            The state dicts to restore into, in the stored form, with the live tensors.
+
+        Raises:
+            IncompatibleCheckpoint: parameters of one group had different options, or a wrapper
+                with counters is missing; names them.
+        """
+        self.undo()
+        self._fitted = self._optimizers(self._states.keys() & trees.keys(), resized)
+        return {n: o.fit(trees[n], n, tables, strict) for n, o in self._fitted.items()}
+
+    def load(self, name: str, content: dict[str, Any]) -> None:
+        """Load the state dict that ``fit`` returned, once restored, into its optimizer."""
+        if name in self._fitted:
+            self._fitted[name].load(content)
+        else:
+            self._states[name].load_state_dict(content)
+
+    def finish(self) -> None:
+        """Write wrappers' values, rates and other group options into the live optimizers.
+
+        Call it after all state objects were loaded: some set rates when loaded.
+        """
+        for name, optimizer in self._fitted.items():
+            optimizer.finish(name)
+
+    @contextmanager
+    def fitted(self, undo: bool = False) -> Iterator[None]:
+        """Undo ``fit`` after the block: if the block fails, or always if ``undo`` is set."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+        if undo:
+            self.undo()
+
+    def undo(self) -> None:
+        """Put the live optimizers' state back as it was before ``fit``."""
+        for optimizer in self._fitted.values():
+            optimizer.undo()
+        self._fitted = {}
+
+    def _optimizers(
+        self, which: Collection[str], resized: bool = False
+    ) -> dict[str, NestedOptimizer]:
+        names, sharded, elsewhere = self._names(), self._sharded(), list(self._elsewhere())
+        return {
+            name: NestedOptimizer(self._states[name], _is_known, names, sharded, elsewhere, resized)
+            for name in which
+        }
+
+    def _elsewhere(self) -> Iterator[object]:
+        """Yield all objects that are stored with the model or as other state objects."""
+        yield from self._objects
+        for module in (self._model, *self._objects):
+            if isinstance(module, nn.Module):
+                yield from module.modules()
+                yield from tensors_of(module)
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        if self._model is None:
+            return {}
+        return {parameter: name for name, parameter in self._model.named_parameters()}
+
+    def _sharded(self) -> frozenset[str]:
+        if self._tracked is None:
+            return frozenset()
+        replicas = {s.table for s in self._tracked.shards if s.local.replicated}
+        return frozenset(self._tracked.tables.keys() - replicas)
+
+
+def _is_known(state: object) -> TypeGuard[Optimizer]:
+    """Return whether a state object is an optimizer with torch's or TorchRec's state dict."""
+    if isinstance(state, KeyedOptimizer):
+        return True
+    return isinstance(state, Optimizer) and type(state).state_dict is Optimizer.state_dict

@@ -1,0 +1,165 @@
+"""Notice writes to tables outside of training and this package, and count the rows as modified.
+
+FBGEMM updates rows without telling PyTorch: the version counter of the memory stands still while a
+fused kernel trains. A write through a parameter, a view or a state dict (``copy_``,
+``weight[rows] = …``, ``load_state_dict``) moves the counter. One counter serves all tables of a
+kernel, so all their rows are marked: a superset is always safe.
+
+No counter moves with writes through ``.data``, NumPy, a collective on the table itself or a user's
+own kernel: name such rows with ``mark``.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from torchrec_checknrun.model.kernels import Kernel
+from torchrec_checknrun.model.marks import Marks
+from torchrec_checknrun.model.stepped_tables import SteppedTables
+
+logger = logging.getLogger(__name__)
+
+
+class _Seen(NamedTuple):
+    """A tensor of a kernel's memory, as last seen."""
+
+    address: int
+    version: int
+    tensor: weakref.ref[torch.Tensor] | None
+    """Set for a dense optimizer's state, which other memory may replace at the same address."""
+
+
+class WriteWatch:
+    """A watch on the memory of one kernel's tables that notices writes not announced.
+
+    Args:
+        kernel: holds the tables.
+        marks: of the kernel's local shards, in the kernel's order.
+
+    Attributes:
+        stepped: finds the tables that dense optimizers step.
+        warns: whether to log the first write. Not before marks were first taken or cleared: until
+            then the next checkpoint holds all rows anyway.
+    """
+
+    _alive: ClassVar[weakref.WeakSet[WriteWatch]] = weakref.WeakSet()
+
+    def __init__(self, kernel: Kernel, marks: Sequence[Marks]) -> None:
+        self.kernel = kernel
+        self._marks = marks
+        self.stepped = SteppedTables(kernel)
+        self._seen = self._look()
+        self._announced = 0
+        self._warned = False
+        self.warns = False
+        self._alive.add(self)
+
+    @classmethod
+    def of(cls, modules: Iterable[Any]) -> list[WriteWatch]:
+        """Return all trackers' watches on these kernels.
+
+        Args:
+            modules: TorchRec's kernel modules, or FBGEMM's inside them.
+        """
+        wanted = {id(module) for module in modules}
+        return [
+            watch
+            for watch in cls._alive
+            if not wanted.isdisjoint((id(watch.kernel.module), id(watch.kernel.module._emb_module)))
+        ]
+
+    def check(self) -> None:
+        """Mark all rows, for every consumer, if the memory was written since last seen."""
+        if self._announced:
+            return
+        now = self._look()
+        if now == self._seen:
+            return
+        self._seen = now
+        known = all(bool((marks.raw == 255).all()) for marks in self._marks)
+        for marks in self._marks:
+            marks.mark_all()
+        if self.warns and not known and not self._warned:
+            self._warned = True
+            logger.warning(
+                "weights or optimizer rows of %s were written outside of training (load_state_dict,"
+                " copy_, an assignment …): all rows of these tables count as modified, since it is "
+                "unknown which were written. To save only those, write them inside "
+                "`with checkpointer.writing(table, rows):` or with write_rows",
+                sorted({shard.table for shard in self.kernel.shards}),
+            )
+
+    def acknowledge(self) -> None:
+        """Accept the memory's present content, whose modified rows are marked."""
+        if not self._announced:
+            self._seen = self._look()
+
+    def flush(self) -> None:
+        """Write rows in the GPU cache back to memory."""
+        with announced([self.kernel.module]):
+            self.kernel.flush()
+
+    def _look(self) -> list[_Seen]:
+        if self.kernel.data_parallel:
+            first = self.stepped.weights()[:1]  # all are views of one memory, with one counter
+            seen = [_Seen(tensor.data_ptr(), _version(tensor), None) for tensor in first]
+            for tensor in self._dense_states():
+                seen.append(_Seen(tensor.data_ptr(), _version(tensor), weakref.ref(tensor)))
+            return seen
+        weights, states = self.kernel.memory()
+        return [_Seen(tensor.data_ptr(), _version(tensor), None) for tensor in (*weights, *states)]
+
+    def _dense_states(self) -> Iterator[torch.Tensor]:
+        """Yield data-parallel tables' rows of optimizer state; every step calls this."""
+        for optimizer in self.kernel.optimizers:
+            for stepped in self.stepped.of(optimizer):
+                rows = stepped.parameter.size(0)
+                for state in optimizer.state.get(stepped.parameter, {}).values():
+                    if isinstance(state, torch.Tensor) and state.dim() and state.size(0) == rows:
+                        yield state
+
+
+@contextmanager
+def announced(modules: Iterable[Any]) -> Iterator[None]:
+    """Let the block write to kernels' memory whose rows it has marked for all trackers.
+
+    If an exception leaves the block, the next ``WriteWatch.check`` marks all rows.
+
+    Args:
+        modules: TorchRec's kernel modules, or FBGEMM's inside them.
+    """
+    watches = WriteWatch.of(modules)
+    for watch in watches:
+        watch.check()
+        watch._announced += 1
+    try:
+        yield
+    except BaseException:
+        for watch in watches:
+            watch._announced -= 1
+        raise
+    for watch in watches:
+        watch._announced -= 1
+        watch.acknowledge()
+
+
+def mark_memory(written: Iterable[torch.Tensor]) -> None:
+    """Mark every row, for all trackers, of the kernels that hold one of these tensors."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in written if tensor.numel()}
+    for watch in list(WriteWatch._alive):
+        # The kernel is asked again: its weights may have moved since the shards were last used.
+        weights = watch.kernel.module.split_embedding_weights()
+        states = [state for shard in watch.kernel.shards for state in shard.optimizer.values()]
+        if any(t.untyped_storage().data_ptr() in memory for t in (*weights, *states)):
+            for marks in watch._marks:
+                marks.mark_all()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

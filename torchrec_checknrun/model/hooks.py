@@ -1,0 +1,240 @@
+"""Mark rows as training changes them, by hooks on kernels, optimizers and evictions.
+
+Fused kernels have a hook on the gradient of their output, data-parallel tables on their dense
+optimizers. Rows of evicted ids change without a backward pass: TorchRec has the kernel reset them
+(for managed collisions and pruning) and initializes them again. PyTorch has no hooks for either, so
+the kernel's own method and the collection's method that initializes rows are wrapped. The latter
+writes to a parameter, as users do by hand, and is announced to the ``WriteWatch``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_checknrun.dense.gradients import has_gradient
+from torchrec_checknrun.dense.optimizers import touches_other_rows, wraps_another
+from torchrec_checknrun.model.hand_written import WriteWatch, announced
+from torchrec_checknrun.model.kernels import Kernel
+from torchrec_checknrun.model.marks import Marks, PendingRows
+
+logger = logging.getLogger(__name__)
+
+Listener = Callable[[int, torch.Tensor], None]
+"""Called with a logical table's number and the shard-local rows about to be reset."""
+
+_RESET = "reset_embedding_weight_momentum"
+"""FBGEMM's method that resets rows."""
+_LISTENERS = "_checknrun_reset_listeners"
+_EVICTION_HOOKS = "_checknrun_eviction_hooks"
+"""Attribute with the number of hooks on a collection."""
+
+
+class KernelHook:
+    """A hook that marks the rows of one kernel at its backward passes and resets.
+
+    Args:
+        marks: of the kernel's local shards, in the kernel's order.
+
+    Attributes:
+        writes: notices writes to the kernel's tables outside of training.
+    """
+
+    def __init__(self, kernel: Kernel, marks: list[Marks]) -> None:
+        self.kernel = kernel
+        self._marks = marks
+        self._warned = False
+        self.writes = WriteWatch(kernel, marks)
+        self._handle = kernel.module.register_forward_hook(self._after_forward)
+        self._resets = ResetHook(kernel.module._emb_module, self._at_reset)
+
+    def remove(self) -> None:
+        """Remove the hooks from the kernel."""
+        self.writes.warns = False
+        self._handle.remove()
+        self._resets.remove()
+
+    def _after_forward(
+        self, module: nn.Module, args: tuple[KeyedJaggedTensor, ...], out: torch.Tensor
+    ) -> None:
+        if self.kernel.touches_other_rows and self.kernel.module._emb_module.training:
+            self._mark_all()  # the forward pass updates moving averages, even without a gradient
+        if not out.requires_grad:
+            return  # evaluation updates nothing
+        features = args[0]
+        # The kernel has just used both, so reading them needs no device synchronization.
+        values, offsets = features.values(), features.offset_per_key()
+        out.register_hook(lambda _grad: self._at_backward(values, offsets))
+
+    def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
+        if self.kernel.touches_other_rows:
+            self._mark_all()
+            return
+        for feature, shard in enumerate(self.kernel.feature_to_shard):
+            self._marks[shard].mark(values[offsets[feature] : offsets[feature + 1]])
+
+    def _at_reset(self, table: int, rows: torch.Tensor) -> None:
+        # Managed collisions initialize rows of the table with this number in the kernel's order.
+        # But the kernel resets the table of the feature with this number: perhaps another one.
+        shards = {table}
+        if self.kernel.module._emb_module.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+            shards.add(self.kernel.feature_to_shard[table])  # other optimizers' rows aren't reset
+        for shard in shards & set(range(len(self._marks))):
+            marks = self._marks[shard]
+            marks.mark(rows[(rows >= 0) & (rows < marks.rows)])
+
+    def _mark_all(self) -> None:
+        if not self._warned:
+            self._warned = True
+            _warn_all_rows(
+                self.kernel.module._emb_module.optimizer,
+                [shard.table for shard in self.kernel.shards],
+            )
+        for marks in self._marks:
+            marks.mark_all()
+
+
+class DataParallelHook(KernelHook):
+    """A hook that marks the rows of data-parallel tables when their dense optimizer steps.
+
+    Until then the rows of a backward pass are pending: with gradient accumulation one step applies
+    those of several passes. Each rank sees the lookups of its own batch only;
+    ``TrackedModel.all_reduce_marks`` makes the union before a checkpoint is cut.
+    """
+
+    def __init__(self, kernel: Kernel, marks: list[Marks]) -> None:
+        super().__init__(kernel, marks)
+        self._pending = [PendingRows(each) for each in marks]
+        self._steps = register_optimizer_step_pre_hook(self._before_step)
+        self._stepped = register_optimizer_step_post_hook(self._after_step)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients wait for one of the known dense optimizers.
+
+        Gradients that ``zero_grad`` has dropped don't; their rows stay pending, and the next step
+        marks them as well.
+        """
+        return any(
+            has_gradient(stepped.parameter)
+            for optimizer in self.kernel.optimizers
+            for stepped in self.writes.stepped.of(optimizer)
+            if self._pending[stepped.table]
+        )
+
+    def remove(self) -> None:
+        """Remove the hooks from the kernel and the optimizers."""
+        super().remove()
+        self._steps.remove()
+        self._stepped.remove()
+
+    def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
+        values = values.clone()  # the memory may hold another batch by the time of the step
+        for feature, shard in enumerate(self.kernel.feature_to_shard):
+            self._pending[shard].add(values[offsets[feature] : offsets[feature + 1]])
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self.writes.stepped.of(optimizer):
+            self.writes.check()  # before the step, whose own writes are expected
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        stepped = self.writes.stepped.of(optimizer)
+        if not stepped or wraps_another(optimizer):
+            return  # the inner optimizer has announced the same step
+        self.writes.acknowledge()
+        touches_others = {
+            number: touches_other_rows(optimizer, optimizer.param_groups[number])
+            for number in {each.group for each in stepped}
+        }
+        for i in {each.table for each in stepped}:
+            self._pending[i].mark()
+        whole = sorted({each.table for each in stepped if touches_others[each.group]})
+        for i in whole:
+            self._marks[i].mark_all()
+        if whole and not self._warned:
+            self._warned = True
+            tables = [self.kernel.shards[i].table for i in whole]
+            _warn_all_rows(type(optimizer).__name__, tables)
+
+
+def _warn_all_rows(optimizer: object, tables: list[str]) -> None:
+    logger.warning(
+        "optimizer %s may change rows that were not looked up: all rows of %s count as modified "
+        "after every step, and differential checkpoints save nothing there",
+        optimizer,
+        tables,
+    )
+
+
+class ResetHook:
+    """A hook that tells a listener which rows a table-batched embedding is about to reset."""
+
+    def __init__(self, tbe: nn.Module, listener: Listener) -> None:
+        self._tbe = tbe
+        if hasattr(tbe, _RESET):
+            vars(tbe).setdefault(_LISTENERS, {})[id(self)] = listener
+            # A method, not a closure: in a copy of the module it must belong to the copy.
+            vars(tbe)[_RESET] = MethodType(_tell_and_reset, tbe)
+
+    def remove(self) -> None:
+        """Remove the hook; the last one restores the kernel's own method."""
+        listeners = vars(self._tbe).get(_LISTENERS, {})
+        if listeners.pop(id(self), None) is not None and not listeners:
+            del vars(self._tbe)[_LISTENERS], vars(self._tbe)[_RESET]
+
+
+def _tell_and_reset(
+    self: Any,
+    pruned_indices: torch.Tensor,
+    pruned_indices_offsets: torch.Tensor,
+    logical_table_ids: torch.Tensor,
+    buffer_ids: torch.Tensor,
+) -> None:
+    offsets = pruned_indices_offsets.tolist()
+    for table, buffer in zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True):
+        rows = pruned_indices[offsets[buffer] : offsets[buffer + 1]]
+        for listener in vars(self)[_LISTENERS].values():
+            listener(table, rows)
+    with announced([self]):
+        getattr(type(self), _RESET)(
+            self, pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids
+        )
+
+
+class EvictionHook:
+    """A hook that announces a managed-collision collection's writes to the rows of evicted ids."""
+
+    def __init__(self, collection: Any) -> None:
+        self._collection = collection
+        attributes = vars(collection)
+        attributes[_EVICTION_HOOKS] = attributes.get(_EVICTION_HOOKS, 0) + 1
+        attributes["_evict"] = MethodType(_announce_and_evict, collection)
+
+    def remove(self) -> None:
+        """Remove the hook; the last one restores the collection's own method."""
+        attributes = vars(self._collection)
+        attributes[_EVICTION_HOOKS] -= 1
+        if not attributes[_EVICTION_HOOKS]:
+            del attributes[_EVICTION_HOOKS], attributes["_evict"]
+
+
+def _announce_and_evict(self: Any, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
+    evict = type(self)._evict
+    if all(rows is None for rows in evictions_per_table.values()):
+        evict(self, evictions_per_table)
+        return
+    lookups = self._embedding_module._lookups
+    with announced(kernel._emb_module for lookup in lookups for kernel in lookup._emb_modules):
+        evict(self, evictions_per_table)

@@ -1,0 +1,218 @@
+"""Find the FBGEMM kernels (table-batched embedding modules) of a model, and the shards in them.
+
+Only this file knows how TorchRec arranges tables in kernels; the rest sees ``LocalShard``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torchrec.distributed.batched_embedding_kernel import (
+    BatchedDenseEmbedding,
+    BatchedDenseEmbeddingBag,
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+)
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_checknrun.dense.optimizers import row_states, state_of
+from torchrec_checknrun.errors import UnsupportedTable
+from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+
+_TOUCHES_LOOKED_UP_ROWS_ONLY = frozenset(
+    {
+        EmbOptimType.SGD,
+        EmbOptimType.EXACT_SGD,
+        EmbOptimType.EXACT_ADAGRAD,
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        EmbOptimType.ROWWISE_ADAGRAD,
+        EmbOptimType.LARS_SGD,
+        EmbOptimType.ADAM,
+        EmbOptimType.PARTIAL_ROWWISE_ADAM,
+        EmbOptimType.LAMB,
+        EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    }
+)
+"""Fused optimizers whose update changes no row that was not looked up."""
+
+
+@dataclass
+class Kernel:
+    """One table-batched embedding module, its tables, and the features that feed them.
+
+    Attributes:
+        module: TorchRec's kernel module; its forward gets a KeyedJaggedTensor of shard-local ids.
+        shards: the tables' local shards, in the kernel's order.
+        feature_to_shard: for each key of that KeyedJaggedTensor, by position, the index in
+            ``shards`` (a feature's *name* is ambiguous: two tables may share it).
+        touches_other_rows: whether the fused optimizer may change rows that were not looked up.
+        data_parallel: every rank has these tables, and a dense optimizer updates them.
+        optimizers: the known dense optimizers, for data-parallel tables' state.
+    """
+
+    module: Any
+    shards: list[LocalShard]
+    feature_to_shard: list[int]
+    touches_other_rows: bool
+    data_parallel: bool = False
+    optimizers: tuple[Optimizer, ...] = ()
+
+    def flush(self) -> None:
+        """Write rows in a GPU cache back to memory, and find the memory again.
+
+        The memory may have moved (``model.to``, say).
+        """
+        self.module.flush()
+        weights = self.module.split_embedding_weights()
+        states = _optimizer_states(self.module._emb_module, weights, self.optimizers)
+        for shard, weight, state in zip(self.shards, weights, states, strict=True):
+            shard.weight, shard.optimizer = weight.detach(), state
+
+    def memory(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tables' weights and their fused optimizer states at their present address.
+
+        Returns:
+            Views of the kernel's memory; GPU caches are not included.
+        """
+        weights = self.module.split_embedding_weights()
+        if self.data_parallel:
+            return weights, []
+        states = _optimizer_states(self.module._emb_module, weights, ())
+        return weights, [state for of_table in states for state in of_table.values()]
+
+    def purge(self) -> None:
+        """Drop cached rows after the shards' memory was written, lest stale ones win."""
+        self.module.purge()
+
+
+def find_kernels(
+    model: nn.Module, optimizers: tuple[Optimizer, ...] = (), known: Iterable[Kernel] = ()
+) -> tuple[list[Kernel], dict[str, TableShape]]:
+    """Find all kernels under ``model`` on this rank, and the model's tables.
+
+    Args:
+        optimizers: dense optimizers that may hold data-parallel tables' state.
+        known: kernels found before; those still in the model are returned again.
+
+    Returns:
+        The kernels, and every table's shape by name, the same on all ranks.
+
+    Raises:
+        UnsupportedTable: a table is held by a kernel whose rows can't be read and written in place.
+    """
+    found = {id(kernel.module): kernel for kernel in known}
+    kernels: list[Kernel] = []
+    tables: dict[str, TableShape] = {}
+    for prefix, module in embedding_collections(model):
+        for name in module.module_sharding_plan:
+            config = module._table_name_to_config[name]
+            tables[prefix + name] = TableShape(config.num_embeddings, config.embedding_dim)
+        for lookup in module._lookups:
+            while isinstance(lookup, DistributedDataParallel):
+                lookup = lookup.module
+            kernels += [
+                found.get(id(module)) or _kernel(module, prefix, optimizers)
+                for module in lookup._emb_modules
+            ]
+    return kernels, tables
+
+
+def embedding_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the sharded collections, each with its tables' prefix in the state dict."""
+    kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+    for path, module in find_modules(model, kinds):
+        is_bag = isinstance(module, ShardedEmbeddingBagCollection)
+        name = "embedding_bags" if is_bag else "embeddings"
+        yield f"{path}.{name}." if path else f"{name}.", module
+
+
+def find_modules(
+    module: nn.Module,
+    kinds: tuple[type[nn.Module], ...],
+    path: str = "",
+    seen: set[int] | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of some kinds, each once, with its state-dict path.
+
+    Wrappers (DistributedModelParallel, DistributedDataParallel) add nothing to the path.
+    """
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if isinstance(module, kinds):
+        yield path, module
+    elif isinstance(module, (DistributedModelParallel, DistributedDataParallel)):
+        yield from find_modules(module.module, kinds, path, seen)
+    else:
+        for name, child in module.named_children():
+            yield from find_modules(child, kinds, f"{path}.{name}" if path else name, seen)
+
+
+def _kernel(module: Any, prefix: str, optimizers: tuple[Optimizer, ...]) -> Kernel:
+    names = [table.name for table in module._config.embedding_tables]
+    data_parallel = type(module) in (BatchedDenseEmbedding, BatchedDenseEmbeddingBag) and all(
+        table.local_metadata is None for table in module._config.embedding_tables
+    )
+    if not data_parallel and type(module) not in (BatchedFusedEmbeddingBag, BatchedFusedEmbedding):
+        raise UnsupportedTable(
+            f"tables {[prefix + name for name in names]} are held by {type(module).__name__}, "
+            "whose rows can't be tracked, read and written in place: shard them with compute "
+            "kernel 'fused', 'fused_uvm' or 'fused_uvm_caching', which needs a fused optimizer "
+            "(apply_optimizer_in_backward)"
+        )
+    tbe = module._emb_module
+    weights = module.split_embedding_weights()
+    states = _optimizer_states(tbe, weights, optimizers)
+    shards = []
+    for table, weight, state in zip(module._config.embedding_tables, weights, states, strict=True):
+        if not weight.dtype.is_floating_point:
+            raise UnsupportedTable(
+                f"table {prefix + table.name} is trained in {weight.dtype}: its rows can't be "
+                "stored yet; use fp32, fp16 or bf16"
+            )
+        row, col = (0, 0) if data_parallel else table.local_metadata.shard_offsets
+        shards.append(
+            LocalShard(
+                table=prefix + table.name,
+                shape=TableShape(table.num_embeddings, table.embedding_dim),
+                rectangle=Rectangle(row, row + weight.shape[0], col, col + weight.shape[1]),
+                weight=weight.detach(),
+                optimizer=state,
+                replicated=data_parallel,
+            )
+        )
+    return Kernel(
+        module=module,
+        shards=shards,
+        feature_to_shard=list(module._feature_table_map),
+        touches_other_rows=not data_parallel and tbe.optimizer not in _TOUCHES_LOOKED_UP_ROWS_ONLY,
+        data_parallel=data_parallel,
+        optimizers=optimizers,
+    )
+
+
+def _optimizer_states(
+    tbe: Any, weights: list[torch.Tensor], optimizers: tuple[Optimizer, ...]
+) -> list[dict[str, torch.Tensor]]:
+    """Return views of each table's state, under the names of TorchRec's fused optimizer."""
+    if not isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen):
+        return [row_states(state_of(optimizers, weight), weight) for weight in weights]
+    per_table = [] if tbe.optimizer == EmbOptimType.NONE else tbe.split_optimizer_states()
+    if not per_table:
+        return [{} for _ in weights]
+    names = list(tbe.get_optimizer_state()[0])
+    names[0] = "momentum1"  # TorchRec's name for every optimizer's first state
+    return [dict(zip(names, states, strict=False)) for states in per_table]

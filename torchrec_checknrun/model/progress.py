@@ -1,0 +1,154 @@
+"""Read and set the clock of a table's optimizer: step counter and learning rate.
+
+A fused optimizer keeps both in its kernel (TorchRec puts the counter into no state dict), a dense
+one per parameter and per parameter group. Adam and LAMB correct their bias by the counter, so the
+clock must follow a table from one kernel or optimizer to another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch.optim import Optimizer
+
+from torchrec_checknrun.dense.optimizers import group_of, is_same_memory, state_of
+from torchrec_checknrun.model.kernel_options import Options, kernel_options, set_kernel_options
+from torchrec_checknrun.model.kernels import Kernel
+from torchrec_checknrun.shards import LocalShard
+
+logger = logging.getLogger(__name__)
+
+_CORRECTS_BIAS = frozenset(
+    {
+        EmbOptimType.ADAM,
+        EmbOptimType.PARTIAL_ROWWISE_ADAM,
+        EmbOptimType.LAMB,
+        EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    }
+)
+
+
+@dataclass(frozen=True)
+class OptimizerClock:
+    """The state of a table's optimizer besides its rows.
+
+    Attributes:
+        step: the step counter; None for a dense optimizer without one.
+        learning_rate: the parameter group's, as set by schedulers.
+        options: a fused optimizer's further options, see ``kernel_options``; empty for a dense one.
+    """
+
+    step: int | None
+    learning_rate: float
+    options: Options = field(default_factory=dict)
+
+
+def table_progress(kernels: Iterable[Kernel]) -> dict[str, OptimizerClock]:
+    """Return the clock of each table with a shard on this rank and a known optimizer."""
+    found: dict[str, OptimizerClock] = {}
+    for kernel in kernels:
+        if kernel.data_parallel:
+            for shard, optimizer, group in _dense_groups(kernel):
+                step = state_of([optimizer], shard.weight).get("step")
+                counter = None if step is None else int(step)
+                found[shard.table] = OptimizerClock(counter, float(group["lr"]))
+        elif (tbe := kernel.module._emb_module).optimizer != EmbOptimType.NONE:
+            group = kernel.module.fused_optimizer.param_groups[0]
+            options = kernel_options(tbe, group)
+            progress = OptimizerClock(int(tbe.iter[0]), float(group["lr"]), options)
+            found.update({shard.table: progress for shard in kernel.shards})
+    return found
+
+
+def set_table_progress(kernels: Iterable[Kernel], progress: Mapping[str, OptimizerClock]) -> None:
+    """Set the clocks of the named tables' optimizers.
+
+    A kernel has one counter: it is set to the highest of its tables'. A learning rate is set only
+    where nothing but these tables uses it: in their kernel, if they agree, and in a dense parameter
+    group that holds nothing else. Elsewhere it stays, with a warning.
+    """
+    for kernel in kernels:
+        if kernel.data_parallel:
+            _set_dense(kernel, progress)
+        elif kernel.module._emb_module.optimizer != EmbOptimType.NONE:
+            _set_fused(kernel, progress)
+
+
+def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
+    tbe = kernel.module._emb_module
+    tables = list(dict.fromkeys(s.table for s in kernel.shards if s.table in progress))
+    steps = {step for table in tables if (step := progress[table].step) is not None}
+    if steps:
+        tbe.iter.fill_(max(steps))
+        tbe.iter_cpu.zero_()  # the next forward pass copies iter to it
+    if len(steps) > 1 and tbe.optimizer in _CORRECTS_BIAS:
+        logger.warning(
+            "tables %s share a kernel now but were at optimizer steps %s: its bias correction "
+            "continues from the highest",
+            tables,
+            sorted(steps),
+        )
+    group = kernel.module.fused_optimizer.param_groups[0]
+    rates = {progress[table].learning_rate for table in tables}
+    if len(rates) == 1:
+        (rate,) = rates
+        group["lr"] = rate
+        tbe.set_learning_rate(rate)
+    elif rates:
+        _warn_of_rate(tables, rates, group)
+    # Last: the kernel's own rate may differ from the group's, and wins.
+    set_kernel_options(tbe, group, {table: progress[table].options for table in tables})
+
+
+def _set_dense(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
+    by_group: dict[int, tuple[dict[str, Any], list[LocalShard]]] = {}
+    for shard, optimizer, group in _dense_groups(kernel):
+        if shard.table not in progress:
+            continue
+        by_group.setdefault(id(group), (group, []))[1].append(shard)
+        state, step = state_of([optimizer], shard.weight), progress[shard.table].step
+        if step is None or "step" not in state:
+            continue
+        if isinstance(state["step"], torch.Tensor):
+            state["step"].fill_(step)
+        else:
+            state["step"] = type(state["step"])(step)
+    for group, shards in by_group.values():
+        rates = {progress[shard.table].learning_rate for shard in shards}
+        if rates == {float(group["lr"])}:
+            continue
+        weights = [shard.weight for shard in shards]
+        alone = all(any(is_same_memory(p, w) for w in weights) for p in group["params"])
+        if alone and len(rates) == 1:
+            (rate,) = rates
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        else:
+            _warn_of_rate([shard.table for shard in shards], rates, group)
+
+
+def _dense_groups(kernel: Kernel) -> Iterator[tuple[LocalShard, Optimizer, dict[str, Any]]]:
+    """Yield a data-parallel kernel's tables, each with its optimizer and parameter group."""
+    for shard in kernel.shards:
+        for optimizer in kernel.optimizers:
+            group = group_of(optimizer, shard.weight)
+            if group is not None and "lr" in group:  # a wrapper's group may have no rate
+                yield shard, optimizer, group
+                break
+
+
+def _warn_of_rate(tables: list[str], rates: set[float], group: Mapping[str, Any]) -> None:
+    logger.warning(
+        "tables %s were trained with learning rate %s; their present parameter group has other "
+        "members, too, and keeps %g: set another rate after the restore if needed",
+        tables,
+        ", ".join(f"{rate:g}" for rate in sorted(rates)),
+        float(group["lr"]),
+    )

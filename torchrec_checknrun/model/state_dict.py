@@ -1,0 +1,296 @@
+"""Split a state dict into table shards, blocks and the dense part.
+
+TorchRec puts tables (``…embedding_bags.t.weight``) and fused optimizer state
+(``state.<weight>.<t>.momentum1``) into state dicts as ShardedTensor or DTensor whose local shards
+are views of the kernels' memory. ``find_shards`` joins rows and their optimizer state again, for
+users who call ``dcp.save`` and ``dcp.load`` themselves; ``find_blocks`` collects the other sharded
+tensors, and ``drop_tables`` leaves the dense part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
+
+from torchrec_checknrun.boxes import Box, Span
+from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.format.block_chunk import Path, name_of
+from torchrec_checknrun.format.chunk import dtype_name
+from torchrec_checknrun.format.state import MOST_DEPTH, SHARDED, TORCH_DTYPES, is_sharded
+from torchrec_checknrun.format.state_tree import leaves
+from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.placements import LocalPart, local_parts
+from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+
+MODEL = "model"
+"""The state that holds the model's dense parameters."""
+_WEIGHT = ".weight"
+
+
+@dataclass
+class _Sharded:
+    """One ShardedTensor or DTensor of a state dict, in one form for both.
+
+    Attributes:
+        shards: this rank's shards, each with its offset; empty where ``placed`` is set.
+        placed: this rank's parts of a DTensor with placements, which is no table; otherwise None.
+    """
+
+    path: Path
+    size: tuple[int, ...]
+    value: Any
+    shards: list[tuple[tuple[int, ...], torch.Tensor]]
+    placed: list[LocalPart] | None
+
+    @property
+    def name(self) -> str:
+        return name_of(self.path)
+
+    def parts(self) -> list[LocalPart]:
+        """Return this rank's parts of a tensor that is no table.
+
+        Raises:
+            UnsupportedState: a part can't be stored.
+        """
+        parts = self.placed
+        if parts is None:
+            # A row-wise state is 1-D, though its offsets may have a column.
+            parts = [
+                LocalPart(Box.at(offset[: tensor.dim()], tensor.shape), tensor)
+                for offset, tensor in self.shards
+            ]
+        for part in parts:
+            tensor = part.tensor
+            plain = tensor.layout == torch.strided and not tensor.is_meta
+            if not plain or dtype_name(tensor.dtype) not in TORCH_DTYPES:
+                raise UnsupportedState(
+                    f"{self.name} is a sharded {tensor.layout} {tensor.dtype} tensor on "
+                    f"{tensor.device}: only dense tensors with data can be stored"
+                )
+            if tensor.dim() != len(self.size):
+                raise UnsupportedState(
+                    f"{self.name} has {len(self.size)} dimensions, and a local shard of it "
+                    f"{tensor.dim()}: let its shards have as many"
+                )
+        return parts
+
+
+class StoredTables:
+    """The names and memory that are written as table rows, apart from the rest of a state dict.
+
+    Args:
+        tables: names of all tables on all ranks.
+        shards: the local shards that are written.
+    """
+
+    def __init__(self, tables: Iterable[str], shards: Iterable[LocalShard]) -> None:
+        self._weights = {table + _WEIGHT for table in tables}
+        self._memory = {
+            tensor.untyped_storage().data_ptr() for shard in shards for tensor in shard.tensors
+        }
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a local tensor is a view of table memory; an empty one always is."""
+        return not tensor.numel() or tensor.untyped_storage().data_ptr() in self._memory
+
+    def covers(self, value: object) -> bool:
+        """Return whether a state-dict leaf is restored as table rows or blocks.
+
+        That is a sharded tensor, or a data-parallel table or its optimizer state.
+        """
+        return is_sharded(value) or (
+            isinstance(value, torch.Tensor) and value.numel() > 0 and self.holds(value)
+        )
+
+    def name(self, key: object) -> bool:
+        """Return whether a key is a table's weight, under which its optimizer state is kept.
+
+        A combined optimizer prefixes the key by the name of its part.
+        """
+        while isinstance(key, str) and key:
+            if key in self._weights:
+                return True
+            key = key.partition(".")[2]
+        return False
+
+
+def drop_tables(value: Any, stored: StoredTables, depth: int = 0) -> Any:
+    """Copy a state dict without sharded leaves (see ``find_blocks``) and data-parallel tables.
+
+    Entries of the tables' optimizers are left out as well. In lists and tuples None takes their
+    place.
+    """
+    if is_sharded(value):
+        return None
+    if type(value) in (list, tuple) and depth <= MOST_DEPTH:
+        return type(value)(drop_tables(item, stored, depth + 1) for item in value)
+    if not isinstance(value, dict) or depth > MOST_DEPTH:
+        return value
+    kept = {}
+    for key, item in value.items():
+        dropped = drop_tables(item, stored, depth + 1)
+        of_table = isinstance(item, dict) and not dropped and stored.name(key)
+        if not of_table and not stored.covers(item):
+            kept[key] = dropped
+    return kept
+
+
+def find_blocks(
+    state_dict: dict[str, Any], stored: StoredTables, optimizers: Container[object] = ()
+) -> list[Block]:
+    """Find the local shards in a state dict that are not stored as table rows.
+
+    Args:
+        stored: the tables.
+        optimizers: top-level keys of optimizers' state dicts: a sharded tensor there under a
+            table's name is the table's state, even if its memory belongs to shards that have since
+            moved to other ranks.
+
+    Raises:
+        UnsupportedState: a shard can't be stored, or has a table's name but not its memory.
+    """
+    found: list[_Sharded] = []
+    _collect(state_dict, (), found)
+    blocks = []
+    for sharded in found:
+        if sharded.placed is None and all(stored.holds(tensor) for _, tensor in sharded.shards):
+            continue
+        if any(stored.name(key) for key in sharded.path[-2:]):
+            if sharded.path[0] in optimizers:
+                continue
+            raise UnsupportedState(
+                f"{sharded.name} is not the memory of the table of that name that is tracked: "
+                "track the model that is saved, and save one model at a time (if update_shards "
+                "has resharded the table, make a new optimizer as well)"
+            )
+        layout = _layout(sharded.value)
+        for part in sharded.parts():
+            if part.box.volume or not math.prod(sharded.size):
+                same = part.replica, part.elsewhere
+                blocks.append(
+                    Block(sharded.path, sharded.size, part.box, part.tensor, layout, *same)
+                )
+    return blocks
+
+
+def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str, TableShape]]:
+    """Find the local shards in a state dict, weights joined with their fused optimizer state.
+
+    Returns:
+        This rank's shards, and the shapes of all tables. A table's name is its weight's own key
+        without ``.weight``; keys above it don't count.
+
+    Raises:
+        UnsupportedState: a table's optimizer state is there without the table, or two tables have
+            the same name.
+    """
+    found: list[_Sharded] = []
+    _collect(state_dict, (), found)
+    found = [sharded for sharded in found if sharded.placed is None]
+    weights = {str(s.path[-1]): s for s in found if _is_weight(s)}
+    if len(weights) != sum(_is_weight(s) for s in found):
+        raise UnsupportedState(
+            "two tables of the state dict have the same name: save one model at a time"
+        )
+    states: dict[str, dict[str, _Sharded]] = {name: {} for name in weights}
+    for sharded in found:
+        if _is_weight(sharded):
+            continue
+        owner = str(sharded.path[-2]) if len(sharded.path) > 1 else ""
+        if owner not in weights and not owner.endswith(_WEIGHT):
+            continue  # no table's state: see find_blocks
+        if owner not in weights:
+            raise UnsupportedState(
+                f"{sharded.name} is sharded, but the state dict has no table weight {owner!r} that "
+                "it could be the optimizer state of: save the model's state dict with it"
+            )
+        table = owner.removesuffix(_WEIGHT).rsplit(".", 1)[-1]
+        states[owner][str(sharded.path[-1]).removeprefix(f"{table}.")] = sharded
+    shards = []
+    tables = {}
+    for key, weight in weights.items():
+        name = key.removesuffix(_WEIGHT)
+        tables[name] = TableShape(*weight.size)
+        shards += _join(name, tables[name], weight, states[key])
+    return shards, tables
+
+
+def _is_weight(sharded: _Sharded) -> bool:
+    return len(sharded.size) == 2 and str(sharded.path[-1]).endswith(_WEIGHT)
+
+
+def _join(
+    name: str, shape: TableShape, weight: _Sharded, states: dict[str, _Sharded]
+) -> list[LocalShard]:
+    shards = []
+    for i, (offset, tensor) in enumerate(weight.shards):
+        optimizer = {}
+        for state_name, state in states.items():
+            # TorchRec lists a table's local state shards in the order of its local weight shards;
+            # a row-wise state's own offsets don't say which column shard it belongs to.
+            _, part = state.shards[i]
+            if part.shape not in (tensor.shape[:1], tensor.shape):
+                raise UnsupportedState(
+                    f"{state.name}: local shard {i} has shape {tuple(part.shape)}, which is "
+                    f"neither row-wise nor pointwise for a weight shard {tuple(tensor.shape)}"
+                )
+            optimizer[state_name] = part
+        row, col = offset
+        rectangle = Rectangle(row, row + tensor.shape[0], col, col + tensor.shape[1])
+        shards.append(LocalShard(name, shape, rectangle, tensor, optimizer))
+    return shards
+
+
+def plain_targets(value: Any, paths: Container[Path]) -> list[Block]:
+    """Find the plain tensors of a state dict that are to be restored from blocks.
+
+    Args:
+        paths: paths of the tensors that a checkpoint has as blocks.
+    """
+    return [
+        Block(path, tuple(leaf.shape), Box.whole(leaf.shape), leaf.detach())
+        for path, leaf in leaves(value, (torch.Tensor,))
+        if path in paths and not is_sharded(leaf)
+    ]
+
+
+def write_whole(value: Any, whole: torch.Tensor) -> None:
+    """Write a plain tensor into the local parts of a sharded one of the same shape."""
+    found: list[_Sharded] = []
+    _collect(value, (), found)
+    for part in found[0].parts():
+        part.tensor.copy_(whole[part.box.slices(Box.whole(whole.shape))])
+
+
+def _collect(value: Any, path: Path, found: list[_Sharded]) -> None:
+    for place, leaf in leaves(value, SHARDED, path):
+        # A ShardedTensor's own size() goes through torch's dispatcher: ten times as slow.
+        size = tuple(leaf.metadata().size if isinstance(leaf, ShardedTensor) else leaf.size())
+        if isinstance(leaf, ShardedTensor):
+            shards = [
+                (tuple(s.metadata.shard_offsets), s.tensor.detach()) for s in leaf.local_shards()
+            ]
+            found.append(_Sharded(place, size, leaf, shards, None))
+        elif isinstance(local := leaf._local_tensor, LocalShardsWrapper):
+            offsets = [tuple(offset) for offset in local.local_offsets()]
+            # A rank without a shard still has an offset.
+            tensors = [shard.detach() for shard in local.local_shards()]
+            shards = list(zip(offsets, tensors, strict=False))
+            found.append(_Sharded(place, size, leaf, shards, None))
+        else:
+            found.append(_Sharded(place, size, leaf, [], local_parts(leaf, name_of(place))))
+
+
+def _layout(value: Any) -> tuple[Span, ...] | None:
+    """Return the rows of a ShardedTensor's shards on all ranks; None for a DTensor."""
+    if not isinstance(value, ShardedTensor):
+        return None
+    shards = value.metadata().shards_metadata
+    rows = {(s.shard_offsets[0], s.shard_offsets[0] + s.shard_sizes[0]) for s in shards}
+    return tuple(sorted(rows))

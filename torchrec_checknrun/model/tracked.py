@@ -1,0 +1,322 @@
+"""Track a sharded model: its modified rows, and the rows of the local shards in and out.
+
+Useful on its own (to publish rows to serving, say); the Checkpointer is built on it. The model is
+used as before: tracking only hangs hooks on the kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torchrec.distributed.mc_embedding_modules import (
+    BaseShardedManagedCollisionEmbeddingCollection,
+)
+
+from torchrec_checknrun.dense.optimizers import torch_optimizers
+from torchrec_checknrun.model.collisions import Collisions
+from torchrec_checknrun.model.hand_written import WriteWatch, announced
+from torchrec_checknrun.model.hooks import DataParallelHook, EvictionHook, KernelHook
+from torchrec_checknrun.model.kernels import Kernel, find_kernels, find_modules
+from torchrec_checknrun.model.marks import Consumer, Cut, Cuts, Marks
+from torchrec_checknrun.model.progress import (
+    OptimizerClock,
+    set_table_progress,
+    table_progress,
+)
+from torchrec_checknrun.model.resharding import (
+    Collections,
+    all_states_moved,
+    carry_cuts,
+    carry_marks,
+)
+from torchrec_checknrun.model.tracked_shard import RowIds, TrackedShard, as_ids
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.shards import TableShape
+
+logger = logging.getLogger(__name__)
+
+
+def track(model: nn.Module, optimizers: Iterable[object] = ()) -> TrackedModel:
+    """Start to track every sharded embedding (bag) collection under ``model``.
+
+    When TorchRec's ``update_shards`` (``model.reshard``) moves shards, marks move with their rows,
+    and ``shards`` holds new objects. TorchRec makes new kernels, so the fused optimizers' step
+    counters and learning rates start over: set them again if they matter (``set_progress``).
+
+    Args:
+        model: a DistributedModelParallel, or any module with sharded collections in it.
+        optimizers: the dense optimizers (torch's, or TorchRec's wrappers), if there are data-
+            parallel tables whose optimizer rows should travel with them.
+
+    Raises:
+        UnsupportedTable: a table is held by a kernel whose rows can't be read and written in place.
+    """
+    return TrackedModel(model, tuple(torch_optimizers(optimizers)))
+
+
+class TrackedModel:
+    """All local shards of a model, their marks, and the hooks that set them.
+
+    The methods, in groups:
+
+    * mark by hand: ``mark``, ``mark_all``, ``writing``;
+    * read and clear marks: ``modified_rows``, ``is_modified``, ``clear``;
+    * cut a checkpoint: ``waiting``, ``all_reduce_marks``, ``cut``, then ``merge`` or ``forget``;
+    * keep up with the kernels' memory: ``refresh``, ``flush``, ``write_back``, ``purge``;
+    * notice writes outside of training: ``check_writes``, ``acknowledge_writes``;
+    * move the optimizers' clocks: ``progress``, ``set_progress``;
+    * stop tracking: ``close``.
+
+    Attributes:
+        tables: every sharded table's whole shape, the same on all ranks.
+        shards: this rank's parts of the tables.
+        collisions: the model's managed-collision modules.
+        converted: whether a reshard on any rank has cut rows into other columns since this was last
+            set to False; the next checkpoint must then be full.
+        restores: number of restores of rows; each voids what is known of earlier checkpoints.
+    """
+
+    tables: dict[str, TableShape]
+    shards: list[TrackedShard]
+
+    def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...] = ()) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self.collisions = Collisions(model)
+        self._hooks: dict[KernelHook, list[TrackedShard]] = {}
+        self._cuts = Cuts()
+        self._collections = Collections(model, self._resharding)
+        self.converted = False
+        self.restores = 0
+        collections = find_modules(model, (BaseShardedManagedCollisionEmbeddingCollection,))
+        self._evictions = [EvictionHook(collection) for _, collection in collections]
+        self._find()
+
+    def mark(self, table: str, rows: RowIds) -> None:
+        """Mark rows written by hand; call on every rank.
+
+        Args:
+            rows: global ids, ``(n,)``.
+
+        Raises:
+            KeyError: no such table.
+            IndexError: an id is no row of the table; nothing is marked.
+            TypeError: the ids are no integers.
+        """
+        shards, ids = self._shards_of(table), as_ids(rows)
+        count = self.tables[table].rows
+        outside = ids[(ids < 0) | (ids >= count)]
+        if len(outside):
+            raise IndexError(
+                f"{table} has rows 0 to {count - 1}, but {len(outside)} of the ids to mark are "
+                f"outside, the first {int(outside[0])}: pass the table's own row ids"
+            )
+        for shard in shards:
+            shard.mark(ids)
+
+    def mark_all(self, table: str | None = None) -> None:
+        """Mark every row of a table, or of all tables; call on every rank."""
+        for shard in self.shards if table is None else self._shards_of(table):
+            shard.mark_all()
+
+    @contextmanager
+    def writing(self, table: str, rows: RowIds) -> Iterator[None]:
+        """Mark rows (global ids) that the block writes by hand; enter on every rank.
+
+        Writes inside the block don't mark any other rows, so the block must write no others.
+
+        Raises:
+            KeyError, IndexError, TypeError: see ``mark``.
+        """
+        shards = self._shards_of(table)
+        with announced(shard.kernel_module for shard in shards):
+            self.mark(table, rows)
+            for shard in shards:
+                for other in shard.everywhere():
+                    other.mark(rows)
+            yield
+
+    def modified_rows(self, consumer: Consumer = Consumer.USER) -> dict[str, torch.Tensor]:
+        """Return the rows modified since ``clear(consumer)``.
+
+        Returns:
+            By table with a shard on this rank, sorted global ids ``(n,)`` int64.
+        """
+        found: dict[str, list[torch.Tensor]] = {}
+        for shard in self.shards:
+            found.setdefault(shard.table, []).append(shard.modified_rows(consumer))
+        return {table: torch.unique(torch.cat(ids)) for table, ids in found.items()}
+
+    def is_modified(self, consumer: Consumer) -> bool:
+        """Return whether any row of this rank's shards is marked."""
+        self.check_writes()
+        return any(bool((s.marks.raw & int(consumer)).any()) for s in self.shards)
+
+    def clear(self, consumer: Consumer = Consumer.USER) -> None:
+        """Clear the consumer's marks: its next interval begins."""
+        self.check_writes()
+        self._begin_interval()
+        for shard in self.shards:
+            shard.marks.clear(consumer)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients of data-parallel tables wait for their optimizer."""
+        return any(hook.waiting for hook in self._hooks if isinstance(hook, DataParallelHook))
+
+    def all_reduce_marks(self, group: dist.ProcessGroup | None = None) -> None:
+        """Set each rank's marks of data-parallel tables to the union over ranks; a collective.
+
+        Args:
+            group: a gloo group of all ranks; None is the default group.
+        """
+        replicas = [shard.marks for shard in self.shards if shard.local.replicated]
+        if not replicas or not dist.is_initialized():
+            return
+        united = torch.cat([marks.raw.cpu() for marks in replicas])
+        dist.all_reduce(united, op=dist.ReduceOp.BOR, group=group)
+        for marks, own in zip(replicas, united.split([m.rows for m in replicas]), strict=True):
+            marks.raw.copy_(own)
+
+    def cut(self, consumers: Consumer) -> Cut:
+        """Take the consumers' marks away, to be given back by ``merge`` if still needed."""
+        self._begin_interval()
+        return self._cuts.take([shard.marks for shard in self.shards], consumers)
+
+    def merge(self, cut: Cut) -> None:
+        """Mark a cut's rows again, in addition to those marked since: a superset is always safe."""
+        self._cuts.merge(cut)
+
+    def forget(self, cut: Cut) -> None:
+        """Drop a cut whose rows are durable; call on all ranks.
+
+        The cut's rows then no longer follow the shards. Which ranks still hold the cut may differ.
+        """
+        self._cuts.forget(cut)
+
+    def refresh(self) -> None:
+        """Find the shards again if they were replaced without notice, or by a failed reshard.
+
+        All rows of the new shards then count as modified.
+        """
+        gone, new = self._find()
+        if gone or new:
+            logger.warning("the model was resharded: all rows of what changed count as modified")
+        for shard in new:
+            shard.mark_all()
+        self.check_writes()
+
+    def flush(self) -> None:
+        """Prepare the shards' memory for use: find it again, and write GPU caches back to it."""
+        self.refresh()
+        self.write_back()
+
+    def write_back(self) -> None:
+        """Write rows in GPU caches back to the shards' memory."""
+        for hook in self._hooks:
+            hook.writes.flush()
+
+    def purge(self) -> None:
+        """Drop the rows in GPU caches, after the shards' memory was written."""
+        for kernel in self._kernels():
+            kernel.purge()
+
+    def check_writes(self) -> None:
+        """Mark the rows of tables that were written by hand, for all trackers of the kernels."""
+        for watch in WriteWatch.of(kernel.module for kernel in self._kernels()):
+            watch.check()
+
+    def acknowledge_writes(self) -> None:
+        """Accept the tables' present content, for all trackers of the kernels.
+
+        Call it once each of them has marked what was written.
+        """
+        for watch in WriteWatch.of(kernel.module for kernel in self._kernels()):
+            watch.acknowledge()
+
+    def progress(self) -> dict[str, OptimizerClock]:
+        """Return the clocks of the tables' optimizers, by table with a shard on this rank."""
+        return table_progress(self._kernels())
+
+    def set_progress(self, progress: Mapping[str, OptimizerClock]) -> None:
+        """Set the clocks of the tables' optimizers, see ``set_table_progress``."""
+        set_table_progress(self._kernels(), progress)
+
+    def close(self) -> None:
+        """Stop tracking; the model stays as it is."""
+        for hook in self._hooks:
+            hook.remove()
+        while self._evictions:
+            self._evictions.pop().remove()
+        self._collections.close()
+
+    def _find(self) -> tuple[list[TrackedShard], list[TrackedShard]]:
+        """Find kernels and shards; those of known kernels keep their marks and hooks.
+
+        Returns:
+            The shards that are gone, and those that are new.
+        """
+        left = {id(hook.kernel): hook for hook in self._hooks}
+        kernels, self.tables = find_kernels(self._model, self._optimizers, self._kernels())
+        before, self._hooks = self._hooks, {}
+        new = []
+        for kernel in kernels:
+            hook = left.pop(id(kernel), None)
+            if hook is not None:
+                self._hooks[hook] = before[hook]
+                continue
+            marks = [Marks(s.rectangle.rows, s.weight.device) for s in kernel.shards]
+            hooked = DataParallelHook if kernel.data_parallel else KernelHook
+            hook = hooked(kernel, marks)
+            shards = [TrackedShard(kernel, i, m, hook.writes) for i, m in enumerate(marks)]
+            self._hooks[hook] = shards
+            new += shards
+        self.shards = [shard for shards in self._hooks.values() for shard in shards]
+        for hook in left.values():
+            hook.remove()
+        self.converted |= self._collections.changed()
+        return [shard for hook in left.values() for shard in before[hook]], new
+
+    @contextmanager
+    def _resharding(self, group: dist.ProcessGroup | None) -> Iterator[None]:
+        """Surround a collection's ``update_shards``, on all ranks."""
+        self.check_writes()
+        try:
+            yield
+            self._follow(Ranks.of(group))
+        except BaseException:
+            self.mark_all()  # the rows' content is unknown now
+            raise
+
+    def _follow(self, ranks: Ranks) -> None:
+        """Carry marks and the rows of cuts to the shards that hold the rows now."""
+        gone: list[TrackedShard] = []
+        new: list[TrackedShard] = []
+        cuts = {cut.number: cut for cut in self._cuts}
+
+        def find() -> tuple[bool, frozenset[int]]:
+            for shards, found in zip((gone, new), self._find(), strict=True):
+                shards += found
+            return all_states_moved([shard.local for shard in gone]), frozenset(cuts)
+
+        facts = ranks.on_all_ranks(find)
+        carry_marks(gone, new, ranks, all(states_moved for states_moved, _ in facts))
+        carry_cuts(gone, new, ranks, cuts, [numbers for _, numbers in facts])
+
+    def _begin_interval(self) -> None:
+        for hook in self._hooks:
+            hook.writes.warns = True
+
+    def _kernels(self) -> list[Kernel]:
+        return [hook.kernel for hook in self._hooks]
+
+    def _shards_of(self, table: str) -> list[TrackedShard]:
+        if table not in self.tables:
+            raise KeyError(f"no sharded table {table!r}; the model has {sorted(self.tables)}")
+        return [shard for shard in self.shards if shard.table == table]

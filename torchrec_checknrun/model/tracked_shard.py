@@ -1,0 +1,171 @@
+"""Mark, read and write the rows of one local shard of a tracked table, by global ids."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from torchrec_checknrun.codecs import Rowwise
+from torchrec_checknrun.model.hand_written import WriteWatch, announced
+from torchrec_checknrun.model.kernels import Kernel
+from torchrec_checknrun.model.marks import Consumer, Marks
+from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
+
+RowIds = torch.Tensor | np.ndarray | Sequence[int]
+"""Global row ids, ``(n,)`` of any integer dtype."""
+
+
+class TrackedShard:
+    """One local shard with its marks; all row ids that go in or out are global.
+
+    Args:
+        kernel: holds the shard.
+        index: position among the kernel's shards.
+        marks: of the shard.
+        writes: notices what is written to the kernel's tables by hand.
+
+    Attributes:
+        local: the shard's memory.
+        marks: which of the shard's rows are modified.
+    """
+
+    _alive: ClassVar[weakref.WeakSet[TrackedShard]] = weakref.WeakSet()
+
+    def __init__(self, kernel: Kernel, index: int, marks: Marks, writes: WriteWatch) -> None:
+        self.local: LocalShard = kernel.shards[index]
+        self.marks = marks
+        self._kernel = kernel
+        self._index = index
+        self._writes = writes
+        self._alive.add(self)
+
+    @property
+    def table(self) -> str:
+        """The table's state-dict name without ``.weight``."""
+        return self.local.table
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """The shard's rows and columns of the table."""
+        return self.local.rectangle
+
+    @property
+    def kernel_module(self) -> object:
+        """The TorchRec kernel module that holds the shard, perhaps among other shards."""
+        return self._kernel.module
+
+    def mark(self, rows: RowIds) -> None:
+        """Mark those of ``rows`` that are in the shard; ignore all others."""
+        ids = as_ids(rows) - self.rectangle.row_start
+        self.marks.mark(ids[(ids >= 0) & (ids < self.rectangle.rows)].to(self.marks.raw.device))
+
+    def mark_all(self) -> None:
+        """Mark every row of the shard."""
+        self.marks.mark_all()
+
+    def modified_rows(self, consumer: Consumer = Consumer.USER) -> torch.Tensor:
+        """Return the rows modified since ``clear(consumer)``.
+
+        Returns:
+            Sorted global ids ``(n,)`` int64, on the CPU.
+        """
+        self._writes.check()
+        mask = self.marks.modified(consumer).cpu().numpy()
+        return torch.from_numpy(np.flatnonzero(mask)) + self.rectangle.row_start
+
+    def read_rows(self, rows: RowIds) -> Rows:
+        """Copy weight and optimizer rows.
+
+        Raises:
+            IndexError: a row is not in this shard.
+        """
+        self._writes.flush()
+        return self.local.gather(as_ids(rows))
+
+    def encode_rows(self, rows: RowIds, bits: int = 8) -> torch.Tensor:
+        """Encode the rows' weights in FBGEMM's fused rowwise layout.
+
+        Args:
+            rows: global ids in this shard.
+            bits: 8, 4 or 2.
+
+        Returns:
+            ``(n, row_bytes)`` uint8.
+
+        Raises:
+            IndexError: a row is not in this shard.
+            ValueError: other ``bits``, or a row holds a value that the layout can't hold (NaN,
+                infinity, or beyond fp16 or too small for it at 4 and 2 bit).
+        """
+        if bits not in (8, 4, 2):
+            raise ValueError(f"bits must be 8, 4 or 2, FBGEMM's widths, not {bits!r}")
+        self._writes.flush()
+        ids = self.local.local_ids(as_ids(rows))
+        encoded = Rowwise(bits, "asymmetric").encode(self.local.weight, ids)
+        if len(encoded.exceptions) or encoded.parameters:
+            raise ValueError(
+                f"{self.local}: a row holds a value that {bits}-bit rows can't hold (NaN, "
+                "infinity, too large or too small): find it with read_rows, or read the rows "
+                "unencoded"
+            )
+        return encoded.data
+
+    def write_rows(
+        self,
+        rows: RowIds,
+        weight: torch.Tensor,
+        optimizer: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Overwrite rows in place and mark them for every consumer, of all trackers.
+
+        Args:
+            rows: global ids in this shard, ``(n,)``.
+            weight: ``(n, cols)``.
+            optimizer: states by name as ``read_rows`` returns them; those left out stay.
+
+        Raises:
+            IndexError: a row is not in this shard.
+            ValueError: a shape doesn't match, or a state has an unknown name.
+        """
+        ids = as_ids(rows)
+        states = dict(optimizer or {})
+        expected = {"weight": (len(ids), self.rectangle.cols)}
+        for name, state in self.local.optimizer.items():
+            expected[name] = (len(ids), *state.shape[1:])
+        for name, tensor in {"weight": weight, **states}.items():
+            if name not in expected or tuple(tensor.shape) != expected[name]:
+                raise ValueError(
+                    f"{self.local}: {name} of shape {tuple(tensor.shape)} doesn't fit; expected "
+                    f"{expected}"
+                )
+        self._writes.flush()
+        self.local.local_ids(ids)  # raises before anything is marked
+        with announced([self._kernel.module]):
+            for shard in self.everywhere():
+                shard.mark(ids)  # before the write, so that no row is ever written unmarked
+            self.local.scatter(Rows(ids, weight, states))
+        self._kernel.purge()
+
+    def everywhere(self) -> Iterator[TrackedShard]:
+        """Yield every tracker's view of this shard, this one first."""
+        yield self
+        for shard in list(self._alive):
+            if shard._kernel.module is self._kernel.module and shard._index == self._index:
+                yield shard
+
+
+def as_ids(rows: RowIds) -> torch.Tensor:
+    """Return row ids as a vector ``(n,)`` int64, on their device.
+
+    Raises:
+        TypeError: the ids are no integers.
+    """
+    device = rows.device if isinstance(rows, torch.Tensor) else "cpu"
+    ids = torch.as_tensor(rows, device=device).reshape(-1)
+    if len(ids) and (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex()):
+        raise TypeError(f"expected integer row ids, not {ids.dtype}; of a mask, pass its nonzero()")
+    return ids.to(torch.int64)

@@ -1,0 +1,181 @@
+"""Read a chain: the indexes of its files, and its chunks by several threads, each one verified."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from reprlib import repr as shown
+
+import numpy as np
+
+from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
+from torchrec_checknrun.format.chunk import ROWS, Entry
+from torchrec_checknrun.format.manifest import Manifest, TableTotals
+from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk, read_indexes
+from torchrec_checknrun.in_order import Turn, run_in_order
+from torchrec_checknrun.root.chain import Chain
+from torchrec_checknrun.store.folder import Folder
+
+_THREADS = 8
+_CHUNKS_AT_ONCE = 3
+"""Memory for all threads, in sizes of the largest chunk's decoded rows."""
+_IDS_BYTES = 24
+
+
+@dataclass(frozen=True)
+class ChainContent:
+    """A chain with the chunks of each checkpoint, from the files' indexes, oldest first."""
+
+    chain: Chain
+    chunks: tuple[tuple[StoredChunk, ...], ...]
+
+
+@dataclass(frozen=True)
+class ReadableChunk:
+    """A stored chunk to be loaded, whose bytes are read only on demand.
+
+    Attributes:
+        key: the chunk's key within the chain.
+        entry: the chunk's index entry.
+        payload: returns the verified bytes, in memory that is reused once the chunk is loaded.
+        turn: a context that one thread at a time enters, after the turns of the table's chunks of
+            checkpoints that come before in the plan.
+    """
+
+    key: str
+    entry: Entry
+    payload: Callable[[], memoryview]
+    turn: Turn
+
+
+def read_content(root: Folder, chain: Chain) -> ChainContent:
+    """Read the chunk indexes of a chain.
+
+    Checks that the tables have the sizes given in the manifests, so that memory of these sizes may
+    be taken.
+
+    Raises:
+        CorruptCheckpoint: an index is missing, or differs from the manifest; or the full checkpoint
+            isn't full.
+    """
+    content = ChainContent(
+        chain, tuple(read_indexes(root, manifest) for manifest in chain.manifests)
+    )
+    for manifest, chunks in zip(chain.manifests, content.chunks, strict=True):
+        for problem in table_problems(manifest, chunks):
+            raise CorruptCheckpoint(problem)
+    return content
+
+
+def table_problems(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
+    """Compare a manifest's tables with the indexes of its chunks; yield at most two problems for
+    each table.
+    """
+    others: dict[str, str] = {}
+    rows: dict[str, Counter[Columns]] = {name: Counter() for name in manifest.tables}
+    for chunk in chunks:
+        entry = chunk.entry
+        if entry["kind"] != ROWS:
+            continue
+        name, size = entry["table"], (entry["table_rows"], entry["table_dim"])
+        table = manifest.tables.get(name)
+        if table is not None:
+            first, last = entry["columns"]
+            rows[name][first, last] += entry["count"]
+        if table is None or size != (table.rows, table.dim):
+            said = "has none" if table is None else f"has it as {table.rows} × {table.dim}"
+            others.setdefault(
+                name,
+                f"{chunk.checkpoint}/{chunk.file}, chunk {chunk.number}: rows of a table "
+                f"{name!r} of {size[0]} × {size[1]}, where the manifest {said}",
+            )
+    if manifest.kind == "full":
+        for name, table in manifest.tables.items():
+            if gap := _gap(name, table, rows[name]):
+                yield f"{manifest.id} {gap}: {manifest.id} is not full"
+    yield from others.values()
+
+
+def _gap(name: str, table: TableTotals, rows: Counter[Columns]) -> str:
+    """Describe columns of which a full checkpoint has too few or too many rows; empty if none.
+
+    Args:
+        rows: number of rows by the columns of chunks.
+    """
+    changes: Counter[int] = Counter()
+    for (first, last), count in rows.items():
+        changes[first] += count
+        changes[last] -= count
+    held = at = 0
+    for column in sorted({*changes, table.dim}):
+        if column > at and held != table.rows:
+            values = sum((last - first) * count for (first, last), count in rows.items())
+            return (
+                f"holds {values} of the {table.rows * table.dim} values of {name}; it has columns "
+                f"{shown(sorted(rows))} of {table.dim}, and of {at} to {column - 1} it holds "
+                f"{held} of the {table.rows} rows"
+            )
+        held, at = held + changes[column], column
+    return ""
+
+
+def read_chunks(
+    root: Folder,
+    chunks: Sequence[StoredChunk],
+    load: Callable[[ReadableChunk], object],
+    threads: int | None = None,
+) -> None:
+    """Read chunks and load them; chunks of rows by several threads, with turns in the given order.
+
+    Every chunk is verified before ``load`` sees a byte of it. Memory stays at a few chunks, however
+    many threads read.
+
+    Args:
+        load: called for each chunk.
+        threads: number of threads; None: one for each CPU of this process, up to 8.
+
+    Raises:
+        CorruptCheckpoint: a chunk is damaged.
+        OSError: the storage failed.
+    """
+    threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
+    rows = [chunk for chunk in chunks if chunk.entry["kind"] == ROWS]
+    longest = max((chunk.entry["length"] for chunk in rows), default=0)
+    # As many are touched as chunks are loaded at once.
+    free = [np.empty(longest, dtype=np.uint8).data for _ in range(threads)]
+
+    def readable(chunk: StoredChunk, turn: Turn, memory: memoryview | None) -> ReadableChunk:
+        return ReadableChunk(chunk.key, chunk.entry, lambda: read_chunk(root, chunk, memory), turn)
+
+    def load_rows(number: int, turn: Turn) -> None:
+        memory = free.pop()
+        try:
+            load(readable(rows[number], turn, memory))
+        except StorageUnreachable:
+            raise  # an abandoned read may still write to the memory
+        except BaseException:
+            free.append(memory)
+            raise
+        free.append(memory)
+
+    sizes = [_memory(chunk) for chunk in rows]
+    most = _CHUNKS_AT_ONCE * max((_decoded(chunk) for chunk in rows), default=0)
+    stages = [(chunk.entry["table"], chunk.checkpoint) for chunk in rows]
+    run_in_order(load_rows, sizes, stages, most, threads)
+    for chunk in chunks:
+        if chunk.entry["kind"] != ROWS:
+            load(readable(chunk, nullcontext(), None))
+
+
+def _memory(chunk: StoredChunk) -> int:
+    """Return the bytes to load a chunk of rows: its own, and the ids in several forms."""
+    return int(chunk.entry["length"]) + _IDS_BYTES * int(chunk.entry["count"])
+
+
+def _decoded(chunk: StoredChunk) -> int:
+    """Return the bytes of a chunk's decoded rows."""
+    first, last = chunk.entry["columns"]
+    return max(4 * (last - first) * int(chunk.entry["count"]), _memory(chunk))

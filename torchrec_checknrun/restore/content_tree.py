@@ -1,0 +1,78 @@
+"""Whole trees of stored state objects: the stored tree, with nodes added for sharded tensors.
+
+Sharded tensors are stored apart, as blocks. With a node for each of them a tree is whole again, so
+that a sharded tensor can be compared with a plain one, and each restored into the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from torchrec_checknrun.format.block_chunk import BlockHeader, Path
+from torchrec_checknrun.format.chunk import dtype_name
+from torchrec_checknrun.format.state import Tree, tree_items, tree_values
+from torchrec_checknrun.placements import dtype_of
+from torchrec_checknrun.restore.blocks import SavedBlocks
+
+
+def with_blocks(tree: Tree, name: str, saved: SavedBlocks) -> Tree:
+    """Return a tree with nodes added for a state's sharded tensors, as if plain, without bytes.
+
+    Args:
+        tree: the stored tree, not changed.
+        name: the state's name.
+        saved: the checkpoint's sharded tensors.
+    """
+    added: _Added = {}
+    for path, pieces in saved.items():
+        if path[0] == name and len(path) > 1:
+            place: Any = added
+            for key in path[1:-1]:
+                place = place.setdefault(key, {}) if isinstance(place, dict) else None
+            if isinstance(place, dict):
+                place[path[-1]] = next(iter(pieces.values()))
+    return _with(tree, added) if added else tree
+
+
+def tensor_paths(tree: Tree, path: Path) -> Iterator[Path]:
+    """Yield the paths of a tree's plain tensors."""
+    if "x" in tree:
+        yield path
+    items: Iterable[tuple[Any, Tree]] = tree.get("d") or enumerate(tree_values(tree))
+    for key, node in items:
+        yield from tensor_paths(node, (*path, key))
+
+
+def conversions(current: Any, tree: Tree | None, path: str) -> Iterator[str]:
+    """Name the tensors of a live state dict that were saved as another dtype."""
+    if isinstance(current, dict):
+        nodes = tree_items(tree)
+        for key, value in current.items():
+            yield from conversions(value, nodes.get(key), f"{path}.{key}")
+    elif isinstance(current, torch.Tensor) and tree is not None and "x" in tree:
+        wanted = dtype_of(current)
+        if wanted is not None and tree["dtype"] != dtype_name(wanted):
+            yield f"{path} ({tree['dtype']}, now {dtype_name(wanted)})"
+
+
+_Added = dict[str | int, Any]
+"""Headers of tensors by key, nested as the containers are."""
+
+
+def _with(tree: Tree, added: _Added | BlockHeader) -> Tree:
+    """Return a copy of a tree with nodes for tensors; leave out tensors within a leaf."""
+    if isinstance(added, BlockHeader):
+        return {"x": [0, 0], "dtype": dtype_name(added.dtype), "shape": list(added.size)}
+    if "d" in tree:
+        items = dict(tree["d"])
+        new = {key: _with(items.get(key, {"d": []}), of_key) for key, of_key in added.items()}
+        return {"d": [[key, node] for key, node in {**items, **new}.items()]}
+    for letter in ("l", "t"):
+        if letter in tree:
+            nodes: dict[str | int, Tree] = dict(enumerate(tree[letter]))
+            new = {k: _with(nodes[k], of_key) for k, of_key in added.items() if k in nodes}
+            return {letter: list({**nodes, **new}.values())}
+    return tree

@@ -1,0 +1,92 @@
+"""Model tensors of which a state dict holds copies, since hooks clone, cast or gather them.
+
+A write into a copy never reaches the model. So such models load their restored state dict by their
+own ``load_state_dict``, and are checked afterwards to have taken the values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
+
+from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.model.state_dict import StoredTables
+from torchrec_checknrun.model.tracked import TrackedModel
+
+
+def copied(
+    model: nn.Module, content: object, tracked: TrackedModel
+) -> dict[str, list[torch.Tensor]]:
+    """Find the values of a model's state dict that share memory with no parameter, buffer or table.
+
+    Returns:
+        This rank's tensors of each value, by name; several of a sharded tensor. Empty if the
+        content is no dict.
+    """
+    if not isinstance(content, dict):
+        return {}
+    own = (*model.parameters(), *model.buffers())
+    memory = {_address(local) for tensor in own for local in _locals(tensor)}
+    stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
+    found = {name: _locals(value) for name, value in content.items()}
+    return {
+        name: locals_
+        for name, locals_ in found.items()
+        if any(_address(local) not in memory and not stored.holds(local) for local in locals_)
+    }
+
+
+def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
+    """Let a model load the values restored into copies; values restored in place are loaded onto
+    themselves. Call this on all ranks: loading may be a collective.
+
+    Args:
+        content: the model's state dict, restored.
+
+    Raises:
+        IncompatibleCheckpoint: the model didn't take a value; names the value.
+    """
+    copies = copied(model, content, tracked)
+    wanted = {name: [local.clone() for local in locals_] for name, locals_ in copies.items()}
+    model.load_state_dict(content, strict=False)
+    now = model.state_dict()
+    for name, expected in wanted.items():
+        found = _locals(now.get(name))
+        if len(found) != len(expected) or not all(map(_is_same, found, expected)):
+            raise IncompatibleCheckpoint(
+                f"the model's state_dict() has a copy of {name!r}, and its load_state_dict() does "
+                "not take it back: let state_dict() return parameters and buffers themselves, or "
+                "let load_state_dict() restore what it returns"
+            )
+
+
+def _locals(value: object) -> list[torch.Tensor]:
+    """List this rank's local tensors of a value."""
+    if isinstance(value, ShardedTensor):
+        return [local for shard in value.local_shards() for local in _locals(shard.tensor)]
+    if isinstance(value, DTensor):
+        value = value._local_tensor
+    if isinstance(value, LocalShardsWrapper):
+        return [local for shard in value.local_shards() for local in _locals(shard)]
+    if not isinstance(value, torch.Tensor) or hasattr(value, "__tensor_flatten__"):
+        return []  # tensors that only wrap other tensors have no memory, and are not saved
+    has_memory = value.layout == torch.strided and not value.is_meta and value.numel() > 0
+    return [value.detach()] if has_memory else []
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether two tensors have the same values; NaN equals NaN."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    expected = expected.to(found.device)
+    both_nan = (found != found) & (expected != expected)
+    return bool(((found == expected) | both_nan).all())

@@ -1,0 +1,291 @@
+"""Restore a model from a root: find the newest whole chain, check it, load it.
+
+Nothing is changed before manifests, sizes, indexes and the layout were checked on all ranks. If the
+storage fails after that, everything is restored from the next whole chain, or the caller gets
+``ModelPartlyRestored``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
+from torchrec_checknrun.dense.state_objects import StateObjects
+from torchrec_checknrun.errors import (
+    ChainBroken,
+    CheckNRunError,
+    ClaimDamaged,
+    CorruptCheckpoint,
+    ModelPartlyRestored,
+    StorageUnreachable,
+)
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.model.dense_states import DenseStates
+from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.model.state_dict import MODEL
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.restore.chunks import read_content
+from torchrec_checknrun.restore.copied_values import copied, load_copied
+from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.plan import ChainRestore
+from torchrec_checknrun.restore.shared_root import require_shared
+from torchrec_checknrun.restore.states import Merge
+from torchrec_checknrun.root.chain import Chain, newest, resolve
+from torchrec_checknrun.root.claims import latest_claim
+from torchrec_checknrun.root.counting import is_newest
+from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Restored:
+    """The result of a restore.
+
+    Attributes:
+        chain: the chain that was restored.
+        converted: whether rows lie in other column ranges than stored, on any rank.
+        passed_over: newer checkpoints that could not be used, with the reasons.
+        skipped: descriptions of tables and values on one side only.
+        forks: whether newer checkpoints are abandoned.
+    """
+
+    chain: Chain
+    converted: bool
+    passed_over: list[str]
+    skipped: list[str]
+    forks: bool
+
+
+@dataclass
+class Target:
+    """The objects to restore.
+
+    Attributes:
+        model: the model; None: only the tables, not the dense parameters.
+        tracked: the model's tables.
+        states: state objects by name.
+        per_rank: merge functions of the states of which each rank has its own.
+        fit: allowed differences between checkpoint and model.
+        replicated: names of states of which rank 0's content is stored.
+        buffers: the model's buffers of which each rank has its own.
+    """
+
+    model: nn.Module | None
+    tracked: TrackedModel
+    states: Mapping[str, Stateful]
+    per_rank: Mapping[str, Merge | None]
+    fit: Fit = field(default_factory=Fit)
+    replicated: frozenset[str] = frozenset()
+    buffers: PerRankBuffers = field(default_factory=PerRankBuffers)
+
+
+def restore(
+    root: Folder, target: Target, ranks: Ranks, checkpoint: str | None, verify_all: bool
+) -> Restored | None:
+    """Restore a checkpoint, or the newest whole chain.
+
+    Args:
+        checkpoint: an id, which excludes a fallback to another checkpoint; None: the newest.
+        verify_all: read and decode everything once before anything is changed.
+
+    Returns:
+        The chain that was restored; None if the root has no checkpoint.
+
+    Raises:
+        CheckNRunError: see ``Checkpointer.restore``; the same error on all ranks.
+    """
+    attempts = _Attempts(root, target, ranks, checkpoint)
+    while (chain := attempts.next_chain()) is not None:
+        try:
+            live = attempts.load(chain, verify_all)
+        except (CorruptCheckpoint, ChainBroken, OSError) as error:
+            # Unreachable storage doesn't mean that the checkpoint is damaged.
+            if checkpoint is None and not isinstance(error, StorageUnreachable):
+                attempts.pass_over(chain, error)
+                continue
+            if attempts.changed:
+                raise ModelPartlyRestored(
+                    f"{chain.head.id} failed half-way: {error}. The model is no longer one "
+                    "state: restore another checkpoint, or start again"
+                ) from error
+            raise
+        except CheckNRunError as error:
+            if attempts.changed:
+                raise ModelPartlyRestored(str(error)) from error
+            raise
+        return attempts.finish(chain, live)
+    return None
+
+
+class _Attempts:
+    """The attempts of one restore, which falls back to older chains.
+
+    Attributes:
+        changed: whether anything may have been changed, on any rank.
+    """
+
+    def __init__(self, root: Folder, target: Target, ranks: Ranks, checkpoint: str | None) -> None:
+        self._root, self._target, self._ranks = root, target, ranks
+        self._checkpoint = checkpoint
+        self._optimizers = DenseStates(target.model, target.states, target.tracked)
+        self._objects = StateObjects(
+            {n: state for n, state in target.states.items() if n not in self._optimizers}
+        )
+        self._passed_over: list[str] = []
+        self._unusable: set[str] = set()
+        self._newest = True
+        self._converted = False
+        self.changed = False
+
+    def next_chain(self) -> Chain | None:
+        """Find the next chain to try; None if the root has no checkpoint. A collective.
+
+        Raises:
+            ModelPartlyRestored: all chains failed, one of them half-way.
+            ChainBroken: all chains failed.
+        """
+        chain, problems, self._newest = self._ranks.from_rank_0(
+            lambda: _find(self._root, self._checkpoint, self._unusable)
+        )
+        self._passed_over += [line for line in problems if line not in self._passed_over]
+        reasons = "; ".join(self._passed_over)
+        if chain is None and self.changed:
+            raise ModelPartlyRestored(
+                "a restore failed half-way and no other whole chain is left; the model is no "
+                f"longer one state. Start again from a new model. {reasons}"
+            )
+        if chain is None and self._passed_over:
+            raise ChainBroken(
+                f"{self._root} holds checkpoints, but none can be restored: {reasons}. "
+                "Fix the storage, or start a fresh run with another root"
+            )
+        if chain is not None and not self._passed_over:
+            require_shared(self._root, self._ranks, chain.head.id, MANIFEST_NAME)
+        return chain
+
+    def pass_over(self, chain: Chain, error: Exception) -> None:
+        """Exclude a chain that failed."""
+        self._unusable.add(chain.head.id)
+        self._passed_over.append(f"{chain.head.id}: {error}")
+
+    def load(self, chain: Chain, verify_all: bool) -> dict[str, Any]:
+        """Load a chain into the live objects; return their restored state dict. A collective."""
+        live: dict[str, Any] = {}
+        for dry_run in (True, False) if verify_all else (False,):
+            self._chain_restore = ChainRestore(
+                self._target.tracked,
+                per_rank=self._target.per_rank,
+                fit=self._target.fit,
+                buffers=self._target.buffers,
+                objects=self._objects,
+                optimizers=self._optimizers,
+                dry_run=dry_run,
+            )
+            try:
+                with self._optimizers.fitted(undo=dry_run):
+                    live = _load(self._root, chain, self._target, self._ranks, self._chain_restore)
+            finally:
+                began = self._ranks.gather(self._chain_restore.began)
+                self.changed = self.changed or any(began)
+            self._converted = any(self._ranks.gather(self._chain_restore.converted))
+        return live
+
+    def finish(self, chain: Chain, live: dict[str, Any]) -> Restored:
+        """Give the objects their restored content, and report. A collective."""
+        progress = self._chain_restore.progress
+        _hand_back(self._target, live, self._optimizers, progress, self._ranks)
+        return Restored(
+            chain,
+            self._converted,
+            self._passed_over,
+            skipped=sorted(set(self._chain_restore.skipped)),
+            forks=bool(self._passed_over) or not self._newest,
+        )
+
+
+def _find(
+    root: Folder, checkpoint: str | None, unusable: set[str]
+) -> tuple[Chain | None, list[str], bool]:
+    """Find the chain; also return why newer ones were passed over, and whether it is the newest."""
+    if checkpoint is None:
+        return *newest(root, unusable), True
+    chain = resolve(root, checkpoint)
+    try:
+        return chain, [], is_newest(root, latest_claim(root), chain.head)
+    except ClaimDamaged:  # prevents saves to this root, but not a restore
+        return chain, [], is_newest(root, None, chain.head)
+
+
+def _load(
+    root: Folder, chain: Chain, target: Target, ranks: Ranks, chain_restore: ChainRestore
+) -> dict[str, Any]:
+    live: dict[str, Any] = {}
+
+    def read_live() -> None:
+        target.tracked.flush()
+        if target.model is not None:
+            live[MODEL] = target.model.state_dict()
+        live.update((name, stateful.state_dict()) for name, stateful in target.states.items())
+
+    ranks.on_all_ranks(read_live)
+    unasked = chain.head.states.keys() - live.keys() - {BUFFERS}
+    for name in unasked if target.model is not None else ():
+        logger.warning(
+            "%s holds state %r, which is not restored, since the Checkpointer has no such state",
+            chain.head.id,
+            name,
+        )
+    live = dict(sorted(live.items()))  # the same order on all ranks
+    ranks.reduce(lambda: chain_restore.plan(read_content(root, chain), live), _agree)
+    ranks.reduce(lambda: chain_restore.load(root), _agree)
+    return live
+
+
+def _agree(_: list[None]) -> None:
+    """Decide nothing: only errors matter."""
+
+
+def _hand_back(
+    target: Target,
+    live: dict[str, Any],
+    optimizers: DenseStates,
+    progress: Mapping[str, OptimizerClock],
+    ranks: Ranks,
+) -> None:
+    """Give the state objects their content, the tables' optimizers their progress, and the model
+    the values of which its state dict has copies; all else was written in place.
+    """
+    content = live.get(MODEL)
+
+    def find() -> bool:
+        return target.model is not None and bool(copied(target.model, content, target.tracked))
+
+    def hand_back() -> None:
+        if any_copied:
+            assert target.model is not None
+            load_copied(target.model, content, target.tracked)
+        for name, stateful in target.states.items():
+            if name in optimizers:
+                optimizers.load(name, live[name])
+            else:
+                stateful.load_state_dict(live[name])
+        optimizers.finish()
+        target.tracked.set_progress(progress)
+        target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
+
+    try:
+        any_copied = any(ranks.on_all_ranks(find))  # loading may be a collective
+        ranks.on_all_ranks(hand_back)
+    except Exception as error:
+        raise ModelPartlyRestored(
+            f"the model or a state object refused its restored content: {error!r}. The model is no "
+            "longer one state: start again from a new model"
+        ) from error

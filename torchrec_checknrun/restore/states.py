@@ -1,0 +1,257 @@
+"""Restore state objects from the trees of a chain's head, checked before any change.
+
+A per-rank state comes from the same rank's chunk; on another number of ranks the states of all
+ranks are merged by a function of the user's. Values that blocks or rows restore in place stay in
+the live state dict.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
+from torchrec_checknrun.dense.state_objects import StateObjects
+from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from torchrec_checknrun.format.block_chunk import Path
+from torchrec_checknrun.format.chunk import STATE, decode_state_chunk, state_tree
+from torchrec_checknrun.format.reader import StoredChunk
+from torchrec_checknrun.format.state import Tree, is_sharded, tree_items
+from torchrec_checknrun.model.dense_states import DenseStates
+from torchrec_checknrun.model.state_dict import MODEL, StoredTables, write_whole
+from torchrec_checknrun.restore.blocks import SavedBlocks
+from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
+from torchrec_checknrun.restore.content_tree import conversions, tensor_paths, with_blocks
+from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.state_fit import check_state, common_state, merge_state
+
+logger = logging.getLogger(__name__)
+
+Merge = Callable[[list[Any]], Any]
+"""Makes one rank's state from the saved states of all ranks (in rank order), for another number of
+ranks.
+"""
+
+
+class StateRestore:
+    """A restore of state objects: call ``plan``, then ``load`` for each chunk.
+
+    Args:
+        content: the chain.
+        state_dict: the live state dict, whose values are replaced by restored ones.
+        saved: the checkpoint's sharded tensors.
+        fit: allowed differences between checkpoint and state dict.
+        merges: merge functions of states of which each rank has its own, by name; None or absent:
+            the state can't be restored on another number of ranks.
+        objects: state objects that are given whole what they saved; other states must fit the live
+            ones.
+        optimizers: the dense optimizers among the states; None: unknown, their state must be made.
+        buffers: the model's buffers of which each rank has its own.
+
+    Attributes:
+        skipped: descriptions of states and values on one side only.
+    """
+
+    def __init__(
+        self,
+        content: ChainContent,
+        state_dict: dict[str, Any],
+        saved: SavedBlocks,
+        fit: Fit,
+        *,
+        merges: Mapping[str, Merge | None],
+        objects: StateObjects,
+        optimizers: DenseStates | None,
+        buffers: PerRankBuffers,
+    ) -> None:
+        self._head = content.chain.head
+        self._state_dict = state_dict
+        self._saved = saved
+        self._fit = fit
+        self._merges = dict(merges)
+        self._objects = objects
+        self._optimizers = optimizers
+        self._buffers = buffers
+        self._rank, self._world = 0, 1
+        if dist.is_initialized():
+            self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._chunks: dict[str, dict[int | None, StoredChunk]] = {}
+        for chunk in content.chunks[-1]:
+            if chunk.entry["kind"] == STATE:
+                self._chunks.setdefault(chunk.entry["name"], {})[chunk.entry["rank"]] = chunk
+        self._model_content: dict[str, Any] | None = None
+        self._read: dict[str, list[Any]] = {}
+        self._by_blocks: frozenset[int] = frozenset()
+        self._from_trees: frozenset[int] = frozenset()
+        self._stored = StoredTables((), ())
+        self.skipped: list[str] = []
+
+    def fit_optimizers(self, tables: Mapping[str, set[str] | None]) -> None:
+        """Fit the dense optimizers' live state to the checkpoint; see ``DenseStates.fit``.
+
+        Args:
+            tables: names of the optimizer states that are restored with rows, by the model's table;
+                None: no rows are restored.
+        """
+        if self._optimizers is None:
+            return
+        trees = {}
+        for name, by_rank in self._chunks.items():
+            chunk = by_rank.get(None) or by_rank.get(self._rank) or next(iter(by_rank.values()))
+            trees[name] = with_blocks(state_tree(chunk.entry), name, self._saved)
+        resized = self._head.world_size != self._world
+        self._state_dict.update(self._optimizers.fit(trees, tables, self._fit.strict, resized))
+
+    def split_buffers(self) -> None:
+        """Move the buffers that were saved per rank from the model's state dict to one of their
+        own, as in the checkpoint; ``join_buffers`` moves them back.
+        """
+        model = self._state_dict.get(MODEL)
+        if not isinstance(model, dict) or BUFFERS not in self._head.states:
+            return
+        names: dict[str | int, None] = {}
+        for chunk in self._chunks.get(BUFFERS, {}).values():
+            names |= dict.fromkeys(tree_items(state_tree(chunk.entry)))
+        self._model_content = model
+        self._state_dict[MODEL] = {k: v for k, v in model.items() if k not in names}
+        self._state_dict[BUFFERS] = {k: v for k, v in model.items() if k in names}
+        if self._head.world_size != self._world:
+            self._buffers.require_merges(list(map(str, names)), self._head.world_size, self._world)
+            self._merges[BUFFERS] = self._buffers.merge
+
+    def join_buffers(self) -> None:
+        """Undo ``split_buffers``."""
+        if self._model_content is not None:
+            self._model_content.update(self._state_dict[MODEL])
+            self._model_content.update(self._state_dict.pop(BUFFERS))
+            self._state_dict[MODEL] = self._model_content
+
+    def plain_paths(self) -> set[Path]:
+        """Return the paths of all tensors that lie in the states' trees."""
+        return {
+            path
+            for name, chunks in self._chunks.items()
+            for chunk in chunks.values()
+            for path in tensor_paths(state_tree(chunk.entry), (name,))
+        }
+
+    def plan(
+        self, stored: StoredTables, by_blocks: frozenset[int], from_trees: frozenset[int]
+    ) -> Iterator[str]:
+        """Check the live states against the head's, and yield the keys of the chunks to read.
+
+        Args:
+            stored: the tables, whose rows are restored in place.
+            by_blocks: ``id`` of each live tensor that is restored from blocks.
+            from_trees: ``id`` of each live sharded tensor that is restored from a tree.
+
+        Raises:
+            IncompatibleCheckpoint: a state doesn't fit; names the key, the saved and the live one.
+            CorruptCheckpoint: a chunk is missing.
+        """
+        self._stored, self._by_blocks, self._from_trees = stored, by_blocks, from_trees
+        head = self._head
+        for name, current in self._state_dict.items():
+            plain = name in head.states or not is_sharded(current)
+            if (name,) in self._saved or (stored.covers(current) and not plain):
+                continue
+            if name not in head.states and not self._fit.strict:
+                self.skipped.append(f"state {name!r}: not in the checkpoint")
+                continue
+            if name not in head.states:
+                raise IncompatibleCheckpoint(
+                    f"{head.id} has no state {name!r} (it has {sorted(head.states)}): restore with "
+                    "the state objects it was saved with"
+                )
+            saved_ranks = self._saved_ranks(name)
+            for rank in saved_ranks:
+                if rank not in self._chunks.get(name, {}):
+                    raise CorruptCheckpoint(f"{head.id} lacks state {name!r} of rank {rank}")
+                chunk = self._chunks[name][rank]
+                if self._fit.strict and (len(saved_ranks) == 1 or name == BUFFERS):
+                    tree = with_blocks(state_tree(chunk.entry), name, self._saved)
+                    self._check(name, current, tree)
+                yield chunk.key
+
+    def load(self, chunk: ReadableChunk, dry_run: bool) -> None:
+        """Put a chunk's state into the live state dict.
+
+        Args:
+            dry_run: read and decode the chunk, but change nothing.
+        """
+        name = chunk.entry["name"]
+        value = decode_state_chunk(chunk.entry, chunk.payload())
+        if dry_run:
+            return
+        head = self._head
+        read = self._read.setdefault(name, [])
+        read.append(value)
+        merge = self._merges.get(name)
+        if head.states[name] and head.world_size != self._world and merge is not None:
+            if len(read) < head.world_size:
+                return
+            value = merge(read)
+        current = self._state_dict[name]
+        if name in self._objects:
+            self._state_dict[name] = self._objects.content(
+                name,
+                current,
+                value,
+                self._kept,
+                self._in_place,
+                self._stored.name,
+                self._fit.strict,
+                self.skipped,
+            )
+            return
+        if not self._fit.strict:
+            value = common_state(current, value, name, self.skipped)
+        self._state_dict[name] = merge_state(current, value, self._stored.name, self._kept)
+
+    def _saved_ranks(self, name: str) -> Sequence[int | None]:
+        """Return the ranks whose chunks of a state are needed; None stands for all ranks."""
+        head = self._head
+        if not head.states[name]:
+            return [None]
+        if head.world_size == self._world:
+            return [self._rank]
+        if self._merges.get(name) is None:
+            raise IncompatibleCheckpoint(
+                f"state {name!r} was saved per rank on {head.world_size} ranks, and there are "
+                f"{self._world} now: declare it PerRank(…, merge=function), or restore on "
+                f"{head.world_size} ranks"
+            )
+        return range(head.world_size)
+
+    def _check(self, name: str, current: Any, tree: Tree) -> None:
+        """Refuse a saved state that doesn't fit the live one; warn of converted floats."""
+        if name in self._objects:
+            self._objects.check(name, current, tree, self._stored.covers)
+            return
+        if names := list(conversions(current, tree, name)):
+            logger.warning(
+                "%s: %d tensors were saved as another type of float, and are converted: %s%s",
+                self._head.id,
+                len(names),
+                ", ".join(names[:4]),
+                ", …" if len(names) > 4 else "",
+            )
+        covers, of_table = self._stored.covers, self._stored.name
+        exact = self._optimizers is not None and name in self._optimizers
+        check_state(current, tree, name, covers, of_table, exact)
+
+    def _kept(self, current: Any, saved: Any) -> bool:
+        """Return whether a live value stays where a saved state is merged into it: blocks or rows
+        restore it, or it is sharded and gets its parts of a plain tensor here.
+        """
+        if id(current) in self._from_trees and isinstance(saved, torch.Tensor):
+            write_whole(current, saved)
+        return id(current) in self._by_blocks or is_sharded(current)
+
+    def _in_place(self, current: object) -> bool:
+        """Return whether a live value is restored in place, from rows or blocks."""
+        return id(current) in self._by_blocks or self._stored.covers(current)

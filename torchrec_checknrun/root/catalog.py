@@ -1,0 +1,228 @@
+"""List the checkpoints of a root, each with its status and size.
+
+From manifests and file names alone: no tensor is read, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchrec_checknrun.errors import (
+    ChainBroken,
+    CheckNRunError,
+    CheckpointNotFound,
+    ClaimDamaged,
+    StorageFailed,
+    StorageUnreachable,
+)
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.root.chain import files_problem, walk
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.claims import FOLDER, Claim, Claims, read_claims, require_claim
+from torchrec_checknrun.root.liveness import seems_alive
+from torchrec_checknrun.root.retention import abandoned_ids, is_pinned
+from torchrec_checknrun.store.folder import Folder
+
+Status = Literal["restorable", "abandoned", "ignored", "undecided", "broken", "uncommitted"]
+"""The use of a checkpoint:
+
+- restorable: a restore may choose it;
+- abandoned: on a fork from which the run did not go on;
+- ignored: committed by a writer that had been replaced;
+- undecided: only a damaged claim tells whether it counts;
+- broken: files are missing, or a checkpoint of its chain is;
+- uncommitted: without a manifest.
+"""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One directory of a root.
+
+    Attributes:
+        manifest: None if there is none, or none that can be read.
+        chain: ids of the checkpoints that a restore reads, oldest first; empty if broken.
+        bytes: of all files in the directory.
+        chain_bytes: of all files of the chain.
+        problem: why the checkpoint is broken.
+    """
+
+    id: str
+    status: Status
+    manifest: Manifest | None
+    chain: tuple[str, ...]
+    chain_bytes: int
+    bytes: int
+    pinned: bool
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All directories of checkpoints, newest first.
+
+    Attributes:
+        claim: of the last writer.
+        alive: whether that writer is probably at work.
+        problems: what is wrong with the claims.
+    """
+
+    checkpoints: tuple[Listed, ...]
+    claim: Claim | None
+    alive: bool = False
+    problems: tuple[str, ...] = ()
+
+
+@dataclass
+class _Content:
+    """The directories of checkpoints in a root, as read.
+
+    Attributes:
+        files: by id, the sizes of all files in the directory.
+        manifests: by id, the manifests that can be read.
+        problems: by id, why a directory or its files can't be used.
+    """
+
+    files: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+def inventory(root: Folder) -> Inventory:
+    """Look at every checkpoint of a root: one listing and one small file for each.
+
+    Raises:
+        CheckpointNotFound: there is none, committed or not.
+        StorageFailed: the storage doesn't answer.
+    """
+    claims = read_claims(root, every=True)
+    ids = committed(root)
+    if not ids:
+        raise CheckpointNotFound(
+            f"no checkpoints in {root}: name the folder or URL that was given to Checkpointer"
+        )
+    content = _read(root, ids)
+    lost = _lost_claim(root, claims, content.manifests)
+    counts = _counts(claims, ids, content.manifests, lost[0] if lost is not None else None)
+    counting = {id: m for id, m in content.manifests.items() if counts[id] is not False}
+    abandoned = abandoned_ids(counting.values(), content.problems)
+    listed = []
+    for id in ids:
+        status: Status = "restorable"
+        if id not in content.manifests:
+            status = "uncommitted"
+        elif id not in counting:
+            status = "ignored"
+        elif counts[id] is None:
+            status = "undecided"
+        elif id in abandoned:
+            status = "abandoned"
+        listed.append(_listed(root, id, status, content))
+    return Inventory(
+        tuple(listed),
+        claims.latest,
+        claims.latest is not None and seems_alive(root, claims.latest),
+        (
+            *(f"{FOLDER}/{name}: {what}" for name, what in claims.damaged.items()),
+            *((lost[1],) if lost is not None else ()),
+        ),
+    )
+
+
+def _read(root: Folder, ids: Sequence[str]) -> _Content:
+    """Read manifests and file sizes.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
+    content = _Content()
+    for id in ids:
+        content.files[id] = {}
+        try:
+            files = content.files[id] = (root / id).sizes()
+            # Links aren't among the files; reading one raises a precise error.
+            if MANIFEST_NAME not in files and not (root / id).is_link(MANIFEST_NAME):
+                continue
+            content.manifests[id] = read_manifest(root, id)
+        except (CheckNRunError, StorageFailed) as error:
+            if isinstance(error, StorageUnreachable):
+                raise
+            content.problems[id] = str(error)
+            continue
+        problem = files_problem(content.manifests[id], files)
+        if problem is not None:
+            content.problems[id] = problem
+    return content
+
+
+def _lost_claim(
+    root: Folder, claims: Claims, manifests: Mapping[str, Manifest]
+) -> tuple[str, str] | None:
+    """Return the newest checkpoint whose claim was deleted, and the remedy."""
+    for id, manifest in manifests.items():
+        if claims.latest is not None and manifest.epoch > claims.highest:
+            try:
+                require_claim(root, id, manifest.epoch)
+            except ClaimDamaged as error:
+                return id, str(error)
+    return None
+
+
+def _counts(
+    claims: Claims, ids: Sequence[str], manifests: Mapping[str, Manifest], lost: str | None
+) -> dict[str, bool | None]:
+    """Return by id whether a checkpoint counts; None if that can't be told.
+
+    Args:
+        lost: the newest checkpoint whose claim was deleted: nothing tells whether it, or an older
+            one, counts.
+    """
+    counts = {id: claims.counts(id, manifest.epoch) for id, manifest in manifests.items()}
+    if lost is not None:
+        counts |= {id: None for id in ids[ids.index(lost) :] if counts.get(id)}
+    return counts
+
+
+def _listed(root: Folder, id: str, status: Status, content: _Content) -> Listed:
+    manifest, files = content.manifests.get(id), content.files[id]
+    problem = content.problems.get(id)
+    chain: list[Manifest] = []
+    if manifest is not None:
+        chain, broken = _chain(manifest, content)
+        problem = problem or broken
+    if problem is not None:
+        status, chain = "broken", []
+    return Listed(
+        id=id,
+        status=status,
+        manifest=manifest,
+        chain=tuple(m.id for m in chain),
+        chain_bytes=sum(sum(content.files[m.id].values()) for m in chain),
+        bytes=sum(files.values()),
+        pinned=bool(files) and is_pinned(root / id),
+        problem=problem,
+    )
+
+
+def _chain(head: Manifest, content: _Content) -> tuple[list[Manifest], str | None]:
+    """Return the chain, oldest first, and the problem of a checkpoint that the head needs."""
+    problems = content.problems
+
+    def find(child: Manifest, id: str) -> Manifest:
+        if id not in content.manifests:
+            why = f"can't be read: {problems[id]}" if id in problems else "is missing"
+            raise ChainBroken(f"{child.id} needs {id}, which {why}")
+        return content.manifests[id]
+
+    chain: list[Manifest] = []
+    try:
+        for manifest in walk(head, find):
+            if chain and manifest.id in problems:
+                what = problems[manifest.id]
+                return [], f"it needs {manifest.id}, which is damaged: {what}"
+            chain.append(manifest)
+    except ChainBroken as error:
+        return [], str(error)
+    return chain[::-1], None

@@ -1,0 +1,250 @@
+"""Resolve chains: the checkpoints that a restore needs, from the full one to the head."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+
+from torchrec_checknrun.errors import (
+    ChainBroken,
+    CheckNRunError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    StorageFailed,
+    StorageUnreachable,
+)
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root.checkpoints import (
+    find_checkpoints,
+    find_forbidden,
+    has_manifest,
+    read_manifest,
+)
+from torchrec_checknrun.root.claims import read_claims, require_claim
+from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger(__name__)
+
+_LOOKS = 10
+"""How often to look at a root that changes during each look."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A full checkpoint and the differential ones based on it, oldest first."""
+
+    manifests: tuple[Manifest, ...]
+
+    @property
+    def head(self) -> Manifest:
+        """The newest checkpoint."""
+        return self.manifests[-1]
+
+    @property
+    def baseline(self) -> Manifest:
+        """The full checkpoint."""
+        return self.manifests[0]
+
+    @property
+    def lossy(self) -> bool:
+        """Whether any checkpoint stores rows with a loss."""
+        return any(manifest.lossy for manifest in self.manifests)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """By table, the fewest bits in which a value of the chain may be stored."""
+        widths: dict[str, int] = {}
+        for manifest in self.manifests:
+            narrow(widths, manifest)
+        return widths
+
+
+def narrow(widths: dict[str, int], manifest: Manifest) -> None:
+    """Lower ``Chain.widths`` to those of one more checkpoint."""
+    for name, table in manifest.tables.items():
+        widths[name] = min(table.value_bits, widths.get(name, table.value_bits))
+
+
+def incompatibility(child: Manifest, parent: Manifest) -> str | None:
+    """Return why a checkpoint can't build on the one in its parent's place; None if it can."""
+    link = child.parent
+    assert link is not None, f"{child.id} is full"
+    if parent.link != link:
+        return (
+            f"{child.id} needs {link.id} with checksum {link.checksum}, but the one there has "
+            f"{parent.checksum}: it was replaced"
+        )
+    if parent.sequence >= child.sequence:  # else a chain could be a circle
+        return (
+            f"{child.id} needs {link.id}, which is not older: its sequence number is "
+            f"{parent.sequence}, and should be below {child.sequence}"
+        )
+    if _table_sizes(parent) != _table_sizes(child):
+        return f"{child.id} and its parent {link.id} hold different tables"
+    return None
+
+
+def walk(head: Manifest, find: Callable[[Manifest, str], Manifest]) -> Iterator[Manifest]:
+    """Yield a checkpoint and those it builds on, newest first, each checked against its child.
+
+    Args:
+        find: returns the manifest of a child's parent, given the child and the parent's id; what
+            it raises passes through.
+
+    Raises:
+        ChainBroken: a checkpoint can't build on the one in its parent's place.
+    """
+    yield head
+    while (link := head.parent) is not None:
+        parent = find(head, link.id)
+        problem = incompatibility(head, parent)
+        if problem is not None:
+            raise ChainBroken(problem)
+        yield parent
+        head = parent
+
+
+def files_problem(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
+    """Compare a checkpoint's rank files with the sizes of the files in its directory; return the
+    first difference, None if there is none.
+    """
+    for file in manifest.files:
+        size = sizes.get(file.name)
+        if size != file.size:
+            found = "is missing" if size is None else f"has {size}"
+            return f"{file.name} should have {file.size} bytes, but {found}"
+    return None
+
+
+def check_sizes(root: Folder, manifest: Manifest) -> None:
+    """Check that a checkpoint's files exist and have their sizes.
+
+    Raises:
+        CorruptCheckpoint: names the file.
+    """
+    folder = root / manifest.id
+    problem = files_problem(manifest, folder.sizes())
+    if problem is not None:
+        raise CorruptCheckpoint(f"{folder}/{problem}")
+
+
+def resolve(root: Folder, name: str) -> Chain:
+    """Return the chain that ends at ``name``, its manifests and file sizes checked.
+
+    Raises:
+        CheckpointNotFound: ``name`` itself is not a committed checkpoint.
+        ChainBroken: a checkpoint of the chain is missing, damaged, replaced, or was never a valid
+            parent of its child.
+        CorruptCheckpoint, UnsupportedFormat: ``name``'s own manifest or files are damaged.
+    """
+
+    def find(child: Manifest, id: str) -> Manifest:
+        try:
+            return read_manifest(root, id)
+        except CheckNRunError as error:
+            raise ChainBroken(f"{child.id} needs {id}, which can't be used: {error}") from error
+
+    manifests = list(walk(read_manifest(root, name), find))
+    check_sizes(root, manifests[0])
+    for parent in manifests[1:]:
+        try:
+            check_sizes(root, parent)
+        except CorruptCheckpoint as error:
+            raise ChainBroken(f"{name} needs {parent.id}, which is damaged: {error}") from error
+    return Chain(tuple(reversed(manifests)))
+
+
+def newest(
+    root: Folder, unusable: Container[str] = (), *, answers: bool = False
+) -> tuple[Chain | None, list[str]]:
+    """Find the newest complete chain; also return why newer (or unreadable) checkpoints were
+    passed over.
+
+    A writer may commit and prune meanwhile. Therefore checkpoints count as passed over only if the
+    root still holds the same names; otherwise look again.
+
+    Args:
+        unusable: ids to pass over silently.
+        answers: raise storage errors instead of passing over what can't be read.
+
+    Raises:
+        ClaimDamaged: checkpoints were committed, and which of them count can't be told.
+        StorageUnreachable: the storage doesn't answer: resuming from an older checkpoint would
+            abandon newer ones.
+        StorageFailed: the root can't be listed, or changes during every look; with ``answers``,
+            also if anything in the root can't be read.
+    """
+    for _ in range(_LOOKS):
+        names = root.names()
+        chain, problems, absent = _newest(root, names, unusable, answers)
+        if chain is not None and not problems and not absent:
+            return chain, problems
+        # In this order: a writer that commits, then deletes is noticed by one or the other.
+        if root.names() == names and not any(has_manifest(root, name) for name in absent):
+            return chain, problems if chain is not None else [*problems, *find_forbidden(root)]
+    raise StorageFailed(
+        errno.EBUSY,
+        f"{root}: checkpoints come and go faster than they can be read, so that the newest is "
+        "unknown: end the process that writes there, or try again",
+    )
+
+
+def newest_required(root: Folder, *, answers: bool = False) -> Chain:
+    """Return the newest complete chain.
+
+    Raises:
+        CheckpointNotFound, ChainBroken: there is none.
+        ClaimDamaged, StorageFailed: as in ``newest``.
+    """
+    chain, problems = newest(root, answers=answers)
+    if chain is not None:
+        return chain
+    if problems:
+        raise ChainBroken(f"{root} holds no complete chain: {'; '.join(problems)}")
+    raise CheckpointNotFound(f"no committed checkpoint in {root}")
+
+
+def _newest(
+    root: Folder, names: list[str], unusable: Container[str], answers: bool
+) -> tuple[Chain | None, list[str], set[str]]:
+    """Look once; also return the names in which a manifest was looked for and not found."""
+    claims = read_claims(root)
+    found = find_checkpoints(root, names)
+    absent = found.absent
+    # Perhaps newer than the others: their numbers are unknown.
+    problems = [f"{name}: {error}" for name, error in found.damaged.items() if name not in unusable]
+    for error in found.damaged.values():
+        claims.decided()
+        if isinstance(error, StorageFailed):
+            raise error
+    for _, name in found.numbered:
+        if name in unusable:
+            continue
+        try:
+            chain = resolve(root, name)
+        except CheckpointNotFound:
+            logger.info("%s in %s was never committed", name, root)
+            absent.add(name)
+            continue
+        except (CheckNRunError, OSError) as error:
+            if isinstance(error, StorageUnreachable) or (answers and isinstance(error, OSError)):
+                raise
+            claims.decided()  # not earlier: without any commit the run starts fresh in any case
+            problems.append(f"{name}: {error}")
+            continue
+        claim = claims.decided()
+        if claim is not None and chain.head.epoch > claim.epoch:
+            require_claim(root, name, chain.head.epoch)
+        if claim is None or claim.admits(name, chain.head.epoch):
+            return chain, problems, absent
+        problems.append(
+            f"{name}: it was committed by a writer that had been replaced by then, and doesn't "
+            f"count: `checknrun adopt {root} {name}` makes it count"
+        )
+    return None, problems, absent
+
+
+def _table_sizes(manifest: Manifest) -> dict[str, tuple[int, int]]:
+    return {name: (table.rows, table.dim) for name, table in manifest.tables.items()}

@@ -1,0 +1,274 @@
+"""Find the checkpoints of a root: tell their directories from others, read and number them.
+
+Directories that this package named carry their sequence number. A checkpoint saved through
+``dcp.save`` under a user's name has its number in the manifest only. Where no checkpoint is found,
+``describe_empty`` describes the root instead: most such roots are typos in the name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    StorageFailed,
+    StorageUnreachable,
+    UnsupportedFormat,
+)
+from torchrec_checknrun.format.checks import MANIFEST_BYTES
+from torchrec_checknrun.format.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    is_plain_name,
+    parse_manifest,
+    sequence_of,
+)
+from torchrec_checknrun.root.claims import FOLDER
+from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger(__name__)
+
+_RANK_FILE = re.compile(r"rank-[0-9]{5,}\.bin")
+_MOST_NAMED = 5
+"""The most names that a description of a root lists."""
+
+
+@dataclass
+class Found:
+    """The checkpoints among a root's names.
+
+    Attributes:
+        numbered: sequence numbers and names, highest first.
+        damaged: by name, why a checkpoint of unknown number can't be read.
+        absent: names without a manifest.
+    """
+
+    numbered: list[tuple[int, str]]
+    damaged: dict[str, Exception]
+    absent: set[str]
+
+
+def read_manifest(root: Folder, name: str) -> Manifest:
+    """Read a checkpoint's manifest.
+
+    Raises:
+        CheckpointNotFound: the directory has no manifest: its save was never begun or committed.
+        CorruptCheckpoint, UnsupportedFormat: the manifest can't be read.
+    """
+    where = f"{root}/{name}/{MANIFEST_NAME}"
+    manifest = _parse(root, name)
+    if manifest.id != name:
+        raise CorruptCheckpoint(
+            f"{where} is the manifest of {manifest.id!r}: it was moved or copied"
+        )
+    if sequence_of(name) not in (None, manifest.sequence):
+        raise CorruptCheckpoint(f"{where} has sequence number {manifest.sequence}")
+    return manifest
+
+
+def is_copy(name: str) -> bool:
+    """Return whether a name is a compacted checkpoint's: no other id has such a digit."""
+    return sequence_of(name) is not None and name[-8] >= "8"
+
+
+def age(sequence: int, name: str) -> tuple[int, bool, str]:
+    """Return the key that sorts checkpoints: the newest has the highest.
+
+    A compacted copy is newer than its original, even if a user named the original.
+    """
+    return sequence, is_copy(name), name
+
+
+def committed(root: Folder, names: Iterable[str] | None = None) -> list[str]:
+    """Return ids of directories that may hold a committed checkpoint, highest number first; last
+    come those whose number is unknown because their manifests are damaged.
+
+    Args:
+        names: the names in the root, if listed already.
+
+    Raises:
+        StorageFailed: the root can't be listed, or the storage doesn't answer.
+    """
+    found = find_checkpoints(root, root.names() if names is None else names)
+    return [name for _, name in found.numbered] + list(found.damaged)
+
+
+def has_manifest(root: Folder, name: str) -> bool:
+    """Return whether a directory of the root contains a file with the name of a manifest.
+
+    Raises:
+        StorageFailed: the storage failed.
+    """
+    if not is_plain_name(name) or root.is_link(name):
+        return False
+    return (root / name).size(MANIFEST_NAME) is not None
+
+
+def highest_sequence(root: Folder) -> int:
+    """Return the highest sequence number in use, committed or not; 0 if there is none."""
+    found = find_checkpoints(root, root.names())
+    return max((sequence for sequence, _ in found.numbered), default=0)
+
+
+def find_checkpoints(root: Folder, names: Iterable[str]) -> Found:
+    """Tell checkpoints from other names in a root.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
+    found: list[tuple[int, str]] = []
+    damaged: dict[str, Exception] = {}
+    absent: set[str] = set()
+    for name in names:
+        if name == FOLDER:
+            continue
+        sequence = sequence_of(name)
+        if sequence is None and not _is_unicode(name):
+            logger.warning("%s/%r is passed over: its name is not UTF-8; rename it", root, name)
+            continue
+        # A user's name: only the manifest knows the number. A link is not a directory of this
+        # root: perhaps somebody's `latest`.
+        if sequence is None and not root.is_link(name):
+            try:
+                sequence = _parse(root, name).sequence
+            except CheckpointNotFound:
+                absent.add(name)
+                continue
+            except (CheckNRunError, StorageFailed) as error:
+                if (problem := _problem(root, name, error)) is not None:
+                    damaged[name] = problem
+        if sequence is not None:
+            found.append((sequence, name))
+    return Found(sorted(found, key=lambda one: age(*one), reverse=True), damaged, absent)
+
+
+def find_forbidden(root: Folder) -> Iterator[str]:
+    """Yield the directories that can't be looked into although they may be checkpoints of a user's
+    naming: names that begin with a dot, and lost+found, belong to others.
+    """
+    for name in root.names():
+        if name in (FOLDER, "lost+found") or name.startswith(".") or root.is_link(name):
+            continue
+        if sequence_of(name) is None:
+            try:
+                _parse(root, name)
+            except CheckNRunError:
+                continue
+            except StorageFailed as error:
+                yield f"{name}: {error}"
+
+
+def describe_empty(root: Folder) -> str:
+    """Describe a root without committed checkpoints: its content, and folders beside it with a
+    similar name.
+
+    Raises:
+        StorageFailed: the root can't be listed.
+    """
+    names = [name for name in root.names() if name != FOLDER]
+    neighbours = _neighbours(root)
+    begun = [name for name in names if sequence_of(name) is not None]
+    there = [name for name in begun if has_manifest(root, name)]
+    if there:
+        found = f"{root} holds {len(there)} checkpoint(s), as {there[-1]}"
+    elif begun:
+        found = f"{root} holds {len(begun)} checkpoint(s) that were begun, none committed"
+    elif names:
+        shown = ", ".join(map(_shown, names[:_MOST_NAMED]))
+        found = f"{root} holds no checkpoint, but {shown}{', …' * (len(names) > _MOST_NAMED)}"
+    elif root.name in neighbours:
+        found = f"{root} is empty"
+    else:
+        found = f"{root} does not exist"
+    matches = difflib.get_close_matches(root.name, neighbours, _MOST_NAMED, cutoff=0.75)
+    similar = [name for name in matches if name != root.name]
+    return f"{found} (beside it: {', '.join(similar)})" if similar else found
+
+
+def require_root(root: Folder) -> None:
+    """Refuse a folder in which no run has ever saved anything.
+
+    Raises:
+        CheckpointNotFound: describes the folder's content.
+        StorageFailed: the root can't be listed.
+    """
+    names = root.names()
+    if FOLDER not in names and not committed(root, names):
+        raise CheckpointNotFound(
+            f"no run has saved anything here: {describe_empty(root)}. Name the folder or URL that "
+            "was given to Checkpointer"
+        )
+
+
+def _parse(root: Folder, name: str) -> Manifest:
+    """Read a manifest as ``read_manifest``, but accept a copy of another checkpoint's."""
+    try:
+        data = _read_small(root, name)
+    except FileNotFoundError:
+        raise CheckpointNotFound(
+            f"no committed checkpoint {name!r} in {root} (no {MANIFEST_NAME}): its "
+            "save was interrupted, or the name or the root is wrong"
+        ) from None
+    return parse_manifest(data, f"{root}/{name}/{MANIFEST_NAME}")
+
+
+def _read_small(root: Folder, name: str) -> bytes:
+    """Read a manifest file, but no more of it than shows that it is too large."""
+    if not is_plain_name(name):
+        raise CheckpointNotFound(f"{name!r} is not a checkpoint's name: give its id, as in {root}")
+    if root.is_link(name):
+        raise CorruptCheckpoint(
+            f"{root}/{name} is a symbolic link, where a checkpoint is a directory of its root: "
+            "copy the checkpoint there to use it"
+        )
+    return (root / name).read(MANIFEST_NAME, 0, MANIFEST_BYTES + 1)
+
+
+def _is_unicode(name: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def _problem(root: Folder, name: str, error: CheckNRunError | StorageFailed) -> Exception | None:
+    """Return why a directory of a user's naming can't be read; None for one to pass over.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
+    if isinstance(error, CheckNRunError):
+        try:
+            return error if _is_checkpoint(root, name, error) else None
+        except StorageFailed as other:  # the manifest can be read, but its directory not listed
+            error = other
+    if isinstance(error, StorageUnreachable):
+        raise error
+    if error.errno != errno.EACCES:
+        return error
+    # Others' directories lie beside checkpoints, such as lost+found.
+    logger.warning("%s/%s is passed over: %s", root, name, error)
+    return None
+
+
+def _is_checkpoint(root: Folder, name: str, error: CheckNRunError) -> bool:
+    """Return whether an unreadable manifest is this package's: others use the file name, too."""
+    return isinstance(error, UnsupportedFormat) or any(
+        _RANK_FILE.fullmatch(file) for file in (root / name).names()
+    )
+
+
+def _shown(name: str) -> str:
+    return name.encode(errors="backslashreplace").decode()
+
+
+def _neighbours(root: Folder) -> list[str]:
+    """List the names beside the root, itself included; none if the parent can't be listed."""
+    try:
+        return root.parent.names()
+    except (CheckNRunError, OSError):
+        return []

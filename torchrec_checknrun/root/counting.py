@@ -1,0 +1,121 @@
+"""List the committed checkpoints that count under a claim.
+
+Restores and prunings skip checkpoints that can't be read. The next claim lists them nevertheless:
+should they become readable again, nothing is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, MutableMapping
+
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CheckpointNotFound,
+    StorageFailed,
+    StorageUnreachable,
+)
+from torchrec_checknrun.format.manifest import Manifest, sequence_of
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.claims import Claim, require_claim
+from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger(__name__)
+
+
+def counting(
+    root: Folder,
+    claim: Claim | None,
+    names: Iterable[str] | None = None,
+    known: MutableMapping[str, Manifest] | None = None,
+) -> Iterator[Manifest]:
+    """List the committed checkpoints that can be read and count, highest sequence number first.
+
+    Args:
+        claim: the latest; checkpoints of earlier writers count only if it admits them.
+        names: the names in the root, if listed already.
+        known: manifests read before, by id; receives the ones read now.
+
+    Raises:
+        ClaimDamaged: the claim under which one of them was committed was deleted.
+        StorageFailed: a manifest can't be read.
+    """
+    for _, manifest in _each_that_counts(root, claim, names, known):
+        if isinstance(manifest, StorageFailed):
+            raise manifest
+        if isinstance(manifest, Manifest):
+            yield manifest
+
+
+def counting_ids(
+    root: Folder, claim: Claim | None, known: MutableMapping[str, Manifest] | None = None
+) -> Iterator[str]:
+    """List the ids of all committed checkpoints that count, for the next claim, including those
+    that can't be read now. Arguments as in ``counting``.
+
+    Raises:
+        ClaimDamaged: the claim under which one of them was committed was deleted.
+        StorageUnreachable: the storage doesn't answer.
+    """
+    for name, _ in _each_that_counts(root, claim, None, known):
+        yield name
+
+
+def is_newest(root: Folder, claim: Claim | None, head: Manifest) -> bool:
+    """Return whether no checkpoint with a higher sequence number counts, or may count.
+
+    Raises:
+        ClaimDamaged, StorageUnreachable: as in ``counting_ids``.
+    """
+    for name, manifest in _each_that_counts(root, claim, None, None):
+        if isinstance(manifest, Manifest):
+            return manifest.sequence <= head.sequence
+        if (sequence_of(name) or 0) > head.sequence:
+            return False
+    return True
+
+
+def highest_epoch(root: Folder, known: MutableMapping[str, Manifest] | None = None) -> int:
+    """Return the highest epoch in which a checkpoint was committed; 0 if there is none.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
+    each = _each_that_counts(root, None, None, known)
+    return max((m.epoch for _, m in each if isinstance(m, Manifest)), default=0)
+
+
+def _each_that_counts(
+    root: Folder,
+    claim: Claim | None,
+    names: Iterable[str] | None,
+    known: MutableMapping[str, Manifest] | None,
+) -> Iterator[tuple[str, Manifest | Exception]]:
+    """List committed checkpoints with their manifests, or with the error of reading them; the
+    latter count, since nothing tells otherwise.
+    """
+    for name in committed(root, names):
+        try:
+            manifest = _known_manifest(root, name, known)
+        except (CheckpointNotFound, StorageUnreachable) as error:
+            if isinstance(error, StorageUnreachable):
+                raise
+            continue
+        except (CheckNRunError, StorageFailed) as error:
+            logger.warning("%s", error)
+            yield name, error
+            continue
+        if claim is not None and manifest.epoch > claim.epoch:
+            require_claim(root, manifest.id, manifest.epoch)
+        if claim is None or claim.admits(manifest.id, manifest.epoch):
+            yield name, manifest
+
+
+def _known_manifest(
+    root: Folder, name: str, known: MutableMapping[str, Manifest] | None
+) -> Manifest:
+    if known is None:
+        return read_manifest(root, name)
+    if name not in known:
+        known[name] = read_manifest(root, name)
+    return known[name]

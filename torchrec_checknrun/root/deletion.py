@@ -1,0 +1,160 @@
+"""Delete checkpoints and leftovers of failed saves one by one; a failure stops only the parents.
+
+A checkpoint's manifest goes first, so that a crash halfway leaves either the whole checkpoint or a
+leftover, which the next pruning removes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    SaveFailed,
+    StorageFailed,
+    StorageUnreachable,
+)
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, sequence_of
+from torchrec_checknrun.root.claims import FOLDER
+from torchrec_checknrun.root.liveness import is_abandoned
+from torchrec_checknrun.root.retention import PINNED
+from torchrec_checknrun.store.folder import Folder
+
+
+class Deletion:
+    """Deletion of checkpoints, children before their parents, and of leftovers. A checkpoint that
+    can't be deleted keeps only those that it needs.
+
+    Args:
+        still_ours: raises an error once nothing more may be deleted.
+
+    Attributes:
+        odd: what stays because it contains something other than files.
+        failed: errors of the storage.
+    """
+
+    def __init__(
+        self, root: Folder, known: Mapping[str, Manifest], still_ours: Callable[[], object]
+    ) -> None:
+        self._root = root
+        self._known = known
+        self._still_ours = still_ours
+        self._needed: set[str] = set()
+        self.odd: list[str] = []
+        self.failed: list[StorageFailed] = []
+
+    def checkpoint(self, id: str) -> bool:
+        """Delete a committed checkpoint; return whether its directory is gone.
+
+        Raises:
+            StorageUnreachable: the storage doesn't answer.
+        """
+        return self._delete(id, delete_checkpoint)
+
+    def leftover(self, id: str) -> bool:
+        """Delete a leftover of a failed save; return and raise as ``checkpoint``."""
+        return self._delete(id, _delete_uncommitted)
+
+    def _delete(self, id: str, delete: Callable[[Folder], list[str]]) -> bool:
+        if id in self._needed:
+            return False
+        self._still_ours()
+        where = f"{self._root}/{id} stays"
+        try:
+            kept = delete(self._root / id)
+        except (CheckNRunError, StorageFailed) as error:
+            if isinstance(error, StorageUnreachable):
+                raise
+            self._needed |= with_parents(self._known, {id})
+            if isinstance(error, StorageFailed):
+                self.failed.append(error)
+            else:
+                self.odd.append(f"{where}: {error}")
+            return False
+        if kept:
+            self.odd.append(f"{where}: it holds {kept}, which no checkpoint has: remove them")
+        return not kept
+
+
+def with_parents(known: Mapping[str, Manifest], ids: Collection[str]) -> set[str]:
+    """Return the given ids with those of all checkpoints that they need."""
+    todo, found = list(ids), set[str]()
+    while todo:
+        id = todo.pop()
+        link = known[id].parent if id in known and id not in found else None
+        found.add(id)
+        todo += [link.id] if link else []
+    return found
+
+
+def find_leftovers(
+    root: Folder, names: Iterable[str], below: int | None, problems: list[str]
+) -> Iterator[str]:
+    """Yield the names of directories that failed saves have left, without a manifest.
+
+    Args:
+        below: consider only lower sequence numbers; None for all.
+        problems: receives a line for each directory that can't be looked into.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
+    for name in names:
+        sequence = sequence_of(name)
+        if sequence is None or (below is not None and sequence >= below):
+            continue
+        try:
+            if _is_leftover(root, name):
+                yield name
+        except (CheckNRunError, OSError) as error:
+            if isinstance(error, StorageUnreachable):
+                raise
+            problems.append(f"{root}/{name} stays: {error}")
+
+
+def delete_checkpoint(folder: Folder) -> list[str]:
+    """Delete a checkpoint's files and directory; return the names that aren't files."""
+    folder.delete(MANIFEST_NAME)
+    return _delete_files(folder)
+
+
+def _is_leftover(root: Folder, name: str) -> bool:
+    if root.is_link(name) or root.size(name) is not None:
+        return False  # a file of that name is not this package's
+    folder = root / name
+    if folder.is_link(MANIFEST_NAME) or folder.size(MANIFEST_NAME) is not None:
+        return False
+    if PINNED in folder.names():
+        return False  # somebody keeps it, although its manifest is gone
+    return is_abandoned(folder)  # a compaction has a claim of its own, not an epoch of the root
+
+
+def _delete_uncommitted(folder: Folder) -> list[str]:
+    """Delete the files and directory of a leftover; return as ``delete_checkpoint``.
+
+    Raises:
+        SaveFailed: the leftover was committed meanwhile.
+    """
+
+    def look() -> None:
+        if folder.size(MANIFEST_NAME) is not None:
+            raise SaveFailed("it was committed meanwhile")
+
+    return _delete_files(folder, look)
+
+
+def _delete_files(folder: Folder, before_each: Callable[[], object] = lambda: None) -> list[str]:
+    files, kept = folder.sizes(), []
+    for name in folder.names():
+        if name in files or folder.is_link(name):
+            before_each()
+            folder.delete(name)
+        elif name == FOLDER:
+            claims = folder / FOLDER
+            for claim in claims.sizes():
+                claims.delete(claim)
+            claims.remove()
+        else:
+            kept.append(name)
+    folder.remove()
+    return kept

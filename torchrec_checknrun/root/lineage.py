@@ -1,0 +1,166 @@
+"""The lineage: checkpoints that descend from each other through actual restores and commits.
+
+Plain bookkeeping, the same on every rank: the next checkpoint's parent, and whether it must be full
+regardless of the policy. Also the highest sequence number that this process has committed to each
+root.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchrec_checknrun.format.manifest import Header, Link, Manifest, new_id
+from torchrec_checknrun.root.chain import Chain, narrow
+from torchrec_checknrun.root.policy import Decision, Policy
+from torchrec_checknrun.store.folder import Folder
+
+_numbers: dict[str, int] = {}
+"""By root, the highest sequence number that this process has committed."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Rank 0's decision on one checkpoint, for all ranks."""
+
+    id: str
+    header: Header
+    decision: Decision
+
+
+class Lineage:
+    """The last checkpoint committed or restored, and the history since the last full one.
+
+    Attributes:
+        history: the last full checkpoint and those based on it, oldest first.
+        lossy_restores: restores from lossy checkpoints so far.
+        id: the lineage's name; until the first commit, rank 0's is the one that counts.
+    """
+
+    def __init__(self) -> None:
+        self.history: tuple[Manifest, ...] = ()
+        self.lossy_restores = 0
+        self.id = secrets.token_hex(8)
+        self._converted = False
+        self._widths: dict[str, int] = {}
+        """The history's widths, see ``Chain.widths``: kept up to date rather than recomputed while
+        training waits, which would take longer with each checkpoint.
+        """
+
+    @property
+    def previous(self) -> Manifest | None:
+        """The last checkpoint; None at a run's start."""
+        return self.history[-1] if self.history else None
+
+    @property
+    def chain_length(self) -> int:
+        """The number of checkpoints that a restore of the last one reads."""
+        by_id = {manifest.id: manifest for manifest in self.history}
+        length, manifest = 0, self.previous
+        while manifest is not None:
+            length += 1
+            manifest = by_id.get(manifest.parent.id) if manifest.parent else None
+        return length
+
+    def propose(
+        self,
+        policy: Policy,
+        bits: int | None,
+        widths: Mapping[str, int],
+        step: int,
+        sequence: int,
+        epoch: int,
+    ) -> Proposal:
+        """Decide on the next checkpoint (on rank 0).
+
+        Args:
+            bits: the requested quantization, None for exact.
+            widths: by table, the bits of a value that this means.
+            sequence: its sequence number, used by no attempt before.
+            epoch: the writer's.
+
+        Raises:
+            TypeError: the policy returns something other than a ``Decision``.
+        """
+        decision = Decision.FULL if self._must_be_full(widths) else policy.decide(self.history)
+        if not isinstance(decision, Decision):
+            raise TypeError(
+                f"the policy {policy!r} decided {decision!r}: decide() must return a Decision"
+            )
+        parent: Link | None = None
+        if decision is Decision.SINCE_BASELINE:
+            parent = self.history[0].link
+        elif decision is Decision.SINCE_LAST:
+            parent = self.history[-1].link
+        header = Header(
+            kind="differential" if parent else "full",
+            step=step,
+            sequence=sequence,
+            parent=parent,
+            previous=self.previous.link if self.previous else None,
+            lossy_restores=self.lossy_restores,
+            bits=bits,
+            earlier_fractions=self._fractions() if parent else (),
+            lineage=self.id,
+            epoch=epoch,
+        )
+        return Proposal(new_id(sequence, step), header, decision)
+
+    def committed(self, manifest: Manifest) -> None:
+        """Append a proposed checkpoint, now committed; idempotent."""
+        if self.previous is not None and self.previous.link == manifest.link:
+            return
+        self.id = manifest.lineage
+        full = manifest.kind == "full"
+        self._widths = {} if full else self._widths
+        narrow(self._widths, manifest)
+        # In one assignment: a pruning reads the history meanwhile.
+        self.history = (manifest,) if full else (*self.history, manifest)
+        self._converted = False
+
+    def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
+        """Continue from a chain to whose head the model was restored.
+
+        Args:
+            converted: on some rank, the shards' column ranges differ from the stored ones.
+            forks: the restore abandons a newer checkpoint.
+        """
+        self.history, self._widths = chain.manifests, chain.widths
+        self.lossy_restores = chain.head.lossy_restores + int(chain.lossy)
+        self.id = secrets.token_hex(8) if forks else chain.head.lineage
+        self._converted = converted
+
+    def force_full(self) -> None:
+        """Make the next checkpoint full: the column ranges have changed, or a checkpoint of the
+        history is damaged.
+        """
+        self._converted = True
+
+    def holds(self, step: int, widths: Mapping[str, int]) -> bool:
+        """Return whether the last checkpoint is of this step and at least as wide as a new one."""
+        last = self.previous
+        return last is not None and last.step == step and not self._must_be_full(widths)
+
+    def _fractions(self) -> tuple[float, ...]:
+        """Return the fractions of the differential checkpoints since the last full one."""
+        last, baseline = self.history[-1], self.history[0]
+        if last.kind == "full":
+            return ()
+        return (*last.earlier_fractions, last.fraction_of(baseline))
+
+    def _must_be_full(self, widths: Mapping[str, int]) -> bool:
+        if not self.history or self._converted:
+            return True
+        # Rows not written again would stay in fewer bits.
+        return any(bits > self._widths.get(table, bits) for table, bits in widths.items())
+
+
+def last_number(root: Folder) -> int:
+    """Return the highest sequence number that this process has committed to a root."""
+    return _numbers.get(root.url.rstrip("/"), 0)
+
+
+def note_number(root: Folder, sequence: int) -> None:
+    """Remember that this process has committed a sequence number to a root."""
+    _numbers[root.url.rstrip("/")] = max(sequence, last_number(root))

@@ -1,0 +1,372 @@
+"""Prune a root: delete checkpoints that no kept one needs, and leftovers of crashed saves.
+
+``retention`` decides on checkpoints, ``deletion`` deletes them; this module takes care of other
+writers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Collection, Iterable, MutableMapping
+from dataclasses import dataclass, field
+
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    RootInUse,
+    StorageFailed,
+    StorageUnreachable,
+    UnsupportedFormat,
+)
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.root.chain import files_problem
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.claims import Claim, latest_claim
+from torchrec_checknrun.root.counting import counting, counting_ids, highest_epoch
+from torchrec_checknrun.root.deletion import Deletion, find_leftovers, with_parents
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.root.liveness import clean_up, standing_of
+from torchrec_checknrun.root.retention import (
+    PINNED,
+    Retention,
+    Verdict,
+    is_pinned,
+    judge,
+    original_of,
+)
+from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger(__name__)
+
+_TEMPORARY = re.compile(r"\.(manifest\.json|pinned)\.[0-9a-f]+")
+"""Names under which a manifest or a pin is written before it takes its place."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """The result of a pruning, or of a dry run.
+
+    Attributes:
+        verdict: on the committed checkpoints.
+        leftovers: directories of saves that were never committed.
+        bytes: of the deleted checkpoints.
+        problems: what could not be deleted, with the reason.
+    """
+
+    verdict: Verdict
+    leftovers: tuple[str, ...]
+    bytes: int
+    problems: tuple[str, ...] = ()
+
+
+def prune(
+    root: Folder,
+    retention: Retention,
+    *,
+    in_use: Collection[str] = (),
+    own: Claim | None = None,
+    still_ours: Callable[[], object] = lambda: None,
+    below: int | None = None,
+    known: MutableMapping[str, Manifest] | None = None,
+    dry_run: bool = False,
+) -> Pruned:
+    """Delete checkpoints that no kept one needs, and leftovers of failed saves.
+
+    Args:
+        in_use: ids that stay whatever the retention says.
+        own: the claim of the writer that asks; None for a person, whose pruning leaves alone what
+            a live writer may be working on, but also deletes checkpoints that replaced writers
+            have committed and that readers therefore ignore.
+        still_ours: raises an error once the writer that asks was replaced; called before each
+            deletion of a checkpoint.
+        below: delete only leftovers with lower sequence numbers; None for all, if no writer lives.
+        known: manifests read by earlier calls; receives the ones that this call reads.
+
+    Raises:
+        RootInUse: the writer that asks was replaced.
+        IncompatibleCheckpoint: a person asks, and only checkpoints of replaced writers are whole;
+            nothing was deleted.
+        ClaimDamaged: which checkpoints count can't be told; nothing was deleted.
+        CorruptCheckpoint: a pinned checkpoint's manifest is damaged, so that its parents are
+            unknown; nothing was deleted.
+        UnsupportedFormat: a checkpoint is of a newer release, so that its parents are unknown;
+            nothing was deleted.
+        StorageFailed: the storage refused; another pruning resumes where this one stopped.
+    """
+    claim = _deciding_claim(root, own)
+    known = {} if known is None else known
+    plan = _plan(root, retention, in_use, own, claim, below, known)
+    if not dry_run:
+        if plan.leftovers and own is None and claim is not None and not _fence(root, claim):
+            plan.leftovers = ()
+        _carry_out(root, plan, below, Deletion(root, known, still_ours))
+    problems = tuple(dict.fromkeys(plan.problems))
+    return Pruned(plan.verdict, plan.leftovers, plan.bytes, problems)
+
+
+@dataclass
+class _Plan:
+    """What a pruning is about to delete.
+
+    Attributes:
+        sizes: bytes of all committed checkpoints, by id.
+        temporary: files of killed processes in checkpoints, by id and name.
+        leftovers: directories of saves that were never committed.
+    """
+
+    verdict: Verdict
+    sizes: dict[str, int]
+    temporary: list[tuple[str, str]]
+    leftovers: tuple[str, ...] = ()
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the checkpoints to delete."""
+        return sum(self.sizes[id] for id in self.verdict.delete)
+
+
+def _plan(
+    root: Folder,
+    retention: Retention,
+    in_use: Collection[str],
+    own: Claim | None,
+    claim: Claim | None,
+    below: int | None,
+    known: MutableMapping[str, Manifest],
+) -> _Plan:
+    """Decide what to delete; arguments as in ``prune``, with the claim that decides."""
+    names = root.names()
+    others_live = own is None and claim is not None and _may_live(root, claim)
+    for id in known.keys() - set(names):
+        del known[id]  # otherwise a long run's would grow
+    found = list(counting(root, claim, names, known))
+    used = {*in_use}
+    if claim is not None and (own is not None or others_live):
+        used |= {*claim.uses, *_committed_last(claim, found)}
+    plan = _decide(root, retention, names, found, known, used, by_person=own is None)
+    if not others_live:
+        unknown = sorted(set(names) - plan.sizes.keys())
+        plan.leftovers = tuple(find_leftovers(root, unknown, below, plan.problems))
+    if plan.verdict.delete:
+        _check_readable(root, set(names) - known.keys())
+    return plan
+
+
+def _decide(
+    root: Folder,
+    retention: Retention,
+    names: Collection[str],
+    found: list[Manifest],
+    known: MutableMapping[str, Manifest],
+    used: set[str],
+    *,
+    by_person: bool,
+) -> _Plan:
+    """Decide on the committed checkpoints.
+
+    Args:
+        found: manifests of the checkpoints that count.
+        used: ids that stay whatever the retention says.
+        by_person: also decide on checkpoints that don't count.
+    """
+    apart = set(names) - {manifest.id for manifest in found}
+    others = [manifest for id, manifest in known.items() if id in apart]
+    verdict = judge(found, retention, in_use=used)
+    temporary: list[tuple[str, str]] = []
+    if verdict.delete or (others and by_person):  # otherwise pins and damage make no difference
+        pinned, damaged, gone, temporary = _look(root, [*found, *others])
+        for id in gone:  # deleted by another process since it was read, perhaps not to the end
+            del known[id]
+        found, others = [[m for m in ms if m.id not in gone] for ms in (found, others)]
+        verdict = judge(found, retention, pinned, used, damaged, others)
+        if by_person:
+            _require_counting(root, [m for m in found if m.id not in damaged], others)
+            needed = with_parents(known, {*verdict.keep, *(m.id for m in found)})
+            ignored = {m.id: "of a replaced writer" for m in others if m.id not in needed}
+            verdict = Verdict(verdict.keep, {**ignored, **verdict.delete})
+    sizes = {manifest.id: manifest.stored_bytes for manifest in [*found, *others]}
+    return _Plan(verdict, sizes, temporary)
+
+
+def _carry_out(root: Folder, plan: _Plan, below: int | None, delete: Deletion) -> None:
+    """Delete checkpoints and leftovers; leave in the plan the leftovers that are gone.
+
+    Raises:
+        StorageFailed: the storage refused a deletion.
+    """
+    for id in plan.verdict.delete:
+        delete.checkpoint(id)
+    gone: list[str] = []
+    for name in plan.leftovers:
+        # Looked at again: a save or a compaction may have gone on meanwhile.
+        for still in find_leftovers(root, [name], below, plan.problems):
+            gone += [name] if delete.leftover(still) else []
+    plan.leftovers = tuple(gone)
+    plan.problems += delete.odd
+    if delete.failed:
+        raise delete.failed[0]
+    try:
+        clean_up(root, others=plan.temporary)
+    except StorageUnreachable:
+        raise
+    except StorageFailed as error:
+        plan.problems.append(f"temporary files in {root} stay: {error}")
+
+
+def _deciding_claim(root: Folder, own: Claim | None) -> Claim | None:
+    """Return the latest claim, which decides what counts.
+
+    Raises:
+        RootInUse: the writer that asks was replaced.
+    """
+    claim = latest_claim(root)
+    if own is not None and (claim is None or claim.epoch < own.epoch):
+        return own  # a listing lags behind
+    if own is not None and claim is not None and claim.epoch > own.epoch:
+        raise RootInUse(f"{root} has another writer now, which decides what is deleted")
+    return claim
+
+
+def _may_live(root: Folder, claim: Claim) -> bool:
+    """Return whether a claim's holder may be at work; True where that can't be tested because the
+    disk is full or read-only: certain deletions are possible nevertheless.
+    """
+    try:
+        return not standing_of(root, claim).free
+    except StorageUnreachable:
+        raise
+    except StorageFailed as error:
+        logger.warning("unknown whether a writer is at work in %s: %s", root, error)
+        return True
+
+
+def _fence(root: Folder, claim: Claim) -> bool:
+    """Begin an epoch without a holder if the holder of the latest is only silent: should that
+    process still live, it can no longer commit what is taken for a leftover. Return False if the
+    holder shows signs of life again.
+    """
+    if claim.released or claim.holder.gone:
+        return True
+    lease = Lease(root)
+    above = highest_epoch(root)
+    try:
+        lease.acquire(lambda before: counting_ids(root, before), above=above, expected=claim.epoch)
+    except RootInUse as error:
+        logger.warning("leftovers of failed saves stay: %s", error)
+        return False
+    lease.release()
+    return True
+
+
+def _require_counting(root: Folder, whole: list[Manifest], others: list[Manifest]) -> None:
+    """Refuse to delete checkpoints of replaced writers if no other could be restored.
+
+    Raises:
+        IncompatibleCheckpoint: names the newest.
+    """
+    if others and not whole:
+        newest = max(others, key=lambda manifest: manifest.sequence).id
+        raise IncompatibleCheckpoint(
+            f"nothing is deleted from {root}: it holds {len(others)} checkpoint(s) that replaced "
+            f"writers have committed, and no other that could be restored. `checknrun adopt {root} "
+            f"{newest}` makes the newest one count"
+        )
+
+
+def _committed_last(claim: Claim, found: Iterable[Manifest]) -> Iterable[str]:
+    """Return the id of a live writer's last checkpoint, on which its next may build. Compacted
+    copies don't count: the writer doesn't know of them.
+    """
+    own = [m for m in found if m.epoch == claim.epoch and original_of(m) == m.id]
+    return [max(own, key=lambda m: m.sequence).id] if own else []
+
+
+def _check_readable(root: Folder, names: Iterable[str]) -> None:
+    """Refuse to delete anything if a checkpoint that must stay has unknown parents.
+
+    Raises:
+        UnsupportedFormat: it is of a newer release.
+        CorruptCheckpoint: it is pinned, and its manifest is damaged.
+    """
+    for name in committed(root, names):
+        try:
+            read_manifest(root, name)
+        except UnsupportedFormat as error:
+            raise UnsupportedFormat(f"nothing is deleted from {root}: {error}") from error
+        except CheckNRunError as error:
+            # It can't be restored, but a pin keeps it, and its parents with it.
+            if PINNED in (root / name).names():
+                raise CorruptCheckpoint(
+                    f"nothing is deleted from {root}: {name} is pinned, but the checkpoints that "
+                    f"it needs are unknown, since its manifest can't be read: {error}. Repair the "
+                    f"manifest, or run `checknrun unpin {root} {name}`"
+                ) from error
+
+
+def _look(
+    root: Folder, found: Iterable[Manifest]
+) -> tuple[set[str], set[str], set[str], list[tuple[str, str]]]:
+    """Return the ids of checkpoints that are pinned, damaged (files missing or too short), and
+    deleted meanwhile; and temporary files, by id and name.
+    """
+    pinned, damaged, gone = set[str](), set[str](), set[str]()
+    temporary: list[tuple[str, str]] = []
+    for manifest in found:
+        files = (root / manifest.id).sizes()
+        if MANIFEST_NAME not in files:
+            gone.add(manifest.id)
+            continue
+        if is_pinned(root / manifest.id):
+            pinned.add(manifest.id)
+        temporary += [(manifest.id, name) for name in files if _TEMPORARY.fullmatch(name)]
+        if files_problem(manifest, files) is not None:
+            damaged.add(manifest.id)
+    return pinned, damaged, gone, temporary
+
+
+class Pruner:
+    """A background thread that prunes after a commit, one run at a time. Used on rank 0 only.
+
+    Failures are logged: an extra checkpoint does no harm.
+    """
+
+    def __init__(self, prune: Callable[[int], Pruned]) -> None:
+        self._prune = prune
+        self._thread: threading.Thread | None = None
+        self._told: set[str] = set()
+
+    def start(self, sequence: int) -> None:
+        """Prune after the commit of a sequence number; do nothing while a pruning still runs."""
+        if self._thread is not None and self._thread.is_alive():
+            return  # the next commit prunes
+        self._thread = threading.Thread(
+            target=self._run, args=(sequence,), name="checknrun-prune", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a running pruning, at most so many seconds."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self, sequence: int) -> None:
+        try:
+            done = self._prune(sequence)
+        except Exception as error:
+            logger.warning("pruning failed, the next commit tries again: %s", error)
+            return
+        for problem in done.problems:
+            if problem not in self._told:
+                self._told.add(problem)
+                logger.warning("%s", problem)
+        if done.verdict.delete or done.leftovers:
+            logger.info(
+                "deleted %d checkpoints (%.2f MB) and %d leftovers of failed saves",
+                len(done.verdict.delete),
+                done.bytes / 1e6,
+                len(done.leftovers),
+            )

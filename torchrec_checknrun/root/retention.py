@@ -1,0 +1,264 @@
+"""Decide which checkpoints may go, from manifests alone (``prune`` carries it out); keep pins.
+
+The unit is the chain: everything that a kept checkpoint needs is kept. Abandoned forks go first.
+Checkpoints that can't be read are never chosen. A pin is a small file in a checkpoint's directory
+that keeps the checkpoint, and its chain, until it is unpinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from torchrec_checknrun.errors import ChainBroken, CorruptCheckpoint
+from torchrec_checknrun.format.checks import seal, unseal
+from torchrec_checknrun.format.manifest import Manifest, sequence_of
+from torchrec_checknrun.root.chain import walk
+from torchrec_checknrun.root.checkpoints import age, is_copy, read_manifest
+from torchrec_checknrun.store.folder import Folder
+
+PINNED = "pinned"
+"""The file in a checkpoint's directory that keeps it."""
+_MOST_BYTES = 1 << 16
+"""The largest pin that is read."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """A rule for how many checkpoints stay.
+
+    Args:
+        keep: number of newest restorable points; a compacted checkpoint stands for its originals,
+            and pinned ones aren't counted. With 1, a damaged newest checkpoint leaves only those
+            of its own chain to fall back to.
+        every_hours: also keep the first point of every so many hours; None for none.
+
+    Raises:
+        ValueError: out of range.
+    """
+
+    keep: int = 2
+    every_hours: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1:
+            raise ValueError(
+                f"keep must be at least 1, an int, not {self.keep!r}: to keep all checkpoints, "
+                "give retention=None"
+            )
+        hours = self.every_hours
+        is_number = isinstance(hours, (int, float)) and not isinstance(hours, bool)
+        if hours is not None and not (is_number and hours >= 0.001):
+            raise ValueError(
+                f"every_hours must be positive, a number of hours, not {hours!r}: give at least "
+                "0.001, such as 6, or None"
+            )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A decision on a root's checkpoints.
+
+    Attributes:
+        keep: by id, the reason to stay.
+        delete: by id, the reason to go; in an order that never leaves one without its parent.
+    """
+
+    keep: Mapping[str, str]
+    delete: Mapping[str, str]
+
+
+def judge(
+    manifests: Iterable[Manifest],
+    retention: Retention,
+    pinned: Collection[str] = (),
+    in_use: Collection[str] = (),
+    damaged: Collection[str] = (),
+    ignored: Iterable[Manifest] = (),
+) -> Verdict:
+    """Decide on all committed checkpoints of a root.
+
+    Args:
+        manifests: of all checkpoints that count, in any order.
+        pinned: ids of checkpoints that a user keeps.
+        in_use: ids of checkpoints that a writer resumes from or builds on.
+        damaged: ids of checkpoints with missing or short files: no restorable points.
+        ignored: checkpoints that don't count and are not decided on; pinned ones stay nevertheless,
+            with those that they need.
+    """
+    history = _History.of(manifests, damaged)
+    by_id = {**{manifest.id: manifest for manifest in ignored}, **history.by_id}
+    held = [id for id in pinned if id in by_id]
+    # A pinned checkpoint may be of a fork, which can't be told once the rest of the fork is gone.
+    apart = {*held, *(m.id for id in held for m in _needs(by_id[id], by_id) or ())}
+    candidates = [point for point in history.points.values() if point.id not in apart]
+    newest = candidates[: retention.keep]
+    keep = {manifest.id: f"one of the newest {retention.keep}" for manifest in newest}
+    if retention.every_hours is not None:
+        for manifest in _first_of_each(candidates, 3600 * retention.every_hours):
+            keep.setdefault(manifest.id, f"the first of {retention.every_hours:g} hours")
+    for ids, reason in ((held, "pinned"), (in_use, "in use")):
+        for id in ids:
+            if id in by_id:
+                keep.setdefault(id, reason)
+    for id in list(keep):
+        for parent in _needs(by_id[id], by_id) or ():
+            keep.setdefault(parent.id, f"{id} needs it")
+    # A damaged checkpoint stays while newer than these, or while these are few: it may be fixed.
+    last = newest[-1].sequence if len(newest) == retention.keep else None
+    return Verdict(keep, _deletable(history, keep, last))
+
+
+def _deletable(history: _History, keep: Collection[str], last: int | None) -> dict[str, str]:
+    """Return the checkpoints to delete, with reasons: children before their parents, forks first.
+
+    Args:
+        last: delete damaged checkpoints with lower sequence numbers; None for none.
+    """
+    points, abandoned = history.points, history.abandoned
+    restorable = {manifest.id for manifest in history.whole}
+    delete = {}
+    for manifest in sorted(history.ordered, key=lambda m: m.id not in abandoned):
+        if manifest.id in keep:
+            continue
+        if manifest.id in abandoned:
+            delete[manifest.id] = "on an abandoned fork"
+        elif (point := points.get(manifest.id, manifest)) is not manifest and point.id in keep:
+            delete[manifest.id] = f"compacted into {point.id}"
+        elif manifest.id in restorable:
+            delete[manifest.id] = "older than what is kept"
+        elif last is not None and manifest.sequence < last:
+            delete[manifest.id] = "damaged, or what it builds on is"
+    return delete
+
+
+def abandoned_ids(manifests: Iterable[Manifest], damaged: Collection[str] = ()) -> set[str]:
+    """Return ids of checkpoints on forks that the run abandoned; arguments as in ``judge``."""
+    return _History.of(manifests, damaged).abandoned
+
+
+@dataclass(frozen=True)
+class _History:
+    """All checkpoints of a root.
+
+    Attributes:
+        ordered: newest first.
+        whole: checkpoints of complete, undamaged chains, newest first.
+        points: restorable points, by the id of the checkpoint in which the run saved that state:
+            the checkpoint itself, or its compacted copy.
+        abandoned: ids of checkpoints on forks that the run abandoned.
+    """
+
+    ordered: list[Manifest]
+    by_id: Mapping[str, Manifest]
+    whole: list[Manifest]
+    points: Mapping[str, Manifest]
+    abandoned: set[str]
+
+    @classmethod
+    def of(cls, manifests: Iterable[Manifest], damaged: Collection[str]) -> _History:
+        ordered = sorted(manifests, key=lambda m: age(m.sequence, m.id), reverse=True)
+        by_id = {manifest.id: manifest for manifest in ordered}
+        sound = {id: manifest for id, manifest in by_id.items() if id not in damaged}
+        whole = [m for m in ordered if m.id in sound and _needs(m, sound) is not None]
+        abandoned = _abandoned(whole, by_id)
+        points: dict[str, Manifest] = {}
+        for manifest in whole:
+            if manifest.id not in abandoned:
+                points.setdefault(original_of(manifest), manifest)  # a copy comes before it
+        return cls(ordered, by_id, whole, points, abandoned)
+
+
+def original_of(manifest: Manifest) -> str:
+    """Return the id of a compacted copy's original; for other checkpoints their own id."""
+    link = manifest.previous
+    if link is None or manifest.kind != "full" or not is_copy(manifest.id):
+        return manifest.id
+    return link.id if sequence_of(link.id) in (None, manifest.sequence) else manifest.id
+
+
+def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] | None:
+    """Return the checkpoints that a restore needs beside the given one; None if any is missing."""
+    try:
+        return list(walk(manifest, lambda _, id: by_id[id]))[1:]
+    except (KeyError, ChainBroken):
+        return None
+
+
+def _abandoned(whole: Sequence[Manifest], by_id: Mapping[str, Manifest]) -> set[str]:
+    """Return the ids that the newest lineage has jumped over by resuming from an older one."""
+    copies = {original_of(manifest): manifest for manifest in whole}  # originals may be deleted
+    lineage: set[str] = set()
+    jumps: list[tuple[int, int]] = []
+    at = whole[0] if whole else None
+    while at is not None and at.id not in lineage:
+        lineage.add(at.id)
+        link = at.previous
+        before = by_id.get(link.id) or copies.get(link.id) if link else None
+        if before is not None:
+            jumps.append((before.sequence, at.sequence))
+        at = before
+    return {
+        manifest.id
+        for manifest in whole
+        if manifest.id not in lineage and any(low < manifest.sequence < high for low, high in jumps)
+    }
+
+
+def _first_of_each(points: Sequence[Manifest], seconds: float) -> Iterable[Manifest]:
+    first: dict[int, Manifest] = {}
+    for manifest in points:  # newest first: the oldest of each period stays
+        when = datetime.fromisoformat(manifest.created_at).timestamp()
+        first[int(when // seconds)] = manifest
+    return first.values()
+
+
+def pin(root: Folder, id: str) -> None:
+    """Keep a checkpoint, and what it needs, until it is unpinned.
+
+    Raises:
+        CheckpointNotFound, CorruptCheckpoint: there is no such checkpoint, or its manifest is
+            damaged.
+    """
+    read_manifest(root, id)
+    write_pin(root, id)
+
+
+def write_pin(root: Folder, id: str) -> None:
+    """Write a checkpoint's pin, replacing a damaged one."""
+    (root / id).put(PINNED, seal("pin", {"id": id}))
+
+
+def unpin(root: Folder, id: str) -> None:
+    """Delete a checkpoint's pin, if there is one."""
+    (root / id).delete(PINNED)
+
+
+def is_pinned(folder: Folder) -> bool:
+    """Return whether a checkpoint's directory holds a pin, or anything else of that name."""
+    try:
+        return PINNED in folder.names()
+    except CorruptCheckpoint:  # the directory is a link: its content is not the root's
+        return False
+
+
+def pin_problem(root: Folder, id: str) -> str | None:
+    """Return what is wrong with a checkpoint's pin; None if there is none, or a valid one.
+
+    Raises:
+        StorageFailed: the storage refused.
+    """
+    try:
+        data = (root / id).read(PINNED, 0, _MOST_BYTES + 1)
+        if unseal(data, "pin", _MOST_BYTES) == {"id": id}:
+            return None
+        what = "the pin of another checkpoint"
+    except FileNotFoundError:
+        return None
+    except (ValueError, CorruptCheckpoint) as error:
+        what = str(error)
+    return (
+        f"{root}/{id}/{PINNED}: {what}. It keeps the checkpoint nevertheless; `checknrun repair "
+        f"{root}` rewrites it, `checknrun unpin` removes it"
+    )

@@ -1,0 +1,233 @@
+"""Rank 0's work in the root: claim it, number checkpoints, check before each commit, prune."""
+
+from __future__ import annotations
+
+import logging
+
+from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.format.manifest import (
+    MANIFEST_NAME,
+    Header,
+    Link,
+    Manifest,
+    require_sequence,
+    sequence_of,
+)
+from torchrec_checknrun.root.chain import Chain, files_problem
+from torchrec_checknrun.root.checkpoints import committed, highest_sequence, read_manifest
+from torchrec_checknrun.root.claims import Claim, Holder, latest_claim
+from torchrec_checknrun.root.counting import counting_ids, highest_epoch
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.root.lineage import Lineage, last_number
+from torchrec_checknrun.root.prune import Pruned, Pruner, prune
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
+
+_PRUNE_SECONDS = 60.0
+"""How long the end of a run, or a restore, waits for a running pruning."""
+
+
+class RootWriter:
+    """A run's right to write to a root, with the duties that go with it.
+
+    Args:
+        lineage: of the next checkpoint.
+        retention: which checkpoints to keep when pruning after a commit; None to never prune.
+
+    Attributes:
+        lost_parent: set by ``before_commit`` in the background when a checkpoint of the lineage was
+            deleted; the training thread takes note, and resets this.
+    """
+
+    def __init__(self, root: Folder, lineage: Lineage, retention: Retention | None) -> None:
+        self._root = root
+        self._lineage = lineage
+        self._retention = retention
+        self._lease: Lease | None = None
+        self._resumed_from: tuple[str, ...] = ()
+        self._abandoned: tuple[str, ...] = ()
+        self._manifests: dict[str, Manifest] = {}
+        self._pruner = None if retention is None else Pruner(self._prune)
+        self.lost_parent = False
+        self._sequence: int | None = None
+        """The highest sequence number in use in the root, once looked for."""
+
+    @property
+    def lease(self) -> Lease:
+        """The right to write, once claimed."""
+        assert self._lease is not None, "the root is claimed before anything is written"
+        return self._lease
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that was claimed."""
+        return self.lease.claim.epoch
+
+    def claim(self) -> None:
+        """Make this run the only one that writes to the root.
+
+        Raises:
+            RootInUse: another run writes there.
+            ClaimDamaged: which of the root's checkpoints count can't be told.
+        """
+
+        def earlier(before: Claim | None) -> list[str]:
+            return list(counting_ids(self._root, before, self._manifests))
+
+        lease = Lease(self._root)
+        above = highest_epoch(self._root, self._manifests)
+        lease.acquire(earlier, self._uses, above=above)
+        self._lease = lease
+        # Until now nothing has protected the checkpoint from deletion.
+        previous = self._lineage.previous
+        if previous is not None and not self._is_whole(previous):
+            logger.warning("%s was deleted meanwhile: the next checkpoint is full", previous.id)
+            self._lineage.force_full()
+
+    def progressed(self) -> None:
+        """Note progress of the training, for other processes that ask for the root."""
+        if self._lease is not None:
+            self._lease.progressed()
+
+    def restored(self, chain: Chain) -> None:
+        """Protect a restored chain from deletion: the next checkpoint may build on it."""
+        self.lost_parent = False
+        self._resumed_from = tuple(manifest.id for manifest in chain.manifests)
+        if self._lease is not None:
+            self._lease.use(self._uses)
+
+    def leave_behind(self, chain: Chain | None) -> None:
+        """Protect from deletion the chain that a fresh start abandons, and the chains that earlier
+        attempts abandoned, if torchrun has restarted the run.
+
+        Raises:
+            ClaimDamaged, StorageFailed: the earlier attempts' claim can't be read.
+        """
+        before = latest_claim(self._root)
+        left = [m.id for m in chain.manifests] if chain is not None else []
+        if before is not None and before.holder.precedes(Holder.this_process()):
+            left += before.uses
+        self._abandoned = tuple(dict.fromkeys(left))
+        if self._lease is not None:
+            self._lease.use(self._uses)
+
+    @property
+    def _uses(self) -> tuple[str, ...]:
+        """Ids that nobody may delete while this run has the root."""
+        return tuple(dict.fromkeys((*self._resumed_from, *self._abandoned)))
+
+    def next_sequence(self) -> int:
+        """Return the next checkpoint's sequence number.
+
+        Raises:
+            CorruptCheckpoint: a directory in the root has the last number there is.
+        """
+        if self._sequence is None:
+            self._sequence = highest_sequence(self._root)
+        # Above saves through dcp.save meanwhile, and above restored checkpoints.
+        numbers = (manifest.sequence for manifest in self._lineage.history)
+        sequence = max(self._sequence, last_number(self._root), *numbers) + 1
+        self._sequence = None  # looked for again if this number is refused
+        require_sequence(sequence)
+        self._sequence = sequence
+        return sequence
+
+    def before_commit(self, header: Header) -> None:
+        """Check in the background, right before a commit, that the checkpoint will be usable.
+
+        Raises:
+            RootInUse: the root was taken over.
+            SaveFailed: the checkpoint could not be restored, or a restore would choose another.
+        """
+        self.lease.check()
+        if (gone := self._gone(header.parent)) is not None:
+            self.lost_parent = True
+            raise SaveFailed(
+                f"{gone}, which this checkpoint builds on, was deleted from {self._root}, or files "
+                "of it: the next checkpoint is full. Leave deletions to `retention` or `checknrun "
+                "prune`"
+            )
+        assert header.sequence is not None, "it was decided"
+        if (newer := self._taken(header.sequence)) is not None:
+            self._sequence = None
+            raise SaveFailed(
+                f"{newer} was committed to {self._root} meanwhile, with a sequence number that "
+                "would hide this checkpoint: the next one gets a higher number"
+            )
+
+    def after_commit(self) -> None:
+        """Check once more when the manifest is written.
+
+        Raises:
+            RootInUse: the root was taken over between the last check and the commit.
+        """
+        self.lease.check()
+
+    def prune(self, sequence: int) -> None:
+        """Prune in the background, after the commit of a sequence number."""
+        if self._pruner is not None:
+            self._pruner.start(sequence)
+
+    def wait_for_pruning(self) -> None:
+        """Wait for a running pruning, at most a minute."""
+        if self._pruner is not None:
+            self._pruner.wait(min(_PRUNE_SECONDS, self._root.patience.timeout_seconds))
+
+    def close(self, failed: bool = False) -> None:
+        """Give the root up.
+
+        Args:
+            failed: don't wait for a running pruning: the process must end at once.
+        """
+        if not failed:
+            self.wait_for_pruning()
+        if self._lease is not None:
+            self._lease.release()
+
+    def _is_whole(self, manifest: Manifest) -> bool:
+        sizes = (self._root / manifest.id).sizes()
+        return MANIFEST_NAME in sizes and files_problem(manifest, sizes) is None
+
+    def _gone(self, parent: Link | None) -> str | None:
+        """Return a checkpoint that is missing from the chain that ends in ``parent``, if any. Check
+        files at the chain's ends; check only the directories of the others, which are many.
+        """
+        names = set(self._root.names()) if parent is not None else set[str]()
+        chain = {manifest.link: manifest for manifest in self._lineage.history}
+        ends = (parent, self._lineage.history[0].link) if self._lineage.history else ()
+        while parent in chain:
+            manifest = chain.pop(parent)
+            there = self._is_whole(manifest) if parent in ends else manifest.id in names
+            if not there:
+                return manifest.id
+            parent = manifest.parent
+        return None
+
+    def _taken(self, sequence: int) -> str | None:
+        """Return a checkpoint that another process has committed with this number or higher."""
+        # Listed last of all, to see every commit until now.
+        names = [n for n in self._root.names() if (sequence_of(n) or sequence) >= sequence]
+        for name in committed(self._root, names):
+            try:
+                if read_manifest(self._root, name).sequence >= sequence:
+                    return name
+            except CheckNRunError:
+                continue
+        return None
+
+    def _prune(self, sequence: int) -> Pruned:
+        assert self._retention is not None
+        # The next checkpoint may build on these; their parents stay with them.
+        history = self._lineage.history
+        in_use = {*self._uses, *(m.id for m in (*history[:1], *history[-1:]))}
+        return prune(
+            self._root,
+            self._retention,
+            in_use=in_use,
+            own=self.lease.claim,
+            still_ours=self.lease.check,
+            below=sequence,
+            known=self._manifests,
+        )

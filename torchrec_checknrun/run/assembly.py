@@ -1,0 +1,169 @@
+"""Assemble the parts of a Checkpointer on all ranks, or on none.
+
+An error on one rank (a wrong argument, a table that can't be tracked, no memory) is raised on every
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchrec_checknrun.model.tracked import TrackedModel, track
+from torchrec_checknrun.placements import local_bytes
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.restore.restore import Target
+from torchrec_checknrun.run.agreement import agreed
+from torchrec_checknrun.run.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
+from torchrec_checknrun.run.options import Options
+from torchrec_checknrun.save.background import Background
+
+T = TypeVar("T")
+
+
+@dataclass
+class Assembly:
+    """The parts of a Checkpointer.
+
+    Attributes:
+        options: the checked arguments.
+        ranks: the ranks as the training thread reaches them.
+        background_ranks: the ranks as the background reaches them, at the same time.
+        target: the tracked model and its states.
+    """
+
+    options: Options
+    ranks: Ranks
+    background_ranks: Ranks
+    target: Target
+    background: Background
+    _closers: list[Callable[[], None]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], unknown: Mapping[str, object]) -> Assembly:
+        """Check the arguments, track the model and take staging memory; a collective.
+
+        Args:
+            given: Checkpointer's arguments by name, unchecked. All but memory budget and callbacks
+                must be the same on all ranks.
+            unknown: keyword arguments that Checkpointer doesn't have, which are refused.
+
+        Raises:
+            ValueError, TypeError, UnsupportedTable: as ``Checkpointer``.
+        """
+        seconds = given["timeout_seconds"]
+        # Before the arguments are checked: one rank's mistake must reach every rank.
+        timeout = timedelta(seconds=seconds if is_timeout(seconds) else 60)
+        # Twice as long: a rank that hangs in the storage needs the time to report it.
+        ranks, background_ranks = Ranks(timeout), Ranks(2 * timeout)
+        tracked: TrackedModel | None = None
+        try:
+            options = agreed(ranks, partial(Options.of, given, unknown), Options.described)
+            states = options.states
+            # A table may be unsupported on one rank only: the rank that holds it.
+            tracked = agreed(ranks, lambda: _track(options.model, states), _tables)
+            target = _target(options, tracked)
+            background = _background(options, target, ranks, background_ranks)
+        except BaseException:
+            if tracked is not None:
+                tracked.close()
+            ranks.close()
+            background_ranks.close()
+            raise
+        return cls(options, ranks, background_ranks, target, background)
+
+    def on_all_ranks(self, make: Callable[[], T], close: Callable[[T], None]) -> T:
+        """Make something of these parts on all ranks; a collective.
+
+        On an error, close everything made so far and the parts, and raise one rank's error on all
+        ranks.
+        """
+
+        def made() -> T:
+            result = make()
+            self._closers.append(lambda: close(result))
+            return result
+
+        results: list[T] = []
+        try:
+            self.ranks.on_all_ranks(lambda: results.append(made()))
+        except BaseException:
+            for closer in reversed(self._closers):
+                closer()
+            self.target.tracked.close()
+            self.background.close()
+            self.ranks.close()
+            self.background_ranks.close()
+            raise
+        return results[0]
+
+
+def _track(model: nn.Module, states: Mapping[str, Stateful]) -> TrackedModel:
+    tracked = track(model, states.values())
+    try:
+        refuse_unsharded(model, tracked.tables)
+    except BaseException:
+        tracked.close()
+        raise
+    return tracked
+
+
+def _tables(tracked: TrackedModel) -> dict[str, str]:
+    sizes = {name: f"{table.rows} × {table.dim}" for name, table in tracked.tables.items()}
+    return {f"the model's table {name!r}": size for name, size in sizes.items()}
+
+
+def _target(options: Options, tracked: TrackedModel) -> Target:
+    declared = options.state
+    return Target(
+        model=options.model,
+        tracked=tracked,
+        states=options.states,
+        per_rank={n: s.merge for n, s in declared.items() if isinstance(s, PerRank)},
+        replicated=frozenset(n for n, s in declared.items() if isinstance(s, Replicated)),
+        buffers=options.per_rank_buffers,
+    )
+
+
+def _background(
+    options: Options, target: Target, ranks: Ranks, background_ranks: Ranks
+) -> Background:
+    made: list[Background] = []
+
+    def make() -> None:
+        made.append(
+            Background(
+                options.root,
+                background_ranks,
+                kind=options.background,
+                mode=options.staging,
+                memory_budget=options.memory_budget,
+                chunk_bytes=options.chunk_bytes,
+                quantization=options.quantization.resolved(lossy_restores=0),
+                expected=[shard.local for shard in target.tracked.shards],
+                dense_bytes=_dense_bytes(options.model, target.tracked),
+            )
+        )
+
+    try:
+        ranks.on_all_ranks(make)
+    except BaseException:  # possibly of another rank only
+        for background in made:
+            background.close()
+        raise
+    return made[0]
+
+
+def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:
+    """Estimate the bytes of everything outside the tables: parameters, two optimizer states each,
+    and buffers.
+    """
+    tables = {shard.local.weight.data_ptr() for shard in tracked.shards}
+    parameters = sum(3 * local_bytes(p) for p in model.parameters() if p.data_ptr() not in tables)
+    return parameters + sum(local_bytes(buffer) for buffer in model.buffers())

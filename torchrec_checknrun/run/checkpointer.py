@@ -1,0 +1,400 @@
+"""Provide the one object a training loop holds: decide when, and call the rooms below in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, overload
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from typing_extensions import Never
+
+from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.dense.buffers import Patterns
+from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored, SaveFailed
+from torchrec_checknrun.model.tracked import RowIds
+from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.restore import Restored, restore
+from torchrec_checknrun.root.policy import Policy
+from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
+from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.run.arguments import PerRank, Replicated
+from torchrec_checknrun.run.assembly import Assembly
+from torchrec_checknrun.run.facts import Begun, not_begun
+from torchrec_checknrun.run.missing_root import protect_existing, start_fresh
+from torchrec_checknrun.run.options import Callback, Resume, WhenBusy
+from torchrec_checknrun.run.restore_report import report_restored
+from torchrec_checknrun.run.saver import Saver
+from torchrec_checknrun.run.schedule import Schedule
+from torchrec_checknrun.run.triggers import Trigger
+from torchrec_checknrun.save.background import BackgroundKind
+from torchrec_checknrun.save.staging import StagingMode
+from torchrec_checknrun.shards import CHUNK_BYTES
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_RETENTION = Retention()
+
+
+class Checkpointer:
+    """The checkpoints of one TorchRec model: saves the model and its run's state, restores both.
+
+    Construct it on all ranks at once, after the model is sharded. Call ``restore``, ``step``,
+    ``save`` and ``close`` on all ranks at the same point of the training loop.
+
+    Args:
+        root: folder or fsspec URL of this run's checkpoints.
+        model: DistributedModelParallel (or any module with sharded embedding collections). Its
+            sharded tables and their fused optimizer state are saved by rows, the rest in full.
+        state: everything else of the run, by name: optimizer, reader, progress … Each object is the
+            same on all ranks (a save compares them, and fails if they differ), or wrapped in
+            ``PerRank`` (each rank's own) or ``Replicated`` (rank 0's, for all). Its
+            ``load_state_dict`` receives what its ``state_dict`` returned at the save, in any shape.
+            For the allowed content see ``format.state.encode_state``.
+            (``model.reshard`` replaces TorchRec's fused optimizers, step and learning rate
+            included; the CombinedOptimizer given here keeps working, but keeps the old tables in
+            memory: in a job that reshards, give the dense optimizer alone.)
+        per_rank_buffers: patterns over names of buffers of which each rank keeps its own
+            (``"*.running_*"``, or several in a list); of other buffers all ranks get rank 0's. A
+            restore on another number of ranks needs a merge function, ``{"*.running_mean":
+            merge}``, from the list of all saved tensors, in rank order, to one tensor.
+        policy: which rows a checkpoint holds: an object, or the name of one (``consecutive``).
+        quantization: bits of stored values; exact by default. A width alone (``8``) will do.
+        every_steps: ``step`` saves at every so many steps: the trigger ``EverySteps``.
+        triggers: further triggers of saves in ``step`` or ``close``: ``EverySeconds``, ``AtEnd``,
+            ``OnSigterm``, or your own.
+        callbacks: called on all ranks with each committed checkpoint's report; errors are logged.
+        background: whether a ``thread`` or a ``process`` encodes and writes during training.
+        staging: what training waits for: rows are copied out of the tables (``copy``) or encoded on
+            the way (``encode``: less memory); ``auto`` measures both and chooses for each table.
+        memory_budget: bytes of this rank on their way to storage; None: a quarter of the free
+            memory, shared by the machine's ranks. A larger checkpoint is staged in parts while
+            training waits. A state object is one piece: a larger one exceeds the budget, with a
+            warning.
+        when_busy: what ``step`` does when a checkpoint is due while one is being written: ``skip``
+            it (its rows are part of the next one), or ``wait``.
+        max_failures: how many background failures in a row are only logged.
+        retention: checkpoints to keep after a commit, others are deleted in background; None: all.
+        resume: the default of ``restore()``: ``auto`` takes the newest complete chain, or starts
+            fresh where there is no checkpoint; ``must`` raises there; ``never`` starts fresh in any
+            case (after a restart by torchrun, too), and keeps the existing chain.
+        timeout_seconds: how long a save, a restore or ``close`` waits without any answer from other
+            ranks or the storage.
+        chunk_bytes: bytes of memory for the rows of a chunk, with every copy of them that a save
+            makes; a restore takes as much.
+
+    Raises:
+        UnsupportedTable: see ``track``.
+        ValueError, TypeError: an argument is out of range, of another kind, or not the same on all
+            ranks (memory budget and callbacks may differ); the same error on all ranks.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        model: nn.Module,
+        state: Mapping[str, Stateful | PerRank | Replicated] | None = None,
+        per_rank_buffers: Patterns = (),
+        policy: Policy | str | None = None,
+        quantization: Quantization | int | Mapping[str, Any] | None = None,
+        every_steps: int | None = None,
+        triggers: Sequence[Trigger] = (),
+        background: BackgroundKind = "thread",
+        staging: StagingMode = "auto",
+        memory_budget: int | None = None,
+        when_busy: WhenBusy = "skip",
+        max_failures: int = 0,
+        retention: Retention | None = DEFAULT_RETENTION,
+        callbacks: Sequence[Callback] = (),
+        resume: Resume = "auto",
+        timeout_seconds: float = 1800.0,
+        chunk_bytes: int = CHUNK_BYTES,
+        **unknown: Never,
+    ) -> None:
+        # First of all, before there are other local variables: every argument by its name.
+        given = {k: v for k, v in locals().items() if k not in ("self", "unknown")}
+        parts = Assembly.of(given, unknown)
+        self.root = parts.options.root
+        self.steps = 0
+        """Optimizer steps done, counted by ``step`` and restored with a checkpoint."""
+        self._options = parts.options
+        self._ranks, self._background_ranks = parts.ranks, parts.background_ranks
+        self._target = parts.target
+        saver = partial(Saver, parts.options, parts.target, parts.ranks, parts.background)
+        self._saver = parts.on_all_ranks(saver, Saver.close)
+        schedule = partial(Schedule, parts.options.all_triggers, parts.ranks)
+        self._schedule = parts.on_all_ranks(schedule, lambda made: made.close(failed=True))
+        self._partly_restored: str | None = None
+        self._closed = False
+
+    def restore(
+        self,
+        checkpoint: str | None = None,
+        *,
+        verify: Literal["read", "all"] = "read",
+        map: Mapping[str, str] | None = None,
+        strict: bool = True,
+        shrink: bool = False,
+        required: bool | None = None,
+    ) -> RestoreReport | None:
+        """Restore model and state objects from a checkpoint.
+
+        Args:
+            checkpoint: its id; None for the newest complete chain, which skips damaged checkpoints
+                and reports why.
+            verify: ``read`` verifies each chunk as it is read; ``all`` reads everything twice and
+                finds damaged data before anything is changed.
+            map: saved table name to the model's, for renamed tables.
+            strict: whether checkpoint and model must have the same tables, optimizers and state
+                keys; if not, the report lists what was skipped.
+            shrink: whether tables may have fewer rows than were saved. (More are always allowed:
+                new rows keep their initialisation.) After a restore that renames, skips or resizes,
+                or joins or splits columns, the next checkpoint is full.
+            required: whether a root without a checkpoint is an error; None: as ``resume`` says.
+
+        Returns:
+            The report of the restore; None for a fresh start: the root holds no checkpoint (a
+            warning names the place that was searched), or ``resume`` is ``never``.
+
+        Raises:
+            CheckpointNotFound: there is no checkpoint of that id, or none at all though one is
+                required.
+            RootNotShared: the ranks see different storage under the root's name.
+            CorruptCheckpoint, ChainBroken, UnsupportedFormat: neither the checkpoint nor, unless
+                one was named, any older one can be read; the model is unchanged.
+            ClaimDamaged: which of the checkpoints count can't be told; the model is unchanged.
+            IncompatibleCheckpoint: the checkpoint doesn't fit the model, which is unchanged.
+            StorageUnreachable: the storage didn't answer for a minute; the model is unchanged.
+            ModelPartlyRestored: reading failed after the model was changed, and nothing else could
+                be restored; from then on ``step`` and ``save`` raise this error, too.
+        """
+        self._refuse_if_closed()
+        started = time.perf_counter()
+        if verify not in ("read", "all"):
+            raise ValueError(f"verify must be 'read' or 'all', not {verify!r}")
+        before = self._saver.quantization
+        self._forget_failure()
+        self._saver.before_restore()
+        if required is None and checkpoint is None and self._options.resume == "never":
+            protect_existing(self.root, self._ranks, self._saver.writer)
+            return None
+        found = self._apply(checkpoint, Fit(map or {}, strict, shrink), verify == "all")
+        self._partly_restored = None
+        self._saver.deferred = False
+        if found is None:
+            must = self._options.resume == "must" if required is None else required
+            start_fresh(self.root, self._ranks, required=must)
+            return None
+        return report_restored(self._saver, found, before, time.perf_counter() - started)
+
+    def _apply(self, checkpoint: str | None, fit: Fit, verify_all: bool) -> Restored | None:
+        """Restore the model and note it, or remember that the model is partly restored."""
+        target = replace(self._target, fit=fit)
+        try:
+            found = restore(self.root, target, self._ranks, checkpoint, verify_all)
+            if found is not None:
+                self.steps = found.chain.head.step
+                self._saver.restored(
+                    found.chain, found.converted, found.forks, partly=bool(found.skipped)
+                )
+                # ``found`` speaks of the shards as they are now.
+                self._target.tracked.converted = False
+        except BaseException as error:
+            if isinstance(error, ModelPartlyRestored) or not isinstance(
+                error, (CheckNRunError, OSError)
+            ):
+                self._partly_restored = str(error)
+            raise
+        return found
+
+    def step(self) -> CheckpointReport | None:
+        """Count a training step and begin a checkpoint if one is due; call it after every step.
+
+        While gradients of dense parameters wait for their optimizer (gradient accumulation), a due
+        checkpoint is put off until the end of a step that leaves no gradient waiting.
+
+        Returns:
+            The report of the last checkpoint that has become durable, unless it was returned
+            already. None without one: no checkpoint was due, or the last one is still on its way,
+            was put off, or failed within ``max_failures`` (such failures are logged).
+
+        Raises:
+            SaveFailed, UnsupportedState, InvalidPlan: the last checkpoint was not committed, on no
+                rank; its rows stay marked and are part of the next one.
+            ModelPartlyRestored: an earlier restore failed half-way.
+            RootInUse, RootNotShared, ClaimDamaged: this run may not write to the root.
+        """
+        self._require_usable()
+        self._saver.progressed()
+        self.steps += 1
+        self._saver.settle(wait=False)
+        due = self._schedule.due(self.steps) or self._saver.deferred
+        ending = self._schedule.ending
+        if ending:
+            self._forget_failure()
+        if due:
+            self._saver.settle(wait=self._options.when_busy == "wait")
+            self._begin()
+        if ending and not self._saver.deferred:
+            try:
+                self.wait()
+            finally:
+                self._schedule.end()
+        return self._saver.outcome()
+
+    @overload
+    def save(self, *, wait: Literal[True] = True) -> CheckpointReport: ...
+
+    @overload
+    def save(self, *, wait: bool) -> CheckpointReport | None: ...
+
+    def save(self, *, wait: bool = True) -> CheckpointReport | None:
+        """Save a checkpoint now, after the one that is being written.
+
+        Args:
+            wait: whether to wait until the checkpoint is durable; if not, training may go on
+                meanwhile.
+
+        Returns:
+            With ``wait``, always the report of the checkpoint that holds the present state: of the
+            last one, with ``unchanged``, if it is of this step and nothing at all has changed since
+            (rows, parameters, buffers, optimizers, state objects). Without ``wait``, always None;
+            ``step`` or ``wait`` return the report.
+
+        Raises:
+            SaveDeferred: with ``wait``, on any rank gradients wait for their optimizer. With or
+                without ``wait``, ``step`` saves as soon as none waits.
+            SaveFailed, UnsupportedState, InvalidPlan: this or the previous checkpoint was not
+                committed, on no rank, whatever ``max_failures`` allows ``step``; its rows stay
+                marked.
+            ModelPartlyRestored, RootInUse, RootNotShared, ClaimDamaged: as ``step``.
+        """
+        self._require_usable()
+        self._saver.settle(wait=True)
+        begun = self._begin(tell=wait)
+        if not wait:
+            self._saver.raise_failure()
+            return None
+        self._saver.outcome()  # of the previous checkpoint: raises its error
+        if error := not_begun(begun, self.steps):
+            raise error
+        if begun is Begun.UNCHANGED:
+            return self._saver.unchanged()
+        report = self.wait()
+        assert report is not None
+        return report
+
+    def mark(self, table: str, rows: RowIds) -> None:
+        """Mark rows (global ids) that were written unnoticed by PyTorch; call it on all ranks.
+
+        Writes through ``.data``, NumPy, a collective on the table or a kernel of your own need
+        this. Other writes by hand (``copy_``, ``weight[rows] = …``, ``load_state_dict``, also of
+        optimizers) are noticed, and mark all rows of the tables concerned, whether ``mark`` names
+        some or not: wrap them in ``writing`` to save only the rows written.
+
+        Raises:
+            KeyError, IndexError: no such table, or no such row of it.
+        """
+        self._target.tracked.mark(table, rows)
+
+    def writing(self, table: str, rows: RowIds) -> AbstractContextManager[None]:
+        """Mark these rows (global ids), and no others, for the writes of a ``with`` block.
+
+        Enter it on all ranks; each rank writes the rows that it holds. Raises as ``mark``.
+        """
+        return self._target.tracked.writing(table, rows)
+
+    def mark_all(self, table: str | None = None) -> None:
+        """Mark all rows of a table, or of all tables; call it on all ranks."""
+        self._target.tracked.mark_all(table)
+
+    def wait(self) -> CheckpointReport | None:
+        """Wait until the checkpoint that was begun is durable; return its report as ``step`` does.
+
+        Raises:
+            SaveFailed, UnsupportedState, InvalidPlan: the checkpoint was not committed.
+        """
+        self._saver.settle(wait=True)
+        return self._saver.outcome()
+
+    def close(self) -> None:
+        """Save if ``AtEnd`` asks, wait, remove the hooks, free the staging memory; at most once.
+
+        Raises:
+            SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
+            SystemExit: SIGTERM has come meanwhile (``OnSigterm``).
+        """
+        if self._closed:
+            return
+        try:
+            self._saver.settle(wait=True)
+            wanted = self._schedule.at_end and self._partly_restored is None
+            if wanted and self._saver.has_unsaved_steps(self.steps):
+                self._forget_failure()  # its rows are part of the checkpoint begun here
+                if self._begin() is Begun.DEFERRED:
+                    raise SaveFailed(
+                        f"the last checkpoint, of step {self.steps}, was not made: gradients wait "
+                        "for their optimizer. Call its step() or zero_grad() before close()"
+                    )
+            self.wait()
+        finally:
+            idle = self._saver.running is None and not self._saver.hangs
+            self._release()
+            if idle:
+                self._ranks.close()
+                self._background_ranks.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the other ranks may never arrive: wait for none
+            self._release(failed=True)
+
+    def _release(self, failed: bool = False) -> None:
+        self._closed = True
+        self._target.tracked.close()
+        self._saver.close(failed)
+        self._schedule.close(failed)
+
+    def _begin(self, tell: bool = False) -> Begun:
+        begun = self._saver.begin(self.steps, tell)
+        if begun is Begun.YES:
+            self._schedule.saved()
+        return begun
+
+    def _forget_failure(self) -> None:
+        try:
+            self.wait()
+        except CheckNRunError as error:
+            logger.error("a checkpoint was not committed: %s", error)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise CheckNRunError(
+                f"this Checkpointer of {self.root} is closed, and its hooks are off the model: "
+                "make a new one to go on"
+            )
+
+    def _require_usable(self) -> None:
+        self._refuse_if_closed()
+        if self._partly_restored is not None:
+            raise ModelPartlyRestored(
+                "a restore failed half-way: restore again, or start from a new model. "
+                f"{self._partly_restored}"
+            )

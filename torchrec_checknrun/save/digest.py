@@ -1,0 +1,159 @@
+"""Digests of encoded state, which tell whether two ranks, or two instants, have the same content.
+
+Dict keys are digested in sorted order, since ranks may have inserted them in different orders; the
+stored state keeps its own order. Everything else is digested as encoded, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import xxhash
+
+from torchrec_checknrun.dense.param_groups import OWNERS
+from torchrec_checknrun.dense.wrappers import WRAPPERS
+from torchrec_checknrun.format.chunk import STATE, EncodedChunk, Entry
+from torchrec_checknrun.format.state import Tree, tree_items
+
+_WITH_BYTES = ("b", "x", "n")
+"""Letters of nodes that point into the payload."""
+_MOST_PARTS = 512
+_PART_BYTES = 4
+_SLICE = 4096
+"""Plain elements of a list that form one part: a reader's list may have a million elements."""
+
+Bytes = bytes | memoryview
+Read = Callable[[int, int], Bytes]
+"""Takes an offset and a length, and returns these bytes of the payload."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A state object's digest, small enough to be sent to rank 0 with every plan.
+
+    Attributes:
+        whole: digest of all content, 16 bytes.
+        parts: four bytes for each of the first 512 values, which tell where two objects differ.
+        alike: digest of the content that all ranks must have alike, 16 bytes: all but the content
+            of optimizers' wrappers, which may hold a rank's own values, such as the norm of its
+            gradients.
+    """
+
+    whole: bytes
+    parts: bytes
+    alike: bytes
+
+    @classmethod
+    def of(cls, chunk: EncodedChunk) -> Digest:
+        """Digest a chunk: a state object's tree and payload, any other one's entry and bytes."""
+        if chunk.entry["kind"] != STATE:
+            digest = _plain_digest(chunk.entry, chunk.pieces)
+            return cls(digest, b"", digest)
+        read = _reader([memoryview(piece) for piece in chunk.pieces])
+        parts = list(_parts(chunk.entry["tree"], read))
+        digests = [digest for _, digest in parts]
+        first = b"".join(digest[:_PART_BYTES] for digest in digests[:_MOST_PARTS])
+        alike = digests
+        if OWNERS in tree_items(chunk.entry["tree"]):  # an optimizer's
+            alike = [d for path, d in parts if path.partition(".")[0] != WRAPPERS]
+        return cls(_digest_of(digests), first, _digest_of(alike))
+
+    def differing(self, other: Digest, tree: Tree) -> list[str]:
+        """Name the values of this object that another rank's object lacks, among the first 512.
+
+        Args:
+            other: the other rank's digest.
+            tree: this object's tree.
+        """
+        theirs = set(_split(other.parts))
+        paths = islice(_paths(tree), _MOST_PARTS)
+        pairs = zip(paths, _split(self.parts), strict=True)
+        return list(dict.fromkeys(path for path, part in pairs if part not in theirs))
+
+
+def joint_digest(chunks: Iterable[EncodedChunk]) -> str:
+    """Digest the joined bytes of chunks, however they are split among the chunks."""
+    digest = xxhash.xxh3_128()
+    for chunk in chunks:
+        for piece in chunk.pieces:
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _digest_of(digests: list[bytes]) -> bytes:
+    return xxhash.xxh3_128_digest(b"".join(digests))
+
+
+def _plain_digest(entry: Entry, pieces: Sequence[Bytes]) -> bytes:
+    digest = xxhash.xxh3_128(_text(entry).encode())
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
+
+
+def _split(parts: bytes) -> Iterator[bytes]:
+    return (parts[i : i + _PART_BYTES] for i in range(0, len(parts), _PART_BYTES))
+
+
+def _reader(pieces: list[memoryview]) -> Read:
+    """Return a reader of leaves, which have a piece each, or share one (once staged)."""
+    if len(pieces) == 1:
+        (whole,) = pieces
+        return lambda offset, length: whole[offset : offset + length]
+    by_offset, end = {}, 0
+    for piece in pieces:
+        if piece.nbytes:
+            by_offset[end] = piece
+        end += piece.nbytes
+    return lambda offset, length: by_offset[offset] if length else b""
+
+
+def _parts(tree: Tree, read: Read) -> Iterator[tuple[str, bytes]]:
+    """Yield the tree's values, each with the digest of path and content, in the order of paths."""
+    for path, text, node in _values(tree, ""):
+        digest = xxhash.xxh3_64(f"{path}\0{text}".encode("utf-8", "surrogatepass"))
+        if node is not None:
+            digest.update(read(*node[next(letter for letter in _WITH_BYTES if letter in node)]))
+        yield path, digest.digest()
+
+
+def _paths(tree: Tree) -> Iterator[str]:
+    return (path for path, _, _ in _values(tree, ""))
+
+
+def _values(node: Tree, path: str) -> Iterator[tuple[str, str, Tree | None]]:
+    """Yield every value's path and text, and its node if bytes of the payload belong to it.
+    Containers come before their items, so that empty containers count.
+    """
+    letter = next(iter(node))
+    items = node[letter]
+    if letter in _WITH_BYTES:
+        yield path, _text({**node, letter: None}), node
+    elif letter == "d":
+        yield path, f"d{len(items)}", None
+        for key, value in sorted(items, key=lambda item: (type(item[0]).__name__, item[0])):
+            step = f"[{key}]" if type(key) is int else f".{key}"
+            yield from _values(value, path + step if path else step.removeprefix("."))
+    elif isinstance(items, list) and items and all(isinstance(item, dict) for item in items):
+        yield path, f"{letter}{len(items)}", None
+        if any(_is_inner(item) for item in items):
+            for i, item in enumerate(items):
+                yield from _values(item, f"{path}[{i}]")
+        else:
+            for i in range(0, len(items), _SLICE):
+                yield f"{path}[{i}]", _text(items[i : i + _SLICE]), None
+    else:
+        yield path, _text(node), None
+
+
+def _is_inner(node: Tree) -> bool:
+    """Return whether other nodes, or bytes of the payload, may belong to a node."""
+    value = next(iter(node.values()))
+    return isinstance(value, list)
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True)

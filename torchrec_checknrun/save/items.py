@@ -1,0 +1,181 @@
+"""Items of a checkpoint: the parts that a rank writes, each encoded when its turn comes.
+
+Rows are gathered and encoded only then, so that memory use stays at a few chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from torchrec_checknrun.boxes import Box
+from torchrec_checknrun.codecs import Settled
+from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
+from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
+from torchrec_checknrun.format.rank_file import Job
+from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.format.state import Tree, encode_state
+from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.save.digest import Digest, joint_digest
+from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
+
+Fingerprint = tuple[Mapping[str, bytes], Mapping[str, OptimizerClock]]
+"""See ``fingerprint``."""
+
+
+class Item(Protocol):
+    """A part of a rank's plan."""
+
+    def job(self, settled: Settled) -> Job:
+        """Return the chunk to write, or a job that encodes one."""
+
+
+@dataclass
+class RowsItem:
+    """Rows of one shard.
+
+    Attributes:
+        start, stop: half-open range of positions in the shard; the item holds the rows to be
+            written among these.
+        count: number of the item's rows.
+    """
+
+    shard: ShardSnapshot
+    start: int
+    stop: int
+    count: int
+    encoding: TableEncoding
+
+    def positions(self) -> torch.Tensor:
+        """Return the rows' positions in the shard: ``(count,)`` int64, sorted."""
+        return self.shard.positions(self.start, self.stop)
+
+    def job(self, settled: Settled) -> EncodedChunk:
+        block = self.shard.shard.block(self.positions() + self.shard.shard.rectangle.row_start)
+        return encode_rows(block, self.encoding.settled(settled))
+
+
+@dataclass
+class BlockItem:
+    """A piece of this rank's part of a sharded tensor."""
+
+    block: Block
+    piece: Box
+
+    def job(self, settled: Settled) -> EncodedChunk:
+        return self.block.encode(self.piece)
+
+
+@dataclass
+class ChunkItem:
+    """A chunk that is encoded already."""
+
+    chunk: EncodedChunk
+
+    def job(self, settled: Settled) -> EncodedChunk:
+        return self.chunk
+
+
+@dataclass
+class Items:
+    """All items of a snapshot.
+
+    Attributes:
+        by_name: items by name, in writing order: the small ones first.
+        replicated: bytes of each replicated state.
+        trees: trees of the replicated states, without their bytes.
+        shared: names of the pieces, row-major, of each block that ranks of another mesh may hold as
+            well; by the block's number.
+    """
+
+    by_name: dict[str, RowsItem | BlockItem | ChunkItem] = field(default_factory=dict)
+    replicated: dict[str, int] = field(default_factory=dict)
+    trees: dict[str, Tree] = field(default_factory=dict)
+    shared: dict[int, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, quantization: Quantization, chunk_bytes: int) -> Items:
+        """Build the items of a live snapshot.
+
+        Args:
+            chunk_bytes: memory for all copies of a chunk that a save or a restore makes.
+
+        Raises:
+            UnsupportedState: a state object holds a value that can't be stored, or two parts have
+                the same name.
+        """
+        items = cls()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for name, value in snapshot.states.items():
+            own = name in snapshot.per_rank
+            tree, pieces = encode_state(value, name)
+            if not own:
+                items.replicated[name] = sum(memoryview(piece).nbytes for piece in pieces)
+                items.trees[name] = tree
+            chunk = state_chunk(name, rank if own else None, tree, pieces)
+            items._add(state_key(name, rank if own else None), ChunkItem(chunk))
+        for i, block in enumerate(snapshot.blocks):
+            for number, piece in enumerate(block.pieces(chunk_bytes)):
+                key = f"{block_key(i, rank)}{number}"
+                items._add(key, BlockItem(block, piece))
+                if block.elsewhere:
+                    items.shared.setdefault(i, []).append(key)
+        if snapshot.blocks and snapshot.collisions is not None:
+            items._add(f"collisions@{rank}", ChunkItem(snapshot.collisions.encode(rank)))
+        for shard in snapshot.shards:
+            encoding = quantization.for_table(shard.shard.table, shard.shard.shape.rows)
+            for number, (start, stop, count) in enumerate(shard.spans(chunk_bytes)):
+                name = f"{shard.shard}#{number}"
+                items._add(name, RowsItem(shard, start, stop, count, encoding))
+        return items
+
+    def _add(self, name: str, item: RowsItem | BlockItem | ChunkItem) -> None:
+        if name in self.by_name:
+            raise UnsupportedState(
+                f"two parts of the checkpoint would be called {name!r}, and one of them would be "
+                "lost: rename the table or the state object"
+            )
+        self.by_name[name] = item
+
+    def digests(self) -> dict[str, Digest]:
+        """Digest all items but table rows, by name."""
+        return {
+            name: Digest.of(item.job({}))
+            for name, item in self.by_name.items()
+            if not isinstance(item, RowsItem)
+        }
+
+    def shared_digest(self, number: int) -> str:
+        """Digest the live values of a block that is ``shared``."""
+        return joint_digest(self.by_name[name].job({}).encode() for name in self.shared[number])
+
+
+def fingerprint(
+    digests: Mapping[str, Digest], progress: Mapping[str, OptimizerClock]
+) -> Fingerprint:
+    """Make a small fingerprint of a checkpoint's content beside table rows, to detect changes."""
+    return {name: digest.whole for name, digest in digests.items()}, dict(progress)
+
+
+def block_key(number: int, rank: int) -> str:
+    """Return the prefix of the item names of a rank's block.
+
+    Args:
+        number: the block's place among the rank's blocks.
+    """
+    return f"block:{number}@{rank}#"
+
+
+def state_key(name: str, rank: int | None = None) -> str:
+    """Name the item of a state.
+
+    Args:
+        rank: the rank that owns the state; None: a replicated state.
+    """
+    return f"state:{name}" if rank is None else f"state@{rank}:{name}"

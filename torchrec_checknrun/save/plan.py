@@ -1,0 +1,322 @@
+"""Plan a save: every rank plans its items, rank 0 checks the whole and assigns shared items.
+
+A global plan in which two ranks would write the same rectangle, or a part of a table is missing, is
+refused. Items that several ranks hold alike are assigned to one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
+from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.errors import InvalidPlan
+from torchrec_checknrun.format.block_chunk import Path
+from torchrec_checknrun.format.manifest import Header
+from torchrec_checknrun.format.rank_file import Job
+from torchrec_checknrun.model.blocks import BlockSummary, check_blocks
+from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.save.digest import Digest
+from torchrec_checknrun.save.items import Item, Items, block_key, state_key
+from torchrec_checknrun.save.rank_differences import RankDifferences
+from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
+from torchrec_checknrun.shards import Rectangle, TableShape, check_coverage
+from torchrec_checknrun.threads import gc_paused
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """The part of a rank's plan that rank 0 needs to check the whole.
+
+    Attributes:
+        header: rank 0's decision, as this rank knows it.
+        tables: all tables by name.
+        shards: table and rectangle of each shard that this rank writes.
+        fp32_bytes: bytes of each table's shards here, counted as fp32.
+        progress: progress of the tables' optimizers, by table with a shard here.
+        replicated: bytes of each replicated state, which only one rank will write.
+        per_rank: names of states of which each rank has its own.
+        blocks: this rank's parts of other sharded tensors.
+        importance: samples for importance-weighted codecs.
+        lowest: names of replicated states that are not compared: the lowest rank's is stored.
+        digests: digests of the compared replicated states.
+    """
+
+    header: Header
+    tables: dict[str, TableShape]
+    shards: list[tuple[str, Rectangle]]
+    fp32_bytes: dict[str, int]
+    progress: dict[str, OptimizerClock]
+    replicated: dict[str, int]
+    per_rank: tuple[str, ...]
+    blocks: list[BlockSummary] = field(default_factory=list)
+    surveys: Surveys = field(default_factory=dict)
+    """Of codecs that all ranks must settle before rows are encoded."""
+    lowest: tuple[str, ...] = ()
+    digests: dict[str, Digest] = field(default_factory=dict)
+
+    def with_digests(
+        self, of_items: Mapping[str, Digest], of_blocks: Mapping[int, str]
+    ) -> PlanSummary:
+        """Add the digests that tell whether the ranks' states and blocks are alike.
+
+        Args:
+            of_items: digests by the items' names.
+            of_blocks: digests, by number, of blocks that ranks of another mesh may hold as well.
+        """
+        compared = self.replicated.keys() - set(self.lowest)
+        return dataclasses.replace(
+            self,
+            digests={name: of_items[state_key(name)] for name in compared},
+            blocks=[
+                dataclasses.replace(block, digest=of_blocks.get(number))
+                for number, block in enumerate(self.blocks)
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """A rank's plan, as sent to rank 0.
+
+    Attributes:
+        items: names of all items of the rank, in writing order.
+        summary: the rest that rank 0 needs.
+    """
+
+    items: tuple[str, ...]
+    summary: PlanSummary
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of the global plan.
+
+    Attributes:
+        items: names of the items to write, in writing order.
+        settled: what codecs chose for all ranks from their surveys.
+    """
+
+    items: tuple[str, ...]
+    settled: Settled
+
+
+@dataclass(frozen=True)
+class GlobalPlan:
+    """The part of the global plan that stays on rank 0, for the manifest.
+
+    Attributes:
+        header: the decision on the checkpoint.
+        tables: all tables by name.
+        fp32_bytes: bytes of each table, counted as fp32.
+        progress: progress of the tables' optimizers, by table.
+        states: whether each rank has its own state, by the state's name.
+        chunks: number of chunks that each rank is to write.
+    """
+
+    header: Header
+    tables: dict[str, TableShape]
+    fp32_bytes: dict[str, int]
+    progress: dict[str, OptimizerClock]
+    states: dict[str, bool]
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rank's part of a checkpoint, ready to be planned.
+
+    Attributes:
+        summary: the part that rank 0 needs.
+        items: items by name, in writing order.
+        chosen: called with the names of the items that this rank is to write, once known.
+        differences: the judge of states whose content differs between ranks.
+    """
+
+    summary: PlanSummary
+    items: Mapping[str, Item]
+    chosen: Callable[[frozenset[str]], None] = lambda names: None
+    differences: RankDifferences = field(default_factory=RankDifferences)
+
+    @property
+    def local_plan(self) -> LocalPlan:
+        """This rank's plan, for rank 0."""
+        return LocalPlan(tuple(self.items), self.summary)
+
+    def jobs(self, share: Share) -> Iterator[Job]:
+        """Drop the items that other ranks write; return the jobs of this rank's share."""
+        self.chosen(frozenset(share.items))
+        return (self.items[name].job(share.settled) for name in share.items)
+
+
+def summarize(
+    header: Header, snapshot: Snapshot, items: Items, quantization: Quantization
+) -> PlanSummary:
+    """Summarize a snapshot for rank 0."""
+    return PlanSummary(
+        header=header,
+        tables=snapshot.tables,
+        shards=[(s.shard.table, s.shard.rectangle) for s in snapshot.shards],
+        fp32_bytes=_fp32_bytes(snapshot.shards),
+        progress=dict(snapshot.progress),
+        replicated=items.replicated,
+        per_rank=tuple(sorted(snapshot.per_rank)),
+        blocks=[block.summary for block in snapshot.blocks],
+        surveys=survey(snapshot.shards, quantization),
+        lowest=tuple(sorted(snapshot.replicated)),
+    )
+
+
+@gc_paused()
+def make_global_plan(
+    plans: Sequence[LocalPlan], differences: RankDifferences
+) -> tuple[list[Share], GlobalPlan]:
+    """Check all ranks' plans, and share the items out; on rank 0.
+
+    Args:
+        plans: by rank.
+        differences: rank 0's judge of states whose content differs between ranks.
+
+    Returns:
+        The share of each rank, and the plan for the manifest.
+
+    Raises:
+        InvalidPlan: the plans don't form one checkpoint: the ranks disagree on it, two would write
+            the same rectangle, or a part is missing.
+        UnsupportedState: a state differs between ranks without being declared so.
+    """
+    summaries = [plan.summary for plan in plans]
+    first = summaries[0]
+    _check_agreement(summaries)
+    again = _check_coverage(summaries)
+    differing = differences.differing(_held(summaries))
+    writers = _assign_writers(summaries, differing | set(first.lowest))
+    settled = settle(summary.surveys for summary in summaries)
+    shares = []
+    for rank, plan in enumerate(plans):
+        own = (name for name in plan.items if writers.get(name, rank) == rank)
+        names = tuple(name for name in own if not name.startswith(again[rank]))
+        shares.append(Share(names, settled))
+    fp32_bytes = dict.fromkeys(first.tables, 0)
+    for summary in summaries:
+        for table, size in summary.fp32_bytes.items():
+            fp32_bytes[table] += size
+    states = dict.fromkeys((name for s in summaries for name in s.replicated), False)
+    states |= dict.fromkeys(first.per_rank, True)
+    return shares, GlobalPlan(
+        header=first.header,
+        tables=first.tables,
+        fp32_bytes=fp32_bytes,
+        progress=differences.progress([summary.progress for summary in summaries]),
+        states=states,
+        chunks=tuple(len(share.items) for share in shares),
+    )
+
+
+def _fp32_bytes(shards: list[ShardSnapshot]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for shard in shards:
+        values = sum(tensor.numel() for tensor in shard.shard.tensors)
+        sizes[shard.shard.table] = sizes.get(shard.shard.table, 0) + 4 * values
+    return sizes
+
+
+def _check_agreement(summaries: list[PlanSummary]) -> None:
+    for rank, summary in enumerate(summaries):
+        for what in ("header", "tables", "per_rank", "lowest"):
+            first, other = getattr(summaries[0], what), getattr(summary, what)
+            if first != other:
+                raise InvalidPlan(
+                    f"ranks 0 and {rank} don't save the same checkpoint: {what} is {first} there "
+                    f"and {other} here; call save on all ranks at the same step with the same "
+                    "arguments"
+                )
+
+
+def _check_coverage(summaries: list[PlanSummary]) -> list[tuple[str, ...]]:
+    """Refuse plans in which two ranks write the same, or a part of a table or a sharded tensor is
+    missing.
+
+    Returns:
+        For each rank the prefixes of the names of items that another rank writes as well.
+    """
+    tables = summaries[0].tables
+    blocks: dict[Path, list[tuple[BlockSummary, int]]] = {}
+    keys: dict[Path, list[str]] = {}
+    # Most tables are split by rows, in the order of ranks, which is checked in passing: lists of
+    # all tables' parts would hold a million objects that lie far from each other in memory.
+    rows_done = dict.fromkeys(tables, 0)
+    others: dict[str, list[tuple[Rectangle, int]]] = {}
+    for rank, summary in enumerate(summaries):
+        for table, place in summary.shards:
+            if table not in tables:
+                raise InvalidPlan(f"rank {rank} writes rows of {table!r}, which is no known table")
+            if place.row_start == rows_done[table] and place.spans_columns(tables[table]):
+                rows_done[table] = place.row_stop
+            else:
+                others[table] = []
+        for number, block in enumerate(summary.blocks):
+            blocks.setdefault(block.path, []).append((block, rank))
+            keys.setdefault(block.path, []).append(block_key(number, rank))
+    others |= {name: [] for name, rows in rows_done.items() if rows != tables[name].rows}
+    for rank, summary in enumerate(summaries) if others else ():
+        for table, place in summary.shards:
+            if table in others:
+                others[table].append((place, rank))
+    for table, parts in others.items():
+        check_coverage(table, tables[table], parts)
+    again: list[tuple[str, ...]] = [()] * len(summaries)
+    for path, pieces in blocks.items():
+        for i in check_blocks(path, pieces):
+            again[pieces[i][1]] += (keys[path][i],)
+    return again
+
+
+def _held(summaries: list[PlanSummary]) -> dict[str, list[tuple[int, Digest]]]:
+    """Collect each compared state's digests on the ranks that have the state."""
+    held: dict[str, list[tuple[int, Digest]]] = {}
+    for rank, summary in enumerate(summaries):
+        for name, digest in summary.digests.items():
+            held.setdefault(name, []).append((rank, digest))
+    return held
+
+
+def _assign_writers(summaries: list[PlanSummary], lowest: Container[str] = ()) -> dict[str, int]:
+    """Assign each replicated state to a rank: the largest first, to the least loaded rank.
+
+    Args:
+        lowest: names of states that the lowest rank writes.
+
+    Returns:
+        Ranks by the names of the states' items.
+    """
+    holders: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for rank, summary in enumerate(summaries):
+        for name, size in summary.replicated.items():
+            holders.setdefault(name, []).append(rank)
+            sizes[name] = max(size, sizes.get(name, 0))
+    load = [0] * len(summaries)
+    writers = {}
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        rank = holders[name][0]
+        if name not in lowest:
+            rank = min(holders[name], key=lambda r: (load[r], r))
+        load[rank] += sizes[name]
+        writers[state_key(name)] = rank
+    return writers
+
+
+def survey(shards: Iterable[ShardSnapshot], quantization: Quantization) -> Surveys:
+    """Sample this rank's rows that are to be written, where their codec asks for a survey."""
+    found: Surveys = {}
+    for snapshot in shards:
+        shard = snapshot.shard
+        codec = quantization.for_table(shard.table, shard.shape.rows).codec
+        if codec.surveys:
+            part = codec.survey(shard.weight, shard.optimizer, snapshot.sample)
+            if part is not None:
+                add_survey(found, codec, part)
+    return found

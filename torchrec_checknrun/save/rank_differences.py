@@ -1,0 +1,116 @@
+"""Differences between ranks in replicated state, of which only one content can be stored.
+
+Differing state objects are an error, unless declared; of a model's differing buffers and parameters
+the lowest rank's are stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.format.state import Tree
+from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.ranks import listed, ranks_text
+from torchrec_checknrun.save.digest import Digest
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
+
+_MOST_NAMES = 8
+_RATES = "learning rates of tables"
+
+Held = Sequence[tuple[int, Digest]]
+"""A state's digest on each rank that has it, in rank order."""
+
+
+@dataclass
+class RankDifferences:
+    """Rank 0's judge of differences.
+
+    Attributes:
+        trees: trees of rank 0's state objects, by name.
+        models: names of a model's states.
+        buffers: names of buffers in a model's state.
+        told: names already warned of; shared by all saves of one run.
+    """
+
+    trees: Mapping[str, Tree] = field(default_factory=dict)
+    models: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
+    told: set[str] = field(default_factory=set)
+
+    def differing(self, states: Mapping[str, Held]) -> set[str]:
+        """Find the states whose content differs between ranks, for which to store the lowest
+        rank's.
+
+        Raises:
+            UnsupportedState: a differing state is no model's; names the state, the ranks, and the
+                values that differ.
+        """
+        found = {n for n, held in states.items() if len({d.alike for _, d in held}) > 1}
+        for name in sorted(found - self.models):
+            first, others, values = self._compare(name, states[name])
+            at = f" (in {listed(values)})" if values else ""
+            raise UnsupportedState(
+                f"state {name!r} was not declared and differs between rank {first} and "
+                f"{ranks_text(others)}{at}: one content is stored for all ranks. Declare it as "
+                "PerRank(object, merge=…) if each rank needs its own, or as Replicated(object) if "
+                "rank 0's is right for all (dcp.save: SavePlanner(per_rank=…, replicated=…)). "
+                "Rows are kept for the next checkpoint"
+            )
+        for name in sorted(found & self.models):
+            self._warn(name, states[name])
+        return found
+
+    def progress(
+        self, of_ranks: Sequence[Mapping[str, OptimizerClock]]
+    ) -> dict[str, OptimizerClock]:
+        """Choose the lowest rank's optimizer progress of each table. Warn once of learning rates
+        that differ between the ranks that hold a table.
+        """
+        chosen: dict[str, OptimizerClock] = {}
+        differing: dict[str, None] = {}
+        for of_rank in of_ranks:
+            for table, own in of_rank.items():
+                if chosen.setdefault(table, own).learning_rate != own.learning_rate:
+                    differing[table] = None
+        if differing and _RATES not in self.told:
+            self.told.add(_RATES)
+            logger.warning(
+                "tables %s have different learning rates on different ranks; the lowest rank's are "
+                "stored and restored on all ranks: set the rate, or step its scheduler, on all "
+                "ranks",
+                listed(list(differing)),
+            )
+        return chosen
+
+    def _warn(self, name: str, held: Held) -> None:
+        """Warn once of a model's differing parameters; buffers may differ."""
+        first, others, values = self._compare(name, held)
+        parameters = [value for value in values if value not in self.buffers]
+        if (values and not parameters) or name in self.told:
+            return
+        self.told.add(name)
+        logger.warning(
+            "dense parameters differ between rank %d and %s: %s. Rank %d's are stored and restored "
+            "on all ranks; broadcast them before training, or wrap their module with "
+            "DistributedDataParallel",
+            first,
+            ranks_text(others),
+            listed(parameters) or "not among the first of them",
+            first,
+        )
+
+    def _compare(self, name: str, held: Held) -> tuple[int, list[int], list[str]]:
+        """Return the lowest rank, the ranks that differ from it, and the values that differ."""
+        (first, own), *others = held
+        differing = [(rank, digest) for rank, digest in others if digest.alike != own.alike]
+        tree = self.trees.get(name)
+        values: dict[str, None] = {}
+        # A few ranks, of thousands, suffice to name the values.
+        if tree is not None and first == 0:
+            for _, digest in differing[:_MOST_NAMES]:
+                values.update(dict.fromkeys(own.differing(digest, tree)))
+        return first, [rank for rank, _ in differing], [value or "its keys" for value in values]

@@ -1,0 +1,130 @@
+"""The state of one checkpoint on its way to storage, shared by training and the background."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NoReturn
+
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CheckpointExists,
+    CorruptCheckpoint,
+    SaveFailed,
+)
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.model.marks import Cut
+from torchrec_checknrun.root.lineage import Proposal
+from torchrec_checknrun.root.report import Progress
+from torchrec_checknrun.save.items import Fingerprint
+from torchrec_checknrun.store.deadlines import Patience
+
+_OF_STORAGE = (CorruptCheckpoint, CheckpointExists)
+"""Errors about files found where a new checkpoint is to be written, which would seem to be about an
+older checkpoint if raised by themselves.
+"""
+_LEAVE_SECONDS = 10.0
+
+
+class Save:
+    """One checkpoint on its way to storage.
+
+    Attributes:
+        proposal: rank 0's decision on the checkpoint.
+        cut: the cut marks, to be merged back unless the checkpoint is committed; None if there is
+            no snapshot.
+        begun: when training began to wait, by the monotonic clock.
+        patience: deadlines of the storage operations of this checkpoint.
+        progress: times of the phases, in seconds since ``begun``.
+        fingerprint: this rank's fingerprint of the content beside table rows; None until known.
+        thread: the background thread, once started.
+    """
+
+    def __init__(
+        self, proposal: Proposal, cut: Cut | None, begun: float, patience: Patience
+    ) -> None:
+        self.proposal = proposal
+        self.cut = cut
+        self.begun = begun
+        self.patience = patience
+        self._lock = threading.Lock()
+        self._committing = self._given_up = False
+        self.progress = Progress()
+        self.fingerprint: Fingerprint | None = None
+        self._manifest: Manifest | None = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    @property
+    def done(self) -> bool:
+        """True once the outcome is known on this rank."""
+        return self._done.is_set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the outcome, at most for a number of seconds; return whether it is known."""
+        return self._done.wait(seconds)
+
+    def leave(self) -> None:
+        """Join the thread of a save that is ``done``: an interpreter that exits while a thread
+        releases tensors aborts.
+        """
+        if self.thread is not None:
+            self.thread.join(_LEAVE_SECONDS)
+
+    def result(self) -> Manifest:
+        """Return the manifest of a save that is ``done``.
+
+        Raises:
+            SaveFailed, UnsupportedState, InvalidPlan …: the checkpoint was not committed.
+        """
+        if self._error is not None:
+            _raise_as_failed(self._error, self.proposal.header.step)
+        assert self._manifest is not None
+        return self._manifest
+
+    def finish(self, manifest: Manifest | None, error: BaseException | None = None) -> None:
+        """Set the outcome, unless it is known already."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._manifest, self._error = manifest, error
+            self.progress.committed = time.monotonic() - self.begun
+            self._done.set()
+
+    def begin_commit(self) -> None:
+        """Refuse to be given up from now on: the storage decides whether the commit succeeds.
+
+        Raises:
+            SaveFailed: the save was given up.
+        """
+        with self._lock:
+            if self._given_up:
+                raise SaveFailed(f"{self.proposal.id} was given up before it was committed")
+            self._committing = True
+
+    def give_up(self, error: Exception, force: bool = False) -> bool:
+        """Fail with ``error`` and never commit; return False during the commit.
+
+        Args:
+            force: fail even during the commit, whose outcome then stays unknown.
+        """
+        with self._lock:
+            if self._committing and not force:
+                return False
+            self._given_up = True
+        self.finish(None, error)
+        return True
+
+
+def _raise_as_failed(error: BaseException, step: int) -> NoReturn:
+    """Raise an error of this package as it is, and any other one as ``SaveFailed``."""
+    known = isinstance(error, CheckNRunError) and not isinstance(error, _OF_STORAGE)
+    if known or not isinstance(error, Exception):
+        raise error
+    of_storage = isinstance(error, (OSError, *_OF_STORAGE))
+    remedy = "fix the storage and save again" if of_storage else "save again"
+    raise SaveFailed(
+        f"the checkpoint at step {step} was not committed: {error!r}. Its rows are kept for the "
+        f"next one; {remedy}"
+    ) from error

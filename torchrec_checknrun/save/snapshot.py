@@ -1,0 +1,245 @@
+"""Snapshots: the content of one checkpoint, fixed at one instant between two training steps.
+
+A snapshot points at the live tables and is staged, or written, before training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
+from torchrec_checknrun.errors import SaveFailed, UnsupportedState
+from torchrec_checknrun.format.collision_chunk import CollisionState
+from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.model.dense_states import DenseStates
+from torchrec_checknrun.model.marks import Consumer, Cut
+from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
+from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
+from torchrec_checknrun.row_sets import RowSet
+from torchrec_checknrun.shards import LocalShard, TableShape
+
+
+@dataclass
+class ShardSnapshot:
+    """The rows of one local shard that are to be written.
+
+    Attributes:
+        shard: the shard.
+        modified: positions of the rows to write; None: all rows.
+    """
+
+    shard: LocalShard
+    modified: RowSet | None
+
+    def spans(self, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Cut the shard into chunks: yield half-open ranges of positions, and the number of rows to
+        write in each.
+
+        Args:
+            chunk_bytes: memory for all copies of a chunk that a save or a restore makes.
+        """
+        size = max(1, chunk_bytes // _row_memory(self.shard))
+        if self.modified is not None:
+            yield from self.modified.spans(size)
+            return
+        rows = self.shard.rectangle.rows
+        for start in range(0, rows, size):
+            stop = min(start + size, rows)
+            yield start, stop, stop - start
+
+    def positions(self, start: int, stop: int) -> torch.Tensor:
+        """Return the positions of the rows to write in a range: ``(n,)`` int64, sorted."""
+        if self.modified is None:
+            return torch.arange(start, stop, dtype=torch.int64, device="cpu")
+        return torch.from_numpy(self.modified.positions(start, stop))
+
+    def sample(self, size: int) -> tuple[torch.Tensor, int]:
+        """Sample the rows to write.
+
+        Returns:
+            Positions of about ``size`` of the rows (``(n,)`` int64, evenly spaced; all if there are
+            fewer), and the number of rows to write.
+        """
+        if self.modified is None:
+            rows = self.shard.rectangle.rows
+            return torch.arange(0, rows, max(1, rows // size), device="cpu"), rows
+        rows = len(self.modified)
+        step, seen = max(1, rows // size), 0
+        parts = [np.empty(0, dtype=np.int64)]
+        for first, mask in self.modified.masks():
+            positions = first + np.flatnonzero(mask)
+            parts.append(positions[-seen % step :: step])
+            seen += len(positions)
+        return torch.from_numpy(np.concatenate(parts)), rows
+
+
+@dataclass
+class Snapshot:
+    """Rows of the local shards, and the state objects.
+
+    Attributes:
+        shards: this rank's part of the tables.
+        tables: all tables, the same on all ranks; the ranks' parts must add up to them.
+        states: state dicts by name, without table rows.
+        per_rank: names of states of which each rank has its own; the other states are replicated.
+        replicated: names of replicated states that are not compared: the lowest rank's is stored.
+        models: names of a model's states: if the ranks' differ, the lowest rank's is stored.
+        buffers: names of the model's buffers in its state dict.
+        progress: progress of the tables' optimizers, by table with a shard here.
+        blocks: local parts, to be written by this rank, of sharded tensors other than tables.
+        collisions: state of managed-collision modules beside tensors; None without such modules.
+    """
+
+    shards: list[ShardSnapshot]
+    tables: dict[str, TableShape]
+    states: Mapping[str, object]
+    per_rank: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
+    models: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
+    progress: Mapping[str, OptimizerClock] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+    collisions: CollisionState | None = None
+
+
+@dataclass(frozen=True)
+class Declared:
+    """State objects as a user has declared them for several ranks.
+
+    Attributes:
+        states: state objects by name.
+        per_rank: names of states of which each rank has its own.
+        replicated: names of states of which rank 0's is stored for all ranks.
+        buffers: the model's buffers of which each rank has its own.
+    """
+
+    states: Mapping[str, Stateful]
+    per_rank: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
+    buffers: PerRankBuffers = field(default_factory=PerRankBuffers)
+
+
+def take_snapshot(
+    model: nn.Module, tracked: TrackedModel, declared: Declared, since: Consumer | None
+) -> tuple[Snapshot, Cut]:
+    """Take a snapshot of a model with all its states, and cut its marks; see ``take_rows``.
+
+    Raises:
+        UnsupportedState, SaveFailed: see ``take_states``.
+    """
+    snapshot = take_states(model, tracked, declared)
+    snapshot.shards, cut = take_rows(tracked, since)  # last: nothing may fail once marks are taken
+    return snapshot, cut
+
+
+def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> Snapshot:
+    """Take a snapshot without shards: of everything but table rows.
+
+    Raises:
+        UnsupportedState: a state can't be stored.
+        SaveFailed: a state object's ``state_dict()`` raised an error.
+    """
+    states, content = declared.states, model.state_dict()
+    buffers = buffer_names(model, content)
+    live: dict[str, Any] = {MODEL: content}
+    optimizers = DenseStates(model, states, tracked)
+    live |= optimizers.stored()
+    for name, state in states.items():
+        if name not in optimizers:
+            try:
+                live[name] = state.state_dict()
+            except Exception as error:
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                raise SaveFailed(
+                    f"state {name!r} can't be saved: its state_dict() raised on rank {rank} "
+                    f"{type(error).__name__}: {error}. Rows are kept for the next checkpoint; fix "
+                    "it and save again"
+                ) from error
+    stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
+    dense = {name: drop_tables(value, stored) for name, value in live.items()}
+    blocks = [block for block in find_blocks(live, stored, optimizers) if not block.replica]
+    for name, value in dense[MODEL].items():
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedState(
+                f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
+                "which can't be restored into it: put it into a state object of its own"
+            )
+    per_rank = declared.per_rank
+    if own := declared.buffers.take(dense[MODEL]):
+        dense[BUFFERS] = own
+        per_rank |= {BUFFERS}
+    return Snapshot(
+        shards=[],
+        tables=tracked.tables,
+        states=dense,
+        per_rank=per_rank,
+        replicated=declared.replicated,
+        models=frozenset({MODEL}),
+        buffers=buffers,
+        progress=tracked.progress(),
+        blocks=blocks,
+        collisions=tracked.collisions.state(),
+    )
+
+
+def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[ShardSnapshot], Cut]:
+    """Cut the marks and select the rows to write; call ``tracked.refresh`` first.
+
+    Every checkpoint ends the interval since the last one; only a full one also ends the interval
+    since the baseline.
+
+    Args:
+        since: ``LAST`` or ``BASELINE`` for a differential checkpoint, None for a full one.
+
+    Returns:
+        The rows to write, by shard; and the cut, to ``merge`` back unless the checkpoint commits.
+    """
+    tracked.write_back()
+    if since is Consumer.BASELINE:
+        shards = [_own_part(shard, RowSet(shard.marks.raw, int(since))) for shard in tracked.shards]
+    cut = tracked.cut(Consumer.LAST if since else Consumer.LAST | Consumer.BASELINE)
+    if since is not Consumer.BASELINE:
+        taken = cut.taken[Consumer.LAST]
+        try:
+            shards = [
+                _own_part(shard, taken[shard.marks] if since else None) for shard in tracked.shards
+            ]
+        except BaseException:
+            tracked.merge(cut)
+            raise
+    return shards, cut
+
+
+def _own_part(shard: TrackedShard, modified: RowSet | None) -> ShardSnapshot:
+    """Select this rank's part of a shard: all of it, or a share of one that every rank has."""
+    local = shard.local
+    if local.replicated and dist.is_initialized():
+        rank, world, rows = dist.get_rank(), dist.get_world_size(), local.rectangle.rows
+        start, stop = rows * rank // world, rows * (rank + 1) // world
+        local = local.part(start, stop)
+        modified = None if modified is None else modified.part(start, stop)
+    return ShardSnapshot(local, modified)
+
+
+def _row_memory(shard: LocalShard) -> int:
+    """Bound the bytes that a row of a chunk takes while the chunk is saved or restored.
+
+    A row is held as the kernel has it and as it is stored, at most as fp32; and the allocator keeps
+    up to three times as much of earlier chunks, whose places don't fit again
+    (``recipes.benchmarks.memory`` measures this). A row's id is held several times as int64, or as
+    up to 32 bools of a sparse chunk's span.
+    """
+    values = sum(
+        max(4, tensor.element_size()) * (tensor.shape[1] if tensor.dim() == 2 else 1)
+        for tensor in shard.tensors
+    )
+    return 5 * values + 48

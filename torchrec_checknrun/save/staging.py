@@ -1,0 +1,358 @@
+"""The stall: a checkpoint's items are copied out of the model while training waits.
+
+Items go into staging memory in the order in which the background writes them. Where the memory is
+too small for all items, the background begins when the memory is full, and staging continues as
+pieces become free: still one instant, since training waits until the last item is staged.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from torchrec_checknrun.codecs import Settled
+from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
+from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.save.digest import Digest, joint_digest
+from torchrec_checknrun.save.items import BlockItem, ChunkItem, Item, Items, RowsItem
+from torchrec_checknrun.save.memory import Ring, StagingAborted, StagingMemory
+from torchrec_checknrun.save.staged import (
+    Staged,
+    StagedChunk,
+    StagedJob,
+    StagedRows,
+    StagedTensor,
+    aligned,
+    rows_size,
+    with_encoding,
+)
+from torchrec_checknrun.shards import LocalShard
+
+StagingMode = Literal["auto", "copy", "encode"]
+_TRIAL_ROWS = 16384
+_MOST_THREADS = 8
+"""More threads find no more memory bandwidth."""
+
+
+class Staging:
+    """One checkpoint's items on their way through staging memory.
+
+    Call ``run`` in the training thread; other methods may be called by another thread.
+
+    Args:
+        ring: an unused ring of the memory's size.
+        encode: tables whose rows are encoded during the stall, rather than copied.
+    """
+
+    def __init__(
+        self,
+        memory: StagingMemory,
+        ring: Ring,
+        items: Items,
+        encode: frozenset[str],
+    ) -> None:
+        self._memory = memory
+        self._ring = ring
+        self._all = items
+        self._items = items.by_name
+        self._encode = encode
+        self._staged: dict[str, tuple[Staged, int, torch.cuda.Event | None]] = {}
+        self._digests: dict[str, Digest] = {}
+        self._shared_digests: dict[int, str] = {}
+        self._wanted: frozenset[str] | None = None
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._devices = {
+            item.shard.shard.weight.device
+            for item in items.by_name.values()
+            if isinstance(item, RowsItem)
+        }
+        # Copies from a GPU need no processor; copies from CPU tables may use all idle ones.
+        self._helpers = idle_threads() if self._devices <= {torch.device("cpu")} else 0
+
+    @property
+    def items(self) -> Mapping[str, Item]:
+        """The items by name; each becomes a job as soon as it is staged."""
+        return {name: _StagedItem(self, name) for name in self._items}
+
+    def digests(self) -> dict[str, Digest]:
+        """Digest all items but table rows, by name, as of the snapshot's instant.
+
+        Call this once the background has been started, and before ``choose``.
+
+        Raises:
+            BaseException: staging has failed.
+        """
+        found = dict(self._digests)
+        for name in self._dense() - found.keys():
+            found[name] = Digest.of(self._chunk(name))
+        return found
+
+    def shared_digests(self) -> dict[int, str]:
+        """Digest the blocks that ranks of another mesh may hold as well, by number; see
+        ``digests``. The digests don't depend on how a rank cuts the blocks into pieces.
+        """
+        found = dict(self._shared_digests)
+        for number in self._all.shared.keys() - found.keys():
+            found[number] = joint_digest(map(self._chunk, self._all.shared[number]))
+        return found
+
+    def _chunk(self, name: str) -> EncodedChunk:
+        with self._changed:
+            if name not in self._staged:
+                assert self._failure is not None
+                raise self._failure
+            staged, _, _ = self._staged[name]
+        return staged.encode(self._memory.bytes)
+
+    def _dense(self) -> set[str]:
+        return {name for name, item in self._items.items() if not isinstance(item, RowsItem)}
+
+    def _digest_live(self) -> None:
+        """Digest the items for which there is no staging memory yet, while training waits."""
+        staged = set(self._staged)
+        for name in self._dense() - staged:
+            self._digests[name] = Digest.of(self._items[name].job({}))
+        for number, names in self._all.shared.items():
+            if not staged.issuperset(names):
+                self._shared_digests[number] = self._all.shared_digest(number)
+
+    def run(self, when_full: Callable[[], None]) -> None:
+        """Stage all items; return early if the background has given up.
+
+        Args:
+            when_full: called once if memory is too small for all items, before the first wait for
+                memory: start a thread that releases some.
+
+        Raises:
+            Exception: an item could not be encoded; ``job`` raises the same error.
+        """
+        items, turn = iter(self._items.items()), threading.Lock()
+
+        def full() -> None:
+            self._digest_live()
+            when_full()
+
+        with self._stream() as event:
+
+            def work() -> None:
+                try:
+                    # Memory is taken in the order in which it is released: else staged items could
+                    # wait for items for which there is no memory.
+                    while True:
+                        with turn:
+                            name, item = next(items, ("", None))
+                            if item is None or self._failure is not None:
+                                return
+                            if self._wanted is not None and name not in self._wanted:
+                                continue
+                            stage, offset = self._place(item, full)
+                        self._publish(name, (stage(), offset, event()))
+                except StagingAborted:
+                    return
+                except BaseException as error:
+                    self.fail(error)
+
+            helpers: list[threading.Thread] = []
+            try:
+                with suppress(RuntimeError):  # the system gives no more threads
+                    for _ in range(self._helpers):
+                        helper = threading.Thread(target=work, name="checknrun-stage")
+                        helper.start()
+                        helpers.append(helper)
+                work()
+            finally:  # all copies must be of this instant
+                for helper in helpers:
+                    helper.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Stop staging because of an error, which ``job`` raises for items not staged yet."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def choose(self, names: frozenset[str]) -> None:
+        """Keep the items that this rank is to write, and release the memory of the other items."""
+        with self._changed:
+            self._wanted = names
+            for name in self._staged.keys() - names:
+                self._ring.release(self._staged.pop(name)[1])
+
+    def job(self, name: str, settled: Settled) -> StagedJob:
+        """Wait until an item is staged, and return its job.
+
+        Raises:
+            BaseException: staging has failed.
+        """
+        with self._changed:
+            while name not in self._staged:
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
+            staged, offset, event = self._staged.pop(name)
+        if event is not None:
+            event.synchronize()
+        item = self._items[name]
+        if isinstance(item, RowsItem):
+            staged = with_encoding(staged, item.encoding.settled(settled))
+        return StagedJob(staged, self._memory.bytes, lambda: self._ring.release(offset))
+
+    def _publish(self, name: str, staged: tuple[Staged, int, torch.cuda.Event | None]) -> None:
+        with self._changed:
+            if self._wanted is not None and name not in self._wanted:
+                self._ring.release(staged[1])
+                return
+            self._staged[name] = staged
+            self._changed.notify_all()
+
+    def _place(
+        self, item: RowsItem | BlockItem | ChunkItem, when_full: Callable[[], None]
+    ) -> tuple[Callable[[], Staged], int]:
+        """Take memory for an item; return a function that stages the item, and the offset."""
+        memory = self._memory.bytes
+        if isinstance(item, RowsItem) and item.shard.shard.table not in self._encode:
+            shard, offset = item.shard.shard, self._ring.take(copied_size(item), when_full)
+            rows = StagedRows.plan(shard, item.count, item.encoding, offset)
+
+            def copy() -> Staged:
+                rows.copy(shard, item.positions(), memory)
+                return rows
+
+            return copy, offset
+        chunk = item.job({})
+        sizes = [memoryview(piece).nbytes for piece in chunk.pieces]
+        offset = self._ring.take(sum(sizes), when_full)
+        at, target = offset, memory.numpy()
+        for piece, length in zip(chunk.pieces, sizes, strict=True):
+            target[at : at + length] = np.frombuffer(piece, dtype=np.uint8)
+            at += length
+        staged = StagedChunk(chunk.entry, StagedTensor(offset, torch.uint8, (at - offset,)))
+        return lambda: staged, offset
+
+    @contextmanager
+    def _stream(self) -> Iterator[Callable[[], torch.cuda.Event | None]]:
+        """Queue copies from a GPU on a side stream, for which training's stream waits. Yields a
+        function that records the event for which the background waits.
+        """
+        devices = self._devices - {torch.device("cpu")}
+        if not devices:
+            yield lambda: None
+            return
+        (device,) = devices
+        side, training = _side_stream(device), torch.cuda.current_stream(device)
+        side.wait_stream(training)
+        with torch.cuda.stream(side):
+            yield side.record_event
+        training.wait_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all checkpoints: CUDA's allocator keeps a pool for each stream."""
+    return torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True)
+class _StagedItem:
+    staging: Staging
+    name: str
+
+    def job(self, settled: Settled) -> StagedJob:
+        return self.staging.job(self.name, settled)
+
+
+def idle_threads() -> int:
+    """Count the helper threads that would find a processor of their own, while all ranks of the
+    machine copy.
+    """
+    processors = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(0, min(_MOST_THREADS, processors // torch.get_num_threads()) - 1)
+
+
+def encoded_size(shard: LocalShard, rows: int, encoding: TableEncoding) -> int:
+    """Estimate the bytes of staging memory for rows encoded during the stall; at most those of a
+    copy.
+    """
+    width = 8 * shard.weight.element_size()
+    fewer = max(0, width - encoding.codec.value_bits)
+    return rows_size(shard, rows) - rows * shard.rectangle.cols * fewer // 8
+
+
+def copied_size(item: RowsItem | BlockItem | ChunkItem) -> int:
+    """Return the bytes of staging memory for a copy of an item, which is the most that it takes."""
+    if isinstance(item, RowsItem):
+        return rows_size(item.shard.shard, item.count)
+    if isinstance(item, BlockItem):
+        size = item.piece.volume * item.block.tensor.element_size()
+    else:
+        size = sum(memoryview(piece).nbytes for piece in item.chunk.pieces)
+    return aligned(size)
+
+
+def encoded_while_staged(
+    shards: list[LocalShard], quantization: Quantization, mode: StagingMode
+) -> frozenset[str]:
+    """Choose the tables to encode during the stall. Importance-weighted tables are excluded: their
+    widths need a global plan first.
+
+    Args:
+        mode: ``auto`` chooses tables where encoding, in a trial on some rows, is no slower than
+            copying.
+    """
+    if mode == "copy":
+        return frozenset()
+    chosen: set[str] = set()
+    faster: dict[tuple[str, int, torch.device], bool] = {}
+    for shard in sorted(shards, key=lambda s: -s.rectangle.rows):
+        encoding = quantization.for_table(shard.table, shard.shape.rows)
+        if encoding.codec.surveys or not shard.rectangle.rows:
+            continue
+        key = (repr(encoding), shard.rectangle.cols, shard.weight.device)
+        if mode == "auto" and key not in faster:
+            faster[key] = encoding.codec.lossy and _encodes_as_fast(shard, encoding)
+        if mode == "encode" or faster[key]:
+            chosen.add(shard.table)
+    return frozenset(chosen)
+
+
+def _encodes_as_fast(shard: LocalShard, encoding: TableEncoding) -> bool:
+    """Time whether rows are encoded as fast as they are copied; the best of three trials counts.
+    In a stall several threads copy, but only one at a time encodes.
+    """
+    rows = shard.rectangle.rows
+    positions = torch.arange(0, rows, max(1, -(-rows // _TRIAL_ROWS)), device="cpu")
+    staged = StagedRows.plan(shard, len(positions), encoding, 0)
+    size, on_gpu = rows_size(shard, len(positions)), shard.weight.is_cuda
+    memory = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+
+    def copy() -> None:
+        staged.copy(shard, positions, memory)
+        if on_gpu:
+            torch.cuda.synchronize(shard.weight.device)
+
+    def encode() -> None:
+        encode_rows(shard.block(positions + shard.rectangle.row_start), encoding)
+
+    copying = 1 if on_gpu else 1 + idle_threads()
+    return _best_seconds(encode) <= _best_seconds(copy) / copying
+
+
+def _best_seconds(act: Callable[[], None]) -> float:
+    taken = []
+    for _ in range(3):
+        started = time.perf_counter()
+        act()
+        taken.append(time.perf_counter() - started)
+    return min(taken)

@@ -1,0 +1,163 @@
+"""Keep files in one directory of any fsspec store but the local disk.
+
+An object store has no rename and needs none: an object appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+from torchrec_checknrun.errors import StorageFailed
+from torchrec_checknrun.store.new_file import DriverSink, NewFile
+from torchrec_checknrun.store.s3 import S3Upload
+
+
+class DriverStore:
+    """A directory of a fsspec store.
+
+    Args:
+        fs: a fsspec file system.
+        path: the directory's path, in the file system's notation.
+        s3: whether the file system is S3's.
+        may_be_file: whether a file in the directory's place counts as no directory.
+
+    Raises:
+        OSError: from the driver; all methods raise it.
+    """
+
+    def __init__(self, fs: Any, path: str, s3: bool, may_be_file: bool) -> None:
+        self._fs = fs
+        self.path = path
+        self._s3 = s3
+        self._may_be_file = may_be_file
+
+    def list(self) -> list[str]:
+        """Return the names of all entries; none where there is no directory."""
+        return list(self._entries(detail=False))
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file, by name."""
+        return {
+            name: int(info["size"])
+            for name, info in self._entries(detail=True).items()
+            if info["type"] == "file" and not info.get("islink")
+        }
+
+    def is_link(self, name: str) -> bool:
+        """Return False: only disks have links."""
+        return False
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file; None where there is none."""
+        self._fs.invalidate_cache()
+        try:
+            info = cast("Mapping[str, Any]", self._fs.info(f"{self.path}/{name}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return int(info["size"]) if info["type"] == "file" else None
+
+    def modified(self, name: str) -> float | None:
+        """Return the time a file was last written; None where file or time is unknown."""
+        self._fs.invalidate_cache()
+        with suppress(NotImplementedError, FileNotFoundError):
+            return float(self._fs.modified(f"{self.path}/{name}").timestamp())
+        return None
+
+    def read(self, name: str, offset: int, length: int | None) -> bytes:
+        """Return a part of a file's bytes, shorter where the file ends."""
+        path = f"{self.path}/{name}"
+        if length == 0 and self._s3:  # S3 has no empty ranges
+            if self.size(name) is None:
+                raise FileNotFoundError(errno.ENOENT, "there is no such file", path)
+            return b""
+        end = None if length is None else offset + length
+        try:
+            return cast(bytes, self._fs.cat_file(path, start=offset, end=end))
+        except OSError as error:
+            if code(error) in ("InvalidRange", "416"):
+                return b""  # the range begins at or after the object's end
+            raise
+
+    def create(self) -> None:
+        """Make the directory; object stores have no directories to make."""
+        if not self._s3:  # S3 would make a bucket, which is its owner's decision
+            self._fs.makedirs(self.path, exist_ok=True)
+
+    def new_file(self, name: str, again: bool) -> NewFile:
+        """Open a new file."""
+        path = f"{self.path}/{name}"
+        sink = S3Upload(self._fs, path) if self._s3 else DriverSink(self._fs.open(path, "wb"))
+        return NewFile(sink, path)
+
+    def put(self, name: str, data: bytes, new: bool) -> None:
+        """Write a whole object.
+
+        Raises:
+            FileExistsError: ``new`` is set and the object exists.
+        """
+        path = f"{self.path}/{name}"
+        if not new:
+            self._fs.pipe_file(path, data)
+            return
+        self._fs.invalidate_cache()
+        if self._fs.exists(path):
+            raise FileExistsError(errno.EEXIST, "there is such a file", path)
+        try:
+            self._fs.pipe_file(path, data, mode="create")
+        except (OSError, NotImplementedError, TypeError) as error:
+            if isinstance(error, FileExistsError) or code(error) in ("PreconditionFailed", "412"):
+                raise FileExistsError(errno.EEXIST, "there is such a file", path) from error
+            if getattr(error, "errno", errno.ENOSYS) != errno.ENOSYS:
+                raise
+            self._fs.pipe_file(path, data)  # the store can't write conditionally
+
+    def delete(self, name: str) -> None:
+        """Remove a file, if it exists."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            self._fs.rm_file(f"{self.path}/{name}")
+
+    def remove(self) -> None:
+        """Remove the directory itself, which must be empty."""
+        if self._s3:  # some servers list a directory until it is deleted as an object
+            bucket, key, _ = self._fs.split_path(self.path)
+            self._fs.call_s3("delete_object", Bucket=bucket, Key=f"{key}/")
+        else:
+            self._fs.rmdir(self.path)
+
+    def sync(self) -> None:
+        """Do nothing: a store's accepted writes are durable."""
+
+    def sync_entry(self) -> None:
+        """Do nothing."""
+
+    def _entries(self, detail: bool) -> dict[str, dict[str, Any]]:
+        self._fs.invalidate_cache()
+        try:
+            entries = list(self._fs.ls(self.path, detail=detail))
+        except FileNotFoundError as error:
+            if code(error) == "NoSuchBucket":  # folders are made when needed, buckets are not
+                raise StorageFailed(
+                    errno.ENOENT,
+                    f"listing {self._fs.unstrip_protocol(self.path)}: no such bucket: check its "
+                    "name, or create the bucket",
+                ) from error
+            return {}
+        except NotADirectoryError:
+            if self._may_be_file:
+                return {}
+            raise
+        found = {}
+        for entry in entries:
+            path = str(entry["name"] if detail else entry).rstrip("/")
+            if path != self.path:  # some stores list the folder itself among its content
+                found[path.rsplit("/", 1)[-1]] = entry if detail else {}
+        return found
+
+
+def code(error: BaseException) -> str:
+    """Return S3's code of an error; empty for other errors."""
+    response = getattr(error.__cause__, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", ""))

@@ -1,0 +1,162 @@
+"""Retry storage operations after transient errors, with growing, jittered pauses.
+
+Permanent errors (no space, no permission, no such bucket) fail at once, with the remedy.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
+from torchrec_checknrun.errors import CheckNRunError, StorageFailed, StorageUnreachable
+from torchrec_checknrun.store.deadlines import given_up
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RETRY_SECONDS = 60.0
+"""Time limit of an operation's retries; the environment's CHECKNRUN_RETRY_SECONDS overrides it."""
+_VARIABLE = "CHECKNRUN_RETRY_SECONDS"
+_LONGEST_PAUSE = 10.0
+_FIRST_PAUSE = 0.2
+
+_ERRNOS = frozenset(
+    {
+        *(errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.EREMOTEIO),
+        *(errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE),
+        *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET),
+    }
+)
+_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+# Classes of botocore, aiohttp and requests, by name: these packages may not be installed.
+_NAMES = frozenset(
+    {
+        *("HTTPClientError", "ConnectionError", "ResponseStreamingError"),
+        *("ResponseParserError", "ClientConnectionError", "ClientPayloadError", "IncompleteRead"),
+        *("ServerTimeoutError", "ChunkedEncodingError"),
+    }
+)
+_REMEDIES = {
+    errno.ENOSPC: "no space is left: free some, or keep fewer checkpoints (`checknrun prune`)",
+    errno.EDQUOT: "the quota is used up: free some space, or ask for more",
+    errno.EROFS: "the file system is mounted read-only: mount it writable, or use another root",
+    errno.EACCES: "permission was refused: check the owner, the mode or the credentials",
+    errno.EPERM: "permission was refused: check the owner, the mode or the credentials",
+    errno.EFBIG: "the file is larger than the file system or a limit (ulimit -f) allows",
+}
+_USER = re.compile(r"""(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*://)[^\s/?#"'<>]*@""", re.IGNORECASE)
+
+
+def masked(text: str) -> str:
+    """Remove users and passwords from the URLs in a text.
+
+    ``abfs://container@account`` has neither, and stays.
+    """
+    return _USER.sub(lambda m: m[0] if m[1].lower().startswith("abfs") else f"{m[1]}***@", text)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Tell whether the same operation may succeed a little later."""
+    if isinstance(error, (TimeoutError, ConnectionError)):
+        return True
+    if isinstance(error, OSError) and error.errno in _ERRNOS:
+        return True
+    for name in ("status", "status_code", "code"):
+        if getattr(error, name, None) in _STATUS:
+            return True
+    return any(kind.__name__ in _NAMES for kind in type(error).__mro__)
+
+
+def retrying(act: Callable[[], T], what: str, most: float = math.inf) -> T:
+    """Run a storage operation until it succeeds, fails permanently, or was given up.
+
+    Args:
+        act: may be run again after a failure, even one that had an effect.
+        what: names the operation and its path in errors and the log.
+        most: upper limit of the seconds that the environment allows.
+
+    Raises:
+        FileNotFoundError, FileExistsError: raised by ``act``.
+        CheckNRunError: the environment's CHECKNRUN_RETRY_SECONDS is no number.
+        StorageFailed: any other failure.
+    """
+    seconds = min(_seconds(), most)
+
+    def log(state: RetryCallState) -> None:
+        assert state.outcome is not None
+        logger.warning(
+            "%s failed (%s): retrying in %.1f s",
+            masked(what),
+            masked(repr(state.outcome.exception())),
+            state.next_action.sleep if state.next_action else 0.0,
+        )
+
+    first: list[BaseException] = []
+    try:
+        return act()  # the usual case; Retrying costs more than a small read
+    except Exception as error:
+        first.append(error)
+
+    def again() -> T:
+        if first:
+            raise first.pop()
+        return act()
+
+    try:
+        return Retrying(
+            retry=retry_if_exception(lambda error: is_transient(error) and not given_up()),
+            wait=wait_random_exponential(multiplier=_FIRST_PAUSE, max=_LONGEST_PAUSE),
+            stop=stop_after_delay(seconds),
+            before_sleep=log,
+            reraise=True,
+        )(again)
+    except (FileNotFoundError, FileExistsError, CheckNRunError):
+        raise
+    except Exception as error:
+        raise storage_failed(error, what) from error
+
+
+def storage_failed(error: Exception, what: str) -> Exception:
+    """Return the error that users see, with the remedy where one is known."""
+    if isinstance(error, (StorageFailed, FileNotFoundError, FileExistsError)):
+        return error
+    number = error.errno if isinstance(error, OSError) and error.errno else None
+    if number is None and isinstance(error, PermissionError):
+        number = errno.EACCES
+    kind, remedy = StorageFailed, _REMEDIES.get(number or 0)
+    if remedy is None and "NoCredentials" in type(error).__name__:
+        remedy = _REMEDIES[errno.EACCES]
+    if remedy is None and is_transient(error):
+        kind = StorageUnreachable
+        remedy = "the storage didn't answer as it should, in several tries: check that it is up"
+    detail = f"{type(error).__name__}: {error}"
+    message = f"{what}: {remedy} ({detail})" if remedy else f"{what}: {detail}"
+    return kind(number or errno.EIO, masked(message))
+
+
+def _seconds() -> float:
+    text = os.environ.get(_VARIABLE) or str(RETRY_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise CheckNRunError(
+            f"the environment variable {_VARIABLE} is {text!r}: set it to the seconds for which a "
+            f"failing storage operation is retried, such as {RETRY_SECONDS:g}, or unset it"
+        )
+    return seconds

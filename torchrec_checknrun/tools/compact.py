@@ -1,0 +1,380 @@
+"""Compact a chain into one full checkpoint, from storage to storage, without a model or ranks.
+
+The newest version of every row is kept as stored: chunks of which all rows survive are copied byte
+by byte; from other chunks the surviving rows' bytes are extracted. So a restore of the new
+checkpoint gives the same bits as one of the chain, reads each row once, and needs no other
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain as joined
+from itertools import groupby
+
+import numpy as np
+
+from torchrec_checknrun.codecs import Exact
+from torchrec_checknrun.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    RootInUse,
+)
+from torchrec_checknrun.format import row_ids
+from torchrec_checknrun.format.chunk import DECODED_BYTES, ROWS, EncodedChunk, Entry, Sections
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, new_id
+from torchrec_checknrun.format.rank_file import FileSummary, Job, add_totals, write_rank_file
+from torchrec_checknrun.format.reader import StoredChunk, read_chunk
+from torchrec_checknrun.format.row_chunk import RowsHeader
+from torchrec_checknrun.format.row_reader import StoredRows
+from torchrec_checknrun.format.state import raw_bytes
+from torchrec_checknrun.restore.chunks import ChainContent, read_content
+from torchrec_checknrun.root.chain import Chain, check_sizes, newest_required, resolve
+from torchrec_checknrun.root.claims import latest_claim
+from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoint_report
+from torchrec_checknrun.row_sets import DoneRows
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.version import __version__
+
+logger = logging.getLogger(__name__)
+
+FILE_BYTES = 4 << 30
+"""Bytes after which another file is begun."""
+
+Columns = tuple[int, int]
+
+
+def compact(
+    root: str | os.PathLike[str],
+    checkpoint: str | None = None,
+    *,
+    file_bytes: int = FILE_BYTES,
+    progress: Callable[[int, int], object] | None = None,
+) -> CheckpointReport | None:
+    """Write a full checkpoint that restores to the same bits as a chain does.
+
+    Any process may call this function, on one rank, while the run goes on: a checkpoint is only
+    added. The new checkpoint has the head's step and sequence number and is found before the head,
+    so that restores choose it where they would have chosen the head. A running job goes on with its
+    own chain, which still needs its own parents; a job that is restored from the new checkpoint
+    builds on that.
+
+    Memory: a few chunks as they were written, and of one table at a time a bit for each row.
+
+    Args:
+        root: the checkpoints' folder or fsspec URL.
+        checkpoint: id of the chain's head; None for the newest complete chain.
+        file_bytes: bytes after which another file is begun.
+        progress: called after every chunk of the chain with the bytes processed so far and the
+            bytes of the whole chain.
+
+    Returns:
+        The new checkpoint's report; None if the checkpoint is full already.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint, or none of that id.
+        ChainBroken, CorruptCheckpoint, UnsupportedFormat: the chain can't be read; nothing was
+            committed.
+        IncompatibleCheckpoint: rows of the chain are stored in other columns, or with less
+            optimizer state, than older rows that they replace only in part: take a full checkpoint.
+            Or the checkpoint's writer had been replaced.
+        RootInUse: a writer claimed the root at that moment: compact again.
+        ClaimDamaged: which checkpoints count can't be told; nothing was committed.
+        OSError: the storage failed; nothing was committed.
+    """
+    started = time.perf_counter()
+    folder = Folder(root)
+    chain = _find(folder, checkpoint)
+    if chain.head.kind == "full":
+        logger.info("%s is full already: nothing to compact", chain.head.id)
+        return None
+    jobs = _Compaction(folder, read_content(folder, chain), progress).jobs()
+    manifest = _commit(folder, chain, jobs, file_bytes)
+    seconds = time.perf_counter() - started
+    report = checkpoint_report(manifest, 1, Progress(committed=seconds))
+    logger.info("compacted %d checkpoints: %s", len(chain.manifests), report)
+    return report
+
+
+def _commit(folder: Folder, chain: Chain, jobs: Iterator[_Job], file_bytes: int) -> Manifest:
+    """Write the files and the manifest of a new checkpoint.
+
+    Raises:
+        RootInUse: a writer claimed the root meanwhile.
+    """
+    into = folder / new_id(chain.head.sequence, chain.head.step, compacted=True)
+    into.create()
+    into.sync()
+    lease = Lease(into)  # a run that prunes meanwhile sees that this directory is no leftover
+    lease.acquire(lambda _: ())
+    try:
+        files = list(_write(into, jobs, file_bytes))
+        epoch = claim.epoch if (claim := latest_claim(folder)) else 0
+        manifest = _manifest(chain, into.name, epoch, files)
+        lease.check()
+        check_sizes(folder, manifest)  # a pruning that took this process for dead has deleted files
+        into.put(MANIFEST_NAME, manifest.to_bytes(), new=True)
+        lease.check()
+        check_sizes(folder, manifest)
+        claim = latest_claim(folder)
+        if claim is not None and not claim.admits(into.name, epoch):
+            raise RootInUse(
+                f"a writer claimed {folder} while {into.name} was committed, so that it doesn't "
+                "count: compact again"
+            )
+    finally:
+        lease.release(forget=True)
+    return manifest
+
+
+def _find(root: Folder, checkpoint: str | None) -> Chain:
+    if checkpoint is not None:
+        asked_for, claim = resolve(root, checkpoint), latest_claim(root)
+        if claim is not None and not claim.admits(checkpoint, asked_for.head.epoch):
+            raise IncompatibleCheckpoint(
+                f"{checkpoint} was committed by a writer that had been replaced by then: no "
+                "restore chooses it, and none should choose a copy; `export` it if needed"
+            )
+        return asked_for
+    # A copy of an older checkpoint would replace a newer one that can't be read just now.
+    try:
+        return newest_required(root, answers=True)
+    except CheckpointNotFound as error:
+        raise CheckpointNotFound(f"{error}: nothing to compact") from None
+
+
+@dataclass
+class _Job:
+    """A chunk that is ready to be written."""
+
+    chunk: EncodedChunk
+
+    def encode(self) -> EncodedChunk:
+        return self.chunk
+
+    def close(self) -> None:
+        pass
+
+
+def _write(folder: Folder, jobs: Iterator[_Job], file_bytes: int) -> Iterator[FileSummary]:
+    """Write all jobs to files, at least one file."""
+    number, first = 0, next(jobs, None)
+    while first is not None or not number:
+        left = file_bytes
+
+        def of_file(first: _Job | None = first) -> Iterator[Job]:
+            nonlocal left
+            for job in joined([first] if first is not None else [], jobs):
+                left -= sum(memoryview(piece).nbytes for piece in job.chunk.pieces)
+                yield job
+                if left <= 0:
+                    return
+
+        yield write_rank_file(folder, number, of_file())
+        number, first = number + 1, next(jobs, None)
+
+
+class _Compaction:
+    """The source of the new checkpoint's chunks, one after the other."""
+
+    def __init__(
+        self,
+        root: Folder,
+        content: ChainContent,
+        progress: Callable[[int, int], object] | None,
+    ) -> None:
+        self._root = root
+        self._chain = content.chain
+        self._head = content.chunks[-1]
+        self._progress = progress
+        self._parts: dict[str, dict[Columns, list[tuple[StoredChunk, RowsHeader]]]] = {
+            name: {} for name in content.chain.head.tables
+        }
+        self._bytes = 0
+        for chunks in reversed(content.chunks):
+            for chunk in chunks:
+                header = chunk.header
+                if header is not None:
+                    columns = header.rectangle.col_start, header.rectangle.col_stop
+                    parts = self._parts.setdefault(header.table, {})
+                    parts.setdefault(columns, []).append((chunk, header))
+                    self._bytes += chunk.entry["length"]
+        self._bytes += sum(c.entry["length"] for c in self._head if c.entry["kind"] != ROWS)
+        self._gone_through = 0
+        for table, parts in self._parts.items():
+            self._check(table, parts)
+
+    def jobs(self) -> Iterator[_Job]:
+        """Yield the chunks of the new checkpoint.
+
+        Raises:
+            CorruptCheckpoint: a chunk differs from what was written, or rows are missing.
+        """
+        for table, parts in self._parts.items():
+            for columns, chunks in parts.items():
+                yield from self._rows(table, columns, chunks)
+        for chunk in self._head:
+            if chunk.entry["kind"] != ROWS:
+                yield _Job(self._copy(chunk, read_chunk(self._root, chunk)))
+                self._step(chunk)
+
+    def _rows(
+        self, table: str, columns: Columns, chunks: list[tuple[StoredChunk, RowsHeader]]
+    ) -> Iterator[_Job]:
+        rows = self._chain.head.tables[table].rows
+        baseline = self._chain.baseline.id
+        full = sum(header.count for chunk, header in chunks if chunk.checkpoint == baseline)
+        if full != rows:  # checked before memory of a bit for each row is taken
+            raise CorruptCheckpoint(
+                f"{baseline} holds {full} of the {rows} rows of {table}, columns {columns[0]} to "
+                f"{columns[1] - 1}: it is not full"
+            )
+        done = DoneRows(rows)
+        for chunk, header in chunks:
+            start, stop = header.rectangle.row_start, header.rectangle.row_stop
+            if not done.contains_range(start, stop):
+                payload = read_chunk(self._root, chunk)
+                stored = StoredRows(header, payload)
+                new = done.add(stored.ids)
+                if new is None:
+                    yield _Job(self._copy(chunk, payload))
+                elif len(new):
+                    yield _Job(select(stored, chunk.entry, new))
+            self._step(chunk)
+        if not done.contains_range(0, rows):
+            raise CorruptCheckpoint(
+                f"{self._chain.baseline.id} and what builds on it hold {len(done)} of the {rows} "
+                f"rows of {table}, columns {columns[0]} to {columns[1] - 1}: it is not full"
+            )
+
+    def _copy(self, chunk: StoredChunk, payload: memoryview) -> EncodedChunk:
+        """Return a chunk as it was before it was written."""
+        of_storage = ("offset", "length", "checksum")
+        entry = {name: value for name, value in chunk.entry.items() if name not in of_storage}
+        return EncodedChunk(entry, [payload])
+
+    def _step(self, chunk: StoredChunk) -> None:
+        self._gone_through += chunk.entry["length"]
+        if self._progress is not None:
+            self._progress(self._gone_through, self._bytes)
+
+    def _check(
+        self, table: str, parts: dict[Columns, list[tuple[StoredChunk, RowsHeader]]]
+    ) -> None:
+        """Refuse rows that newer ones replace only in part, and tables with a gap."""
+        at, shape = 0, self._chain.head.tables.get(table)
+        if shape is None:
+            raise CorruptCheckpoint(f"{self._chain.head.id} has no table {table!r}, but rows of it")
+        for start, stop in sorted(parts):
+            if start < at:
+                raise IncompatibleCheckpoint(
+                    f"{table}: rows of {self._chain.head.id} and what it builds on lie in "
+                    f"overlapping columns {sorted(parts)}: restore it and take a full checkpoint"
+                )
+            if start > at:
+                break
+            at = stop
+        if at != shape.dim and shape.rows:
+            raise CorruptCheckpoint(
+                f"{self._chain.baseline.id} has columns {sorted(parts)} of {table}, which has "
+                f"{shape.dim}: it is not full"
+            )
+        for chunks in parts.values():
+            newer: set[str] | None = None
+            for _, group in groupby(chunks, lambda chunk: chunk[0].checkpoint):
+                states = [set(header.optimizer) for _, header in group]
+                if newer is not None and not newer.issuperset(set().union(*states)):
+                    raise IncompatibleCheckpoint(
+                        f"{table}: some rows have optimizer state {sorted(set().union(*states))}, "
+                        f"newer ones {sorted(newer)}: restore {self._chain.head.id} and take a "
+                        "full checkpoint"
+                    )
+                newer = set.intersection(*states, *([] if newer is None else [newer]))
+
+
+def select(stored: StoredRows, entry: Entry, chosen: np.ndarray) -> EncodedChunk:
+    """Return some rows of a chunk as a chunk that decodes to the same bits.
+
+    Where the codec can't extract rows of a chunk, they are stored decoded; the entry still records
+    their former width and error.
+
+    Args:
+        entry: the chunk's index entry.
+        chosen: ``(n,)`` int64, sorted: positions of the chosen rows, at least one.
+
+    Raises:
+        CorruptCheckpoint: the chunk can't be decoded.
+    """
+    ids, header = stored.ids[chosen], stored.header
+    entry = copy.deepcopy(entry)
+    for name in ("offset", "length", "checksum"):
+        entry.pop(name, None)
+    compressed = any(section.raw is not None for section in header.sections)
+    sections = Sections(compressed and header.decoded_bytes <= DECODED_BYTES)
+    ids_encoding, ids_bytes = row_ids.encode(ids)
+    sections.pieces.append(ids_bytes)
+    entry |= {"first": int(ids[0]), "last": int(ids[-1]), "count": len(ids)}
+    entry["ids"] = {"encoding": ids_encoding, "bytes": len(ids_bytes)}
+    old = entry["weight"]
+    weight: Entry = {"dtype": old["dtype"], "value_bits": old["value_bits"]}
+    encoded = stored.select(chosen)
+    if encoded is None:
+        values = stored.rows(chosen).weight
+        weight |= {"codec": Exact().spec(), **sections.add(raw_bytes(values))}
+    else:
+        weight |= {"codec": old["codec"], **sections.add(raw_bytes(encoded.data))}
+        if encoded.parameters:
+            weight["parameters"] = encoded.parameters
+        if len(encoded.exceptions):
+            positions = encoded.exceptions.astype("<u4").tobytes()
+            exact = sections.add(positions + bytes(raw_bytes(encoded.exact)))
+            weight["exceptions"] = {"rows": len(encoded.exceptions), **exact}
+    entry["weight"] = weight
+    for state in entry["optimizer"]:
+        for name in ("bytes", "raw"):
+            state.pop(name, None)
+        state |= sections.add(raw_bytes(stored.states[state["name"]].select(chosen).data))
+    return EncodedChunk(entry, sections.pieces)
+
+
+def _manifest(chain: Chain, name: str, epoch: int, summaries: list[FileSummary]) -> Manifest:
+    head = chain.head
+    tables: dict[str, TableTotals] = {}
+    for table, of_head in head.tables.items():
+        total = TableTotals(of_head.rows, of_head.dim)
+        for summary in summaries:
+            if table in summary.tables:
+                total = add_totals(total, summary.tables[table])
+        tables[table] = replace(
+            total,
+            fp32_bytes=of_head.fp32_bytes,
+            optimizer_step=of_head.optimizer_step,
+            learning_rate=of_head.learning_rate,
+            optimizer_options=of_head.optimizer_options,
+        )
+    return Manifest(
+        id=name,
+        sequence=head.sequence,
+        step=head.step,
+        kind="full",
+        parent=None,
+        previous=head.link,
+        world_size=head.world_size,  # the ranks whose states these are, not the number of files
+        created_at=head.created_at,  # the state's age is what retention asks for
+        created_by=f"torchrec_checknrun {__version__} (compact)",
+        lossy_restores=head.lossy_restores,
+        bits=head.bits,
+        tables=tables,
+        states=head.states,
+        dense_bytes=sum(summary.dense_bytes for summary in summaries),
+        files=tuple(summary.file for summary in summaries),
+        lineage=head.lineage,
+        epoch=epoch,
+    ).sealed()

@@ -1,0 +1,115 @@
+"""Read a checkpoint's content beside table rows by flat names, without a model.
+
+The names of the state ``model`` are those of its state dict; names of other states begin with the
+state's name, and names of per-rank states with ``<state>.rank<n>``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrec_checknrun.boxes import Box, tiles
+from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from torchrec_checknrun.format.block_chunk import BlockHeader, block_header, decode_block, name_of
+from torchrec_checknrun.format.chunk import BLOCK, STATE, decode_state_chunk
+from torchrec_checknrun.format.reader import StoredChunk, read_chunk
+from torchrec_checknrun.store.folder import Folder
+
+MODEL = "model"
+"""The state whose names have no prefix."""
+_TWICE = "{} has two values that would be called {!r}: rename one of its state objects"
+
+
+def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
+    """Read all values of a checkpoint that are no table rows, into memory.
+
+    Args:
+        chunks: the checkpoint's chunks (the head of a chain has all such values).
+
+    Returns:
+        By name: tensors (also of NumPy arrays, except of types that PyTorch lacks), and other
+        values as they are.
+
+    Raises:
+        CorruptCheckpoint: a chunk differs from what was written.
+        IncompatibleCheckpoint: two values would have the same name.
+    """
+    found: dict[str, Any] = {}
+    pieces: dict[str, torch.Tensor] = {}
+    for problem in piece_problems(chunks):  # before memory of their size is taken
+        raise CorruptCheckpoint(problem)
+    for chunk in chunks:
+        entry = chunk.entry
+        if entry["kind"] == STATE:
+            content = decode_state_chunk(entry, read_chunk(root, chunk))
+            name = str(entry["name"])
+            prefix = name if entry["rank"] is None else f"{name}.rank{entry['rank']}"
+            for key, value in _leaves(content, "" if prefix == MODEL else prefix):
+                if key in found:
+                    raise IncompatibleCheckpoint(_TWICE.format(chunk.checkpoint, key))
+                found[key] = value
+        elif entry["kind"] == BLOCK:
+            header = block_header(entry)
+            key = _key(header)
+            if key not in pieces:
+                pieces[key] = torch.zeros(header.size, dtype=header.dtype, device="cpu")
+            _put(pieces[key], header, read_chunk(root, chunk))
+    found = {k: v for k, v in found.items() if v is not None or k not in pieces}  # in lists
+    if clash := sorted(found.keys() & pieces.keys()):
+        raise IncompatibleCheckpoint(_TWICE.format(chunks[0].checkpoint, clash[0]))
+    return {**found, **pieces}
+
+
+def piece_problems(chunks: Iterable[StoredChunk]) -> Iterator[str]:
+    """Yield a line for each sharded tensor with missing, duplicate or mismatched pieces."""
+    pieces: dict[str, list[tuple[StoredChunk, BlockHeader]]] = {}
+    for chunk in chunks:
+        if chunk.entry["kind"] == BLOCK:
+            header = block_header(chunk.entry)
+            pieces.setdefault(_key(header), []).append((chunk, header))
+    for of_tensor in pieces.values():
+        name = name_of((_key(of_tensor[0][1]),))
+        chunk, first = of_tensor[0]
+        if len({(header.path, header.size, header.dtype) for _, header in of_tensor}) > 1:
+            yield f"{chunk.checkpoint}: pieces of {name} are of several sizes or types"
+        elif not tiles(Box.whole(first.size), [header.box for _, header in of_tensor]):
+            values = sum(header.box.volume for _, header in of_tensor)
+            yield (
+                f"{chunk.checkpoint} holds {values} of the {math.prod(first.size)} values of "
+                f"{name}, or some twice: pieces are missing"
+            )
+
+
+def _key(header: BlockHeader) -> str:
+    path = header.path[1:] if header.path[:1] == (MODEL,) else header.path
+    return ".".join(map(str, path))
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield leaf values and empty containers, each with its path of keys."""
+    if isinstance(value, dict) and value:
+        items: Any = value.items()
+    elif type(value) in (list, tuple) and value:
+        items = enumerate(value)
+    else:
+        yield path, _as_tensor(value) if isinstance(value, (np.ndarray, np.generic)) else value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{path}.{key}" if path else str(key))
+
+
+def _as_tensor(value: np.ndarray | np.generic) -> torch.Tensor | np.ndarray:
+    array = np.array(value)
+    try:
+        return torch.from_numpy(array)
+    except TypeError:  # as of long doubles
+        return array
+
+
+def _put(whole: torch.Tensor, header: BlockHeader, payload: memoryview) -> None:
+    whole[header.box.slices(Box.whole(header.size))].copy_(decode_block(header, payload))

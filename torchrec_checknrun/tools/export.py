@@ -1,0 +1,353 @@
+"""Export a checkpoint to a plain DCP checkpoint or to safetensors, for use without this package.
+
+Tables are restored into scratch files that are mapped into memory, and written from there by the
+formats' own libraries: however large a table is, the operating system decides how much of it stays
+in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from torchrec_checknrun.errors import CheckpointExists, IncompatibleCheckpoint
+from torchrec_checknrun.format.manifest import is_plain_name
+from torchrec_checknrun.format.plain_values import readable, sorted_members
+from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.restore.chunks import ChainContent, read_content
+from torchrec_checknrun.root.chain import Chain
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.dense import read_dense
+from torchrec_checknrun.tools.fused import FusedRows, fused_rows
+from torchrec_checknrun.tools.tables import ChunkCache, TableReader
+
+Rows = Literal["full", "fused"]
+VALUES_NAME = "values.json"
+"""The file beside the tensors, with all other values."""
+FUSED_OPTIMIZER = "fused_optimizer"
+"""Prefix of the names of tables' optimizer state."""
+STATE_FILE = "dense.safetensors"
+
+_CACHE_BYTES = 64 << 20
+"""Small, since every chunk is used once."""
+
+
+@dataclass
+class Exported:
+    """The content of an export.
+
+    Attributes:
+        tensors: shapes by name.
+        tables: by table, ``full``, or the form in which its rows are stored.
+        values: names of the values in ``values.json``, which are no tensors.
+        files: names of the safetensors files.
+    """
+
+    id: str
+    tensors: dict[str, list[int]] = field(default_factory=dict)
+    tables: dict[str, str] = field(default_factory=dict)
+    values: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+
+def export_dcp(
+    root: Folder,
+    chain: Chain,
+    target: str | os.PathLike[str],
+    *,
+    optimizer: bool = True,
+    scratch: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Exported:
+    """Write a checkpoint that stock ``dcp.load`` reads into plain tensors.
+
+    Names: ``<table>.weight``; ``fused_optimizer.<table>.<state>``; of the model's dense part those
+    of its state dict; of other states see ``tools.dense``. Values that are no tensors go to
+    ``values.json``, since DCP would pickle them.
+
+    Disk: all tables once more during the export. Memory: the dense part.
+
+    Args:
+        chain: the chain to export, see ``chain.resolve``.
+        target: a folder, or any fsspec URL, that is empty or missing.
+        optimizer: whether to write the tables' optimizer state.
+        scratch: a folder for the scratch files; None: the system's.
+        progress: called after every table with the rows done and the rows of all tables.
+
+    Raises:
+        CheckpointExists: the target is not empty.
+        CorruptCheckpoint, UnsupportedFormat, IncompatibleCheckpoint: as a restore does.
+        OSError: the storage failed.
+    """
+    into = Folder(target)
+    _make_empty(into)
+    content = read_content(root, chain)
+    tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
+    done = Exported(chain.head.id, values=sorted(values))
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
+        for table, reader in _readers(root, content, progress):
+            place = _restored(reader, Path(folder), optimizer)
+            done.tables[table] = "full"
+            named = {f"{table}.weight": place["weight"]}
+            named |= {
+                f"{FUSED_OPTIMIZER}.{table}.{n}": t for n, t in place.items() if n != "weight"
+            }
+            if clash := sorted(named.keys() & tensors.keys()):
+                raise IncompatibleCheckpoint(
+                    f"{chain.head.id} has a table and a state object that would both be called "
+                    f"{clash[0]!r}: rename the state object"
+                )
+            tensors |= named
+        _save_dcp(into, tensors)
+        into.put(VALUES_NAME, _json(chain, values, done.tables))
+        done.tensors = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    return done
+
+
+def _save_dcp(into: Folder, tensors: Mapping[str, torch.Tensor]) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    def save(kind: Any, place: str) -> None:
+        writer = kind(place, per_thread_copy_ahead=0)
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+
+    with warnings.catch_warnings():
+        # The warning about a single process, which is intended.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        # Not the target as given: DCP takes a ~ for a folder's name.
+        if _is_local(into):
+            save_in_place(Path(into.url), lambda place: save(dcp.FileSystemWriter, str(place)))
+        else:
+            save(FsspecWriter, into.url)
+
+
+def export_safetensors(
+    root: Folder,
+    chain: Chain,
+    target: str | os.PathLike[str],
+    *,
+    rows: Rows = "full",
+    optimizer: bool = True,
+    scratch: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Exported:
+    """Write one safetensors file for each table, one for the dense part, and ``values.json``.
+
+    A table's file ``<table>.safetensors`` has ``weight``, ``(rows, dim)``, and its optimizer states
+    by name. With ``fused``, tables of which all rows are stored quantized at one width have their
+    uint8 rows as stored instead, see ``fused_rows``; other tables are written in full, and
+    ``Exported.tables`` gives the reason. Metadata of each file: checkpoint, step, table, and the
+    form of the rows.
+
+    Disk: the largest table once more during the export. Memory: the dense part.
+
+    Args:
+        target: a local folder (``file://`` too), empty or missing.
+        rows: ``full``, or ``fused`` for rows as stored.
+        chain, optimizer, scratch, progress: as in ``export_dcp``.
+
+    Raises:
+        CheckpointExists: the target is not empty.
+        CorruptCheckpoint, UnsupportedFormat, IncompatibleCheckpoint: as a restore does.
+        OSError: the storage failed, or the target is not a local folder.
+    """
+    from safetensors.torch import save_file
+
+    into = _local_folder(target)
+    _make_empty(into)
+    content = read_content(root, chain)
+    tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
+    _check_names(chain, bool(tensors))
+    _check_types(chain, tensors)
+    done = Exported(chain.head.id, values=sorted(values))
+    about = {"checkpoint": chain.head.id, "step": str(chain.head.step)}
+
+    def save(tensors: dict[str, torch.Tensor], name: str, about: dict[str, str]) -> None:
+        save_in_place(Path(into.url), lambda place: save_file(tensors, place / name, about))
+
+    for table, reader in _readers(root, content, progress):
+        with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
+            place, stored = _restored(reader, Path(folder), optimizer), "full"
+            if rows == "fused":
+                fused = fused_rows(root, content, table, Path(folder))
+                stored = _replace_by_fused(place, table, fused)
+            name = f"{table}.safetensors"
+            save(place, name, {**about, "table": table, "rows": stored})
+            done.files.append(name)
+            done.tables[table] = stored
+            done.tensors |= {f"{table}/{n}": list(t.shape) for n, t in place.items()}
+    if tensors:
+        plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        save(plain, STATE_FILE, about)
+        done.files.append(STATE_FILE)
+        done.tensors |= {name: list(tensor.shape) for name, tensor in tensors.items()}
+    into.put(VALUES_NAME, _json(chain, values, done.tables))
+    return done
+
+
+def _replace_by_fused(place: dict[str, torch.Tensor], table: str, fused: FusedRows) -> str:
+    """Replace a table's weights by its fused rows, if there are any; return the rows' form."""
+    if fused.tensors:
+        del place["weight"]
+        _check_states(table, place, fused.tensors)
+        place |= fused.tensors
+    return fused.stored
+
+
+def save_in_place(target: Path, save: Callable[[Path], object]) -> None:
+    """Write files into a folder without following links in it; replace files of the same name.
+
+    The files go through a private subfolder first.
+
+    Args:
+        save: function that writes files into a given folder.
+    """
+    with tempfile.TemporaryDirectory(dir=target, prefix=".checknrun-") as private:
+        save(Path(private))
+        for path in Path(private).iterdir():
+            os.replace(path, target / path.name)
+
+
+def scratch_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return a tensor of zeros in a file."""
+    size = torch.Size(shape).numel()
+    if not size:
+        return torch.zeros(shape, dtype=dtype)
+    path = folder / name
+    return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
+
+
+def _restored(reader: TableReader, folder: Path, optimizer: bool) -> dict[str, torch.Tensor]:
+    """Restore a whole table into scratch files."""
+    number = len(list(folder.iterdir()))
+    n, dim = reader.shape.rows, reader.shape.dim
+    weight = scratch_tensor(folder, f"{number}-weight", (n, dim), reader.dtype)
+    states = {
+        name: scratch_tensor(folder, f"{number}-state-{i}", (n,) if rowwise else (n, dim), dtype)
+        for i, (name, (dtype, rowwise)) in enumerate(reader.states.items())
+    }
+    reader.restore([reader.shard(0, weight, states)])
+    if not optimizer:
+        return {"weight": weight}
+    _check_states(reader.table, states, ("weight",))
+    return {"weight": weight, **states}
+
+
+def _check_states(table: str, states: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse optimizer states whose names clash with those of a table's rows."""
+    if clash := sorted(set(states) & set(names)):
+        raise IncompatibleCheckpoint(
+            f"table {table!r} has an optimizer state {clash[0]!r}, a name that its rows need: "
+            "export without optimizer state (--no-optimizer)"
+        )
+
+
+def _check_names(chain: Chain, dense: bool) -> None:
+    """Refuse tables that can't have a file of their own.
+
+    Args:
+        dense: whether there will be a file of the dense part.
+    """
+    for table in chain.head.tables:
+        name = f"{table}.safetensors"
+        if not is_plain_name(name):
+            raise IncompatibleCheckpoint(
+                f"table {table!r} can't be a file's name: export to DCP instead (--format dcp)"
+            )
+        if dense and name.lower() == STATE_FILE:  # some file systems don't tell cases apart
+            raise IncompatibleCheckpoint(
+                f"table {table!r} would be written to {name}, the file of the dense part: "
+                "export to DCP instead (--format dcp)"
+            )
+
+
+def _check_types(chain: Chain, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors of types that safetensors lack."""
+    from safetensors.torch import save
+
+    for name, tensor in tensors.items():
+        try:
+            save({"x": torch.empty(0, dtype=tensor.dtype)})
+        except (KeyError, ValueError, RuntimeError):
+            raise IncompatibleCheckpoint(
+                f"{name} of {chain.head.id} is of {tensor.dtype}, which safetensors don't have: "
+                "export to DCP instead (--format dcp)"
+            ) from None
+
+
+def _readers(
+    root: Folder, content: ChainContent, progress: Callable[[int, int], object] | None
+) -> Iterator[tuple[str, TableReader]]:
+    tables = content.chain.head.tables
+    total, done = sum(table.rows for table in tables.values()), 0
+    for name, table in tables.items():
+        yield name, TableReader(content, name, ChunkCache(root, _CACHE_BYTES))
+        done += table.rows
+        if progress is not None:
+            progress(done, total)
+
+
+def _is_local(folder: Folder) -> bool:
+    """Tell whether a folder is on this machine: its ``url`` is a path."""
+    return os.path.isabs(folder.url)
+
+
+def _local_folder(target: str | os.PathLike[str]) -> Folder:
+    into = Folder(target)
+    if not _is_local(into):
+        raise OSError(
+            f"safetensors need a local folder, not {into}: export to one, then copy the files"
+        )
+    return into
+
+
+def _make_empty(into: Folder) -> None:
+    if names := into.names():
+        raise CheckpointExists(
+            f"{into} holds {names[0]!r} already: export into a new or empty folder"
+        )
+    into.create()
+
+
+def _split(
+    chain: Chain, dense: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Split the dense part into tensors and other values."""
+    tensors = {name: v for name, v in dense.items() if isinstance(v, torch.Tensor)}
+    values = {name: v for name, v in dense.items() if name not in tensors}
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            raise IncompatibleCheckpoint(
+                f"{name} of {chain.head.id} is a NumPy array of {value.dtype}, which neither DCP "
+                "nor safetensors have: save it as another type, such as float64, and export that"
+            )
+    return tensors, values
+
+
+def _json(chain: Chain, values: Mapping[str, Any], tables: Mapping[str, str]) -> bytes:
+    document = {
+        "checkpoint": chain.head.id,
+        "step": chain.head.step,
+        "tables": tables,
+        "values": values,
+    }
+    return json.dumps(document, indent=2, default=_readable).encode()
+
+
+def _readable(value: object) -> object:
+    """Convert a value that JSON has no type for, keyed by its type's name."""
+    if isinstance(value, (set, frozenset)):
+        return {type(value).__name__: sorted_members(value, "", encode_state)}
+    if isinstance(value, np.generic):
+        return value.item()
+    return {"hex": value.hex()} if isinstance(value, bytes) else readable(value)

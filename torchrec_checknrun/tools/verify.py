@@ -1,0 +1,353 @@
+"""Verify everything a root holds, without a model or training ranks, and report all damage."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    StorageFailed,
+    StorageUnreachable,
+)
+from torchrec_checknrun.format.block_chunk import block_header, decode_block
+from torchrec_checknrun.format.chunk import BLOCK, COLLISIONS, ROWS, STATE, decode_state_chunk
+from torchrec_checknrun.format.collision_chunk import collision_facts
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.rank_file import read_footer
+from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_indexes
+from torchrec_checknrun.format.row_chunk import rows_header
+from torchrec_checknrun.format.row_reader import StoredRows
+from torchrec_checknrun.restore.chunks import table_problems
+from torchrec_checknrun.root.chain import check_sizes, resolve
+from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.claims import FOLDER
+from torchrec_checknrun.row_sets import DoneRows
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.control_records import find_damage
+from torchrec_checknrun.tools.dense import piece_problems
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The result for one checkpoint, or for a damaged control record.
+
+    Attributes:
+        id: the checkpoint's id; for a claim that can't be read, its path in ``writers/``.
+        bytes: bytes of the rank files, by the manifest.
+        chunks: number of chunks that were read, decoded, and found unchanged.
+        problems: the damage, each with its file; none if a restore would succeed.
+    """
+
+    id: str
+    bytes: int
+    chunks: int
+    problems: tuple[str, ...]
+
+
+def verify(
+    root: str | os.PathLike[str],
+    checkpoints: Sequence[str] | None = None,
+    *,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[Verified]:
+    """Read every byte of checkpoints and of their parents, decode every chunk, check the claims.
+
+    Pins are checked, too. Unreadable content is a problem in the result, and stops nothing else.
+
+    Memory: one chunk at a time, and of one table at a time a bit for each row and range of columns.
+
+    Args:
+        root: the checkpoints' folder or fsspec URL.
+        checkpoints: ids; None for all committed checkpoints. Their parents are read as well.
+        progress: called after every chunk with the bytes read so far and all bytes.
+
+    Returns:
+        Newest first, each checkpoint once; then the damaged claims, if any.
+
+    Raises:
+        CheckpointNotFound: there is no committed checkpoint of a given id.
+        StorageFailed: the root can't be listed.
+        StorageUnreachable: the storage doesn't answer.
+    """
+    folder = Folder(root)
+    wanted = committed(folder) if checkpoints is None else list(checkpoints)
+    manifests, problems = _manifests(folder, wanted, named=checkpoints is not None)
+    total = sum(manifest.stored_bytes for manifest in manifests.values())
+    done = 0
+
+    def step(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress is not None:
+            progress(done, total)
+
+    oldest_first = sorted(manifests.values(), key=lambda m: (m.sequence, m.id))
+    verification = _Verification(folder, step)
+    verified = {manifest.id: verification.verify(manifest) for manifest in oldest_first}
+    records = _control_records(folder, manifests)
+    found = []
+    for id in dict.fromkeys([*reversed(verified), *problems]):
+        problems.setdefault(id, []).extend(records.pop(id, ()))
+        own = verified.get(id, Verified(id, 0, 0, ()))
+        texts = tuple(dict.fromkeys([*problems.get(id, ()), *own.problems]))
+        found.append(Verified(id, own.bytes, own.chunks, texts))
+    if checkpoints is not None:  # without problems of other checkpoints
+        records = {id: texts for id, texts in records.items() if id.startswith(FOLDER)}
+    return [*found, *(Verified(id, 0, 0, tuple(texts)) for id, texts in records.items())]
+
+
+def _manifests(
+    root: Folder, wanted: Sequence[str], named: bool
+) -> tuple[dict[str, Manifest], dict[str, list[str]]]:
+    """Read the manifests of checkpoints and their parents.
+
+    Args:
+        named: whether a missing checkpoint is an error.
+
+    Returns:
+        The manifests, and the problems of checkpoints whose chain can't be read, by id.
+    """
+    manifests: dict[str, Manifest] = {}
+    problems: dict[str, list[str]] = {}
+    resolved: set[str] = set()  # with all their parents
+    for id in wanted:
+        if id in resolved:
+            continue
+        try:
+            chain = resolve(root, id)
+        except CheckpointNotFound:
+            if named:
+                raise
+        except StorageUnreachable:
+            raise
+        except (CheckNRunError, StorageFailed) as error:
+            problems[id] = [str(error)]
+            with suppress(CheckNRunError, StorageFailed):
+                manifests[id] = read_manifest(root, id)  # its own chunks may still be sound
+        else:
+            resolved.update(manifest.id for manifest in chain.manifests)
+            manifests |= {manifest.id: manifest for manifest in chain.manifests}
+    return manifests, problems
+
+
+def _control_records(root: Folder, known: Mapping[str, Manifest]) -> dict[str, list[str]]:
+    """Return the problems of claims and pins, by the claim's path or the checkpoint's id."""
+    try:
+        damage = find_damage(root, known)
+    except StorageUnreachable:
+        raise
+    except (CheckNRunError, StorageFailed) as error:
+        return {FOLDER: [str(error)]}
+    repair = (
+        f"`checknrun repair {root}` settles what counts, or removes it where it decides nothing"
+    )
+    found = {path: [f"{what}; {repair}"] for path, what in damage.claims.items()}
+    if damage.undecided is not None and not found:
+        found[FOLDER] = [damage.undecided]
+    if damage.hidden:
+        found[FOLDER] = [
+            f"none of the {len(damage.will_count)} committed checkpoints counts: their writers had "
+            f"been replaced when they were committed. `checknrun adopt {root} ID` makes one count"
+        ]
+    return {**found, **{id: [problem] for id, problem in damage.pins.items()}}
+
+
+class _Verification:
+    """The verification of a root's checkpoints, older ones of a chain first.
+
+    Args:
+        step: called with the bytes of each processed chunk.
+    """
+
+    def __init__(self, root: Folder, step: Callable[[int], None]) -> None:
+        self._root = root
+        self._step = step
+        self._kinds: dict[str, dict[str, _Kinds]] = {}
+
+    def verify(self, manifest: Manifest) -> Verified:
+        """Read and decode a checkpoint's own chunks."""
+        problems: list[str] = []
+        parent = {} if manifest.parent is None else self._kinds.get(manifest.parent.id, {})
+        self._kinds[manifest.id] = parent
+        try:
+            check_sizes(self._root, manifest)
+            for file in manifest.files:
+                read_footer(self._root / manifest.id, file)
+            chunks = read_indexes(self._root, manifest)
+        except StorageUnreachable:
+            raise
+        except (CheckNRunError, StorageFailed) as error:
+            return Verified(manifest.id, manifest.stored_bytes, 0, (str(error),))
+        gaps = list(table_problems(manifest, chunks))
+        full = (
+            manifest.kind == "full" and not gaps
+        )  # only then is a bit for each row worth its memory
+        sound = 0
+        # Sorted by table, so that bits of one table are held at a time.
+        by_table = sorted(chunks, key=lambda chunk: str(chunk.entry.get("table", "")))
+        for name, of_table in groupby(by_table, lambda chunk: str(chunk.entry.get("table", ""))):
+            part = list(of_table)
+            table = manifest.tables[name].rows if full and name in manifest.tables else None
+            held = _Held(part, table)
+            for chunk in part:
+                try:
+                    ids = _decode(chunk, read_chunk(self._root, chunk))
+                    if ids is not None:
+                        held.add(chunk, ids)
+                    sound += 1
+                except StorageUnreachable:
+                    raise
+                except (CheckNRunError, StorageFailed) as error:
+                    problems.append(f"{manifest.id}/{chunk.file}, chunk {chunk.number}: {error}")
+                self._step(chunk.entry["length"])
+        self._step(manifest.stored_bytes - sum(chunk.entry["length"] for chunk in chunks))
+        problems += [*_gaps(manifest, chunks), *gaps, *piece_problems(chunks)]
+        problems += [*self._other_kinds(manifest, chunks), *_missing_states(manifest, chunks)]
+        return Verified(manifest.id, manifest.stored_bytes, sound, tuple(problems))
+
+    def _other_kinds(self, manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
+        """Yield rows that don't fit the others of their table: another type or optimizer state.
+
+        Rows from before the optimizer's first step may have no state.
+        """
+        kinds = dict(self._kinds[manifest.id])
+        told = set()
+        for chunk in chunks:
+            if chunk.entry["kind"] != ROWS:
+                continue
+            name, dtype = chunk.entry["table"], chunk.entry["weight"]["dtype"]
+            states = frozenset(state["name"] for state in chunk.entry["optimizer"])
+            known = kinds.setdefault(name, _Kinds(dtype, states))
+            if not known.states:
+                known = kinds[name] = _Kinds(known.dtype, states)
+            if name not in told and (dtype != known.dtype or (states and states != known.states)):
+                told.add(name)
+                yield (
+                    f"{manifest.id}/{chunk.file}, chunk {chunk.number}: rows of {name} are "
+                    f"{dtype} with optimizer state {sorted(states)}, others of the chain "
+                    f"{known.dtype} with {sorted(known.states)}"
+                )
+        self._kinds[manifest.id] = kinds
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """The stored parts of each row of a table."""
+
+    dtype: str
+    states: frozenset[str]
+
+
+class _Held:
+    """The rows of a table that a full checkpoint holds.
+
+    Args:
+        chunks: all chunks of the table.
+        rows: the table's number of rows; None to skip the check.
+    """
+
+    def __init__(self, chunks: Sequence[StoredChunk], rows: int | None) -> None:
+        self._rows = rows
+        self._cuts: list[int] = []
+        self._done: dict[int, DoneRows] = {}
+        if rows is not None:
+            self._cuts = sorted({cut for chunk in chunks for cut in chunk.entry["columns"]})
+
+    def add(self, chunk: StoredChunk, ids: np.ndarray) -> None:
+        """Add a chunk's rows.
+
+        Raises:
+            CorruptCheckpoint: some rows are there already, so that as many others are missing.
+        """
+        if self._rows is None:
+            return
+        first, last = chunk.entry["columns"]
+        again = False
+        for start in self._cuts[bisect_left(self._cuts, first) : bisect_left(self._cuts, last)]:
+            if start not in self._done:
+                self._done[start] = self._none_done()
+            again |= self._done[start].add(ids) is not None
+        if again:
+            raise CorruptCheckpoint(
+                f"the chunk holds rows of {chunk.entry['table']}, columns {first} to {last - 1}, "
+                "that are in another chunk as well, so that others are missing: "
+                f"{chunk.checkpoint} is not full"
+            )
+
+    def _none_done(self) -> DoneRows:
+        assert self._rows is not None
+        try:
+            return DoneRows(self._rows)
+        except (MemoryError, RuntimeError):
+            raise CorruptCheckpoint(
+                f"the table has {self._rows} rows: this machine has no memory for a bit for each"
+            ) from None
+
+
+def _missing_states(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
+    """Yield state objects that a manifest lists and no chunk holds."""
+    ranks: dict[str, set[int | None]] = {name: set() for name in manifest.states}
+    for chunk in chunks:
+        if chunk.entry["kind"] == STATE and chunk.entry["name"] in ranks:
+            ranks[chunk.entry["name"]].add(chunk.entry["rank"])
+    for name, of_ranks in ranks.items():
+        if not manifest.states[name]:
+            if None not in of_ranks:
+                yield f"{manifest.id} lacks state {name!r}"
+            continue
+        held = sum(rank is not None and rank < manifest.world_size for rank in of_ranks)
+        if held < manifest.world_size:
+            yield f"{manifest.id} has state {name!r} of {held} of {manifest.world_size} ranks"
+
+
+def _decode(chunk: StoredChunk, payload: memoryview) -> np.ndarray | None:
+    """Decode a whole chunk; return the row ids of a chunk of rows, else None."""
+    entry = chunk.entry
+    if entry["kind"] == ROWS:
+        rows = StoredRows(rows_header(entry), payload)
+        for _ in rows.blocks(slice(0, rows.header.count)):
+            pass
+        return rows.ids
+    if entry["kind"] == BLOCK:
+        decode_block(block_header(entry), payload)
+        return None
+    if entry["kind"] == COLLISIONS:
+        collision_facts(entry)
+    decode_state_chunk(entry, payload)
+    return None
+
+
+def _gaps(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
+    """Yield bytes that belong to no chunk, and rows that a manifest lists and no chunk holds."""
+    for file in manifest.files:
+        ends = 0
+        for chunk in chunks:
+            if chunk.file == file.name:
+                if chunk.entry["offset"] != ends:
+                    yield (
+                        f"{manifest.id}/{file.name}: chunk {chunk.number} begins at "
+                        f"{chunk.entry['offset']}, the one before ends at {ends}"
+                    )
+                ends = chunk.entry["offset"] + chunk.entry["length"]
+        if ends != file.index_offset:
+            yield f"{manifest.id}/{file.name}: {file.index_offset - ends} bytes are of no chunk"
+    stored = dict.fromkeys(manifest.tables, 0)
+    for chunk in chunks:
+        if chunk.entry["kind"] == ROWS:
+            first, last = chunk.entry["columns"]
+            name = chunk.entry["table"]
+            stored[name] = stored.get(name, 0) + chunk.entry["count"] * (last - first)
+    for name, values in stored.items():
+        table = manifest.tables.get(name)
+        if table is None or table.stored_values != values:
+            said = None if table is None else table.stored_values
+            yield f"{manifest.id}: {values} values of {name} are stored, the manifest says {said}"
