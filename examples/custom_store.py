@@ -47,7 +47,7 @@ class SqliteFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]  # fssp
         return NewFile(self, path, mode)
 
 
-class NewFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
+class NewFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]  # fsspec has no types
     """A file that is stored when it is closed."""
 
     def _upload_chunk(self, final: bool = False) -> bool:  # False: go on collecting

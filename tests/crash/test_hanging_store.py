@@ -47,6 +47,7 @@ def made(**options: Any) -> tuple[Any, Checkpointer]:
     job = test_saver.make_job()
     root = f"hanging://run-{next(_numbers)}"
     # One rank stands for the workers that its helpers are written for.
+    # The other file's helpers take its own Job; this one has what they use.
     saver = test_saver.checkpointer(root, job, **{"timeout_seconds": TIMEOUT, **options})  # type: ignore[arg-type]
     test_saver.train(job, saver)
     saver.save()
@@ -101,6 +102,7 @@ def test_rows_of_a_save_that_hung_are_part_of_the_next(store: type[HangingStore]
     saver.close()
     assert len(manifests(saver)) == 2
     # As above.
+    # The other file's helpers take its own Job; this one has what they use.
     assert test_saver.restored(saver.root.url, wanted) == []  # type: ignore[arg-type]
 
 

@@ -62,7 +62,7 @@ def test_every_command_and_option_has_a_row() -> None:
     from torchrec_checknrun.cli.main import app
 
     tool = typer.main.get_command(app)
-    commands = tool.commands  # type: ignore[attr-defined]
+    commands = tool.commands  # type: ignore[attr-defined]  # a group, by Click
     assert options.keys() == commands.keys()
     for name, command in commands.items():
         wanted = {

@@ -69,7 +69,7 @@ def constants(surveys: list[Surveys]) -> dict[tuple[float | None, float | None],
     """Settle all ranks' surveys; return the constants by the codecs' offsets and budgets."""
     settled = settle(surveys).values()
     assert all(isinstance(codec, ImportanceWeighted) for codec in settled)
-    return {(c.offset, c.mean_bits): c.constant for c in settled}  # type: ignore[attr-defined]
+    return {(c.offset, c.mean_bits): c.constant for c in settled}  # type: ignore[attr-defined]  # the importance codec
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -229,7 +229,7 @@ def test_a_name_belongs_to_one_class() -> None:
     with pytest.raises(ValueError, match="needs a class attribute 'name' of type str"):
         register(Nameless)
     with pytest.raises(ValueError, match="inherit from"):
-        register(int)  # type: ignore[type-var]
+        register(int)  # type: ignore[type-var]  # is refused
     assert register(Coarse) is Coarse
 
 
@@ -251,7 +251,7 @@ def test_codecs_that_no_restore_could_read() -> None:
         (7, "inherits from"),
     ):
         with pytest.raises(ValueError, match=message):
-            Quantization(codec=codec)  # type: ignore[arg-type]
+            Quantization(codec=codec)  # type: ignore[arg-type]  # is refused
     for more in ({"bits": 4}, {"method": "fp16"}):
         with pytest.raises(ValueError, match=f"leave {next(iter(more))} out"):
             Quantization(codec=Coarse(), **more)

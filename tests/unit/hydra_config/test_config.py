@@ -202,7 +202,7 @@ class TestCheckNRun:
 
     def test_a_call_without_a_root_is_refused(self) -> None:
         with pytest.raises(TypeError, match="root"):
-            make_check_n_run(model=torch.nn.Linear(1, 1), state={})  # type: ignore[call-arg]
+            make_check_n_run(model=torch.nn.Linear(1, 1), state={})  # type: ignore[call-arg]  # root lacks
 
     def test_a_root_may_be_interpolated(self) -> None:
         checkpointer = made("checkpoint=check_n_run", "checkpoint.root=${run_dir}/checkpoints")

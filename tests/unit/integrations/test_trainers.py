@@ -84,7 +84,7 @@ def values(net: Net) -> list[torch.Tensor]:
         shards = value.local_shards() if hasattr(value, "local_shards") else [value]
         found += [getattr(shard, "tensor", shard).detach().clone() for shard in shards]
         assert name
-    fused = net.tables.fused_optimizer.state_dict()["state"]  # type: ignore[union-attr]
+    fused = net.tables.fused_optimizer.state_dict()["state"]  # type: ignore[union-attr]  # a DMP
     for state in fused.values():
         for value in state.values():
             shards = value.local_shards() if hasattr(value, "local_shards") else []
@@ -101,7 +101,7 @@ def lightning(root: Path, cut: int | None) -> tuple[Net, int, float]:
     pl = pytest.importorskip("lightning.pytorch", exc_type=ImportError)
     from torchrec_checknrun.integrations.lightning import CheckNRun
 
-    class Module(pl.LightningModule):  # type: ignore[name-defined]
+    class Module(pl.LightningModule):  # type: ignore[name-defined]  # may be absent
         def __init__(self) -> None:
             super().__init__()
             self.net = Net()

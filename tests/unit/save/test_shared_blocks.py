@@ -81,6 +81,7 @@ def test_digests_are_of_the_instant_whatever_the_pieces(size: int) -> None:
 def test_nothing_is_encoded_for_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     found = snapshot(torch.ones(SHAPE))
     items = Items.of(found, Quantization(), 3000)
+    # A lambda, so that its type can be declared.
     refuse: Callable[..., EncodedChunk] = lambda *_: pytest.fail("encoded in the stall")  # noqa: E731
     monkeypatch.setattr(Block, "encode", refuse)
     monkeypatch.setattr("torchrec_checknrun.model.blocks.raw_bytes", refuse)
