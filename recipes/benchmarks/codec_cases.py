@@ -257,12 +257,12 @@ def row_state_cases(rows: int) -> Iterator[Case]:
     copy = torch.zeros_like(values)
     for scheme in STATE_SCHEMES:
         data, parameters = encode_row_state(values, scheme)
-        decoded = decode_row_state(data, parameters, rows, values.dtype)
+        decoded = decode_row_state(data, parameters, (rows,), values.dtype)
         error = float(((decoded - values).abs() / values).mean())
         case = partial(Case, method=scheme, bits=None, nbytes=values.nbytes)
         calls: dict[str, Callable[[], object]] = {
             "encode row state": partial(encode_row_state, values, scheme),
-            "decode row state": partial(decode_row_state, data, parameters, rows, values.dtype),
+            "decode row state": partial(decode_row_state, data, parameters, (rows,), values.dtype),
         }
         for part, call in calls.items():
             yield case(part, OURS, call=call, row_bytes=data.numel() / rows, error=error)

@@ -123,8 +123,7 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     weight_entry = _add_weight(sections, block, encoded, codec)
     optimizer = []
     for name, state in states.items():
-        scheme = encoding.optimizer if state.dim() == 1 else "fp32"
-        data, parameters = row_state.encode_row_state(state.reshape(-1), scheme)
+        data, parameters = row_state.encode_row_state(state, encoding.optimizer)
         optimizer.append(
             {
                 "name": name,

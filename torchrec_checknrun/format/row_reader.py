@@ -94,9 +94,8 @@ class StoredRows:
                     parameters=header.state_encodings[name],
                     data=_tensor(part),
                     count=header.count,
-                    width=1 if rowwise else header.rectangle.cols,
+                    cols=() if rowwise else (header.rectangle.cols,),
                     dtype=dtype,
-                    rowwise=rowwise,
                 ).checked()
                 for (name, (dtype, rowwise)), part in zip(
                     header.optimizer.items(), parts, strict=True

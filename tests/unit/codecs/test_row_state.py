@@ -42,8 +42,8 @@ def round_trip(values: torch.Tensor, scheme: str) -> tuple[torch.Tensor, str]:
     assert data.dim() == 1
     assert data.device.type == "cpu"
     parameters = json.loads(json.dumps(parameters, allow_nan=False))
-    assert len(data) == len(values) * state_row_bytes(parameters, values.dtype)
-    decoded = decode_row_state(data, parameters, len(values), values.dtype)
+    assert len(data) == len(values) * state_row_bytes(parameters, values.shape, values.dtype)
+    decoded = decode_row_state(data, parameters, values.shape, values.dtype)
     assert decoded.dtype == values.dtype
     assert decoded.shape == values.shape
     return decoded, parameters["scheme"]
@@ -192,18 +192,18 @@ def test_a_run_of_rows_is_decoded_alone(scheme: str, offset: int) -> None:
     """Bytes at an odd address are decoded, too."""
     values = adagrad_state(100)
     data, parameters = encode_row_state(values, scheme)
-    whole = decode_row_state(data, parameters, 100, torch.float32)
-    size = state_row_bytes(parameters, torch.float32)
+    whole = decode_row_state(data, parameters, (100,), torch.float32)
+    size = state_row_bytes(parameters, (100,), torch.float32)
     moved = torch.cat([torch.zeros(offset, dtype=torch.uint8), data])
     part = moved[offset + 30 * size : offset + 70 * size]
-    assert torch.equal(decode_row_state(part, parameters, 40, torch.float32), whole[30:70])
+    assert torch.equal(decode_row_state(part, parameters, (40,), torch.float32), whole[30:70])
 
 
 @pytest.mark.parametrize("scheme", STATE_SCHEMES)
 def test_decoding_gives_memory_of_its_own(scheme: str) -> None:
     values = adagrad_state(10)
     data, parameters = encode_row_state(values.clone(), scheme)
-    decoded = decode_row_state(data, parameters, 10, torch.float32)
+    decoded = decode_row_state(data, parameters, (10,), torch.float32)
     kept = decoded.clone()
     data.zero_()
     assert torch.equal(decoded, kept)
@@ -239,7 +239,7 @@ def test_other_schemes(scheme: str) -> None:
 )
 def test_damaged_parameters(parameters: dict[str, object], n: int, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"stored as|range from"):
-        decode_row_state(torch.zeros(4, dtype=torch.uint8), parameters, n, dtype)
+        decode_row_state(torch.zeros(4, dtype=torch.uint8), parameters, (n,), dtype)
 
 
 @pytest.mark.gpu
