@@ -252,17 +252,20 @@ def row_id_cases(table_ids: int) -> Iterator[Case]:
 
 
 def row_state_cases(rows: int) -> Iterator[Case]:
-    """Row-wise Adagrad's state of so many rows, over the fifty powers of two that it may span."""
+    """Row-wise Adagrad's state of so many rows, over the fifty powers of two that it may span; for
+    rowlog8 as many values of pointwise state, those of a row alike.
+    """
     values = torch.linspace(-53, -4, rows).exp2_()[torch.randperm(rows)]
     copy = torch.zeros_like(values)
     for scheme in STATE_SCHEMES:
-        data, parameters = encode_row_state(values, scheme)
-        decoded = decode_row_state(data, parameters, (rows,), values.dtype)
-        error = float(((decoded - values).abs() / values).mean())
+        state = values.sort().values.view(-1, 64) if scheme == "rowlog8" else values
+        data, parameters = encode_row_state(state, scheme)
+        decode = partial(decode_row_state, data, parameters, state.shape, values.dtype)
+        error = float(((decode() - state).abs() / state).mean())
         case = partial(Case, method=scheme, bits=None, nbytes=values.nbytes)
         calls: dict[str, Callable[[], object]] = {
-            "encode row state": partial(encode_row_state, values, scheme),
-            "decode row state": partial(decode_row_state, data, parameters, (rows,), values.dtype),
+            "encode row state": partial(encode_row_state, state, scheme),
+            "decode row state": decode,
         }
         for part, call in calls.items():
             yield case(part, OURS, call=call, row_bytes=data.numel() / rows, error=error)

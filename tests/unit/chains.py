@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from torchrec_checknrun.codecs import Codec, Exact, Fp16, ImportanceWeighted, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
+from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
 from torchrec_checknrun.format.chunk import EncodedChunk, Entry, state_chunk
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, checkpoint_id
 from torchrec_checknrun.format.rank_file import add_totals, write_rank_file
@@ -201,7 +202,7 @@ def random_parts(
                     () if age < without else tuple(STATES),
                     TableEncoding(
                         draw(st.sampled_from(list(codecs))),
-                        draw(st.sampled_from(["fp32", "bf16", "log8"])),
+                        draw(st.sampled_from(STATE_SCHEMES)),
                         draw(st.booleans()),
                     ),
                 )

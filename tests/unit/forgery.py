@@ -123,7 +123,7 @@ def pieces_of(tensor: torch.Tensor) -> list[EncodedChunk]:
 def example() -> list[Forged]:
     """Build a full checkpoint and two based on it, with several codecs, id encodings and states."""
     root = new_root()
-    packed = TableEncoding(Rowwise(4), "log8", compress=True)
+    packed = TableEncoding(Rowwise(4), "rowlog8", compress=True)
     first = write(
         root,
         ROWS,

@@ -1,22 +1,34 @@
-"""Convert optimizer state of rows (one value per row, as in row-wise Adagrad) to bytes and back.
+"""Convert optimizer state of rows to bytes and back.
 
-Exact by default. ``bf16`` and ``log8`` take fewer bytes: a sum of squared gradients enters an
-update through its square root, so a few per cent of error hardly matter, but the values span tens
-of powers of two within one table. For that reason fp16 isn't offered: its smallest number is 6e-8,
-most rows' sums lie below and would become zero, and the next update of such a row would be as large
-as its first one.
+Exact by default. ``bf16`` and ``log8`` are for row-wise state (one value per row, as in row-wise
+Adagrad), ``rowlog8`` is for pointwise state as well (one per weight, as Adam's moments). A sum
+of squared gradients enters an update through its square root, so a few per cent of error hardly
+matter, but the values span tens of powers of two within one table. For that reason fp16 isn't
+offered: its smallest number is 6e-8, most rows' sums lie below and would become zero, and the next
+update of such a row would be as large as its first one.
 
 A scheme is a class here, listed in ``_SCHEMES``: nothing else has to know of it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 
+import numpy as np
 import torch
 
 from torchrec_checknrun.codecs.base import Parameters, require_size
+
+_STEP = 8 / 63
+"""Of rowlog8: the logarithm, to base 2, of the ratio of two levels; 126 make 16 powers of two."""
+_LEAST_SCALE = 2.0**-93
+"""Of rowlog8: the lowest level of such a row is still a normal number."""
+_KEY_BITS = 15
+"""Of rowlog8: low bits of a ratio to the row's scale that its code doesn't depend on."""
+_BLOCK_VALUES = 2**15
+"""Values that rowlog8 encodes at a time: they stay in the processor's cache."""
 
 
 def encode_row_state(state: torch.Tensor, scheme: str) -> tuple[torch.Tensor, Parameters]:
@@ -42,7 +54,7 @@ def encode_row_state(state: torch.Tensor, scheme: str) -> tuple[torch.Tensor, Pa
     if state.is_floating_point() and state.numel() > 0:
         encoded = _SCHEMES[scheme].encode(state)
         if encoded is not None:
-            return encoded[0].view(-1), {"scheme": scheme, **encoded[1]}
+            return encoded[0].view(-1), {"scheme": scheme} | encoded[1]
     return _bytes(state).view(-1), {"scheme": "fp32"}
 
 
@@ -170,6 +182,75 @@ class _Log8(_Scheme):
         return cols
 
 
+class _RowLog8(_Log8):
+    """Pointwise state in 1 byte a value and 4 a row: levels at equal ratios below the row's largest
+    magnitude, which is the row's scale and exact; row-wise state as log8.
+
+    Chunks without a negative value have 255 levels over 32 powers of two, and nothing but zero
+    becomes zero: values below take the lowest level, since an update divides by such state. Other
+    chunks have 127 levels a sign over 16 powers of two; values below become zero. The relative
+    error of values within that range is at most 4.8 % (half the distance of two levels, rounded),
+    the error of others at most 2**-32 or 2**-16 of the scale, which is 2**-93 or more. Encoding
+    decoded values changes nothing. State with a NaN or an infinity, or that isn't float32, is left
+    alone.
+    """
+
+    def encode(self, state: torch.Tensor) -> tuple[torch.Tensor, Parameters] | None:
+        if state.dim() == 1:
+            encoded = super().encode(state)
+            return encoded and (encoded[0], {"scheme": "log8", **encoded[1]})
+        if state.dtype != torch.float32 or state.shape[1] < 2:
+            return None
+        values = state.cpu().numpy()
+        lowest, highest = values.min(), values.max()  # a NaN anywhere makes both NaN
+        if not np.isfinite(lowest) or not np.isfinite(highest):
+            return None
+        signed, (n, cols) = bool(lowest < 0), values.shape
+        rows, table = np.empty((n, cols + 4), np.uint8), _codes_by_key()
+        size = max(1, _BLOCK_VALUES // cols)
+        for start in range(0, n, size):
+            block, into = values[start : start + size], rows[start : start + size]
+            magnitude = np.abs(block)
+            scale = magnitude.max(axis=1, keepdims=True, initial=_LEAST_SCALE)
+            into[:, cols:] = scale.view(np.uint8)
+            magnitude /= scale
+            codes = table.take(magnitude.view(np.int32) >> _KEY_BITS)
+            if signed:
+                np.maximum(codes, 128, out=codes)
+                codes -= 128 - (np.signbit(block).view(np.uint8) << 7)
+            else:
+                codes *= block != 0
+            into[:, :cols] = codes
+        return torch.from_numpy(rows), {"signed": signed}
+
+    def decode(self, rows: torch.Tensor, options: Parameters, dtype: torch.dtype) -> torch.Tensor:
+        signed, cols = options.get("signed"), rows.shape[1] - 4
+        scale = np.ascontiguousarray(rows.numpy()[:, cols:]).view(np.float32)
+        sound = np.all((scale >= _LEAST_SCALE) & np.isfinite(scale))
+        if type(signed) is not bool or dtype != torch.float32 or not sound:
+            raise ValueError(f"no rowlog8 of {dtype}: signed is {signed!r}, or a scale is unsound")
+        levels = np.exp2(np.arange(-254, 1) * _STEP).astype(np.float32)  # of codes 1 to 255
+        zero = np.zeros(1, np.float32)
+        positive = np.concatenate((zero, levels[-127:] if signed else levels))
+        levels = np.concatenate((positive, -positive)) if signed else positive
+        values = levels.take(rows.numpy()[:, :cols])
+        values *= scale
+        return torch.from_numpy(values)
+
+    def row_bytes(self, cols: int, dtype: torch.dtype) -> int:
+        return cols + 4
+
+
+@functools.cache
+def _codes_by_key() -> np.ndarray:
+    """Return rowlog8's unsigned codes of all ratios from 0 to 1, by their upper bits."""
+    one = np.float32(1).view(np.int32) >> _KEY_BITS
+    middle = (np.arange(one + 1, dtype=np.int32) << _KEY_BITS) + (1 << (_KEY_BITS - 1))
+    codes = 255 + np.log2(middle.view(np.float32).astype(float)) / _STEP
+    found: np.ndarray = np.rint(codes).clip(1, 255).astype(np.uint8)
+    return found
+
+
 def _levels(low: float, high: float, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of log8's 256 codes: numbers of ``dtype``, held in float32 or wider."""
     levels = torch.zeros(256, dtype=torch.float64, device="cpu")
@@ -201,5 +282,10 @@ def _names() -> str:
     return ", ".join(STATE_SCHEMES)
 
 
-_SCHEMES: dict[str, _Scheme] = {"fp32": _Exact(), "bf16": _Bf16(), "log8": _Log8()}
+_SCHEMES: dict[str, _Scheme] = {
+    "fp32": _Exact(),
+    "bf16": _Bf16(),
+    "log8": _Log8(),
+    "rowlog8": _RowLog8(),
+}
 STATE_SCHEMES = tuple(_SCHEMES)

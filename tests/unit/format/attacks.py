@@ -127,6 +127,14 @@ in_rows("state_twice", "appears twice|the sections have", "optimizer", 1, "name"
 in_rows(
     "state_scheme", "is not stored as|log8", "optimizer", 0, "encoding", value={"scheme": "zip"}
 )
+in_rows(
+    "state_rowlog8",
+    "stored as rowlog8 take",
+    "optimizer",
+    1,
+    "encoding",
+    value={"scheme": "rowlog8"},
+)
 in_rows("rowwise_of_text", "is neither true nor false", "optimizer", 0, "rowwise", value="no")
 in_state("too_deep", "nested more than 100 deep", nested(101))
 in_state("recursion", "nested too deeply|nested more than 100 deep", nested(400))
