@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,12 +34,14 @@ from tests.unit.chains import (
     write_chain,
 )
 from tests.unit.console import Console
+from tests.unit.entries import block_of, fields
 from tests.unit.forgery import load, seal
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.codecs import Codec, Exact, Fp16, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CheckpointExists, CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import state_chunk
+from torchrec_checknrun.format.entries import parse_entry
 from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.format.reader import StoredChunk, read_indexes
 from torchrec_checknrun.format.state import encode_state
@@ -277,12 +280,14 @@ def test_two_values_of_one_name_are_refused() -> None:
 def test_pieces_that_make_up_no_whole_are_refused(number: int, change: dict[str, object]) -> None:
     root = new_root()
     chunks = dense_chunks(root, {})
-    pieces = [chunk for chunk in chunks if chunk.entry["kind"] == "block"]
+    pieces = [chunk for chunk in chunks if fields(chunk)["kind"] == "block"]
     assert list(piece_problems(pieces)) == []
     if "size" in change:
         pieces = pieces[1:]
         number = 0
-    pieces[number].entry.update(change)
+    document = json.loads(json.dumps({**fields(pieces[number]), **change}))
+    entry = parse_entry(document)
+    pieces[number] = dataclasses.replace(pieces[number], entry=entry, header=block_of(entry))
     assert 1 <= len(list(piece_problems(pieces))) <= 2
     with pytest.raises(CorruptCheckpoint, match=r"pieces (of ec\.remapped )?are"):
         read_dense(root, tuple(pieces))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.chains import Part, write
 from tests.unit.console import Console
@@ -46,7 +47,7 @@ def commit(root: Folder, epoch: int = 0) -> Manifest:
     there = committed(root)
     before = read_manifest(root, there[0]) if there else None
     made = write(root, ROWS, ALL, before, epoch=epoch)
-    full = Manifest(**{**vars(made), "kind": "full", "parent": None}).sealed()
+    full = replace(made, kind="full", parent=None).sealed()
     (root / made.id).put(MANIFEST_NAME, full.to_bytes())
     return full
 
@@ -55,7 +56,7 @@ def finish(root: Folder, name: str, like: Manifest) -> Manifest:
     """Commit a leftover after all."""
     for file in like.files:
         (root / name).put(file.name, (root / like.id).read(file.name))
-    late = Manifest(**{**vars(like), "id": name, "sequence": int(name[4:10]), "step": 7}).sealed()
+    late = replace(like, id=name, sequence=int(name[4:10]), step=7).sealed()
     (root / name).put(MANIFEST_NAME, late.to_bytes(), new=True)
     return late
 

@@ -8,11 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import fsspec
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.chains import Part, write
 from tests.unit.root.writers import ELSEWHERE, become, nothing

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.chains import Part, write
 from tests.unit.console import Console
@@ -60,7 +61,7 @@ def commit(root: Folder, epoch: int = 0) -> Manifest:
     there = [id for id in committed(root) if has_manifest(root, id)]
     before = read_manifest(root, there[0]) if there else None
     made = write(root, ROWS, ALL, before, epoch=epoch)
-    full = Manifest(**{**vars(made), "kind": "full", "parent": None}).sealed()
+    full = replace(made, kind="full", parent=None).sealed()
     (root / made.id).put(MANIFEST_NAME, full.to_bytes())
     return full
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.chains import Part, write
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
@@ -43,8 +44,7 @@ def fill(root: Folder) -> list[Manifest]:
 def write_full(root: Folder, before: Manifest, **other: Any) -> Manifest:
     made = write(root, ROWS, part(), before, **other)
     (root / made.id).delete(MANIFEST_NAME)
-    fields = {**vars(made), "kind": "full", "parent": None}
-    full = Manifest(**fields).sealed()
+    full = replace(made, kind="full", parent=None).sealed()
     (root / made.id).put(MANIFEST_NAME, full.to_bytes())
     return full
 

@@ -1,9 +1,9 @@
 """Processes that ask for a root: this one, and others elsewhere."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from torchrec_checknrun.root.claims import Claim, Holder
 
