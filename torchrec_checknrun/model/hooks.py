@@ -10,8 +10,8 @@ writes to a parameter, as users do by hand, and is announced to the ``WriteWatch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from types import MethodType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,17 +29,12 @@ from torchrec_checknrun.dense.optimizers import touches_other_rows, wraps_anothe
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.model.marks import Marks, PendingRows
+from torchrec_checknrun.model.surround import surround
 
 logger = logging.getLogger(__name__)
 
-Listener = Callable[[int, torch.Tensor], None]
-"""Called with a logical table's number and the shard-local rows about to be reset."""
-
 _RESET = "reset_embedding_weight_momentum"
 """FBGEMM's method that resets rows."""
-_LISTENERS = "_checknrun_reset_listeners"
-_EVICTION_HOOKS = "_checknrun_eviction_hooks"
-"""Attribute with the number of hooks on a collection."""
 
 
 class KernelHook:
@@ -58,13 +53,13 @@ class KernelHook:
         self._warned = False
         self.writes = WriteWatch(kernel, marks)
         self._handle = kernel.module.register_forward_hook(self._after_forward)
-        self._resets = ResetHook(kernel.module._emb_module, self._at_reset)
+        self._stop_resets = surround(kernel.module._emb_module, _RESET, self._around_reset)
 
     def remove(self) -> None:
         """Remove the hooks from the kernel."""
         self.writes.warns = False
         self._handle.remove()
-        self._resets.remove()
+        self._stop_resets()
 
     def _after_forward(
         self, module: nn.Module, args: tuple[KeyedJaggedTensor, ...], out: torch.Tensor
@@ -84,6 +79,13 @@ class KernelHook:
             return
         for feature, shard in enumerate(self.kernel.feature_to_shard):
             self._marks[shard].mark(values[offsets[feature] : offsets[feature + 1]])
+
+    @contextmanager
+    def _around_reset(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> Iterator[None]:
+        for table, rows in reset_rows(*args, **kwargs):
+            self._at_reset(table, rows)
+        with announced([self.kernel.module]):
+            yield
 
     def _at_reset(self, table: int, rows: torch.Tensor) -> None:
         # Managed collisions initialize rows of the table with this number in the kernel's order.
@@ -178,63 +180,36 @@ def _warn_all_rows(optimizer: object, tables: list[str]) -> None:
     )
 
 
-class ResetHook:
-    """A hook that tells a listener which rows a table-batched embedding is about to reset."""
-
-    def __init__(self, tbe: nn.Module, listener: Listener) -> None:
-        self._tbe = tbe
-        if hasattr(tbe, _RESET):
-            vars(tbe).setdefault(_LISTENERS, {})[id(self)] = listener
-            # A method, not a closure: in a copy of the module it must belong to the copy.
-            vars(tbe)[_RESET] = MethodType(_tell_and_reset, tbe)
-
-    def remove(self) -> None:
-        """Remove the hook; the last one restores the kernel's own method."""
-        listeners = vars(self._tbe).get(_LISTENERS, {})
-        if listeners.pop(id(self), None) is not None and not listeners:
-            del vars(self._tbe)[_LISTENERS], vars(self._tbe)[_RESET]
-
-
-def _tell_and_reset(
-    self: Any,
+def reset_rows(
     pruned_indices: torch.Tensor,
     pruned_indices_offsets: torch.Tensor,
     logical_table_ids: torch.Tensor,
     buffer_ids: torch.Tensor,
-) -> None:
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the rows that a call of FBGEMM's method resets, by the arguments of that method.
+
+    Yields:
+        A logical table's number, and shard-local rows ``(n,)``.
+    """
     offsets = pruned_indices_offsets.tolist()
     for table, buffer in zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True):
-        rows = pruned_indices[offsets[buffer] : offsets[buffer + 1]]
-        for listener in vars(self)[_LISTENERS].values():
-            listener(table, rows)
-    with announced([self]):
-        getattr(type(self), _RESET)(
-            self, pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids
-        )
+        yield table, pruned_indices[offsets[buffer] : offsets[buffer + 1]]
 
 
-class EvictionHook:
-    """A hook that announces a managed-collision collection's writes to the rows of evicted ids."""
+def announce_evictions(collection: Any) -> Callable[[], None]:
+    """Announce a managed-collision collection's writes to the rows of evicted ids.
 
-    def __init__(self, collection: Any) -> None:
-        self._collection = collection
-        attributes = vars(collection)
-        attributes[_EVICTION_HOOKS] = attributes.get(_EVICTION_HOOKS, 0) + 1
-        attributes["_evict"] = MethodType(_announce_and_evict, collection)
+    Returns:
+        A function that undoes it.
+    """
 
-    def remove(self) -> None:
-        """Remove the hook; the last one restores the collection's own method."""
-        attributes = vars(self._collection)
-        attributes[_EVICTION_HOOKS] -= 1
-        if not attributes[_EVICTION_HOOKS]:
-            del attributes[_EVICTION_HOOKS], attributes["_evict"]
+    @contextmanager
+    def around(evictions_per_table: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+        if all(rows is None for rows in evictions_per_table.values()):
+            yield
+            return
+        lookups = collection._embedding_module._lookups
+        with announced(kernel._emb_module for lookup in lookups for kernel in lookup._emb_modules):
+            yield
 
-
-def _announce_and_evict(self: Any, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
-    evict = type(self)._evict
-    if all(rows is None for rows in evictions_per_table.values()):
-        evict(self, evictions_per_table)
-        return
-    lookups = self._embedding_module._lookups
-    with announced(kernel._emb_module for lookup in lookups for kernel in lookup._emb_modules):
-        evict(self, evictions_per_table)
+    return surround(collection, "_evict", around)

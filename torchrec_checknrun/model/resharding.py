@@ -8,16 +8,17 @@ columns; ``carry`` moves a byte per row from the old shards to the new.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.types import ShardingEnv
 
 from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.model.marks import Cut
+from torchrec_checknrun.model.surround import surround
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.shards import LocalShard, Rectangle
@@ -54,9 +55,8 @@ class Collections:
         for collection in self._stop.keys() - set(found):
             self._stop.pop(collection)()
         for collection in found:
-            known = collection in self._stop or self._closed
-            if not known and hasattr(collection, "update_shards"):
-                self._stop[collection] = _Resharding.surround(collection, self._look_again)
+            if collection not in self._stop and not self._closed:
+                self._stop[collection] = surround(collection, "update_shards", self._look_again)
         before, self._columns = self._columns, self._column_ranges()
         return before != self._columns
 
@@ -68,9 +68,12 @@ class Collections:
         self._stop.clear()
 
     @contextmanager
-    def _look_again(self, group: dist.ProcessGroup | None) -> Iterator[None]:
+    def _look_again(
+        self, changed_sharding_params: object, env: ShardingEnv, device: torch.device | None
+    ) -> Iterator[None]:
+        """Surround TorchRec's ``update_shards``, whose arguments these are."""
         self._known.clear()  # a spec may be changed in place
-        with self._around(group):
+        with self._around(env.process_group):
             yield
 
     def _column_ranges(self) -> dict[str, frozenset[tuple[int, int]]]:
@@ -90,42 +93,6 @@ class Collections:
                     self._known[id(spec)] = spec, columns
                 found[prefix + name] = self._known[id(spec)][1]
         return found
-
-
-class _Resharding:
-    """A wrapper of one collection's ``update_shards``, for all trackers of the collection."""
-
-    def __init__(self, collection: Any) -> None:
-        self._update_shards: Callable[..., None] = collection.update_shards
-        self._around: list[Around] = []
-
-    def __call__(
-        self, changed_sharding_params: Mapping[str, Any], env: Any, device: torch.device | None
-    ) -> None:
-        """Call TorchRec's ``update_shards`` with the same arguments."""
-        with ExitStack() as stack:
-            for around in self._around:
-                stack.enter_context(around(env.process_group))
-            self._update_shards(changed_sharding_params, env, device)
-
-    @classmethod
-    def surround(cls, collection: Any, around: Around) -> Callable[[], None]:
-        """Surround the collection's ``update_shards`` by ``around``.
-
-        Returns:
-            A function that undoes it; the last one restores the collection's own method.
-        """
-        found = vars(collection).get("update_shards")
-        resharding = found if isinstance(found, cls) else cls(collection)
-        collection.update_shards = resharding
-        resharding._around.append(around)
-
-        def stop() -> None:
-            resharding._around.remove(around)
-            if not resharding._around:
-                del collection.update_shards
-
-        return stop
 
 
 def all_states_moved(shards: Sequence[LocalShard]) -> bool:

@@ -21,7 +21,7 @@ from torchrec.distributed.mc_embedding_modules import (
 from torchrec_checknrun.dense.optimizers import torch_optimizers
 from torchrec_checknrun.model.collisions import Collisions
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
-from torchrec_checknrun.model.hooks import DataParallelHook, EvictionHook, KernelHook
+from torchrec_checknrun.model.hooks import DataParallelHook, KernelHook, announce_evictions
 from torchrec_checknrun.model.kernels import Kernel, find_kernels, find_modules
 from torchrec_checknrun.model.marks import Consumer, Cut, Cuts, Marks
 from torchrec_checknrun.model.progress import (
@@ -95,7 +95,7 @@ class TrackedModel:
         self.converted = False
         self.restores = 0
         collections = find_modules(model, (BaseShardedManagedCollisionEmbeddingCollection,))
-        self._evictions = [EvictionHook(collection) for _, collection in collections]
+        self._stop_evictions = [announce_evictions(collection) for _, collection in collections]
         self._find()
 
     def mark(self, table: str, rows: RowIds) -> None:
@@ -252,8 +252,8 @@ class TrackedModel:
         """Stop tracking; the model stays as it is."""
         for hook in self._hooks:
             hook.remove()
-        while self._evictions:
-            self._evictions.pop().remove()
+        for stop in self._stop_evictions:
+            stop()
         self._collections.close()
 
     def _find(self) -> tuple[list[TrackedShard], list[TrackedShard]]:

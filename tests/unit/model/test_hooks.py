@@ -1,13 +1,16 @@
-"""Listeners to the rows that a kernel resets: all are told, until removed."""
+"""Methods surrounded by several trackers: each learns which rows are reset, until removed."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from torchrec_checknrun.model.hooks import ResetHook
+from torchrec_checknrun.model.hooks import reset_rows
+from torchrec_checknrun.model.surround import surround
 
 Told = list[tuple[int, list[int]]]
 
@@ -39,23 +42,29 @@ def reset(kernel: Kernel) -> None:
     )
 
 
-def listen(kernel: nn.Module) -> tuple[ResetHook, Told]:
+def listen(kernel: nn.Module) -> tuple[Callable[[], None], Told]:
     told: Told = []
-    return ResetHook(kernel, lambda table, rows: told.append((table, rows.tolist()))), told
+
+    @contextmanager
+    def around(*args: torch.Tensor, **kwargs: torch.Tensor) -> Iterator[None]:
+        told.extend((table, rows.tolist()) for table, rows in reset_rows(*args, **kwargs))
+        yield
+
+    return surround(kernel, "reset_embedding_weight_momentum", around), told
 
 
 def test_listeners_come_and_go() -> None:
     kernel = Kernel()
     plain = dict(vars(kernel))
-    first, told_first = listen(kernel)
-    second, told_second = listen(kernel)
+    stop_first, told_first = listen(kernel)
+    stop_second, told_second = listen(kernel)
     reset(kernel)
     assert told_first == told_second == [(2, [7, 3]), (0, [5])]
-    first.remove()
+    stop_first()
     reset(kernel)
     assert (len(told_first), len(told_second)) == (2, 4)
-    second.remove()
-    second.remove()
+    stop_second()
+    stop_second()
     reset(kernel)
     assert (len(told_first), len(told_second), kernel.resets) == (2, 4, 6)
     assert vars(kernel).keys() == plain.keys()
@@ -63,11 +72,11 @@ def test_listeners_come_and_go() -> None:
 
 def test_a_copy_resets_itself() -> None:
     kernel = Kernel()
-    hook, _ = listen(kernel)
+    stop, _ = listen(kernel)
     other = copy.deepcopy(kernel)
     reset(other)
     assert (kernel.resets, other.resets) == (0, 2)
-    hook.remove()
+    stop()
     reset(other)
     assert (kernel.resets, other.resets) == (0, 4)
 
@@ -75,6 +84,17 @@ def test_a_copy_resets_itself() -> None:
 def test_a_kernel_that_resets_nothing() -> None:
     kernel = nn.Linear(1, 1)
     plain = dict(vars(kernel))
-    hook, _ = listen(kernel)
-    hook.remove()
+    stop, _ = listen(kernel)
+    stop()
     assert vars(kernel).keys() == plain.keys()
+
+
+def test_a_method_of_the_objects_own_stays() -> None:
+    kernel, calls = Kernel(), []
+    vars(kernel)["reset_embedding_weight_momentum"] = own = lambda **_: calls.append("own")
+    stop, told = listen(kernel)
+    reset(kernel)
+    stop()
+    reset(kernel)
+    assert (calls, len(told), kernel.resets) == (["own"] * 2, 2, 0)
+    assert vars(kernel)["reset_embedding_weight_momentum"] is own
