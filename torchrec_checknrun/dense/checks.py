@@ -26,8 +26,6 @@ def check_groups(
     Tables are exempt from the latter: they move to kernels and back.
 
     Args:
-        saved: the checkpoint's groups.
-        live: the optimizer's groups.
         path: the optimizer's name in errors.
         strict: refuse; otherwise warn, and keep the live options that differ.
         tables: names of the model's tables.
@@ -75,7 +73,6 @@ def check_wrappers(
 
     Args:
         saved: stored wrappers by identity.
-        live: the live optimizers.
         path: the optimizer's name in messages.
         strict: refuse; otherwise such counters are left out.
 

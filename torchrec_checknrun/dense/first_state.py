@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -13,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
-from torchrec_checknrun.dense.tree import inner_optimizers
+from torchrec_checknrun.dense.tree import HOOKS, inner_optimizers, parameters_of
 from torchrec_checknrun.placements import zeros_placed_as
 
 _DEVICE_STEP = ("capturable", "fused")
 """Options that place an optimizer's step counter on the parameter's device, not on the CPU."""
 
-_HOOKS = re.compile(r"^_optimizer_.*_hooks$")
 _IMMUTABLE = (
     *(bool, int, float, complex, str, bytes, Enum, type, FunctionType, BuiltinFunctionType),
     *(torch.dtype, torch.device, torch.Size, logging.Logger),
@@ -50,13 +48,13 @@ def first_state(
         stand_in.grad = torch.zeros_like(stand_in)
         plain = dict.fromkeys(("foreach", "differentiable", *_DEVICE_STEP), False)
         try:
-            copied = _Copied(optimizer)
-            options = {k: copied(v) for k, v in group.items() if k != "params"}
-            options |= {**{k: v for k, v in plain.items() if k in group}, "lr": 0.0}
+            options = {k: v for k, v in plain.items() if k in group}
+            own: dict[str, Any] = {"params": [stand_in], **options, "lr": 0.0}
+            copied = _Copied(optimizer, [own])
+            own |= {k: copied(v) for k, v in group.items() if k not in own}
             twin: Any = object.__new__(type(optimizer))
-            groups = [{**options, "params": [stand_in]}]
-            vars(twin).update(copied.attributes(groups))
-            vars(twin).update(state=defaultdict(dict), param_groups=groups)
+            vars(twin).update(copied.attributes())
+            vars(twin).update(state=defaultdict(dict), param_groups=[own])
             type(twin).step(twin)
         except Exception:  # a user's optimizer may raise anything
             continue
@@ -83,24 +81,22 @@ class _Still(Optimizer):
 class _Copied:
     """A copier of an optimizer's attributes, so that the copy's step can't reach the original.
 
+    Args:
+        groups: the parameter groups for stand-ins of inner optimizers.
+
     Raises:
         TypeError: a value can't be copied safely: a parameter, a module, an unknown object.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         self._optimizer = optimizer
-        self._parameters = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        self._groups: list[dict[str, Any]] = []
-
-    def attributes(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Copy all attributes but the state, the groups and a scheduler's ``step``.
-
-        Args:
-            groups: the parameter groups for stand-ins of inner optimizers.
-        """
         self._groups = groups
+        self._parameters = set(map(id, parameters_of(optimizer)))
+
+    def attributes(self) -> dict[str, Any]:
+        """Copy all attributes but the state, the groups and a scheduler's ``step``."""
         return {
-            name: OrderedDict() if _HOOKS.search(name) else self(value)
+            name: OrderedDict() if HOOKS.search(name) else self(value)
             for name, value in vars(self._optimizer).items()
             if name not in ("state", "param_groups", "step")
         }
@@ -147,19 +143,13 @@ def _zeros(value: Any, device: torch.device, on_device: bool) -> Any:
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(tensor, device=device if on_device or tensor.is_meta else None)
 
-    return 0 if type(value) is int else _map(value, zeros)
+    return 0 if type(value) is int else tree_map_only(torch.Tensor, zeros, value)
 
 
 def to_device(device: torch.device, value: Any) -> Any:
     """Move the tensors of a parameter's state to a device, except for 0-d counters."""
-    return _map(value, lambda tensor: tensor.to(device) if tensor.dim() else tensor)
 
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device) if tensor.dim() else tensor
 
-def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(item, change) for item in value)
-    return value
+    return tree_map_only(torch.Tensor, move, value)

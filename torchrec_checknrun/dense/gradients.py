@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from itertools import chain
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from torchrec_checknrun.dense.optimizers import torch_optimizers
-from torchrec_checknrun.dense.tree import all_nodes
+from torchrec_checknrun.dense.tree import all_nodes, parameters_of
 
 
 class PendingGradients:
@@ -72,7 +71,7 @@ class PendingGradients:
     def _watch(self) -> set[int]:
         """Watch new parameters; return the ids of all that optimizers have now."""
         optimizers = list(torch_optimizers(self._states))
-        parameters = {id(p): p for o in optimizers for p in _parameters(o)}
+        parameters = {id(p): p for o in optimizers for p in parameters_of(o)}
         self._frozen = [p for p in parameters.values() if not _accumulates(p)]
         for key, parameter in parameters.items():
             if key not in self._watched and _accumulates(parameter):
@@ -97,18 +96,14 @@ class PendingGradients:
             self._watch()
         if not self._waiting:
             return
-        stepped = set(map(id, _parameters(optimizer)))
+        stepped = set(map(id, parameters_of(optimizer)))
         if optimizer not in self._inside:
             inside = [node.optimizer for node in all_nodes(optimizer)]
             self._inside[optimizer] = [weakref.ref(o) for o in inside if o is not optimizer]
         for of in self._inside[optimizer]:
             if (inner := of()) is not None:
-                stepped.difference_update(map(id, _parameters(inner)))
+                stepped.difference_update(map(id, parameters_of(inner)))
         self._waiting -= stepped
-
-
-def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _accumulates(parameter: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
@@ -32,21 +31,15 @@ class NestedOptimizer:
     Args:
         is_known: recognizes optimizers with torch's or TorchRec's state dict; hidden optimizers
             with another one are stored as that state dict.
-        names, sharded, elsewhere, resized: see ``DenseOptimizer``.
+        dense: makes the ``DenseOptimizer`` of a known optimizer.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         is_known: Callable[[object], bool],
-        names: Mapping[torch.Tensor, str],
-        sharded: Collection[str] = (),
-        elsewhere: Collection[object] = (),
-        resized: bool = False,
+        dense: Callable[[Optimizer], DenseOptimizer],
     ) -> None:
-        def dense(each: Optimizer) -> DenseOptimizer:
-            return DenseOptimizer(each, names, sharded, elsewhere, resized)
-
         self._outer = dense(optimizer)
         self._inner: dict[str, DenseOptimizer | _OwnForm] = {
             path: dense(hidden) if is_known(hidden) else _OwnForm(hidden)

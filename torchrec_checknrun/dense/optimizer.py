@@ -37,6 +37,7 @@ from torchrec_checknrun.dense.tree import (
     all_nodes,
     nodes,
     own_parameters,
+    parameters_of,
 )
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
 from torchrec_checknrun.errors import IncompatibleCheckpoint
@@ -73,9 +74,9 @@ class DenseOptimizer:
         self,
         state: Optimizer,
         names: Mapping[torch.Tensor, str],
-        sharded: Collection[str] = (),
-        elsewhere: Collection[object] = (),
-        resized: bool = False,
+        sharded: Collection[str],
+        elsewhere: Collection[object],
+        resized: bool,
     ) -> None:
         self._state = state
         self._elsewhere = elsewhere
@@ -292,7 +293,7 @@ class DenseOptimizer:
 
     def _groups(self) -> list[Group]:
         keys = {id(p.parameter): p.key for p in self._parameters if not p.sharded}
-        return live_groups(nodes(self._state), lambda node, parameter: keys.get(id(parameter)))
+        return live_groups(nodes(self._state), keys)
 
     def _is_own_form(self, given: object) -> bool:
         """Return whether a state dict is of a user's own form instead of TorchRec's."""
@@ -304,8 +305,7 @@ class DenseOptimizer:
         found: list[object] = [*self._elsewhere, *self._names]
         for node in nodes(self._state):
             found += own_parameters(node).values()
-            for group in node.optimizer.param_groups:
-                found += group["params"]
+            found += parameters_of(node.optimizer)
         for parameter in self._parameters:
             found.append(parameter.parameter)
             found += (parameter.state or {}).values()

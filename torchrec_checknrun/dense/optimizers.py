@@ -45,14 +45,6 @@ def wraps_another(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, KeyedOptimizer) and isinstance(inner, Optimizer)
 
 
-def group_of(optimizer: Optimizer, weight: torch.Tensor) -> dict[str, Any] | None:
-    """Find the parameter group that holds a table, by the table's memory; None if none does."""
-    for group in optimizer.param_groups:
-        if any(is_same_memory(parameter, weight) for parameter in group["params"]):
-            return group
-    return None
-
-
 def state_of(optimizers: Iterable[Optimizer], weight: torch.Tensor) -> dict[str, Any]:
     """Return the state that dense optimizers keep of a table, by their own names.
 

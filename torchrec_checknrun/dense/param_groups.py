@@ -7,7 +7,7 @@ as torch stores them, but by parameter names; those of fused optimizers are save
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,21 +47,21 @@ class Group:
     owner: str
     number: int
 
-    def options(self) -> dict[str, Any]:
-        """Return the group's dict without its parameters."""
-        return options_of(self.content)
-
     def set(self, options: dict[str, Any]) -> None:
         """Write saved options; keep options that only the live group has (a new scheduler's)."""
         for name, value in options.items():
-            live = self.content.get(name)
-            if isinstance(live, torch.Tensor) and not isinstance(value, (torch.Tensor, float, int)):
-                live = None
-            if isinstance(live, torch.Tensor):
-                with torch.no_grad():
-                    live.copy_(torch.as_tensor(value))
-            else:
-                self.content[name] = value
+            set_option(self.content, name, value)
+
+
+def set_option(group: dict[str, Any], name: str, value: Any) -> None:
+    """Write an option of a live group; a tensor is filled in place where the value allows that."""
+    live = group.get(name)
+    if not isinstance(live, torch.Tensor) or not isinstance(value, (torch.Tensor, float, int)):
+        group[name] = value
+        return
+    with torch.no_grad():
+        # A number is not made a tensor first: that would be float32, whatever the live one is.
+        live.copy_(value) if isinstance(value, torch.Tensor) else live.fill_(value)
 
 
 def options_of(group: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -69,14 +69,12 @@ def options_of(group: Mapping[Any, Any]) -> dict[Any, Any]:
     return {name: value for name, value in group.items() if name not in _OF_GROUP}
 
 
-def live_groups(
-    nodes: Iterable[Node], key_of: Callable[[Node, torch.Tensor], Key | None]
-) -> list[Group]:
+def live_groups(nodes: Iterable[Node], keys: Mapping[int, Key]) -> list[Group]:
     """List the groups in a nest of optimizers, each once, with the innermost owner.
 
     Args:
         nodes: the optimizers, innermost first.
-        key_of: returns a parameter's key; None for a parameter that isn't stored.
+        keys: the parameters' keys by ``id``; parameters without one are not stored.
     """
     found, seen = [], set()
     for node in nodes:
@@ -85,8 +83,8 @@ def live_groups(
                 continue
             seen.add(id(content))
             if not node.fused:
-                keys = [key for p in content["params"] if (key := key_of(node, p)) is not None]
-                found.append(Group(content, keys, node.identity, number))
+                own = [keys[id(p)] for p in content["params"] if id(p) in keys]
+                found.append(Group(content, own, node.identity, number))
     return found
 
 
@@ -99,7 +97,7 @@ def stored_groups(groups: Sequence[Group], strict: bool) -> dict[str, Any]:
     """
     stored = []
     for group in groups:
-        options = group.options()
+        options = options_of(group.content)
         for name, value in list(options.items()) if not strict else ():
             try:
                 encode_state(value, name)

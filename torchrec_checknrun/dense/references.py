@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 _CODE = (
     types.FunctionType,
@@ -37,7 +38,7 @@ _OF_PROCESS = (
     type(threading.RLock()),
     weakref.ReferenceType,
     torch.device,
-    *((dist.ProcessGroup,) if dist.is_available() else ()),
+    dist.ProcessGroup,
 )
 
 
@@ -70,21 +71,26 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _memory(value: object) -> Iterator[int]:
-    """Yield the addresses of a tensor's memory on this rank; none for an empty tensor."""
+def local_tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield this rank's parts of a sharded tensor, a plain tensor itself, nothing of others."""
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
-            yield from _memory(shard.tensor)
+            yield from local_tensors(shard.tensor)
     elif isinstance(value, DTensor):
-        yield from _memory(value._local_tensor)
+        yield from local_tensors(value._local_tensor)
+    elif isinstance(value, LocalShardsWrapper):
+        for tensor in value.local_shards():
+            yield from local_tensors(tensor)
     elif isinstance(value, torch.Tensor):
-        if shards := getattr(value, "local_shards", None):  # TorchRec's LocalShardsWrapper
-            for shard in shards():
-                yield from _memory(shard)
-            return
+        yield value
+
+
+def _memory(value: object) -> Iterator[int]:
+    """Yield the addresses of a tensor's memory on this rank; none for an empty tensor."""
+    for tensor in local_tensors(value):
         try:
-            address = value.untyped_storage().data_ptr()
+            address = tensor.untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError, ValueError):  # a subclass without memory
-            return
+            continue
         if address:
             yield address

@@ -8,7 +8,7 @@ scheduler sets afterwards would have no effect.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,19 +30,11 @@ def same_objects(nest: Sequence[Node]) -> Iterator[None]:
     Args:
         nest: all optimizers, innermost first.
     """
-    kept = [_Kept(node.optimizer) for node in nest if _makes_dicts(node)]
-    wrappers = [
-        (node.optimizer, name, vars(node.optimizer)[name])
-        for node in nest
-        if not _makes_dicts(node)
-        for name in ("state", "param_groups")
-        if name in vars(node.optimizer)
-    ]
-    yield
-    for optimizer in kept:
-        optimizer.put_back()
-    for wrapper, name, value in wrappers:
-        setattr(wrapper, name, value)
+    with ExitStack() as stack:
+        for node in reversed(nest):  # they are put back in the nest's order
+            same = _same_dicts if _makes_dicts(node) else _same_attributes
+            stack.enter_context(same(node.optimizer))
+        yield
 
 
 def _makes_dicts(node: Node) -> bool:
@@ -51,36 +43,40 @@ def _makes_dicts(node: Node) -> bool:
     return node.steps or (plain and {"state", "param_groups"} <= vars(node.optimizer).keys())
 
 
-class _Kept:
-    """The original dicts of an optimizer that keeps parameters' state."""
+@contextmanager
+def _same_attributes(optimizer: Optimizer) -> Iterator[None]:
+    """Put back the dicts that a wrapper shares with the optimizer inside."""
+    held = vars(optimizer)
+    kept = {name: held[name] for name in ("state", "param_groups") if name in held}
+    yield
+    for name, value in kept.items():
+        setattr(optimizer, name, value)
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._groups: Any = optimizer.param_groups
-        self._state: Any = optimizer.state
-        self._contents = list(self._groups)
-        self._values = {parameter: dict(values) for parameter, values in self._state.items()}
 
-    def put_back(self) -> None:
-        """Fill the original dicts with the loaded content, and put them back."""
-        optimizer = self._optimizer
-        if len(optimizer.param_groups) != len(self._contents):
-            return  # a user's load_state_dict made other groups
-        for content, loaded in zip(self._contents, optimizer.param_groups, strict=True):
-            if content is not loaded:
-                content.clear()
-                content.update(loaded)
-        optimizer.param_groups = self._groups
-        if optimizer.state is self._state:
-            return
-        state = dict(optimizer.state)
-        for parameter, values in state.items():
-            for name, before in self._values.get(parameter, {}).items():
-                value = values.get(name)
-                if not (isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor)):
-                    continue
-                if value.dtype != before.dtype:
-                    values[name] = before  # already restored in place
-        self._state.clear()
-        self._state.update(state)
-        optimizer.state = self._state
+@contextmanager
+def _same_dicts(optimizer: Optimizer) -> Iterator[None]:
+    """Put back the dicts of an optimizer that keeps parameters' state, with the loaded content."""
+    groups: Any = optimizer.param_groups
+    state: Any = optimizer.state
+    contents = list(groups)
+    before = {parameter: dict(values) for parameter, values in state.items()}
+    yield
+    if len(optimizer.param_groups) != len(contents):
+        return  # a user's load_state_dict made other groups
+    for content, loaded in zip(contents, optimizer.param_groups, strict=True):
+        if content is not loaded:
+            content.clear()
+            content.update(loaded)
+    optimizer.param_groups = groups
+    if optimizer.state is state:
+        return
+    found = dict(optimizer.state)
+    for parameter, values in found.items():
+        for name, live in before.get(parameter, {}).items():
+            value = values.get(name)
+            both = isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)
+            if both and value.dtype != live.dtype:
+                values[name] = live  # already restored in place
+    state.clear()
+    state.update(found)
+    optimizer.state = state

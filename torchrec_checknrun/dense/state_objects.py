@@ -95,11 +95,9 @@ class StateObjects:
         """Build the state dict to load: the saved content with the live sharded tensors.
 
         Args:
-            name: the object's name.
-            current: the object's present state dict.
+            name, current, covered: as for ``check``.
             saved: the saved content.
             kept: recognizes live values that are used in place of the saved ones.
-            covered: recognizes leaves that are restored in place.
             of_table: recognizes keys of a table, under which an optimizer keeps state that depends
                 on the sharding: such keys on one side only keep their live content.
             strict: whether a plain module must match the saved content exactly; if not, only the

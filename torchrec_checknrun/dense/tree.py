@@ -7,9 +7,11 @@ another one in any attribute, and torch's state dict shows only the outermost on
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 _TORCHS = frozenset({"state", "param_groups", "params", "defaults"})
 """Attributes of every optimizer that are not searched for others."""
+HOOKS = re.compile(r"^_optimizer_.*_hooks$")
+"""Names of the attributes that hold an optimizer's hooks."""
 _DEEPEST = 3
 """Levels of lists and dicts that are searched for optimizers."""
 
@@ -38,6 +42,8 @@ class Node:
         fused: whether the optimizer updates only tables inside kernels.
         steps: whether the optimizer keeps parameters' state itself.
         wraps: whether the optimizer holds other optimizers.
+        hidden: identity and attribute of the optimizer whose state dict shows this one's state, if
+            the nest's outermost state dict doesn't; otherwise empty.
     """
 
     optimizer: Optimizer
@@ -46,7 +52,8 @@ class Node:
     keyed: KeyedOptimizer | None
     fused: bool
     steps: bool
-    wraps: bool = False
+    wraps: bool
+    hidden: str
 
     def key(self, name: str) -> str:
         """Return the outermost state dict's key of a parameter's name."""
@@ -114,7 +121,7 @@ class Parameters:
 
     def keys(self) -> dict[torch.Tensor, Key]:
         """Return a plain optimizer's parameters in torch's order, with their keys."""
-        parameters = dict.fromkeys(p for g in self._optimizer.param_groups for p in g["params"])
+        parameters = dict.fromkeys(parameters_of(self._optimizer))
         if self.numbered or not all(p in self._names for p in parameters):
             return {parameter: number for number, parameter in enumerate(parameters)}
         return {parameter: self._names[parameter] for parameter in parameters}
@@ -134,29 +141,17 @@ class Parameters:
         return Parameter(key, name, parameter, optimizer, group, sharded)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A place in a walk: a node, and the optimizer whose state dict shows its state.
-
-    Attributes:
-        root: identity and attribute of the outermost such optimizer; empty if it is the walk's.
-    """
-
-    node: Node
-    root: str
-
-
 def nodes(optimizer: Optimizer) -> list[Node]:
     """List the optimizers whose state one state dict shows, the innermost first.
 
     Of fused optimizers only the outermost is listed; ``hidden_optimizers`` are left out.
     """
-    return [place.node for place in _walk(optimizer) if not place.root][::-1]
+    return [node for node in all_nodes(optimizer) if not node.hidden]
 
 
 def all_nodes(optimizer: Optimizer) -> list[Node]:
     """List all optimizers in a nest, the innermost first; of fused ones only the outermost."""
-    return [place.node for place in _walk(optimizer)][::-1]
+    return list(_walk(optimizer))[::-1]
 
 
 def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
@@ -169,9 +164,9 @@ def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
         The optimizers by identity and attribute, ``SAM.base_optimizer``, the outer ones first.
     """
     found: dict[str, Optimizer] = {}
-    for place in _walk(optimizer):
-        if place.root and not place.node.fused:
-            found.setdefault(place.root, place.node.optimizer)
+    for node in _walk(optimizer):
+        if node.hidden and not node.fused:
+            found.setdefault(node.hidden, node.optimizer)
     return found
 
 
@@ -188,6 +183,11 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
         if name not in _TORCHS:
             found.update(_optimizers_in(value, name))
     return {name: inner for name, inner in found.items() if inner is not optimizer}
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Iterate over the parameters of an optimizer's groups."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -207,42 +207,43 @@ def own_parameters(node: Node) -> dict[str, torch.Tensor]:
     params = getattr(node.optimizer, "params", None)
     if not isinstance(params, Mapping):
         return {}
-    stepped = {id(p) for group in node.optimizer.param_groups for p in group["params"]}
+    stepped = set(map(id, parameters_of(node.optimizer)))
     return {name: p for name, p in params.items() if id(p) not in stepped}
 
 
-def _walk(optimizer: Optimizer) -> Iterator[_Place]:
+def _walk(optimizer: Optimizer) -> Iterator[Node]:
     """Yield each optimizer in a nest once, outer ones first."""
     identities: Counter[str] = Counter()
     seen: set[int] = set()
 
     def walk(
-        optimizer: Optimizer, prefix: str, keyed: KeyedOptimizer | None, root: str
-    ) -> Iterator[_Place]:
+        optimizer: Optimizer, prefix: str, keyed: KeyedOptimizer | None, hidden: str
+    ) -> Iterator[Node]:
         if id(optimizer) in seen:
             return
         seen.add(id(optimizer))
         if isinstance(optimizer, KeyedOptimizer):
             keyed = optimizer
         kind = type(optimizer).__name__
-        identity = ".".join(part for part in (root, prefix, kind) if part)
+        identity = ".".join(part for part in (hidden, prefix, kind) if part)
         identities[identity] += 1
         if identities[identity] > 1:
             identity = f"{identity}#{identities[identity]}"
         if is_fused(optimizer):
-            yield _Place(Node(optimizer, identity, prefix, keyed, True, False), root)
+            yield Node(optimizer, identity, prefix, keyed, True, False, False, hidden)
             return
         combines = isinstance(optimizer, CombinedOptimizer)
         inner = inner_optimizers(optimizer)
         shown = {name for name, each in inner.items() if _shows(optimizer, name, each)}
         steps = not (combines or shown)
-        yield _Place(Node(optimizer, identity, prefix, keyed, False, steps, bool(inner)), root)
+        yield Node(optimizer, identity, prefix, keyed, False, steps, bool(inner), hidden)
         # Shown ones first: a shown optimizer may also be inside a hidden one.
         for name, each in sorted(inner.items(), key=lambda item: item[0] not in shown):
             if combines:
-                yield from walk(each, CombinedOptimizer.prepend_opt_key(name, prefix), None, root)
+                of_part = CombinedOptimizer.prepend_opt_key(name, prefix)
+                yield from walk(each, of_part, None, hidden)
             elif name in shown:
-                yield from walk(each, prefix, keyed, root)
+                yield from walk(each, prefix, keyed, hidden)
             else:
                 yield from walk(each, "", None, f"{identity}.{name}")
 

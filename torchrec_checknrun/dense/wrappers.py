@@ -8,6 +8,7 @@ constructor's arguments that change; set other values after the restore if neede
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import logging
 import os
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 
 from torchrec_checknrun.dense.live_values import LIVE, pack, put, same, why_not
 from torchrec_checknrun.dense.references import References
-from torchrec_checknrun.dense.tree import Node, own_parameters
+from torchrec_checknrun.dense.tree import HOOKS, Node, own_parameters, parameters_of
 from torchrec_checknrun.format.state import Tree, tree_items
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ _OF_PROCESS = re.compile(r"(^|_)(rank|world)(_|$)")
 """Names of attributes that, as whole numbers, describe the process rather than the run."""
 _PLACES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 """Environment variables with values of such attributes."""
-_HOOKS = re.compile(r"^_optimizer_.*_hooks$")
 _SETTING = "_save_param_groups"
 """A default that only controls the content of state dicts."""
 _REMEDY = (
@@ -102,7 +102,8 @@ def give_back(
         if ``resized``.
     """
     optimizer = node.optimizer
-    device = next((p.device for p in _tensors(optimizer)), None)
+    whole = (p for p in parameters_of(optimizer) if not isinstance(p, ShardedTensor))
+    device = next((p.device for p in whole if isinstance(p, torch.Tensor)), None)
     attributes = saved.get(_ATTRIBUTES, {})
     live_ones = dict(_attributes(node))
     for name in _OF_STEPS & live_ones.keys() - attributes.keys():
@@ -142,7 +143,6 @@ def without_takers(saved: Mapping[str | int, Tree], live: Collection[Node]) -> d
 
     Args:
         saved: results of ``held`` as trees, by the wrappers' identities.
-        live: the live optimizers.
 
     Returns:
         The missing wrappers' attributes, by identity.
@@ -160,13 +160,9 @@ def _attributes(node: Node) -> Iterator[tuple[str, Any]]:
     """Yield the attributes that may be state, those in slots among them."""
     optimizer = node.optimizer
     found = dict(vars(optimizer))
-    for kind in type(optimizer).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            private = slot.startswith("__") and not slot.endswith("__")
-            name = f"_{kind.__name__.lstrip('_')}{slot}" if private else slot
-            if name not in ("__dict__", "__weakref__") and hasattr(optimizer, name):
-                found.setdefault(name, getattr(optimizer, name))
+    for name in copyreg._slotnames(type(optimizer)):  # type: ignore[attr-defined]  # as pickle does
+        if hasattr(optimizer, name):
+            found.setdefault(name, getattr(optimizer, name))
     for name, value in found.items():
         if node.fused and isinstance(value, nn.Module):
             continue  # the kernel
@@ -213,7 +209,7 @@ def _own(node: Node) -> dict[str, torch.Tensor]:
 def _is_state(node: Node, name: str) -> bool:
     if node.steps and not node.wraps:
         return name in _OF_STEPS
-    return not (name in _ELSEWHERE or _HOOKS.search(name))
+    return not (name in _ELSEWHERE or HOOKS.search(name))
 
 
 def _is_of_process(optimizer: Optimizer, name: str, value: object) -> bool:
@@ -265,13 +261,6 @@ def _warn(optimizer: Optimizer, name: str, what: str, remedy: str) -> None:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, torch.Tensor) and not isinstance(parameter, ShardedTensor):
-                yield parameter
 
 
 def _is_shared(kind: type, value: object) -> bool:

@@ -102,7 +102,6 @@ def check_blocks(path: Path, parts: list[tuple[BlockSummary, int]]) -> set[int]:
     """Refuse a sharded tensor that ranks see differently, write twice or write only in part.
 
     Args:
-        path: of the tensor.
         parts: the tensor's local parts on all ranks, each with its rank.
 
     Returns:
@@ -123,21 +122,18 @@ def check_blocks(path: Path, parts: list[tuple[BlockSummary, int]]) -> set[int]:
                 f"{part.dtype} {list(part.size)} on rank {rank}: save one model at a time"
             )
         known, known_rank = writers.setdefault(part.box, (part, rank))
-        if known is part or not part.box.volume:
-            again |= {i} if known is not part else set()
-        elif part.digest is None or known.digest is None:
+        if known is part:
+            continue
+        if part.box.volume and None in (part.digest, known.digest):
             continue  # refused below as an overlap
-        elif part.digest != known.digest:
+        if part.box.volume and part.digest != known.digest:
             raise InvalidPlan(
                 f"{name}: ranks {known_rank} and {rank} hold {part.box} each on a mesh of its own, "
                 "with different values. To save them all, give them different names; if they "
                 "should be equal, the ranks have diverged"
             )
-        else:
-            again.add(i)
-    held = [
-        pair for i, pair in enumerate((part.box, rank) for part, rank in parts) if i not in again
-    ]
+        again.add(i)
+    held = [(part.box, rank) for i, (part, rank) in enumerate(parts) if i not in again]
     whole = Box.whole(first.size)
     if tiles(whole, (box for box, _ in held)):
         return again

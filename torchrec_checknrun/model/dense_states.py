@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_checknrun.dense.nested import NestedOptimizer
+from torchrec_checknrun.dense.optimizer import DenseOptimizer
 from torchrec_checknrun.dense.references import tensors_of
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.format.state import Tree
@@ -133,11 +135,14 @@ class DenseStates:
     def _optimizers(
         self, which: Collection[str], resized: bool = False
     ) -> dict[str, NestedOptimizer]:
-        names, sharded, elsewhere = self._names(), self._sharded(), list(self._elsewhere())
-        return {
-            name: NestedOptimizer(self._states[name], _is_known, names, sharded, elsewhere, resized)
-            for name in which
-        }
+        dense = partial(
+            DenseOptimizer,
+            names=self._names(),
+            sharded=self._sharded(),
+            elsewhere=list(self._elsewhere()),
+            resized=resized,
+        )
+        return {name: NestedOptimizer(self._states[name], _is_known, dense) for name in which}
 
     def _elsewhere(self) -> Iterator[object]:
         """Yield all objects that are stored with the model or as other state objects."""

@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -43,6 +43,7 @@ class WriteWatch:
         marks: of the kernel's local shards, in the kernel's order.
 
     Attributes:
+        kernel, marks: as given.
         stepped: finds the tables that dense optimizers step.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
             then the next checkpoint holds all rows anyway.
@@ -52,7 +53,7 @@ class WriteWatch:
 
     def __init__(self, kernel: Kernel, marks: Sequence[Marks]) -> None:
         self.kernel = kernel
-        self._marks = marks
+        self.marks = marks
         self.stepped = SteppedTables(kernel)
         self._seen = self._look()
         self._announced = 0
@@ -61,18 +62,10 @@ class WriteWatch:
         self._alive.add(self)
 
     @classmethod
-    def of(cls, modules: Iterable[Any]) -> list[WriteWatch]:
-        """Return all trackers' watches on these kernels.
-
-        Args:
-            modules: TorchRec's kernel modules, or FBGEMM's inside them.
-        """
+    def of(cls, modules: Iterable[object]) -> list[WriteWatch]:
+        """Return all trackers' watches on TorchRec's kernel modules."""
         wanted = {id(module) for module in modules}
-        return [
-            watch
-            for watch in cls._alive
-            if not wanted.isdisjoint((id(watch.kernel.module), id(watch.kernel.module._emb_module)))
-        ]
+        return [watch for watch in cls._alive if id(watch.kernel.module) in wanted]
 
     def check(self) -> None:
         """Mark all rows, for every consumer, if the memory was written since last seen."""
@@ -82,8 +75,8 @@ class WriteWatch:
         if now == self._seen:
             return
         self._seen = now
-        known = all(bool((marks.raw == 255).all()) for marks in self._marks)
-        for marks in self._marks:
+        known = all(bool((marks.raw == 255).all()) for marks in self.marks)
+        for marks in self.marks:
             marks.mark_all()
         if self.warns and not known and not self._warned:
             self._warned = True
@@ -126,13 +119,13 @@ class WriteWatch:
 
 
 @contextmanager
-def announced(modules: Iterable[Any]) -> Iterator[None]:
+def announced(modules: Iterable[object]) -> Iterator[None]:
     """Let the block write to kernels' memory whose rows it has marked for all trackers.
 
     If an exception leaves the block, the next ``WriteWatch.check`` marks all rows.
 
     Args:
-        modules: TorchRec's kernel modules, or FBGEMM's inside them.
+        modules: TorchRec's kernel modules.
     """
     watches = WriteWatch.of(modules)
     for watch in watches:
@@ -157,7 +150,7 @@ def mark_memory(written: Iterable[torch.Tensor]) -> None:
         weights = watch.kernel.module.split_embedding_weights()
         states = [state for shard in watch.kernel.shards for state in shard.optimizer.values()]
         if any(t.untyped_storage().data_ptr() in memory for t in (*weights, *states)):
-            for marks in watch._marks:
+            for marks in watch.marks:
                 marks.mark_all()
 
 

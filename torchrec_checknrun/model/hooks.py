@@ -2,16 +2,17 @@
 
 Fused kernels have a hook on the gradient of their output, data-parallel tables on their dense
 optimizers. Rows of evicted ids change without a backward pass: TorchRec has the kernel reset them
-(for managed collisions and pruning) and initializes them again. PyTorch has no hooks for either, so
-the kernel's own method and the collection's method that initializes rows are wrapped. The latter
-writes to a parameter, as users do by hand, and is announced to the ``WriteWatch``.
+(for managed collisions and pruning) and initializes them again. There are no hooks for either, so
+the kernel's own method and the collection's method that initializes rows are surrounded by contexts
+(``surround``). The latter writes to a parameter, as users do by hand, and is announced to the
+``WriteWatch``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from torchrec_checknrun.dense.optimizers import touches_other_rows, wraps_anothe
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.model.marks import Marks, PendingRows
-from torchrec_checknrun.model.surround import surround
 
 logger = logging.getLogger(__name__)
+
+Around = Callable[..., AbstractContextManager[None]]
+"""Makes a context for one call of a method, given the call's arguments."""
 
 _RESET = "reset_embedding_weight_momentum"
 """FBGEMM's method that resets rows."""
@@ -65,7 +68,7 @@ class KernelHook:
         self, module: nn.Module, args: tuple[KeyedJaggedTensor, ...], out: torch.Tensor
     ) -> None:
         if self.kernel.touches_other_rows and self.kernel.module._emb_module.training:
-            self._mark_all()  # the forward pass updates moving averages, even without a gradient
+            self._mark_whole()  # the forward pass updates moving averages, even without a gradient
         if not out.requires_grad:
             return  # evaluation updates nothing
         features = args[0]
@@ -75,7 +78,7 @@ class KernelHook:
 
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
         if self.kernel.touches_other_rows:
-            self._mark_all()
+            self._mark_whole()
             return
         for feature, shard in enumerate(self.kernel.feature_to_shard):
             self._marks[shard].mark(values[offsets[feature] : offsets[feature + 1]])
@@ -97,15 +100,21 @@ class KernelHook:
             marks = self._marks[shard]
             marks.mark(rows[(rows >= 0) & (rows < marks.rows)])
 
-    def _mark_all(self) -> None:
-        if not self._warned:
+    def _mark_whole(self) -> None:
+        self._mark_all(range(len(self._marks)), self.kernel.module._emb_module.optimizer)
+
+    def _mark_all(self, tables: Collection[int], optimizer: object) -> None:
+        """Mark all rows of tables, by their places in the kernel; warn once of the optimizer."""
+        for i in tables:
+            self._marks[i].mark_all()
+        if tables and not self._warned:
             self._warned = True
-            _warn_all_rows(
-                self.kernel.module._emb_module.optimizer,
-                [shard.table for shard in self.kernel.shards],
+            logger.warning(
+                "optimizer %s may change rows that were not looked up: all rows of %s count as "
+                "modified after every step, and differential checkpoints save nothing there",
+                optimizer,
+                [self.kernel.shards[i].table for i in tables],
             )
-        for marks in self._marks:
-            marks.mark_all()
 
 
 class DataParallelHook(KernelHook):
@@ -163,21 +172,7 @@ class DataParallelHook(KernelHook):
         for i in {each.table for each in stepped}:
             self._pending[i].mark()
         whole = sorted({each.table for each in stepped if touches_others[each.group]})
-        for i in whole:
-            self._marks[i].mark_all()
-        if whole and not self._warned:
-            self._warned = True
-            tables = [self.kernel.shards[i].table for i in whole]
-            _warn_all_rows(type(optimizer).__name__, tables)
-
-
-def _warn_all_rows(optimizer: object, tables: list[str]) -> None:
-    logger.warning(
-        "optimizer %s may change rows that were not looked up: all rows of %s count as modified "
-        "after every step, and differential checkpoints save nothing there",
-        optimizer,
-        tables,
-    )
+        self._mark_all(whole, type(optimizer).__name__)
 
 
 def reset_rows(
@@ -209,7 +204,54 @@ def announce_evictions(collection: Any) -> Callable[[], None]:
             yield
             return
         lookups = collection._embedding_module._lookups
-        with announced(kernel._emb_module for lookup in lookups for kernel in lookup._emb_modules):
+        with announced(kernel for lookup in lookups for kernel in lookup._emb_modules):
             yield
 
     return surround(collection, "_evict", around)
+
+
+class _Surrounded:
+    """A method of one object, in its place, for all trackers that surround the method."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        # The owner, not the method: in a copy of the owner this must call the copy's.
+        self.owner, self.name = owner, name
+        self.own: Callable[..., Any] | None = vars(owner).get(name)
+        self.around: list[Around] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method within all contexts."""
+        with ExitStack() as stack:
+            for around in self.around:
+                stack.enter_context(around(*args, **kwargs))
+            if self.own is not None:
+                return self.own(*args, **kwargs)
+            return getattr(type(self.owner), self.name)(self.owner, *args, **kwargs)
+
+
+def surround(owner: Any, name: str, around: Around) -> Callable[[], None]:
+    """Surround every call of an object's method by a context; do nothing if there is no such.
+
+    Returns:
+        A function that undoes it, once or more often; the last one restores the object's own
+        method.
+    """
+    if not hasattr(owner, name):
+        return lambda: None
+    found = vars(owner).get(name)
+    surrounded = found if isinstance(found, _Surrounded) else _Surrounded(owner, name)
+    vars(owner)[name] = surrounded
+    surrounded.around.append(around)
+
+    def stop() -> None:
+        if around not in surrounded.around:
+            return
+        surrounded.around.remove(around)
+        if surrounded.around:
+            return
+        if surrounded.own is None:
+            del vars(owner)[name]
+        else:
+            vars(owner)[name] = surrounded.own
+
+    return stop

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from torchrec_checknrun.dense.param_groups import set_option
+
 logger = logging.getLogger(__name__)
 
 Options = dict[str, Any]
@@ -77,8 +79,7 @@ def set_kernel_options(tbe: Any, group: dict[str, Any], of_tables: Mapping[str, 
     """Set the options that ``kernel_options`` returned, where a kernel's tables agree on them.
 
     Args:
-        tbe: the table-batched embedding module.
-        group: the fused optimizer's parameter group.
+        tbe, group: as for ``kernel_options``.
         of_tables: by table; tables that were data parallel have none.
     """
     names = dict.fromkeys(name for options in of_tables.values() for name in options)
@@ -99,11 +100,7 @@ def set_kernel_options(tbe: Any, group: dict[str, Any], of_tables: Mapping[str, 
                     ),
                 )
         elif name.startswith(_GROUP):
-            live = group.get(name.removeprefix(_GROUP))
-            if isinstance(live, torch.Tensor):
-                live.fill_(values[0])
-            else:
-                group[name.removeprefix(_GROUP)] = _plain(values[0])
+            set_option(group, name.removeprefix(_GROUP), _plain(values[0]))
         elif _set(tbe, name.removeprefix(_KERNEL), _plain(values[0])):
             changed.append(f"{name} = {values[0]}")
     if changed:

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch.optim import Optimizer
 
-from torchrec_checknrun.dense.optimizers import group_of, is_same_memory, state_of
+from torchrec_checknrun.dense.optimizers import is_same_memory
+from torchrec_checknrun.dense.param_groups import set_option
 from torchrec_checknrun.model.kernel_options import Options, kernel_options, set_kernel_options
 from torchrec_checknrun.model.kernels import Kernel
+from torchrec_checknrun.model.stepped_tables import SteppedTables
 from torchrec_checknrun.shards import LocalShard
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,8 @@ def table_progress(kernels: Iterable[Kernel]) -> dict[str, OptimizerClock]:
     found: dict[str, OptimizerClock] = {}
     for kernel in kernels:
         if kernel.data_parallel:
-            for shard, optimizer, group in _dense_groups(kernel):
-                step = state_of([optimizer], shard.weight).get("step")
-                counter = None if step is None else int(step)
+            for shard, state, group in _dense_groups(kernel):
+                counter = None if state.get("step") is None else int(state["step"])
                 found[shard.table] = OptimizerClock(counter, float(group["lr"]))
         elif (tbe := kernel.module._emb_module).optimizer != EmbOptimType.NONE:
             group = kernel.module.fused_optimizer.param_groups[0]
@@ -107,11 +107,11 @@ def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
 
 def _set_dense(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
     by_group: dict[int, tuple[dict[str, Any], list[LocalShard]]] = {}
-    for shard, optimizer, group in _dense_groups(kernel):
+    for shard, state, group in _dense_groups(kernel):
         if shard.table not in progress:
             continue
         by_group.setdefault(id(group), (group, []))[1].append(shard)
-        state, step = state_of([optimizer], shard.weight), progress[shard.table].step
+        step = progress[shard.table].step
         if step is None or "step" not in state:
             continue
         if isinstance(state["step"], torch.Tensor):
@@ -125,23 +125,26 @@ def _set_dense(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
         weights = [shard.weight for shard in shards]
         alone = all(any(is_same_memory(p, w) for w in weights) for p in group["params"])
         if alone and len(rates) == 1:
-            (rate,) = rates
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            set_option(group, "lr", rates.pop())
         else:
             _warn_of_rate([shard.table for shard in shards], rates, group)
 
 
-def _dense_groups(kernel: Kernel) -> Iterator[tuple[LocalShard, Optimizer, dict[str, Any]]]:
-    """Yield a data-parallel kernel's tables, each with its optimizer and parameter group."""
-    for shard in kernel.shards:
-        for optimizer in kernel.optimizers:
-            group = group_of(optimizer, shard.weight)
-            if group is not None and "lr" in group:  # a wrapper's group may have no rate
-                yield shard, optimizer, group
-                break
+def _dense_groups(
+    kernel: Kernel,
+) -> Iterator[tuple[LocalShard, dict[str, Any], dict[str, Any]]]:
+    """Yield a data-parallel kernel's tables, each with the state and group of its optimizer.
+
+    Of several optimizers the first one counts: those inside come before their wrappers.
+    """
+    tables, found = SteppedTables(kernel), set()
+    for optimizer in kernel.optimizers:
+        for stepped in tables.of(optimizer):
+            group = optimizer.param_groups[stepped.group]
+            if stepped.table not in found and "lr" in group:  # a wrapper's may have no rate
+                found.add(stepped.table)
+                state = optimizer.state.get(stepped.parameter, {})
+                yield kernel.shards[stepped.table], state, group
 
 
 def _warn_of_rate(tables: list[str], rates: set[float], group: Mapping[str, Any]) -> None:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ShardingEnv
 
+from torchrec_checknrun.model.hooks import surround
 from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.model.marks import Cut
-from torchrec_checknrun.model.surround import surround
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.shards import LocalShard, Rectangle
@@ -126,8 +126,7 @@ def carry_marks(
     """Mark the rows of new shards as they were marked in the old ones; a collective.
 
     Args:
-        gone: this rank's old shards.
-        new: this rank's new shards.
+        gone, new: this rank's old and new shards.
         all_known: whether TorchRec has moved all optimizer state along, on all ranks. If not, all
             rows are marked; if so, only rows that no rank held.
     """

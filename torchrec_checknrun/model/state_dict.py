@@ -10,7 +10,7 @@ tensors, and ``drop_tables`` leaves the dense part.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,10 +155,8 @@ def find_blocks(
     Raises:
         UnsupportedState: a shard can't be stored, or has a table's name but not its memory.
     """
-    found: list[_Sharded] = []
-    _collect(state_dict, (), found)
     blocks = []
-    for sharded in found:
+    for sharded in _sharded_tensors(state_dict):
         if sharded.placed is None and all(stored.holds(tensor) for _, tensor in sharded.shards):
             continue
         if any(stored.name(key) for key in sharded.path[-2:]):
@@ -190,9 +188,7 @@ def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str,
         UnsupportedState: a table's optimizer state is there without the table, or two tables have
             the same name.
     """
-    found: list[_Sharded] = []
-    _collect(state_dict, (), found)
-    found = [sharded for sharded in found if sharded.placed is None]
+    found = [sharded for sharded in _sharded_tensors(state_dict) if sharded.placed is None]
     weights = {str(s.path[-1]): s for s in found if _is_weight(s)}
     if len(weights) != sum(_is_weight(s) for s in found):
         raise UnsupportedState(
@@ -262,29 +258,27 @@ def plain_targets(value: Any, paths: Container[Path]) -> list[Block]:
 
 def write_whole(value: Any, whole: torch.Tensor) -> None:
     """Write a plain tensor into the local parts of a sharded one of the same shape."""
-    found: list[_Sharded] = []
-    _collect(value, (), found)
-    for part in found[0].parts():
-        part.tensor.copy_(whole[part.box.slices(Box.whole(whole.shape))])
+    for sharded in _sharded_tensors(value):
+        for part in sharded.parts():
+            part.tensor.copy_(whole[part.box.slices(Box.whole(whole.shape))])
 
 
-def _collect(value: Any, path: Path, found: list[_Sharded]) -> None:
-    for place, leaf in leaves(value, SHARDED, path):
+def _sharded_tensors(state_dict: Any) -> Iterator[_Sharded]:
+    for path, leaf in leaves(state_dict, SHARDED):
         # A ShardedTensor's own size() goes through torch's dispatcher: ten times as slow.
         size = tuple(leaf.metadata().size if isinstance(leaf, ShardedTensor) else leaf.size())
+        shards: list[tuple[tuple[int, ...], torch.Tensor]] = []
+        placed = None
         if isinstance(leaf, ShardedTensor):
-            shards = [
-                (tuple(s.metadata.shard_offsets), s.tensor.detach()) for s in leaf.local_shards()
-            ]
-            found.append(_Sharded(place, size, leaf, shards, None))
+            for shard in leaf.local_shards():
+                shards.append((tuple(shard.metadata.shard_offsets), shard.tensor.detach()))
         elif isinstance(local := leaf._local_tensor, LocalShardsWrapper):
-            offsets = [tuple(offset) for offset in local.local_offsets()]
             # A rank without a shard still has an offset.
-            tensors = [shard.detach() for shard in local.local_shards()]
-            shards = list(zip(offsets, tensors, strict=False))
-            found.append(_Sharded(place, size, leaf, shards, None))
+            for offset, tensor in zip(local.local_offsets(), local.local_shards(), strict=False):
+                shards.append((tuple(offset), tensor.detach()))
         else:
-            found.append(_Sharded(place, size, leaf, [], local_parts(leaf, name_of(place))))
+            placed = local_parts(leaf, name_of(path))
+        yield _Sharded(path, size, leaf, shards, placed)
 
 
 def _layout(value: Any) -> tuple[Span, ...] | None:

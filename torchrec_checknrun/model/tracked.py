@@ -138,8 +138,7 @@ class TrackedModel:
         with announced(shard.kernel_module for shard in shards):
             self.mark(table, rows)
             for shard in shards:
-                for other in shard.everywhere():
-                    other.mark(rows)
+                shard.mark(rows, everywhere=True)
             yield
 
     def modified_rows(self, consumer: Consumer = Consumer.USER) -> dict[str, torch.Tensor]:
@@ -274,7 +273,7 @@ class TrackedModel:
             marks = [Marks(s.rectangle.rows, s.weight.device) for s in kernel.shards]
             hooked = DataParallelHook if kernel.data_parallel else KernelHook
             hook = hooked(kernel, marks)
-            shards = [TrackedShard(kernel, i, m, hook.writes) for i, m in enumerate(marks)]
+            shards = [TrackedShard(hook.writes, i) for i in range(len(marks))]
             self._hooks[hook] = shards
             new += shards
         self.shards = [shard for shards in self._hooks.values() for shard in shards]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
-from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.model.marks import Consumer, Marks
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 
@@ -23,25 +20,20 @@ class TrackedShard:
     """One local shard with its marks; all row ids that go in or out are global.
 
     Args:
-        kernel: holds the shard.
+        writes: notices what is written to the tables of the shard's kernel by hand.
         index: position among the kernel's shards.
-        marks: of the shard.
-        writes: notices what is written to the kernel's tables by hand.
 
     Attributes:
         local: the shard's memory.
         marks: which of the shard's rows are modified.
     """
 
-    _alive: ClassVar[weakref.WeakSet[TrackedShard]] = weakref.WeakSet()
-
-    def __init__(self, kernel: Kernel, index: int, marks: Marks, writes: WriteWatch) -> None:
-        self.local: LocalShard = kernel.shards[index]
-        self.marks = marks
-        self._kernel = kernel
+    def __init__(self, writes: WriteWatch, index: int) -> None:
+        self.local: LocalShard = writes.kernel.shards[index]
+        self.marks = writes.marks[index]
+        self._kernel = writes.kernel
         self._index = index
         self._writes = writes
-        self._alive.add(self)
 
     @property
     def table(self) -> str:
@@ -58,14 +50,21 @@ class TrackedShard:
         """The TorchRec kernel module that holds the shard, perhaps among other shards."""
         return self._kernel.module
 
-    def mark(self, rows: RowIds) -> None:
-        """Mark those of ``rows`` that are in the shard; ignore all others."""
-        ids = as_ids(rows) - self.rectangle.row_start
-        self.marks.mark(ids[(ids >= 0) & (ids < self.rectangle.rows)].to(self.marks.raw.device))
+    def mark(self, rows: RowIds, everywhere: bool = False) -> None:
+        """Mark those of ``rows`` that are in the shard; ignore all others.
 
-    def mark_all(self) -> None:
-        """Mark every row of the shard."""
-        self.marks.mark_all()
+        Args:
+            everywhere: for all trackers of the shard, not only for this one.
+        """
+        ids = as_ids(rows) - self.rectangle.row_start
+        ids = ids[(ids >= 0) & (ids < self.rectangle.rows)]
+        for marks in self._all_marks() if everywhere else [self.marks]:
+            marks.mark(ids.to(marks.raw.device))
+
+    def mark_all(self, everywhere: bool = False) -> None:
+        """Mark every row of the shard; ``everywhere`` as for ``mark``."""
+        for marks in self._all_marks() if everywhere else [self.marks]:
+            marks.mark_all()
 
     def modified_rows(self, consumer: Consumer = Consumer.USER) -> torch.Tensor:
         """Return the rows modified since ``clear(consumer)``.
@@ -145,17 +144,13 @@ class TrackedShard:
         self._writes.flush()
         self.local.local_ids(ids)  # raises before anything is marked
         with announced([self._kernel.module]):
-            for shard in self.everywhere():
-                shard.mark(ids)  # before the write, so that no row is ever written unmarked
+            self.mark(ids, everywhere=True)  # before the write: no row is written unmarked
             self.local.scatter(Rows(ids, weight, states))
         self._kernel.purge()
 
-    def everywhere(self) -> Iterator[TrackedShard]:
-        """Yield every tracker's view of this shard, this one first."""
-        yield self
-        for shard in list(self._alive):
-            if shard._kernel.module is self._kernel.module and shard._index == self._index:
-                yield shard
+    def _all_marks(self) -> list[Marks]:
+        """Return all trackers' marks of this shard."""
+        return [watch.marks[self._index] for watch in WriteWatch.of([self._kernel.module])]
 
 
 def as_ids(rows: RowIds) -> torch.Tensor:

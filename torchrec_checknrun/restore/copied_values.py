@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor
-from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
+from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.model.state_dict import StoredTables
 from torchrec_checknrun.model.tracked import TrackedModel
@@ -66,17 +64,16 @@ def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
 
 
 def _locals(value: object) -> list[torch.Tensor]:
-    """List this rank's local tensors of a value."""
-    if isinstance(value, ShardedTensor):
-        return [local for shard in value.local_shards() for local in _locals(shard.tensor)]
-    if isinstance(value, DTensor):
-        value = value._local_tensor
-    if isinstance(value, LocalShardsWrapper):
-        return [local for shard in value.local_shards() for local in _locals(shard)]
-    if not isinstance(value, torch.Tensor) or hasattr(value, "__tensor_flatten__"):
-        return []  # tensors that only wrap other tensors have no memory, and are not saved
-    has_memory = value.layout == torch.strided and not value.is_meta and value.numel() > 0
-    return [value.detach()] if has_memory else []
+    """List this rank's local tensors of a value that have memory."""
+    return [
+        local.detach()
+        for local in local_tensors(value)
+        if local.layout == torch.strided
+        and not local.is_meta
+        and local.numel() > 0
+        # Tensors that only wrap other tensors have no memory, and are not saved.
+        and not hasattr(local, "__tensor_flatten__")
+    ]
 
 
 def _address(tensor: torch.Tensor) -> int:

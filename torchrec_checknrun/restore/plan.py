@@ -224,9 +224,9 @@ class ChainRestore:
             return
         self._tracked.check_writes()
         tables = set(self._targets.values())
-        for own in self._tracked.shards:
-            for shard in own.everywhere() if own.table in tables else ():
-                shard.mark_all()
+        for shard in self._tracked.shards:
+            if shard.table in tables:
+                shard.mark_all(everywhere=True)
         # The intervals of other trackers go on: everything that may differ from their last
         # checkpoint is marked, and to forget it only on ranks that hold these rows would set the
         # ranks at odds.

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from torchrec_checknrun.model.hooks import reset_rows
-from torchrec_checknrun.model.surround import surround
+from torchrec_checknrun.model.hooks import reset_rows, surround
 
 Told = list[tuple[int, list[int]]]
 

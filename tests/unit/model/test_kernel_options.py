@@ -50,3 +50,10 @@ def test_numbers_that_this_fbgemm_does_not_have_are_left_out() -> None:
     again = kernel(eps=0.2)
     set_kernel_options(again, {}, {"table": kernel_options(saved, {})})
     assert again.optimizer_args._asdict() == {"eps": 0.1}
+
+
+def test_an_infinite_option_comes_back_into_a_tensor() -> None:
+    bound = torch.tensor(1.0)
+    options = kernel_options(kernel(), {"bound": torch.tensor(float("inf"))})
+    set_kernel_options(kernel(), {"bound": bound}, {"table": options})
+    assert bound == float("inf")
