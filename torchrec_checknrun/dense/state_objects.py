@@ -9,12 +9,11 @@ was changed, so that is checked before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
@@ -65,20 +64,12 @@ class StateObjects:
             )
         if not isinstance(current, dict) or not _is_plain_module(self._states[name]):
             return
-        wanted = {key: value for key, value in current.items() if not covered(value)}
-        for key in [*(wanted.keys() - saved.keys()), *(saved.keys() - current.keys())]:
-            where = "checkpoint" if key in saved else "module"
-            raise IncompatibleCheckpoint(
-                f"{name}.{key} is in the {where} only: build the module as it was when the "
-                "checkpoint was saved, or skip what only one of them has with strict=False"
-            )
-        for key, value in wanted.items():
-            shape = saved[key].get("shape") if "x" in saved[key] else None
-            if isinstance(value, torch.Tensor) and shape != list(value.shape):
+        shapes = {key: node.get("shape") if "x" in node else None for key, node in saved.items()}
+        for key, problem in _misfits(current, shapes, covered):
+            if not covered(current.get(key)):
                 raise IncompatibleCheckpoint(
-                    f"{name}.{key}: the checkpoint has shape {shape}, the module wants "
-                    f"{list(value.shape)}: build the module as it was when the checkpoint was "
-                    "saved, or keep its own with strict=False"
+                    f"{name}.{key} is {problem}: build the module as it was when the checkpoint "
+                    "was saved, or restore only what fits with strict=False"
                 )
 
     def content(
@@ -109,7 +100,14 @@ class StateObjects:
             skipped.append(f"state {name!r}: empty in the checkpoint")
             return current
         if not strict and isinstance(current, dict) and _is_plain_module(state):
-            saved = _fitting(name, current, saved, covered, skipped)
+            shapes = {k: list(v.shape) if isinstance(v, Tensor) else None for k, v in saved.items()}
+            misfits = dict(_misfits(current, shapes, covered))
+            skipped += [f"state {name}.{key}: {problem}" for key, problem in misfits.items()]
+            saved = {
+                key: live if key in misfits else saved[key]
+                for key, live in current.items()
+                if key in saved or key in misfits
+            }
         by_table = of_table if isinstance(state, Optimizer) else never
         return _with_live(current, saved, kept, covered, by_table)
 
@@ -145,8 +143,8 @@ def _with_live(current: Any, saved: Any, kept: Kept, covered: Covered, of_table:
     """
     if kept(current, saved):
         return current
-    if isinstance(saved, torch.Tensor):
-        if isinstance(current, torch.Tensor) and not covered(current):
+    if isinstance(saved, Tensor):
+        if isinstance(current, Tensor) and not covered(current):
             return saved.to(current.device)
         return saved
     if not isinstance(saved, dict):
@@ -189,27 +187,23 @@ def _live_part(value: Any, covered: Covered) -> Any:
     return _MISSING
 
 
-def _fitting(
-    name: str,
-    current: dict[Any, Any],
-    saved: dict[Any, Any],
-    covered: Covered,
-    skipped: list[str],
-) -> dict[Any, Any]:
-    """Return the saved state that a module can load, completed by its present state."""
-    skipped += [f"state {name}.{key}: only in the checkpoint" for key in saved.keys() - current]
-    fitting = {}
+def _misfits(
+    current: Mapping[Any, Any], shapes: Mapping[Any, list[int] | None], covered: Covered
+) -> Iterator[tuple[Any, str]]:
+    """Yield the keys at which a module refuses a saved state, each with the reason.
+
+    Args:
+        shapes: by key, of the saved tensors; None for other saved values.
+    """
     for key, value in current.items():
-        if covered(value) and key not in saved:
-            continue
-        found = saved.get(key, _MISSING)
-        if found is _MISSING:
-            skipped.append(f"state {name}.{key}: only in the module")
-        elif isinstance(value, torch.Tensor) and getattr(found, "shape", None) != value.shape:
-            skipped.append(f"state {name}.{key}: of another shape than the module's")
-            found = _MISSING
-        fitting[key] = value if found is _MISSING else found
-    return fitting
+        if key not in shapes:
+            if not covered(value):
+                yield key, "in the module only"
+        elif isinstance(value, Tensor) and (shape := shapes[key]) != list(value.shape):
+            found = "no tensor" if shape is None else shape
+            yield key, f"{found} in the checkpoint and {list(value.shape)} in the module"
+    for key in shapes.keys() - current.keys():
+        yield key, "in the checkpoint only"
 
 
 def _is_plain_module(state: object) -> bool:

@@ -39,10 +39,7 @@ class DenseStates:
     """
 
     def __init__(
-        self,
-        model: nn.Module | None,
-        states: Mapping[str, object],
-        tracked: TrackedModel | None = None,
+        self, model: nn.Module | None, states: Mapping[str, object], tracked: TrackedModel
     ) -> None:
         self._model = model
         self._tracked = tracked
@@ -158,8 +155,6 @@ class DenseStates:
         return {parameter: name for name, parameter in self._model.named_parameters()}
 
     def _sharded(self) -> frozenset[str]:
-        if self._tracked is None:
-            return frozenset()
         replicas = {s.table for s in self._tracked.shards if s.local.replicated}
         return frozenset(self._tracked.tables.keys() - replicas)
 

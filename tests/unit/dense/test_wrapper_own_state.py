@@ -19,6 +19,7 @@ from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import IncompatibleCheckpoint, SaveFailed
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.model.dense_states import DenseStates
+from torchrec_checknrun.model.tracked import track
 
 Made = tuple[nn.Module, Any]
 Make = Callable[[], Made]
@@ -299,9 +300,9 @@ def test_values_that_follow_from_the_number_of_ranks_are_told(
     for resized in (False, True):
         (_, saved), (model, live) = making(Holding)(), making(Holding)()
         saved.accumulate, live.accumulate = 32, 16
-        content = DenseStates(model, {"o": saved}).stored()["o"]
+        content = DenseStates(model, {"o": saved}, track(model)).stored()["o"]
         tree, _ = encode_state(content, "o")
-        states = DenseStates(model, {"o": live})
+        states = DenseStates(model, {"o": live}, track(model))
         states.fit({"o": tree}, {}, strict=True, resized=resized)
         states.load("o", content)
         caplog.clear()
