@@ -19,7 +19,7 @@ from torchrec_checknrun.in_order import Turn, run_in_order
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 
-_THREADS = 8
+_MOST_THREADS = 8
 _CHUNKS_AT_ONCE = 3
 """Memory for all threads, in sizes of the largest chunk's decoded rows."""
 _IDS_BYTES = 24
@@ -123,7 +123,6 @@ def read_chunks(
     root: Folder,
     chunks: Sequence[StoredChunk],
     load: Callable[[ReadableChunk], object],
-    threads: int | None = None,
 ) -> None:
     """Read chunks and load them; chunks of rows by several threads, with turns in the given order.
 
@@ -132,13 +131,12 @@ def read_chunks(
 
     Args:
         load: called for each chunk.
-        threads: number of threads; None: one for each CPU of this process, up to 8.
 
     Raises:
         CorruptCheckpoint: a chunk is damaged.
         OSError: the storage failed.
     """
-    threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     rows = [(chunk, chunk.entry) for chunk in chunks if isinstance(chunk.entry, RowsEntry)]
     entries = [entry for _, entry in rows]
     longest = max((entry.length for entry in entries), default=0)
