@@ -21,6 +21,7 @@ from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.tables import scratch_tensor
 
 Columns = tuple[int, int]
 
@@ -78,12 +79,8 @@ def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -
     found = FusedRows(f"fused, {bits} bit")
     for columns, newest_first in parts.items():
         suffix = f".columns_{columns[0]}_{columns[1]}" if len(parts) > 1 else ""
-        found.tensors |= {
-            name + suffix: tensor
-            for name, tensor in _newest(
-                root, newest_first, codec, rows, scratch / f"fused{suffix}"
-            ).items()
-        }
+        tensors = _newest(root, newest_first, codec, rows, scratch)
+        found.tensors |= {name + suffix: tensor for name, tensor in tensors.items()}
     return found
 
 
@@ -97,12 +94,11 @@ def _newest(
     chunks: list[tuple[StoredChunk, RowsHeader]],
     codec: Rowwise,
     rows: int,
-    path: Path,
+    scratch: Path,
 ) -> dict[str, torch.Tensor]:
     header = chunks[0][1]
     size = codec.row_bytes(header.rectangle.cols)
-    fused = torch.from_file(str(path), shared=True, size=rows * size, dtype=torch.uint8)
-    fused = fused.view(rows, size)
+    fused = scratch_tensor(scratch, (rows, size), torch.uint8)
     done = DoneRows(rows)
     ids = [np.empty(0, dtype=np.int64)]
     exact = [torch.empty((0, header.rectangle.cols), dtype=header.dtype, device="cpu")]
