@@ -104,8 +104,14 @@ def collect(root: Folder, log: Path | None) -> list[Point]:
             }
     if not known:
         raise CheckpointNotFound(f"no committed checkpoint in {root}: nothing to report")
-    ordered = sorted(known.values(), key=lambda fields: (fields["sequence"], fields["id"]))
-    return [Point(**fields, kept_bytes=_kept(fields["id"], known)) for fields in ordered]
+    points: dict[str, Point] = {}
+    for id, fields in sorted(known.items(), key=lambda item: (item[1]["sequence"], item[0])):
+        before: int | None = 0
+        if (parent := fields["parent"]) is not None:
+            before = points[parent].kept_bytes if parent in points else None
+        kept = None if before is None else before + sum(fields["bytes"].values())
+        points[id] = Point(**fields, kept_bytes=kept)
+    return list(points.values())
 
 
 def read_log(path: Path) -> dict[str, dict[str, Any]]:
@@ -160,18 +166,6 @@ def _by_part(stored: Mapping[str, int], size: int) -> dict[str, int]:
     """Split a checkpoint's ``size`` bytes into ``PARTS``, of which all but ``other`` are given."""
     parts = {part: stored.get(part, 0) for part in PARTS[:-1]}
     return {**parts, "other": size - sum(parts.values())}
-
-
-def _kept(id: str, known: dict[str, dict[str, Any]]) -> int | None:
-    total, at = 0, id
-    for _ in known:
-        if at not in known:
-            return None
-        total += sum(known[at]["bytes"].values())
-        if known[at]["parent"] is None:
-            return total
-        at = known[at]["parent"]
-    return None
 
 
 def _page(root: str, points: list[Point], picture: bytes) -> str:

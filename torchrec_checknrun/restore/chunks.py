@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain as joined
+from itertools import pairwise
 from reprlib import repr as shown
 
 import numpy as np
@@ -15,6 +17,7 @@ from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
 from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk, read_indexes
+from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.in_order import Turn, run_in_order
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
@@ -32,6 +35,17 @@ class ChainContent:
     chain: Chain
     chunks: tuple[tuple[StoredChunk, ...], ...]
 
+    def rows_by_columns(self) -> dict[str, dict[Columns, list[tuple[StoredChunk, RowsHeader]]]]:
+        """Group the chunks of rows by table and range of columns, newest checkpoint first."""
+        found: dict[str, dict[Columns, list[tuple[StoredChunk, RowsHeader]]]] = {}
+        for chunk in joined.from_iterable(reversed(self.chunks)):
+            header = chunk.header
+            if isinstance(header, RowsHeader):
+                columns = header.rectangle.col_start, header.rectangle.col_stop
+                of_table = found.setdefault(header.table, {})
+                of_table.setdefault(columns, []).append((chunk, header))
+        return found
+
 
 @dataclass(frozen=True)
 class ReadableChunk:
@@ -47,6 +61,11 @@ class ReadableChunk:
     stored: StoredChunk
     payload: Callable[[], memoryview]
     turn: Turn
+
+
+def overlap(ranges: Iterable[Columns]) -> bool:
+    """Tell whether some of several different ranges of columns have a column in common."""
+    return any(start < stop for (_, stop), (start, _) in pairwise(sorted(ranges)))
 
 
 def read_content(root: Folder, chain: Chain) -> ChainContent:

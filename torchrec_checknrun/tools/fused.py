@@ -18,12 +18,10 @@ from torchrec_checknrun.codecs import Exact, Rowwise
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.restore.chunks import ChainContent
+from torchrec_checknrun.restore.chunks import ChainContent, overlap
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.tables import scratch_tensor
-
-Columns = tuple[int, int]
 
 _FEW = 16
 """At most one row in so many may be stored exactly."""
@@ -54,13 +52,7 @@ def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -
     Raises:
         CorruptCheckpoint, UnsupportedFormat: a chunk can't be read.
     """
-    parts: dict[Columns, list[tuple[StoredChunk, RowsHeader]]] = {}
-    for chunks in reversed(content.chunks):
-        for chunk in chunks:
-            header = chunk.header
-            if isinstance(header, RowsHeader) and header.table == table:
-                columns = header.rectangle.col_start, header.rectangle.col_stop
-                parts.setdefault(columns, []).append((chunk, header))
+    parts = content.rows_by_columns().get(table, {})
     rows = content.chain.head.tables[table].rows
     counts: dict[str, int] = {}
     codecs: dict[int, Rowwise] = {}
@@ -72,8 +64,7 @@ def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -
     few_exact = others <= {Exact.name} and counts.get(Exact.name, 0) * _FEW <= rows
     if len(codecs) != 1 or not few_exact:
         return FusedRows(f"full: rows are stored as {', '.join(sorted(counts)) or 'nothing'}")
-    ends = [0, *(stop for _, stop in sorted(parts))]
-    if any(start != end for (start, _), end in zip(sorted(parts), ends, strict=False)):
+    if overlap(parts):
         return FusedRows(f"full: rows are stored in overlapping columns {sorted(parts)}")
     ((bits, codec),) = codecs.items()
     found = FusedRows(f"fused, {bits} bit")
