@@ -1,4 +1,7 @@
-"""Choose the width of stored rows from how often a job will be restored (Check-N-Run, 5.2)."""
+"""Choose the width of stored rows from how often a job will be restored (Check-N-Run, 5.2).
+
+Without torch, so that ``checknrun plan`` starts at once.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,17 @@ def width_for(restores: float) -> int:
     if not (isinstance(restores, (int, float)) and restores >= 0):
         raise ValueError(f"expected restores must be 0 or more, not {restores!r}")
     return next((bits for limit, bits in _BITS_BY_RESTORES if restores <= limit), MOST)
+
+
+def row_bytes(dim: int, bits: int) -> int:
+    """Return the bytes of a fused row: codes, then scale and bias (fp32 at 8 bits, else fp16).
+
+    FBGEMM's rows of 2 and 4 bits fill their last 16-bit word.
+    """
+    if bits == 8:
+        return dim + 8
+    codes = -(-dim * bits // 8) if bits == 3 else -(-dim * bits // 16) * 2
+    return codes + 4
 
 
 def expected_restores(nodes: int, mtbf_hours: float, job_hours: float) -> float:

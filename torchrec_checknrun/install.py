@@ -128,41 +128,31 @@ def pip(*arguments: str) -> None:
         sys.exit(f"install.py: failed with exit status {returncode}: {' '.join(command)}")
 
 
-def has_sources() -> bool:
-    """Tell whether this file lies in a checkout or an unpacked source archive."""
-    return (ROOT / "setup.py").is_file() and (ROOT / NAME / "csrc").is_dir()
-
-
-def _package(extras: str, editable: bool) -> list[str]:
-    """Return pip's arguments that install the sources."""
-    package = f"{ROOT}[{extras}]" if extras else str(ROOT)
-    return ["--editable", package] if editable else [package]
-
-
-def _extras(extras: str) -> list[str]:
-    """Return pip's arguments that install extras of the package that is installed already: exactly
-    this version, so that no index need have it.
+def requested(extras: str, editable: bool) -> list[str]:
+    """Return pip's arguments that install this package from its sources, or extras of the package
+    that is installed already.
     """
-    if not extras:
-        return []
-    return [f"{NAME}[{extras}]=={importlib.metadata.version(NAME)}"]
-
-
-def install(device: str, extras: str, editable: bool, stack: Stack | None = None) -> None:
-    """Install torch, then this package and what TorchRec needs, then TorchRec with its FBGEMM."""
-    from_sources = has_sources()
-    if editable and not from_sources:
+    wanted = f"[{extras}]" if extras else ""
+    if (ROOT / "setup.py").is_file() and (ROOT / NAME / "csrc").is_dir():
+        return [*(["--editable"] if editable else []), f"{ROOT}{wanted}"]
+    if editable:
         sys.exit(
             "install.py: --editable needs the sources: run install.py in a checkout, as "
             f"`python {NAME}/install.py --editable`"
         )
+    # Exactly the installed version, so that no index need have it.
+    return [f"{NAME}{wanted}=={importlib.metadata.version(NAME)}"] if extras else []
+
+
+def install(device: str, extras: str, editable: bool, stack: Stack | None = None) -> None:
+    """Install torch, then this package and what TorchRec needs, then TorchRec with its FBGEMM."""
+    package = requested(extras, editable)
     stack = stack or choose_stack()
     # The two builds own the same files: taking one away beside the other would leave a torn module.
     if any(installed_version(name) for flavour, name in FBGEMM.items() if flavour != device):
         pip("uninstall", "--yes", *FBGEMM.values())
     torch = f"torch=={stack.torch}"  # an installed build of this version, "+cpu" say, meets that
     pip("install", *BUILD, torch)
-    package = _package(extras, editable) if from_sources else _extras(extras)
     # Not isolated: a build environment of its own would fetch another torch to build against.
     pip("install", "--no-build-isolation", torch, *TORCHREC_NEEDS, *package)
     # Last, or pip would remark at every later step that TorchRec's requirement is not met.

@@ -70,7 +70,8 @@ def local_parts(value: DTensor, name: str) -> list[LocalPart]:
     elsewhere = mesh.size() < dist.get_world_size()
     if not value.numel():  # no rank holds a value; one rank records that the tensor exists
         replica = int(mesh.mesh.min()) != dist.get_rank()
-        return [LocalPart(Box.whole(value.size()), _empty(value, local), replica, elsewhere)]
+        empty = torch.empty(value.size(), dtype=value.dtype, device=local.device)
+        return [LocalPart(Box.whole(value.size()), empty, replica, elsewhere)]
     parts = []
     for pairs in product(*(zip(along, _positions(along), strict=True) for along in runs)):
         box = Box(tuple(span for span, _ in pairs))
@@ -159,10 +160,6 @@ def _lowest_holder(
         for placement, at in zip(placements, coordinate, strict=True)
     )
     return int(mesh.mesh[same].min())
-
-
-def _empty(value: DTensor, local: torch.Tensor) -> torch.Tensor:
-    return torch.empty(value.size(), dtype=value.dtype, device=local.device)
 
 
 def dtype_of(tensor: torch.Tensor) -> torch.dtype | None:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from torchrec_checknrun import Quantization
+from torchrec_checknrun.bitwidth import row_bytes
 from torchrec_checknrun.codecs import (
     Codec,
     ImportanceWeighted,
@@ -28,7 +29,7 @@ from torchrec_checknrun.codecs import (
     Rowwise,
     numpy_rows,
 )
-from torchrec_checknrun.codecs.base import WIDTHS, row_bytes
+from torchrec_checknrun.codecs.base import WIDTHS
 from torchrec_checknrun.codecs.kmeans import KMeans
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES, decode_row_state, encode_row_state
 from torchrec_checknrun.format import row_ids

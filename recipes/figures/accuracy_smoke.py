@@ -42,8 +42,9 @@ from recipes.dlrm_criteo.evaluate import Score
 from recipes.figures import plots
 from recipes.figures.small_job import SmallJob, State, small_job
 from torchrec_checknrun import Checkpointer, Quantization
+from torchrec_checknrun.bitwidth import row_bytes
 from torchrec_checknrun.codecs import ImportanceWeighted, RowContext
-from torchrec_checknrun.codecs.base import WIDTHS, row_bytes
+from torchrec_checknrun.codecs.base import WIDTHS
 from torchrec_checknrun.codecs.budget import ImportanceSurvey
 
 METHODS = ("asymmetric", "adaptive")

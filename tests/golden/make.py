@@ -19,7 +19,7 @@ import torch
 from tests.unit.entries import decode_rows
 from torchrec_checknrun.codecs import Bf16, Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
-from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
+from torchrec_checknrun.format.chunk import state_chunk
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Link, Manifest, TableTotals
 from torchrec_checknrun.format.rank_file import FileSummary, add_totals, write_rank_file
 from torchrec_checknrun.format.row_chunk import encode_rows
@@ -54,17 +54,6 @@ STATE = {
     "bytes": b"\x00\xff",
     "infinity": float("-inf"),
 }
-
-
-class _Job:
-    def __init__(self, chunk: EncodedChunk) -> None:
-        self._chunk = chunk
-
-    def encode(self) -> EncodedChunk:
-        return self._chunk
-
-    def close(self) -> None:
-        pass
 
 
 def ids_of(age: int, rank: int) -> list[int]:
@@ -123,7 +112,7 @@ def _write_rank(
     if rank == 0:
         chunks.append(state_chunk("model", None, *encode_state(STATE | {"age": age}, "model")))
     chunks.append(state_chunk("rng", rank, *encode_state({"drawn": rank + 10 * age}, "rng")))
-    return write_rank_file(folder, rank, iter(map(_Job, chunks)))
+    return write_rank_file(folder, rank, iter(chunks))
 
 
 def _put(

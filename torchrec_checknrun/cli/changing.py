@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -30,6 +31,8 @@ from torchrec_checknrun.cli.output import (
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
 from torchrec_checknrun.root import prune as pruning
 from torchrec_checknrun.root.checkpoints import require_root
+from torchrec_checknrun.root.claims import latest_claim
+from torchrec_checknrun.root.liveness import standing_of
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.retention import pin as pin_checkpoint
 from torchrec_checknrun.root.retention import unpin as unpin_checkpoint
@@ -92,21 +95,11 @@ def export(
 
     folder, into = open_root(root), open_root(target)
     chain = chain_of(folder, id)
+    write = partial(exporting.export_safetensors, rows=rows.value)
+    if form is Format.dcp:
+        write = partial(exporting.export_dcp)
     with progress("exporting") as step:
-        if form is Format.dcp:
-            done = exporting.export_dcp(
-                folder, chain, target, optimizer=optimizer, scratch=scratch, progress=step
-            )
-        else:
-            done = exporting.export_safetensors(
-                folder,
-                chain,
-                target,
-                rows=rows.value,
-                optimizer=optimizer,
-                scratch=scratch,
-                progress=step,
-            )
+        done = write(folder, chain, target, optimizer=optimizer, scratch=scratch, progress=step)
     if as_json:
         print_json({"target": masked(target), **asdict(done)})
         return
@@ -157,7 +150,7 @@ def prune(
     rows += [[id, goes, why] for id, why in done.verdict.delete.items()]
     rows += [[id, goes, "never committed"] for id in done.leftovers]
     rows.sort(reverse=True)
-    print_table(None, {"id": "left", "": "left", "why": "left"}, rows)
+    print_table(("id", "", "why"), rows)
     count = len(done.verdict.delete) + len(done.leftovers)
     say(f"{goes}: {count}, {size(done.bytes)}")
     for problem in done.problems:
@@ -185,12 +178,15 @@ def unlock(root: Root, yes: Yes = False) -> None:
 
     folder = open_root(root)
     require_root(folder)
-    found = takeover.holder_of(folder)
-    if found is None or found[1].free:
-        why = "nobody has claimed it" if found is None else f"{found[0].holder} {found[1].why}"
+    claim = latest_claim(folder)
+    if claim is None:
+        say(f"{folder} is free: nobody has claimed it; the next run claims it at once")
+        return
+    standing = standing_of(folder, claim)
+    if standing.free:
+        why = f"{claim.holder} {standing.why}"
         say(f"{folder} is free: {why}; the next run claims it at once")
         return
-    claim, standing = found
     age = "at a time unknown to the store"
     if standing.age is not None:
         age = f"{abs(standing.age):.0f} s " + ("ago" if standing.age >= 0 else "in the future")
@@ -231,7 +227,7 @@ def repair(
         return
     if damage.undecided is not None or ignore:
         rows = [[id, _will(damage, id, ignore or [])] for id in damage.will_count]
-        print_table(None, {"id": "left", "after it": "left"}, rows)
+        print_table(("id", "after it"), rows)
         say(
             "'presumably': only the lost claim could tell whether a replaced writer committed that "
             "checkpoint too late; --ignore ID excludes it. A process that still writes here "
@@ -254,7 +250,7 @@ def adopt(root: Root, ids: SomeIds, yes: Yes = False) -> None:
 
     folder = open_root(root)
     require_root(folder)
-    new = takeover.adoptable(folder, ids)
+    new = takeover.adopt(folder, ids, dry_run=True)
     if not new:
         say(f"{', '.join(ids)}: counts already; {takeover.restores(folder)}")
         return

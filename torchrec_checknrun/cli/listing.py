@@ -31,11 +31,8 @@ def ls(root: Root, as_json: AsJson = False) -> None:
     if as_json:
         print_json(_listing(found))
         return
-    columns = dict.fromkeys(("id",), "left") | dict.fromkeys(
-        ("step", "kind", "bytes", "modified", "chain", "to restore"), "right"
-    )
-    rows = [_row(listed) for listed in found.checkpoints]
-    print_table(None, {**columns, "created": "left", "": "left"}, rows)
+    numbers = (">step", ">kind", ">bytes", ">modified", ">chain", ">to restore")
+    print_table(("id", *numbers, "created", ""), map(_row, found.checkpoints))
     for listed in found.checkpoints:
         if listed.problem is not None:
             say(f"{listed.id}: {listed.problem}", style="red")
@@ -94,16 +91,11 @@ def _of_listed(listed: Listed) -> dict[str, Any]:
 
 
 def _of_manifest(manifest: Manifest) -> dict[str, Any]:
+    names = ("step", "sequence", "kind", "created_at", "modified_fraction", "lossy", "bits")
     return {
-        "step": manifest.step,
-        "sequence": manifest.sequence,
-        "kind": manifest.kind,
+        **{name: getattr(manifest, name) for name in names},
         "parent": manifest.parent.id if manifest.parent else None,
         "previous": manifest.previous.id if manifest.previous else None,
-        "created_at": manifest.created_at,
-        "modified_fraction": manifest.modified_fraction,
-        "lossy": manifest.lossy,
-        "bits": manifest.bits,
     }
 
 
@@ -138,14 +130,11 @@ def show(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
     if listed.problem is not None:
         facts["problem"] = listed.problem
     say(listed.id, style="bold")
-    print_table(None, {"": "left", " ": "left"}, [[name, text] for name, text in facts.items()])
-    columns = dict.fromkeys(("table",), "left") | dict.fromkeys(
-        ("rows × dim", "stored", "weights", "optimizer", "ids"), "right"
-    )
-    errors = {"codecs": "left", "mean error": "right", "largest": "right"}
+    print_table(("", ""), map(list, facts.items()))
+    numbers = (">rows × dim", ">stored", ">weights", ">optimizer", ">ids")
     rows = [_table_row(name, table) for name, table in manifest.tables.items()]
     print()
-    print_table(None, {**columns, **errors}, rows)
+    print_table(("table", *numbers, "codecs", ">mean error", ">largest"), rows)
 
 
 def _choose(found: Inventory, id: str | None, root: Folder) -> Listed:

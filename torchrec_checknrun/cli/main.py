@@ -21,21 +21,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("ls")(listing.ls)
-app.command()(listing.show)
-app.command()(reading.verify)
-app.command()(reading.diff)
-app.command()(reading.cat)
-app.command()(changing.compact)
-app.command()(changing.export)
-app.command()(changing.prune)
-app.command()(changing.pin)
-app.command()(changing.unpin)
-app.command()(changing.unlock)
-app.command()(changing.repair)
-app.command()(changing.adopt)
-app.command()(planning.plan)
-app.command()(reporting.report)
+for command in (
+    *(listing.ls, listing.show, reading.verify, reading.diff, reading.cat),
+    *(changing.compact, changing.export, changing.prune, changing.pin, changing.unpin),
+    *(changing.unlock, changing.repair, changing.adopt, planning.plan, reporting.report),
+):
+    app.command()(command)
 
 
 def _version(wanted: bool) -> None:

@@ -6,12 +6,12 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -43,26 +43,16 @@ def _complete(context: typer.Context, incomplete: str) -> list[str]:
         return []
 
 
+def _ids(text: str) -> Any:
+    """Declare an argument that takes ids."""
+    return typer.Argument(help=text, autocompletion=_complete, show_default=False)
+
+
 Root = Annotated[str, typer.Argument(help="Folder or URL of the checkpoints.", show_default=False)]
-Id = Annotated[
-    str, typer.Argument(help="A checkpoint's id.", autocompletion=_complete, show_default=False)
-]
-MaybeId = Annotated[
-    str | None,
-    typer.Argument(
-        help="A checkpoint's id; default: the newest restorable one.",
-        autocompletion=_complete,
-        show_default=False,
-    ),
-]
-Ids = Annotated[
-    list[str] | None,
-    typer.Argument(help="Ids; default: all.", autocompletion=_complete, show_default=False),
-]
-SomeIds = Annotated[
-    list[str],
-    typer.Argument(help="Checkpoints' ids.", autocompletion=_complete, show_default=False),
-]
+Id = Annotated[str, _ids("A checkpoint's id.")]
+MaybeId = Annotated[str | None, _ids("A checkpoint's id; default: the newest restorable one.")]
+Ids = Annotated[list[str] | None, _ids("Ids; default: all.")]
+SomeIds = Annotated[list[str], _ids("Checkpoints' ids.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 
 
@@ -118,20 +108,17 @@ def plain(value: Any) -> Any:
     return value
 
 
-def print_table(title: str | None, columns: dict[str, str], rows: list[list[str]]) -> None:
+def print_table(headings: Iterable[str], rows: Iterable[list[str]]) -> None:
     """Print a table.
 
     Args:
-        columns: alignment by heading, ``left`` or ``right``.
+        headings: of the columns; those that begin with ``>`` are aligned to the right.
     """
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for name, side in columns.items():
-        table.add_column(
-            name,
-            justify="right" if side == "right" else "left",
-            overflow="fold",
-            no_wrap=name == "id",
-        )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        name = heading.removeprefix(">")
+        side: JustifyMethod = "left" if name == heading else "right"
+        table.add_column(name, justify=side, overflow="fold", no_wrap=name == "id")
     for row in rows:
         table.add_row(*map(clean, row))
     console().print(table)
@@ -140,9 +127,9 @@ def print_table(title: str | None, columns: dict[str, str], rows: list[list[str]
 def console() -> Console:
     """Return a console for stdout, wide enough not to wrap piped output."""
     out = Console(highlight=False, markup=False, emoji=False)
-    return (
-        out if out.is_terminal else Console(highlight=False, markup=False, emoji=False, width=250)
-    )
+    if not out.is_terminal:
+        out.width = 250
+    return out
 
 
 @contextmanager
@@ -157,17 +144,11 @@ def progress(what: str) -> Iterator[Step]:
 
 def size(count: float) -> str:
     """Format bytes for people, in decimal units."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            break
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # or three digits would be written as 1e+03
+            return f"{count:.3g} {unit}"
         count /= 1000
-    return (
-        f"{count:.0f} B"
-        if unit == "B"
-        else f"{count:.3g} {unit}"
-        if count < 1000
-        else f"{count:,.0f} {unit}"
-    )
+    return f"{count:.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
 
 
 def number(value: float | None, form: str = ".3g") -> str:

@@ -122,10 +122,10 @@ def _print(job: Job, found: Sequence[Forecast]) -> None:
     )
     if found[0].checkpoints == MOST_CHECKPOINTS:
         say(f"(the first {MOST_CHECKPOINTS} checkpoints)")
-    headings = ("baseline every", "mean", "MB/s", "x less", "kept", "peak", "x less ", "chain")
-    columns = {"policy": "left", **dict.fromkeys(headings, "right")}
-    columns |= dict.fromkeys(("stall", "stalled", "read", "lost", "best interval"), "right")
-    print_table(None, columns, [_row(one) for one in found])
+    written = (">baseline every", ">mean", ">MB/s", ">x less")
+    kept = (">kept", ">peak", ">x less", ">chain")
+    times = (">stall", ">stalled", ">read", ">lost", ">best interval")
+    print_table(("policy", *written, *kept, *times), map(_row, found))
     if job.copy_bandwidth is None:
         say(
             f"stalls: at {job.stalling_bandwidth / _GB:g} GB/s, {NODE_COPY_BANDWIDTH / _GB:g} a "

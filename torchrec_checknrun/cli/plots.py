@@ -62,13 +62,19 @@ def figure_of(points: Sequence[Point]) -> Figure:
 
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     FigureCanvasAgg(figure)  # files only: there may be no screen
-    axes = figure.subplots(2, 2)
-    _bytes(axes[0][0], points)
-    _kept(axes[0][1], points)
-    _fractions(axes[1][0], points)
-    _stalls(axes[1][1], points)
+    panels = (
+        (_bytes, "Written by each checkpoint", "MB"),
+        (_kept, "Needed to restore each checkpoint", "MB"),
+        (_fractions, "Rows written", "% of all rows"),
+        (_stalls, "Stall of training", "ms"),
+    )
     labelled = range(0, len(points), -(-len(points) // _MOST_LABELS))
-    for ax in axes.flat:
+    for ax, (plot, title, unit) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        plot(ax, points)
+        ax.set_title(title)
+        ax.set_ylabel(unit)
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(fontsize=8)
         ax.grid(True, axis="y", color="#dddddd", linewidth=0.6)
         ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)
@@ -85,9 +91,6 @@ def _bytes(ax: Axes, points: Sequence[Point]) -> None:
         height = [point.bytes[part] / 1e6 for point in points]
         ax.bar(range(len(points)), height, bottom=below, color=colour, label=part)
         below = [low + more for low, more in zip(below, height, strict=True)]
-    ax.set_title("Written by each checkpoint")
-    ax.set_ylabel("MB")
-    ax.legend(fontsize=8)
 
 
 def _kept(ax: Axes, points: Sequence[Point]) -> None:
@@ -96,9 +99,6 @@ def _kept(ax: Axes, points: Sequence[Point]) -> None:
     if any(p.full_fp32_bytes for p in points):
         full = [p.full_fp32_bytes / 1e6 for p in points]
         ax.plot(full, ":", color="black", label="full in fp32")
-    ax.set_title("Needed to restore each checkpoint")
-    ax.set_ylabel("MB")
-    ax.legend(fontsize=8)
 
 
 def _fractions(ax: Axes, points: Sequence[Point]) -> None:
@@ -106,15 +106,10 @@ def _fractions(ax: Axes, points: Sequence[Point]) -> None:
     for kind, colour in (("full", _COLOURS[1]), ("differential", _COLOURS[0])):
         at = [i for i, point in enumerate(points) if point.kind == kind]
         ax.plot(at, [shares[i] for i in at], "o", color=colour, markersize=5, label=kind)
-    ax.set_title("Rows written")
-    ax.set_ylabel("% of all rows")
-    ax.legend(fontsize=8)
 
 
 def _stalls(ax: Axes, points: Sequence[Point]) -> None:
     at = [i for i, point in enumerate(points) if point.stall_seconds is not None]
     ax.bar(at, [1000 * (points[i].stall_seconds or 0.0) for i in at], color=_COLOURS[3])
-    ax.set_title("Stall of training")
-    ax.set_ylabel("ms")
     if not at:
         ax.text(0.5, 0.5, "unknown without --log", ha="center", transform=ax.transAxes)

@@ -50,12 +50,11 @@ def verify(root: Root, ids: Ids = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"sound": sound, "checkpoints": [asdict(one) for one in found]})
     else:
-        columns = {"id": "left", "bytes": "right", "chunks": "right", "": "left"}
         rows = [
             [one.id, size(one.bytes), str(one.chunks), "damaged" if one.problems else "sound"]
             for one in found
         ]
-        print_table(None, columns, rows)
+        print_table(("id", ">bytes", ">chunks", ""), rows)
         for one in found:
             for problem in one.problems:
                 say(f"{one.id}: {problem}", style="red")
@@ -96,11 +95,12 @@ def cat(
     """Show values of rows."""
     wanted = parse_rows(rows)
     from torchrec_checknrun.restore.chunks import read_content
-    from torchrec_checknrun.tools.tables import ChunkCache, TableReader, find_table
+    from torchrec_checknrun.restore.fit import full_name
+    from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 
     folder = open_root(root)
     chain = chain_of(folder, id)
-    name = find_table(chain.head, table)
+    name = full_name(table, chain.head.tables, chain.head.id)
     reader = TableReader(read_content(folder, chain), name, ChunkCache(folder))
     found = reader.rows(wanted)
     values: dict[str, Any] = {"weight": found.weight.tolist()}
@@ -114,11 +114,9 @@ def cat(
         print_json({"checkpoint": chain.head.id, "table": name, "rows": listed})
         return
     norms = found.weight.double().norm(dim=1).tolist()
-    columns = {"row": "right", "norm": "right", **dict.fromkeys(values, "left")}
     say(f"{name} in {chain.head.id}")
     print_table(
-        None,
-        columns,
+        (">row", ">norm", *values),
         [
             [str(row), number(norms[i]), *(_text(v[i], all_columns) for v in values.values())]
             for i, row in enumerate(wanted)
@@ -170,10 +168,8 @@ def diff(root: Root, before: Id, after: Id, as_json: AsJson = False) -> None:
     if as_json:
         print_json(asdict(found))
         return
-    columns = dict.fromkeys(("table",), "left") | dict.fromkeys(
-        ("rows", "changed", "", "states changed", "norm", "relative", "mean of a row", "largest"),
-        "right",
-    )
+    counts = (">rows", ">changed", ">", ">states changed")
+    norms = (">norm", ">relative", ">mean of a row", ">largest")
     rows = [
         [
             t.table,
@@ -188,7 +184,7 @@ def diff(root: Root, before: Id, after: Id, as_json: AsJson = False) -> None:
         ]
         for t in found.tables
     ]
-    print_table(None, columns, rows)
+    print_table(("table", *counts, *norms), rows)
     for line in _others(found):
         say(line)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +33,7 @@ from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
 from torchrec_checknrun.format.checks import Count, Measure, Text, typed
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.report import Progress, checkpoint_report
 from torchrec_checknrun.store.folder import Folder
 
 PARTS = ("weights", "optimizer", "ids", "dense", "other")
@@ -96,16 +98,20 @@ def collect(root: Folder, log: Path | None) -> list[Point]:
         found = ()
     for listed in found:
         if listed.manifest is not None:
-            of_log = logged.get(listed.id, {})
             known[listed.id] = {
                 **_of_manifest(listed.manifest, listed.bytes),
-                "stall_seconds": of_log.get("stall_seconds"),
-                "there": True,
+                "stall_seconds": logged.get(listed.id, {}).get("stall_seconds"),
             }
     if not known:
         raise CheckpointNotFound(f"no committed checkpoint in {root}: nothing to report")
-    ordered = sorted(known.values(), key=lambda fields: (fields["sequence"], fields["id"]))
-    return [Point(**fields, kept_bytes=_kept(fields["id"], known)) for fields in ordered]
+    points: dict[str, Point] = {}
+    for id, fields in sorted(known.items(), key=lambda item: (item[1]["sequence"], item[0])):
+        before: int | None = 0
+        if (parent := fields["parent"]) is not None:
+            before = points[parent].kept_bytes if parent in points else None
+        kept = None if before is None else before + sum(fields["bytes"].values())
+        points[id] = Point(**fields, kept_bytes=kept)
+    return list(points.values())
 
 
 def read_log(path: Path) -> dict[str, dict[str, Any]]:
@@ -132,9 +138,8 @@ def read_log(path: Path) -> dict[str, dict[str, Any]]:
                 continue
             logged = typed(event, _Logged)
             msgspec.json.encode(logged)  # refuses lone surrogates
-            spent = {part: logged.bytes.get(part, 0) for part in PARTS[:-1]}
-            spent["other"] = sum(logged.bytes.values()) - sum(spent.values())
-            found[logged.id] = {**msgspec.structs.asdict(logged), "bytes": spent, "there": False}
+            parts = _by_part(logged.bytes, sum(logged.bytes.values()))
+            found[logged.id] = {**msgspec.structs.asdict(logged), "bytes": parts, "there": False}
         except ValueError as error:
             raise _no_report(path, number, repr(error)) from error
     if torn and len(torn) == len(lines):
@@ -152,35 +157,15 @@ def _no_report(path: Path, number: int, why: str) -> CheckNRunError:
 
 
 def _of_manifest(manifest: Manifest, size: int) -> dict[str, Any]:
-    tables = manifest.tables.values()
-    spent = {
-        "weights": sum(table.weight_bytes for table in tables),
-        "optimizer": sum(table.optimizer_bytes for table in tables),
-        "ids": sum(table.ids_bytes for table in tables),
-        "dense": manifest.dense_bytes,
-    }
-    return {
-        "id": manifest.id,
-        "sequence": manifest.sequence,
-        "step": manifest.step,
-        "kind": manifest.kind,
-        "parent": manifest.parent.id if manifest.parent else None,
-        "modified_fraction": manifest.modified_fraction,
-        "bytes": {**spent, "other": size - sum(spent.values())},
-        "full_fp32_bytes": manifest.full_fp32_bytes,
-    }
+    known = checkpoint_report(manifest, 1, Progress()).to_json()
+    fields = {name: known[name] for name in _Logged.__struct_fields__}
+    return {**fields, "bytes": _by_part(known["bytes"], size), "there": True}
 
 
-def _kept(id: str, known: dict[str, dict[str, Any]]) -> int | None:
-    total, at = 0, id
-    for _ in known:
-        if at not in known:
-            return None
-        total += sum(known[at]["bytes"].values())
-        if known[at]["parent"] is None:
-            return total
-        at = known[at]["parent"]
-    return None
+def _by_part(stored: Mapping[str, int], size: int) -> dict[str, int]:
+    """Split a checkpoint's ``size`` bytes into ``PARTS``, of which all but ``other`` are given."""
+    parts = {part: stored.get(part, 0) for part in PARTS[:-1]}
+    return {**parts, "other": size - sum(parts.values())}
 
 
 def _page(root: str, points: list[Point], picture: bytes) -> str:

@@ -295,11 +295,3 @@ def select_rows(
     """
     require_size(data, rows * row_bytes, f"{rows} rows of {row_bytes} bytes")
     return data.view(rows, row_bytes).index_select(0, positions).view(-1)
-
-
-def row_bytes(dim: int, bits: int) -> int:
-    """Return the bytes of a fused row: codes, then scale and bias (fp32 at 8 bits, else fp16)."""
-    if bits == 8:
-        return dim + 8
-    codes = -(-dim * bits // 8) if bits == 3 else -(-dim * bits // 16) * 2
-    return codes + 4

@@ -24,6 +24,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from torchrec_checknrun.bitwidth import row_bytes
 from torchrec_checknrun.codecs.base import (
     NO_CONTEXT,
     WIDTHS,
@@ -36,7 +37,6 @@ from torchrec_checknrun.codecs.base import (
     RowContext,
     output,
     require_size,
-    row_bytes,
 )
 from torchrec_checknrun.codecs.kernel import decode_rows, encode_rows
 

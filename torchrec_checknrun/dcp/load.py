@@ -19,8 +19,8 @@ from torchrec_checknrun.ranks import picklable_errors
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.plan import ChainRestore
-from torchrec_checknrun.restore.states import Merge
-from torchrec_checknrun.root.chain import Chain, resolve
+from torchrec_checknrun.restore.states import Merge, Owners
+from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.store.folder import Folder
 
 _AS_SAVED = Fit()
@@ -46,19 +46,7 @@ class LoadPlanner(DcpLoadPlanner):
         fit: Fit = _AS_SAVED,
         dry_run: bool = False,
     ) -> None:
-        self._restore = ChainRestore(tracked, per_rank=per_rank, fit=fit, dry_run=dry_run)
-
-    @property
-    def began(self) -> bool:
-        """True once anything may have been changed."""
-        return self._restore.began
-
-    @property
-    def converted(self) -> bool:
-        """True if tables differ from the saved ones in more than the ranks that hold their rows, so
-        that a differential checkpoint can't follow.
-        """
-        return self._restore.converted
+        self._restore = ChainRestore(tracked, Owners(per_rank or {}), fit, dry_run=dry_run)
 
     @property
     def skipped(self) -> list[str]:
@@ -91,9 +79,9 @@ class LoadPlanner(DcpLoadPlanner):
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         return central_plan
 
-    def load(self, root: Folder, threads: int | None) -> None:
+    def load(self, root: Folder) -> None:
         """Read and load all planned chunks, for ``StorageReader``; see ``ChainRestore.load``."""
-        self._restore.load(root, threads)
+        self._restore.load(root)
 
     def load_bytes(self, read_item: ReadItem, value: object) -> None:
         raise AssertionError("StorageReader has the planner load all chunks by itself")
@@ -111,25 +99,10 @@ class StorageReader(DcpStorageReader):
     Args:
         path: the checkpoint's directory, a path or fsspec URL; an open folder keeps its
             ``timeout_seconds``.
-        chain: the chain to read; None: found by its head.
-        threads: number of reading threads; None: one for each CPU of this process, up to 8. Memory
-            stays at a few chunks, however many threads read.
-
-    Raises:
-        ValueError: ``threads`` is less than 1.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | Folder,
-        chain: Chain | None = None,
-        threads: int | None = None,
-    ) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads must be at least 1, not {threads}")
+    def __init__(self, path: str | os.PathLike[str] | Folder) -> None:
         self._folder = path if isinstance(path, Folder) else Folder(path)
-        self._chain = chain
-        self._threads = threads
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -137,15 +110,14 @@ class StorageReader(DcpStorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._folder, self._chain = Folder(checkpoint_id), None
+            self._folder = Folder(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the chain's indexes; an error is raised by the planner, with its own type."""
         content: ChainContent | CheckNRunError | OSError
         try:
-            if self._chain is None:
-                self._chain = resolve(self._folder.parent, self._folder.name)
-            content = read_content(self._folder.parent, self._chain)
+            root = self._folder.parent
+            content = read_content(root, resolve(root, self._folder.name))
         except (CheckNRunError, OSError) as error:
             content = error  # DCP would replace an exception by a message of its own
         return Metadata(_ForLoadPlannerOnly(), planner_data=content)
@@ -165,7 +137,7 @@ class StorageReader(DcpStorageReader):
     def read_data(self, plan: LoadPlan, planner: DcpLoadPlanner) -> Future[None]:
         if not isinstance(planner, LoadPlanner):
             _refuse_planner()
-        planner.load(self._folder.parent, self._threads)
+        planner.load(self._folder.parent)
         done: Future[None] = Future()
         done.set_result(None)
         return done

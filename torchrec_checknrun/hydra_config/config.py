@@ -31,13 +31,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.run.triggers import Trigger
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
-
 GROUP = "checkpoint"
-_QUANTIZATION = (
-    *("bits", "method", "expected_restores", "mean_bits", "offset"),
-    *("optimizer_state", "compress", "exact_below_rows", "codec"),
-)
-"""Keys of the config that become its ``Quantization``, beside ``tables``."""
 
 
 class PolicyName(Enum):
@@ -199,14 +193,13 @@ def make_check_n_run(
     """
     import torchrec_checknrun as package
 
-    known = {field.name for field in fields(CheckNRunConfig)}
-    _refuse_unknown([name for name in values if name not in known], "check_n_run")
+    _refuse_unknown(values, CheckNRunConfig, "check_n_run")
     config = CheckNRunConfig(root=root, **values)
     return package.Checkpointer(
         config.root,
         model=model,
         state=_objects(state),
-        per_rank_buffers=_buffers(per_rank_buffers),
+        per_rank_buffers=_plain(per_rank_buffers),
         policy=_policy(config),
         quantization=_quantization(config),
         every_steps=config.every_steps,
@@ -242,7 +235,8 @@ def _quantization(config: CheckNRunConfig) -> Quantization:
 
     given: Mapping[str, Any] = config.tables  # Hydra hands configs over, which are mappings
     tables = {pattern: choice(values) for pattern, values in given.items()}
-    return choice({name: getattr(config, name) for name in _QUANTIZATION}, tables=tables)
+    names = (*(each.name for each in fields(TableConfig)), "expected_restores", "exact_below_rows")
+    return choice({name: getattr(config, name) for name in names}, tables=tables)
 
 
 def _triggers(config: CheckNRunConfig) -> list[Trigger]:
@@ -297,7 +291,7 @@ def make_dcp(
     """
     from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer
 
-    _refuse_unknown(unknown, "dcp")
+    _refuse_unknown(unknown, DcpConfig, "dcp")
     if per_rank_buffers:
         logger.warning(
             "checkpoint=dcp ignores per_rank_buffers: stock DCP stores one rank's buffers, and "
@@ -314,17 +308,7 @@ def make_dcp(
     )
 
 
-def make_off(
-    *,
-    root: str | None = None,
-    every_steps: int | None = None,
-    resume: Resume = Resume.auto,
-    model: nn.Module,
-    state: Mapping[str, Any],
-    per_rank_buffers: Patterns = (),
-    callbacks: Sequence[Callable[[CheckpointReport], None]] = (),
-    **unknown: Any,
-) -> NoCheckpointer:
+def make_off(*, model: nn.Module, state: Mapping[str, Any], **values: Any) -> NoCheckpointer:
     """Make a checkpointer that does nothing, with the same methods.
 
     Raises:
@@ -332,12 +316,13 @@ def make_off(
     """
     from torchrec_checknrun.hydra_config.baselines import NoCheckpointer
 
-    _refuse_unknown(unknown, "off")
+    _refuse_unknown(values, OffConfig, "off")
     return NoCheckpointer()
 
 
-def _refuse_unknown(unknown: Iterable[str], chosen: str) -> None:
-    for name in unknown:
+def _refuse_unknown(values: Iterable[str], config: type, chosen: str) -> None:
+    known = {each.name for each in fields(config)} | {"per_rank_buffers", "callbacks"}
+    for name in (name for name in values if name not in known):
         raise TypeError(
             f"checkpoint={chosen} has no key {name!r}, and hydra.utils.instantiate takes beside "
             "its keys only model, state, per_rank_buffers and callbacks: see help(Checkpointer)"
@@ -360,7 +345,7 @@ def _require_objects(key: str, value: object) -> None:
         ValueError: a mapping has no ``_target_``, or an object was a dataclass.
     """
     if OmegaConf.is_config(value) or isinstance(value, (Mapping, list)):
-        shown = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        shown = _plain(value)
         raise ValueError(
             f"checkpoint.{key} must name a class by _target_, as {_OBJECTS[key]}, not {shown!r} "
             "(an object of a dataclass can't be passed to hydra.utils.instantiate, which makes a "
@@ -368,9 +353,9 @@ def _require_objects(key: str, value: object) -> None:
         )
 
 
-def _buffers(patterns: Any) -> Any:
-    """Return the patterns as given to ``instantiate``, which converts lists into configs."""
-    return OmegaConf.to_container(patterns) if OmegaConf.is_config(patterns) else patterns
+def _plain(value: Any) -> Any:
+    """Return an argument as given to ``instantiate``, which converts lists into configs."""
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _objects(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain as joined
+from itertools import pairwise
 from reprlib import repr as shown
 
 import numpy as np
@@ -15,11 +17,12 @@ from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
 from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk, read_indexes
+from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.in_order import Turn, run_in_order
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 
-_THREADS = 8
+_MOST_THREADS = 8
 _CHUNKS_AT_ONCE = 3
 """Memory for all threads, in sizes of the largest chunk's decoded rows."""
 _IDS_BYTES = 24
@@ -31,6 +34,17 @@ class ChainContent:
 
     chain: Chain
     chunks: tuple[tuple[StoredChunk, ...], ...]
+
+    def rows_by_columns(self) -> dict[str, dict[Columns, list[tuple[StoredChunk, RowsHeader]]]]:
+        """Group the chunks of rows by table and range of columns, newest checkpoint first."""
+        found: dict[str, dict[Columns, list[tuple[StoredChunk, RowsHeader]]]] = {}
+        for chunk in joined.from_iterable(reversed(self.chunks)):
+            header = chunk.header
+            if isinstance(header, RowsHeader):
+                columns = header.rectangle.col_start, header.rectangle.col_stop
+                of_table = found.setdefault(header.table, {})
+                of_table.setdefault(columns, []).append((chunk, header))
+        return found
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,11 @@ class ReadableChunk:
     stored: StoredChunk
     payload: Callable[[], memoryview]
     turn: Turn
+
+
+def overlap(ranges: Iterable[Columns]) -> bool:
+    """Tell whether some of several different ranges of columns have a column in common."""
+    return any(start < stop for (_, stop), (start, _) in pairwise(sorted(ranges)))
 
 
 def read_content(root: Folder, chain: Chain) -> ChainContent:
@@ -123,7 +142,6 @@ def read_chunks(
     root: Folder,
     chunks: Sequence[StoredChunk],
     load: Callable[[ReadableChunk], object],
-    threads: int | None = None,
 ) -> None:
     """Read chunks and load them; chunks of rows by several threads, with turns in the given order.
 
@@ -132,13 +150,12 @@ def read_chunks(
 
     Args:
         load: called for each chunk.
-        threads: number of threads; None: one for each CPU of this process, up to 8.
 
     Raises:
         CorruptCheckpoint: a chunk is damaged.
         OSError: the storage failed.
     """
-    threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     rows = [(chunk, chunk.entry) for chunk in chunks if isinstance(chunk.entry, RowsEntry)]
     entries = [entry for _, entry in rows]
     longest = max((entry.length for entry in entries), default=0)

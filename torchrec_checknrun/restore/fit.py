@@ -6,7 +6,7 @@ By default a checkpoint fits the model that was saved, whatever the sharding. An
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -62,12 +62,12 @@ def match_tables(
             allow that; names the table, both sizes, and the remedy.
     """
     rename = {
-        _full_name(old, saved, "the checkpoint"): _full_name(new, wanted, "the model")
+        full_name(old, saved, "the checkpoint"): full_name(new, wanted, "the model")
         for old, new in fit.rename.items()
     }
     if len(set(rename.values())) < len(rename):
         raise IncompatibleCheckpoint(f"map={dict(fit.rename)!r} sends two tables into one")
-    only = None if fit.only is None else {_full_name(n, wanted, "the model") for n in fit.only}
+    only = None if fit.only is None else {full_name(n, wanted, "the model") for n in fit.only}
     target, skipped = {}, []
     resized = bool(rename)
     for name, shape in saved.items():
@@ -155,16 +155,28 @@ def common_states(shard: LocalShard, header: RowsHeader, fit: Fit) -> set[str]:
     return own & stored
 
 
-def _full_name(name: str, tables: Mapping[str, TableShape], where: str) -> str:
+def full_name(name: str, tables: Collection[str], where: str) -> str:
+    """Return a table's full name.
+
+    Args:
+        name: the full name, or its last part if no other table has the same.
+        tables: all tables' full names.
+        where: the tables' owner in errors.
+
+    Raises:
+        IncompatibleCheckpoint: there is no such table, or several.
+    """
     if name in tables:
         return name
     found = [table for table in tables if table.endswith(f".{name}")]
-    if len(found) != 1:
-        raise IncompatibleCheckpoint(
-            f"{where} has {'no table' if not found else 'several tables'} {name!r}: it has "
-            f"{sorted(tables)}; give a full name"
-        )
-    return found[0]
+    if len(found) == 1:
+        return found[0]
+    names = sorted(found or tables)
+    raise IncompatibleCheckpoint(
+        f"{where} has {'several tables' if found else 'no table'} {name!r}: give one of "
+        + ", ".join(names[:8])
+        + (f" or {len(names) - 8} more" if len(names) > 8 else "")
+    )
 
 
 def _check_size(name: str, saved: TableShape, wanted: TableShape, fit: Fit) -> bool:

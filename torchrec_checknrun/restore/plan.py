@@ -6,18 +6,15 @@ once all ranks have planned without an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from torchrec_checknrun.dense.buffers import PerRankBuffers
-from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.format.block_chunk import BlockHeader
 from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
 from torchrec_checknrun.format.state import SHARDED, is_sharded
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.hand_written import mark_memory
 from torchrec_checknrun.model.marks import Consumer
 from torchrec_checknrun.model.progress import OptimizerClock
@@ -33,11 +30,9 @@ from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk, read_
 from torchrec_checknrun.restore.collisions import CollisionRestore, check_names
 from torchrec_checknrun.restore.fit import Fit, match_tables
 from torchrec_checknrun.restore.rows import RowRestore
-from torchrec_checknrun.restore.states import Merge, StateRestore
+from torchrec_checknrun.restore.states import Owners, StateRestore
 from torchrec_checknrun.shards import LocalShard, TableShape
 from torchrec_checknrun.store.folder import Folder
-
-_AS_SAVED = Fit()
 
 
 class ChainRestore:
@@ -46,15 +41,8 @@ class ChainRestore:
     Args:
         tracked: from ``track(model)``: rows are restored into its shards, and its marks start
             over. None: rows are restored into the tables of the state dict.
-        per_rank: merge functions of states of which each rank has its own, by name, for another
-            number of ranks; None or absent: such a state is an error on another number of ranks.
+        owners: of the state beside the tables.
         fit: allowed differences between checkpoint and model.
-        optimizers: the dense optimizers among the state objects, which are fitted to the
-            checkpoint; the caller gives them their restored state, and then ``progress``. None:
-            they must have made their state already.
-        buffers: the model's buffers of which each rank has its own.
-        objects: state objects that are given whole what they saved; other states must fit the live
-            ones.
         dry_run: read, verify and decode everything, but change nothing.
 
     Attributes:
@@ -67,21 +55,14 @@ class ChainRestore:
 
     def __init__(
         self,
-        tracked: TrackedModel | None = None,
+        tracked: TrackedModel | None,
+        owners: Owners,
+        fit: Fit,
         *,
-        per_rank: Mapping[str, Merge | None] | None = None,
-        fit: Fit = _AS_SAVED,
-        optimizers: DenseStates | None = None,
-        buffers: PerRankBuffers | None = None,
-        objects: StateObjects | None = None,
-        dry_run: bool = False,
+        dry_run: bool,
     ) -> None:
-        self._tracked = tracked
+        self._tracked, self._owners = tracked, owners
         self._fit = fit
-        self._merges = dict(per_rank or {})
-        self._optimizers = optimizers
-        self._buffers = buffers or PerRankBuffers()
-        self._objects = objects or StateObjects({})
         self._dry_run = dry_run
         self.began = False
         self.converted = False
@@ -111,12 +92,11 @@ class ChainRestore:
         self.skipped += [*self._rows.skipped, *self._blocks.skipped, *self._states.skipped]
         self._states.skipped = self.skipped  # values skipped while states are loaded follow
 
-    def load(self, root: Folder, threads: int | None = None) -> None:
+    def load(self, root: Folder) -> None:
         """Read the planned chunks and load them; in a dry run change nothing.
 
         Args:
             root: the folder that holds the chain.
-            threads: see ``read_chunks``.
 
         Raises:
             CorruptCheckpoint: a chunk is damaged, or rows are missing.
@@ -126,7 +106,7 @@ class ChainRestore:
             self.began = True
             self._mark()
         chunks = {chunk.key: chunk for part in self._content.chunks for chunk in part}
-        read_chunks(root, [chunks[key] for key in self.keys], self.load_chunk, threads)
+        read_chunks(root, [chunks[key] for key in self.keys], self.load_chunk)
         self._finish()
 
     def load_chunk(self, chunk: ReadableChunk) -> None:
@@ -177,14 +157,7 @@ class ChainRestore:
             {c.key: c.header for c in content.chunks[-1] if isinstance(c.header, BlockHeader)}
         )
         self._states = StateRestore(
-            content,
-            self._state_dict,
-            self._saved_blocks,
-            self._fit,
-            merges=self._merges,
-            objects=self._objects,
-            optimizers=self._optimizers,
-            buffers=self._buffers,
+            content, self._state_dict, self._saved_blocks, self._fit, self._owners
         )
         restored = self._rows.states if self._fit.optimizer else {}
         self._states.fit_optimizers({table: restored.get(table) for table in self._tables})
@@ -198,7 +171,7 @@ class ChainRestore:
         that overlap these.
         """
         where, saved = self._content.chain.head.id, self._saved_blocks
-        found = find_blocks(self._state_dict, stored, self._optimizers or ())
+        found = find_blocks(self._state_dict, stored, self._owners.optimizers or ())
         # A tensor that was whole on every rank lies in a state's tree.
         whole = {block.path for block in found} & self._states.plain_paths()
         wanted = [block for block in found if block.path not in whole]
@@ -212,7 +185,7 @@ class ChainRestore:
             self._tracked.collisions if self._tracked is not None else None
         )
         check_names(wanted, {old: new for old, new in self._targets.items() if old != new})
-        keys = self._blocks.plan(where, self._state_dict, sharded, self._objects)
+        keys = self._blocks.plan(where, self._state_dict, sharded, self._owners.objects)
         head = self._content.chunks[-1]
         modules = {c.key: c.entry for c in head if isinstance(c.entry, CollisionsEntry)}
         return keys + self._collisions.plan(modules, self._blocks.blocks(), where)
@@ -253,7 +226,7 @@ class ChainRestore:
         if self._tracked is not None:
             self._tracked.acknowledge_writes()
             self._tracked.purge()
-            if self._optimizers is None:
+            if self._owners.optimizers is None:
                 self._tracked.set_progress(self.progress)
 
 

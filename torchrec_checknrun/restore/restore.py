@@ -27,7 +27,6 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.model.dense_states import DenseStates
-from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import Ranks
@@ -36,7 +35,7 @@ from torchrec_checknrun.restore.copied_values import copied, load_copied
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.shared_root import require_shared
-from torchrec_checknrun.restore.states import Merge
+from torchrec_checknrun.restore.states import Merge, Owners
 from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.counting import is_newest
@@ -136,8 +135,9 @@ class _Attempts:
         self._root, self._target, self._ranks = root, target, ranks
         self._checkpoint = checkpoint
         self._optimizers = DenseStates(target.model, target.states, target.tracked)
-        self._objects = StateObjects(
-            {n: state for n, state in target.states.items() if n not in self._optimizers}
+        others = {n: state for n, state in target.states.items() if n not in self._optimizers}
+        self._owners = Owners(
+            target.per_rank, self._optimizers, target.buffers, StateObjects(others)
         )
         self._passed_over: list[str] = []
         self._unusable: set[str] = set()
@@ -152,9 +152,7 @@ class _Attempts:
             ModelPartlyRestored: all chains failed, one of them half-way.
             ChainBroken: all chains failed.
         """
-        chain, problems, self._newest = self._ranks.from_rank_0(
-            lambda: _find(self._root, self._checkpoint, self._unusable)
-        )
+        chain, problems, self._newest = self._ranks.from_rank_0(self._find)
         self._passed_over += [line for line in problems if line not in self._passed_over]
         reasons = "; ".join(self._passed_over)
         if chain is None and self.changed:
@@ -181,17 +179,11 @@ class _Attempts:
         live: dict[str, Any] = {}
         for dry_run in (True, False) if verify_all else (False,):
             self._chain_restore = ChainRestore(
-                self._target.tracked,
-                per_rank=self._target.per_rank,
-                fit=self._target.fit,
-                buffers=self._target.buffers,
-                objects=self._objects,
-                optimizers=self._optimizers,
-                dry_run=dry_run,
+                self._target.tracked, self._owners, self._target.fit, dry_run=dry_run
             )
             try:
                 with self._optimizers.fitted(undo=dry_run):
-                    live = _load(self._root, chain, self._target, self._ranks, self._chain_restore)
+                    live = self._load(chain)
             finally:
                 began = self._ranks.gather(self._chain_restore.began)
                 self.changed = self.changed or any(began)
@@ -200,8 +192,7 @@ class _Attempts:
 
     def finish(self, chain: Chain, live: dict[str, Any]) -> Restored:
         """Give the objects their restored content, and report. A collective."""
-        progress = self._chain_restore.progress
-        _hand_back(self._target, live, self._optimizers, progress, self._ranks)
+        self._hand_back(live)
         return Restored(
             chain,
             self._converted,
@@ -210,82 +201,71 @@ class _Attempts:
             forks=bool(self._passed_over) or not self._newest,
         )
 
+    def _find(self) -> tuple[Chain | None, list[str], bool]:
+        """Find the chain; also return why newer ones were passed over, and whether it is the
+        newest.
+        """
+        if self._checkpoint is None:
+            return *newest(self._root, self._unusable), True
+        chain = resolve(self._root, self._checkpoint)
+        try:
+            return chain, [], is_newest(self._root, latest_claim(self._root), chain.head)
+        except ClaimDamaged:  # prevents saves to this root, but not a restore
+            return chain, [], is_newest(self._root, None, chain.head)
 
-def _find(
-    root: Folder, checkpoint: str | None, unusable: set[str]
-) -> tuple[Chain | None, list[str], bool]:
-    """Find the chain; also return why newer ones were passed over, and whether it is the newest."""
-    if checkpoint is None:
-        return *newest(root, unusable), True
-    chain = resolve(root, checkpoint)
-    try:
-        return chain, [], is_newest(root, latest_claim(root), chain.head)
-    except ClaimDamaged:  # prevents saves to this root, but not a restore
-        return chain, [], is_newest(root, None, chain.head)
+    def _load(self, chain: Chain) -> dict[str, Any]:
+        """Plan a chain's restore on all ranks, then load the chain."""
+        target, ranks, chain_restore = self._target, self._ranks, self._chain_restore
+        live: dict[str, Any] = {}
 
+        def read_live() -> None:
+            target.tracked.flush()
+            if target.model is not None:
+                live[MODEL] = target.model.state_dict()
+            live.update((name, stateful.state_dict()) for name, stateful in target.states.items())
 
-def _load(
-    root: Folder, chain: Chain, target: Target, ranks: Ranks, chain_restore: ChainRestore
-) -> dict[str, Any]:
-    live: dict[str, Any] = {}
+        ranks.on_all_ranks(read_live)
+        unasked = chain.head.states.keys() - live.keys() - {BUFFERS}
+        for name in unasked if target.model is not None else ():
+            logger.warning(
+                "%s holds state %r, which is not restored, since the Checkpointer has no such "
+                "state",
+                chain.head.id,
+                name,
+            )
+        live = dict(sorted(live.items()))  # the same order on all ranks
+        # Nothing is decided: only errors matter.
+        ranks.reduce(lambda: chain_restore.plan(read_content(self._root, chain), live), len)
+        ranks.reduce(lambda: chain_restore.load(self._root), len)
+        return live
 
-    def read_live() -> None:
-        target.tracked.flush()
-        if target.model is not None:
-            live[MODEL] = target.model.state_dict()
-        live.update((name, stateful.state_dict()) for name, stateful in target.states.items())
+    def _hand_back(self, live: dict[str, Any]) -> None:
+        """Give the state objects their content, the tables' optimizers their progress, and the
+        model the values of which its state dict has copies; all else was written in place.
+        """
+        target, optimizers, content = self._target, self._optimizers, live.get(MODEL)
 
-    ranks.on_all_ranks(read_live)
-    unasked = chain.head.states.keys() - live.keys() - {BUFFERS}
-    for name in unasked if target.model is not None else ():
-        logger.warning(
-            "%s holds state %r, which is not restored, since the Checkpointer has no such state",
-            chain.head.id,
-            name,
-        )
-    live = dict(sorted(live.items()))  # the same order on all ranks
-    ranks.reduce(lambda: chain_restore.plan(read_content(root, chain), live), _agree)
-    ranks.reduce(lambda: chain_restore.load(root), _agree)
-    return live
+        def find() -> bool:
+            return target.model is not None and bool(copied(target.model, content, target.tracked))
 
+        def hand_back() -> None:
+            if any_copied:
+                assert target.model is not None
+                load_copied(target.model, content, target.tracked)
+            for name, stateful in target.states.items():
+                if name in optimizers:
+                    optimizers.load(name, live[name])
+                else:
+                    stateful.load_state_dict(live[name])
+            optimizers.finish()
+            target.tracked.set_progress(self._chain_restore.progress)
+            target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
 
-def _agree(_: list[None]) -> None:
-    """Decide nothing: only errors matter."""
-
-
-def _hand_back(
-    target: Target,
-    live: dict[str, Any],
-    optimizers: DenseStates,
-    progress: Mapping[str, OptimizerClock],
-    ranks: Ranks,
-) -> None:
-    """Give the state objects their content, the tables' optimizers their progress, and the model
-    the values of which its state dict has copies; all else was written in place.
-    """
-    content = live.get(MODEL)
-
-    def find() -> bool:
-        return target.model is not None and bool(copied(target.model, content, target.tracked))
-
-    def hand_back() -> None:
-        if any_copied:
-            assert target.model is not None
-            load_copied(target.model, content, target.tracked)
-        for name, stateful in target.states.items():
-            if name in optimizers:
-                optimizers.load(name, live[name])
-            else:
-                stateful.load_state_dict(live[name])
-        optimizers.finish()
-        target.tracked.set_progress(progress)
-        target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
-
-    try:
-        any_copied = any(ranks.on_all_ranks(find))  # loading may be a collective
-        ranks.on_all_ranks(hand_back)
-    except Exception as error:
-        raise ModelPartlyRestored(
-            f"the model or a state object refused its restored content: {error!r}. The model is no "
-            "longer one state: start again from a new model"
-        ) from error
+        try:
+            any_copied = any(self._ranks.on_all_ranks(find))  # loading may be a collective
+            self._ranks.on_all_ranks(hand_back)
+        except Exception as error:
+            raise ModelPartlyRestored(
+                "the model or a state object refused its restored content: "
+                f"{error!r}. The model is no longer one state: start again from a new model"
+            ) from error

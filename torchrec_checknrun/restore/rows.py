@@ -9,7 +9,7 @@ order: parts of a row may come from different chunks then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -117,8 +117,10 @@ class RowRestore:
         self._check_baseline()
         self._done = [DoneRows(shard.rectangle.rows) for shard in shards]
         self._unmarked = set(range(len(shards)))
-        newest_first = [key for key in self._by_age(True) if not self._comes_in_order(key)]
-        return newest_first + [key for key in self._by_age(False) if self._comes_in_order(key)]
+        in_order = [key for key in self._planned if self._comes_in_order(key)]
+        others = [key for key in self._planned if not self._comes_in_order(key)]
+        others.sort(key=lambda key: self._planned[key][1], reverse=True)  # the newest first
+        return others + in_order
 
     def load(self, chunk: ReadableChunk, dry_run: bool) -> None:
         """Write a chunk's rows, except rows with a newer version. Thread-safe.
@@ -162,10 +164,6 @@ class RowRestore:
             self._mark(range(len(self._shards)))
             for conversion in self._conversions.values():
                 conversion.finish()
-
-    def _by_age(self, newest_first: bool) -> Iterator[str]:
-        for headers in reversed(self._headers) if newest_first else self._headers:
-            yield from (key for key in headers if key in self._planned)
 
     def _comes_in_order(self, key: str) -> bool:
         return self._targets[self._planned[key][0].table] in self._in_order

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +38,27 @@ ranks.
 """
 
 
+@dataclass(frozen=True)
+class Owners:
+    """The owners of state beside the tables, which take their content in ways of their own.
+
+    Attributes:
+        merges: merge functions of states of which each rank has its own, by name, for another
+            number of ranks; None or absent: such a state is an error on another number of ranks.
+        optimizers: the dense optimizers among the state objects, which are fitted to the
+            checkpoint; the caller gives them their restored state, and then the tables' progress.
+            None: unknown, they must have made their state already.
+        buffers: the model's buffers of which each rank has its own.
+        objects: state objects that are given whole what they saved; other states must fit the live
+            ones.
+    """
+
+    merges: Mapping[str, Merge | None] = field(default_factory=dict)
+    optimizers: DenseStates | None = None
+    buffers: PerRankBuffers = field(default_factory=PerRankBuffers)
+    objects: StateObjects = field(default_factory=lambda: StateObjects({}))
+
+
 class StateRestore:
     """A restore of state objects: call ``plan``, then ``load`` for each chunk.
 
@@ -45,12 +67,7 @@ class StateRestore:
         state_dict: the live state dict, whose values are replaced by restored ones.
         saved: the checkpoint's sharded tensors.
         fit: allowed differences between checkpoint and state dict.
-        merges: merge functions of states of which each rank has its own, by name; None or absent:
-            the state can't be restored on another number of ranks.
-        objects: state objects that are given whole what they saved; other states must fit the live
-            ones.
-        optimizers: the dense optimizers among the states; None: unknown, their state must be made.
-        buffers: the model's buffers of which each rank has its own.
+        owners: of the states.
 
     Attributes:
         skipped: descriptions of states and values on one side only.
@@ -62,20 +79,15 @@ class StateRestore:
         state_dict: dict[str, Any],
         saved: SavedBlocks,
         fit: Fit,
-        *,
-        merges: Mapping[str, Merge | None],
-        objects: StateObjects,
-        optimizers: DenseStates | None,
-        buffers: PerRankBuffers,
+        owners: Owners,
     ) -> None:
         self._head = content.chain.head
         self._state_dict = state_dict
         self._saved = saved
         self._fit = fit
-        self._merges = dict(merges)
-        self._objects = objects
-        self._optimizers = optimizers
-        self._buffers = buffers
+        self._merges = dict(owners.merges)
+        self._objects, self._optimizers = owners.objects, owners.optimizers
+        self._buffers = owners.buffers
         self._rank, self._world = 0, 1
         if dist.is_initialized():
             self._rank, self._world = dist.get_rank(), dist.get_world_size()

@@ -180,11 +180,11 @@ def checkpoint_report(
         sequence=manifest.sequence,
         kind=manifest.kind,
         parent=manifest.parent.id if manifest.parent else None,
-        modified_rows=sum(t.stored_values // t.dim for t in tables),
+        modified_rows=sum(t.stored_values // max(1, t.dim) for t in tables),
         total_rows=sum(t.rows for t in tables),
         modified_fraction=manifest.modified_fraction,
         table_fractions={
-            name: t.stored_values / (t.rows * t.dim) for name, t in manifest.tables.items()
+            name: t.stored_values / max(1, t.rows * t.dim) for name, t in manifest.tables.items()
         },
         bytes={**parts, "other": manifest.stored_bytes - payload},
         full_fp32_bytes=manifest.full_fp32_bytes,

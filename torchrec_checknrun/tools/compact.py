@@ -12,7 +12,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain as joined
 from itertools import groupby
 from typing import cast
@@ -41,12 +40,12 @@ from torchrec_checknrun.format.entries import (
     unwritten,
 )
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, new_id
-from torchrec_checknrun.format.rank_file import FileSummary, Job, add_totals, write_rank_file
-from torchrec_checknrun.format.reader import StoredChunk, read_chunk
+from torchrec_checknrun.format.rank_file import FileSummary, add_totals, write_rank_file
+from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import RowsHeader, add_exact
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.format.state import raw_bytes
-from torchrec_checknrun.restore.chunks import ChainContent, read_content
+from torchrec_checknrun.restore.chunks import ChainContent, overlap, read_content
 from torchrec_checknrun.root.chain import Chain, check_sizes, newest_required, resolve
 from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.lease import Lease
@@ -59,8 +58,6 @@ logger = logging.getLogger(__name__)
 
 FILE_BYTES = 4 << 30
 """Bytes after which another file is begun."""
-
-Columns = tuple[int, int]
 
 
 def compact(
@@ -107,15 +104,17 @@ def compact(
     if chain.head.kind == "full":
         logger.info("%s is full already: nothing to compact", chain.head.id)
         return None
-    jobs = _Compaction(folder, read_content(folder, chain), progress).jobs()
-    manifest = _commit(folder, chain, jobs, file_bytes)
+    chunks = _Compaction(folder, read_content(folder, chain), progress).chunks()
+    manifest = _commit(folder, chain, chunks, file_bytes)
     seconds = time.perf_counter() - started
     report = checkpoint_report(manifest, 1, Progress(committed=seconds))
     logger.info("compacted %d checkpoints: %s", len(chain.manifests), report)
     return report
 
 
-def _commit(folder: Folder, chain: Chain, jobs: Iterator[_Job], file_bytes: int) -> Manifest:
+def _commit(
+    folder: Folder, chain: Chain, chunks: Iterator[EncodedChunk], file_bytes: int
+) -> Manifest:
     """Write the files and the manifest of a new checkpoint.
 
     Raises:
@@ -127,7 +126,7 @@ def _commit(folder: Folder, chain: Chain, jobs: Iterator[_Job], file_bytes: int)
     lease = Lease(into)  # a run that prunes meanwhile sees that this directory is no leftover
     lease.acquire(lambda _: ())
     try:
-        files = list(_write(into, jobs, file_bytes))
+        files = list(_write(into, chunks, file_bytes))
         epoch = claim.epoch if (claim := latest_claim(folder)) else 0
         manifest = _manifest(chain, into.name, epoch, files)
         lease.check()
@@ -162,35 +161,24 @@ def _find(root: Folder, checkpoint: str | None) -> Chain:
         raise CheckpointNotFound(f"{error}: nothing to compact") from None
 
 
-@dataclass
-class _Job:
-    """A chunk that is ready to be written."""
-
-    chunk: EncodedChunk
-
-    def encode(self) -> EncodedChunk:
-        return self.chunk
-
-    def close(self) -> None:
-        pass
-
-
-def _write(folder: Folder, jobs: Iterator[_Job], file_bytes: int) -> Iterator[FileSummary]:
-    """Write all jobs to files, at least one file."""
-    number, first = 0, next(jobs, None)
+def _write(
+    folder: Folder, chunks: Iterator[EncodedChunk], file_bytes: int
+) -> Iterator[FileSummary]:
+    """Write all chunks to files, at least one file."""
+    number, first = 0, next(chunks, None)
     while first is not None or not number:
         left = file_bytes
 
-        def of_file(first: _Job | None = first) -> Iterator[Job]:
+        def of_file(first: EncodedChunk | None = first) -> Iterator[EncodedChunk]:
             nonlocal left
-            for job in joined([first] if first is not None else [], jobs):
-                left -= sum(memoryview(piece).nbytes for piece in job.chunk.pieces)
-                yield job
+            for chunk in joined([first] if first is not None else [], chunks):
+                left -= sum(memoryview(piece).nbytes for piece in chunk.pieces)
+                yield chunk
                 if left <= 0:
                     return
 
         yield write_rank_file(folder, number, of_file())
-        number, first = number + 1, next(jobs, None)
+        number, first = number + 1, next(chunks, None)
 
 
 class _Compaction:
@@ -206,24 +194,15 @@ class _Compaction:
         self._chain = content.chain
         self._head = content.chunks[-1]
         self._progress = progress
-        self._parts: dict[str, dict[Columns, list[tuple[StoredChunk, RowsHeader]]]] = {
-            name: {} for name in content.chain.head.tables
-        }
-        self._bytes = 0
-        for chunks in reversed(content.chunks):
-            for chunk in chunks:
-                header = chunk.header
-                if isinstance(header, RowsHeader):
-                    columns = header.rectangle.col_start, header.rectangle.col_stop
-                    parts = self._parts.setdefault(header.table, {})
-                    parts.setdefault(columns, []).append((chunk, header))
-                    self._bytes += chunk.entry.length
+        self._parts = content.rows_by_columns()
+        rows = (chunks for parts in self._parts.values() for chunks in parts.values())
+        self._bytes = sum(chunk.entry.length for chunk, _ in joined.from_iterable(rows))
         self._bytes += sum(c.entry.length for c in self._head if not isinstance(c.entry, RowsEntry))
         self._gone_through = 0
         for table, parts in self._parts.items():
             self._check(table, parts)
 
-    def jobs(self) -> Iterator[_Job]:
+    def chunks(self) -> Iterator[EncodedChunk]:
         """Yield the chunks of the new checkpoint.
 
         Raises:
@@ -235,20 +214,13 @@ class _Compaction:
         for chunk in self._head:
             if not isinstance(chunk.entry, RowsEntry):
                 payload = read_chunk(self._root, chunk)
-                yield _Job(EncodedChunk(unwritten(chunk.entry), [payload]))
+                yield EncodedChunk(unwritten(chunk.entry), [payload])
                 self._step(chunk)
 
     def _rows(
         self, table: str, columns: Columns, chunks: list[tuple[StoredChunk, RowsHeader]]
-    ) -> Iterator[_Job]:
+    ) -> Iterator[EncodedChunk]:
         rows = self._chain.head.tables[table].rows
-        baseline = self._chain.baseline.id
-        full = sum(header.count for chunk, header in chunks if chunk.checkpoint == baseline)
-        if full != rows:  # checked before memory of a bit for each row is taken
-            raise CorruptCheckpoint(
-                f"{baseline} holds {full} of the {rows} rows of {table}, columns {columns[0]} to "
-                f"{columns[1] - 1}: it is not full"
-            )
         done = DoneRows(rows)
         for chunk, header in chunks:
             start, stop = header.rectangle.row_start, header.rectangle.row_stop
@@ -257,9 +229,9 @@ class _Compaction:
                 stored = StoredRows(header, payload)
                 new = done.add(stored.ids)
                 if new is None:
-                    yield _Job(EncodedChunk(unwritten(chunk.entry), [payload]))
+                    yield EncodedChunk(unwritten(chunk.entry), [payload])
                 elif len(new):
-                    yield _Job(select(stored, new))
+                    yield select(stored, new)
             self._step(chunk)
         if not done.contains_range(0, rows):
             raise CorruptCheckpoint(
@@ -275,23 +247,16 @@ class _Compaction:
     def _check(
         self, table: str, parts: dict[Columns, list[tuple[StoredChunk, RowsHeader]]]
     ) -> None:
-        """Refuse rows that newer ones replace only in part, and tables with a gap."""
-        at, shape = 0, self._chain.head.tables.get(table)
-        if shape is None:
-            raise CorruptCheckpoint(f"{self._chain.head.id} has no table {table!r}, but rows of it")
-        for start, stop in sorted(parts):
-            if start < at:
-                raise IncompatibleCheckpoint(
-                    f"{table}: rows of {self._chain.head.id} and what it builds on lie in "
-                    f"overlapping columns {sorted(parts)}: restore it and take a full checkpoint"
-                )
-            if start > at:
-                break
-            at = stop
-        if at != shape.dim and shape.rows:
-            raise CorruptCheckpoint(
-                f"{self._chain.baseline.id} has columns {sorted(parts)} of {table}, which has "
-                f"{shape.dim}: it is not full"
+        """Refuse rows that newer ones replace only in part.
+
+        ``read_content`` has checked that the full checkpoint has as many rows of each column as
+        the table. So ranges of columns that don't overlap have no gap, and memory of a bit for
+        each row may be taken.
+        """
+        if overlap(parts):
+            raise IncompatibleCheckpoint(
+                f"{table}: rows of {self._chain.head.id} and what it builds on lie in "
+                f"overlapping columns {sorted(parts)}: restore it and take a full checkpoint"
             )
         for chunks in parts.values():
             newer: set[str] | None = None

@@ -57,7 +57,8 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
             key = _key(header)
             if key not in pieces:
                 pieces[key] = torch.zeros(header.size, dtype=header.dtype, device="cpu")
-            _put(pieces[key], header, read_chunk(root, chunk))
+            place = header.box.slices(Box.whole(header.size))
+            pieces[key][place].copy_(decode_block(header, read_chunk(root, chunk)))
     found = {k: v for k, v in found.items() if v is not None or k not in pieces}  # in lists
     if clash := sorted(found.keys() & pieces.keys()):
         raise IncompatibleCheckpoint(_TWICE.format(chunks[0].checkpoint, clash[0]))
@@ -107,7 +108,3 @@ def _as_tensor(value: np.ndarray | np.generic) -> torch.Tensor | np.ndarray:
         return torch.from_numpy(array)
     except TypeError:  # as of long doubles
         return array
-
-
-def _put(whole: torch.Tensor, header: BlockHeader, payload: memoryview) -> None:
-    whole[header.box.slices(Box.whole(header.size))].copy_(decode_block(header, payload))

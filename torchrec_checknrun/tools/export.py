@@ -27,7 +27,7 @@ from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import read_dense
-from torchrec_checknrun.tools.fused import FusedRows, fused_rows
+from torchrec_checknrun.tools.fused import fused_rows
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 
 Rows = Literal["full", "fused"]
@@ -163,7 +163,11 @@ def export_safetensors(
     """
     from safetensors.torch import save_file
 
-    into = _local_folder(target)
+    into = Folder(target)
+    if not _is_local(into):
+        raise OSError(
+            f"safetensors need a local folder, not {into}: export to one, then copy the files"
+        )
     _make_empty(into)
     content = read_content(root, chain)
     tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
@@ -180,7 +184,11 @@ def export_safetensors(
             place, stored = _restored(reader, Path(folder), optimizer), "full"
             if rows == "fused":
                 fused = fused_rows(root, content, table, Path(folder))
-                stored = _replace_by_fused(place, table, fused)
+                stored = fused.stored
+                if fused.tensors:
+                    del place["weight"]
+                    _check_states(table, place, fused.tensors)
+                    place |= fused.tensors
             name = f"{table}.safetensors"
             save(place, name, {**about, "table": table, "rows": stored})
             done.files.append(name)
@@ -193,15 +201,6 @@ def export_safetensors(
         done.tensors |= {name: list(tensor.shape) for name, tensor in tensors.items()}
     into.put(VALUES_NAME, _json(chain, values, done.tables))
     return done
-
-
-def _replace_by_fused(place: dict[str, torch.Tensor], table: str, fused: FusedRows) -> str:
-    """Replace a table's weights by its fused rows, if there are any; return the rows' form."""
-    if fused.tensors:
-        del place["weight"]
-        _check_states(table, place, fused.tensors)
-        place |= fused.tensors
-    return fused.stored
 
 
 def save_in_place(target: Path, save: Callable[[Path], object]) -> None:
@@ -218,29 +217,14 @@ def save_in_place(target: Path, save: Callable[[Path], object]) -> None:
             os.replace(path, target / path.name)
 
 
-def scratch_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return a tensor of zeros in a file."""
-    size = torch.Size(shape).numel()
-    if not size:
-        return torch.zeros(shape, dtype=dtype)
-    path = folder / name
-    return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
-
-
 def _restored(reader: TableReader, folder: Path, optimizer: bool) -> dict[str, torch.Tensor]:
     """Restore a whole table into scratch files."""
-    number = len(list(folder.iterdir()))
-    n, dim = reader.shape.rows, reader.shape.dim
-    weight = scratch_tensor(folder, f"{number}-weight", (n, dim), reader.dtype)
-    states = {
-        name: scratch_tensor(folder, f"{number}-state-{i}", (n,) if rowwise else (n, dim), dtype)
-        for i, (name, (dtype, rowwise)) in enumerate(reader.states.items())
-    }
-    reader.restore([reader.shard(0, weight, states)])
+    shard = reader.empty(0, reader.shape.rows, folder)
+    reader.restore([shard])
     if not optimizer:
-        return {"weight": weight}
-    _check_states(reader.table, states, ("weight",))
-    return {"weight": weight, **states}
+        return {"weight": shard.weight}
+    _check_states(reader.table, shard.optimizer, ("weight",))
+    return {"weight": shard.weight, **shard.optimizer}
 
 
 def _check_states(table: str, states: Iterable[str], names: Iterable[str]) -> None:
@@ -300,15 +284,6 @@ def _readers(
 def _is_local(folder: Folder) -> bool:
     """Tell whether a folder is on this machine: its ``url`` is a path."""
     return os.path.isabs(folder.url)
-
-
-def _local_folder(target: str | os.PathLike[str]) -> Folder:
-    into = Folder(target)
-    if not _is_local(into):
-        raise OSError(
-            f"safetensors need a local folder, not {into}: export to one, then copy the files"
-        )
-    return into
 
 
 def _make_empty(into: Folder) -> None:

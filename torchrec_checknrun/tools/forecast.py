@@ -19,23 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as shown
 
-from torchrec_checknrun.bitwidth import expected_restores, width_for
+from torchrec_checknrun.bitwidth import expected_restores, row_bytes, width_for
 from torchrec_checknrun.format.manifest import Kind, Manifest, RankFile, TableTotals
-from torchrec_checknrun.root.policy import (
-    Consecutive,
-    Decision,
-    Full,
-    Intermittent,
-    OneShot,
-    Policy,
-)
+from torchrec_checknrun.root import policy as policies
+from torchrec_checknrun.root.policy import Decision, Policy
 
-POLICIES: dict[str, Policy] = {
-    "full": Full(),
-    "one-shot": OneShot(),
-    "consecutive": Consecutive(),
-    "intermittent": Intermittent(),
-}
+POLICIES = {name.replace("_", "-"): make() for name, make in policies.POLICIES.items()}
 MOST_CHECKPOINTS = 10_000
 """Number of a job's checkpoints to forecast; later ones would repeat them."""
 
@@ -135,9 +124,9 @@ class Job:
 
     def stored_bytes(self, fraction: float) -> int:
         """Return the bytes of a checkpoint with this fraction of the rows."""
-        row = stored_row_bytes(self.dim, self.width) + self.optimizer_bytes
+        row = 4 * self.dim if self.width == 32 else row_bytes(self.dim, self.width)
         ids = 0 if fraction == 1 else math.ceil(self.rows / 8)
-        return round(self.rows * fraction) * row + ids + self.dense_bytes
+        return round(self.rows * fraction) * (row + self.optimizer_bytes) + ids + self.dense_bytes
 
     def copied_bytes(self, fraction: float) -> int:
         """Return the bytes in memory that such a checkpoint copies while training waits."""
@@ -184,17 +173,6 @@ class Forecast:
     longest_read: float | None
     lost: float
     best_interval_minutes: float
-
-
-def stored_row_bytes(dim: int, bits: int) -> int:
-    """Return the bytes of a row's weights, with scale and bias; 32 bits are exact."""
-    if bits == 32:
-        return 4 * dim
-    if bits == 8:
-        return dim + 8
-    # Like ``codecs.base.row_bytes``, which needs torch: FBGEMM fills the last 16-bit word.
-    codes = math.ceil(dim * bits / 8)
-    return codes + 4 if bits == 3 else codes + codes % 2 + 4
 
 
 def forecast(job: Job, policy: str) -> Forecast:

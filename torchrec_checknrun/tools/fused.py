@@ -18,11 +18,10 @@ from torchrec_checknrun.codecs import Exact, Rowwise
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.restore.chunks import ChainContent
+from torchrec_checknrun.restore.chunks import ChainContent, overlap
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
-
-Columns = tuple[int, int]
+from torchrec_checknrun.tools.tables import scratch_tensor
 
 _FEW = 16
 """At most one row in so many may be stored exactly."""
@@ -53,13 +52,7 @@ def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -
     Raises:
         CorruptCheckpoint, UnsupportedFormat: a chunk can't be read.
     """
-    parts: dict[Columns, list[tuple[StoredChunk, RowsHeader]]] = {}
-    for chunks in reversed(content.chunks):
-        for chunk in chunks:
-            header = chunk.header
-            if isinstance(header, RowsHeader) and header.table == table:
-                columns = header.rectangle.col_start, header.rectangle.col_stop
-                parts.setdefault(columns, []).append((chunk, header))
+    parts = content.rows_by_columns().get(table, {})
     rows = content.chain.head.tables[table].rows
     counts: dict[str, int] = {}
     codecs: dict[int, Rowwise] = {}
@@ -71,19 +64,14 @@ def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -
     few_exact = others <= {Exact.name} and counts.get(Exact.name, 0) * _FEW <= rows
     if len(codecs) != 1 or not few_exact:
         return FusedRows(f"full: rows are stored as {', '.join(sorted(counts)) or 'nothing'}")
-    ends = [0, *(stop for _, stop in sorted(parts))]
-    if any(start != end for (start, _), end in zip(sorted(parts), ends, strict=False)):
+    if overlap(parts):
         return FusedRows(f"full: rows are stored in overlapping columns {sorted(parts)}")
     ((bits, codec),) = codecs.items()
     found = FusedRows(f"fused, {bits} bit")
     for columns, newest_first in parts.items():
         suffix = f".columns_{columns[0]}_{columns[1]}" if len(parts) > 1 else ""
-        found.tensors |= {
-            name + suffix: tensor
-            for name, tensor in _newest(
-                root, newest_first, codec, rows, scratch / f"fused{suffix}"
-            ).items()
-        }
+        tensors = _newest(root, newest_first, codec, rows, scratch)
+        found.tensors |= {name + suffix: tensor for name, tensor in tensors.items()}
     return found
 
 
@@ -97,12 +85,11 @@ def _newest(
     chunks: list[tuple[StoredChunk, RowsHeader]],
     codec: Rowwise,
     rows: int,
-    path: Path,
+    scratch: Path,
 ) -> dict[str, torch.Tensor]:
     header = chunks[0][1]
     size = codec.row_bytes(header.rectangle.cols)
-    fused = torch.from_file(str(path), shared=True, size=rows * size, dtype=torch.uint8)
-    fused = fused.view(rows, size)
+    fused = scratch_tensor(scratch, (rows, size), torch.uint8)
     done = DoneRows(rows)
     ids = [np.empty(0, dtype=np.int64)]
     exact = [torch.empty((0, header.rectangle.cols), dtype=header.dtype, device="cpu")]

@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
@@ -67,7 +67,7 @@ class TableReader:
 
     Args:
         content: the chain.
-        table: the table's full name, see ``find_table``.
+        table: the table's full name, see ``fit.full_name``.
         cache: a cache shared with other readers of the same root.
 
     Attributes:
@@ -162,23 +162,25 @@ class TableReader:
             },
         )
 
-    def empty(self, start: int, stop: int) -> LocalShard:
-        """Allocate memory for rows ``[start, stop)``."""
-        n, dim = stop - start, self.shape.dim
-        return self.shard(
-            start,
-            torch.zeros((n, dim), dtype=self.dtype),
-            {
-                name: torch.zeros((n,) if rowwise else (n, dim), dtype=dtype)
-                for name, (dtype, rowwise) in self.states.items()
-            },
-        )
+    def empty(self, start: int, stop: int, scratch: Path | None = None) -> LocalShard:
+        """Allocate memory for rows ``[start, stop)``.
 
-    def shard(
-        self, start: int, weight: torch.Tensor, states: Mapping[str, torch.Tensor]
-    ) -> LocalShard:
-        """Wrap given memory as the shard of the rows from ``start`` on."""
-        place = Rectangle(start, start + len(weight), 0, self.shape.dim)
+        Args:
+            scratch: a folder for files that hold the memory; None: no files.
+        """
+
+        def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            if scratch is None:
+                return torch.zeros(shape, dtype=dtype)
+            return scratch_tensor(scratch, shape, dtype)
+
+        n, dim = stop - start, self.shape.dim
+        weight = zeros(self.dtype, n, dim)
+        states = {
+            name: zeros(dtype, n) if rowwise else zeros(dtype, n, dim)
+            for name, (dtype, rowwise) in self.states.items()
+        }
+        place = Rectangle(start, stop, 0, dim)
         return LocalShard(self.table, self.shape, place, weight, states)
 
     def restore(self, shards: Sequence[LocalShard]) -> None:
@@ -211,26 +213,13 @@ class TableReader:
         )
 
 
-def find_table(manifest: Manifest, name: str) -> str:
-    """Return a table's full name.
-
-    Args:
-        name: the full name, or its last part if no other table has the same.
-
-    Raises:
-        IncompatibleCheckpoint: there is no such table, or several.
-    """
-    if name in manifest.tables:
-        return name
-    found = [table for table in manifest.tables if table.endswith(f".{name}")]
-    if len(found) == 1:
-        return found[0]
-    names = sorted(found or manifest.tables)
-    raise IncompatibleCheckpoint(
-        f"{manifest.id} has {'several tables' if found else 'no table'} {name!r}: give one of "
-        + ", ".join(names[:8])
-        + (f" or {len(names) - 8} more, see `checknrun show`" if len(names) > 8 else "")
-    )
+def scratch_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of zeros in a new file of a folder."""
+    size = torch.Size(shape).numel()
+    if not size:
+        return torch.zeros(shape, dtype=dtype)
+    path = folder / str(len(list(folder.iterdir())))
+    return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
 
 
 def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:

@@ -24,12 +24,11 @@ from torchrec_checknrun.root.claims import (
     LEASE_SECONDS,
     Claim,
     Claims,
-    latest_claim,
     read_claims,
 )
 from torchrec_checknrun.root.counting import counting_ids, highest_epoch
 from torchrec_checknrun.root.lease import Lease
-from torchrec_checknrun.root.liveness import Standing, clean_up, is_fresh, standing_of
+from torchrec_checknrun.root.liveness import clean_up, is_fresh, standing_of
 from torchrec_checknrun.root.retention import PINNED, write_pin
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.control_records import Damage, find_damage
@@ -70,7 +69,12 @@ def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None =
                 )
         if not claims.undecided:
             _require_free(root, claims.latest)
-        _advance(root, claims, lambda: [i for i in _will_count(root) if i not in set(ignore)])
+
+        def counting() -> list[str]:
+            will_count = find_damage(root).will_count
+            return [id for id, counts in will_count.items() if counts and id not in ignore]
+
+        _advance(root, claims, counting)
     for name in read_claims(root, every=True).damaged:
         with suppress(StorageFailed):  # perhaps a directory, which decides nothing any more
             (root / FOLDER).delete(name)
@@ -92,8 +96,11 @@ def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None =
     return damage
 
 
-def adopt(root: Folder, ids: Collection[str]) -> list[str]:
+def adopt(root: Folder, ids: Collection[str], *, dry_run: bool = False) -> list[str]:
     """Make checkpoints count that don't, since their writer had been replaced.
+
+    Args:
+        dry_run: look, and change nothing.
 
     Returns:
         The ids that count now and didn't before.
@@ -103,39 +110,16 @@ def adopt(root: Folder, ids: Collection[str]) -> list[str]:
         ClaimDamaged: which checkpoints count can't be told: call ``repair`` first.
         RootInUse: a writer is at work.
     """
-    claims, new = _adoptable(root, ids)
-    if new:
-        _require_free(root, claims.latest)
-        _advance(root, claims, lambda: [*counting_ids(root, claims.latest), *new])
-    return new
-
-
-def adoptable(root: Folder, ids: Collection[str]) -> list[str]:
-    """Return the ids that ``adopt`` would make count.
-
-    Raises:
-        CheckpointNotFound, ChainBroken, CorruptCheckpoint, ClaimDamaged: as ``adopt``.
-    """
-    return _adoptable(root, ids)[1]
-
-
-def _adoptable(root: Folder, ids: Collection[str]) -> tuple[Claims, list[str]]:
     for id in ids:
         resolve(root, id)
     claims = read_claims(root)
     claims.decided()
     there = set(counting_ids(root, claims.latest))
-    return claims, [id for id in dict.fromkeys(ids) if id not in there]
-
-
-def holder_of(root: Folder) -> tuple[Claim, Standing] | None:
-    """Return the latest claim and its standing; None without a claim.
-
-    Raises:
-        ClaimDamaged: the claim can't be read.
-    """
-    claim = latest_claim(root)
-    return None if claim is None else (claim, standing_of(root, claim))
+    new = [id for id in dict.fromkeys(ids) if id not in there]
+    if new and not dry_run:
+        _require_free(root, claims.latest)
+        _advance(root, claims, lambda: [*counting_ids(root, claims.latest), *new])
+    return new
 
 
 def unlock(root: Folder, *, expected: int | None = None) -> None:
@@ -190,7 +174,3 @@ def _advance(root: Folder, claims: Claims, counting: Callable[[], Iterable[str]]
     above = max(claims.highest, highest_epoch(root))
     lease.acquire(lambda _: counting(), above=above, force=True, expected=claims.highest)
     lease.release()
-
-
-def _will_count(root: Folder) -> list[str]:
-    return [id for id, counts in find_damage(root).will_count.items() if counts]

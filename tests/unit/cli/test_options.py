@@ -7,6 +7,7 @@ import pytest
 from tests.unit.chains import DIM, Part, new_root, write
 from tests.unit.console import Console
 from torchrec_checknrun.cli import reading
+from torchrec_checknrun.cli.output import size
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 
@@ -34,3 +35,12 @@ def test_plan_of_nodes_optimizer_bytes_and_read_bandwidth(console: Console) -> N
     for before, after in zip(plain["policies"], read["policies"], strict=True):
         assert before["longest_read"] is None
         assert after["longest_read"] == pytest.approx(after["kept_bytes"] / 2e9)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999.7, "1 kB"), (1_234, "1.23 kB"), (999_600, "1 MB"), (5.4e15, "5,400 TB")],
+)
+def test_sizes_are_no_powers_of_ten(count: float, text: str) -> None:
+    """Among others just below the next unit."""
+    assert size(count) == text

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.unit.console import Console
-from torchrec_checknrun.codecs.base import row_bytes
-from torchrec_checknrun.tools.forecast import POLICIES, Job, forecast, stored_row_bytes
+from torchrec_checknrun.bitwidth import row_bytes
+from torchrec_checknrun.tools.forecast import POLICIES, Job, forecast
 
 # 8 columns exact and 4 bytes of state: 36 bytes a row; 100 bytes of ids in a differential one.
 SMALL: dict[str, Any] = {
@@ -29,7 +29,8 @@ FULL = 800 * 36
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("dim", [1, 7, 16, 64, 100])
 def test_rows_take_as_many_bytes_as_the_codec_gives_them(dim: int, bits: int) -> None:
-    assert stored_row_bytes(dim, bits) == row_bytes(dim, bits)
+    job = Job(rows=1, dim=dim, bits=bits, optimizer_bytes=0)
+    assert job.stored_bytes(1) == row_bytes(dim, bits)
 
 
 def test_one_shot_by_hand() -> None:

@@ -37,12 +37,13 @@ from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format import reader as read_chunks
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
 from torchrec_checknrun.format.reader import StoredChunk
+from torchrec_checknrun.restore.fit import full_name
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools import tables
 from torchrec_checknrun.tools.diff import compare
-from torchrec_checknrun.tools.tables import ChunkCache, TableReader, find_table
+from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 
@@ -228,10 +229,10 @@ def test_tables_of_another_size_are_named() -> None:
 
 def test_tables_are_found_by_the_last_part_of_their_name() -> None:
     manifest = write(new_root(), 20, [Part(WHOLE, list(range(20)), 10)])
-    assert find_table(manifest, "t") == find_table(manifest, TABLE) == TABLE
-    twice = replace(manifest, tables={f"{e}.t": manifest.tables[TABLE] for e in ("a", "b")})
+    tables = manifest.tables
+    assert full_name("t", tables, manifest.id) == full_name(TABLE, tables, manifest.id) == TABLE
     with pytest.raises(IncompatibleCheckpoint, match=r"several tables 't': give one of a\.t, b\.t"):
-        find_table(twice, "t")
+        full_name("t", ["a.t", "b.t"], manifest.id)
 
 
 class TestConsole:

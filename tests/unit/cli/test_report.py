@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from tests.unit.chains import DIM, Part, new_root, one_thread, write
 from tests.unit.console import Console
 from torchrec_checknrun.cli import plots, reporting
-from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.root.report import Progress, checkpoint_report
 from torchrec_checknrun.store.folder import Folder
 
@@ -43,6 +44,15 @@ def test_from_manifests_alone(run: tuple[Folder, list[Manifest]], console: Conso
     assert second["kept_bytes"] == sum(first["bytes"].values()) + sum(second["bytes"].values())
     assert second["modified_fraction"] == pytest.approx(2 / 40)
     assert second["stall_seconds"] is None
+
+
+def test_a_table_without_rows(run: tuple[Folder, list[Manifest]]) -> None:
+    """A manifest may list one, though no training makes one."""
+    _, (full, _) = run
+    manifest = replace(full, tables={**full.tables, "empty": TableTotals(0, 0)})
+    report = checkpoint_report(manifest, 1, Progress())
+    assert report.table_fractions["empty"] == 0
+    assert report.modified_rows == 40
 
 
 def test_with_a_log_of_what_was_deleted(

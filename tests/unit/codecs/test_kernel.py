@@ -25,8 +25,9 @@ from tests.unit.quantized_rows import (
     spoil,
     threads,
 )
+from torchrec_checknrun.bitwidth import row_bytes
 from torchrec_checknrun.codecs import kernel
-from torchrec_checknrun.codecs.base import Method, row_bytes
+from torchrec_checknrun.codecs.base import Method
 
 pytestmark = pytest.mark.skipif(
     not kernel.has_extension(), reason="the extension was not built: there was no compiler"

@@ -25,8 +25,8 @@ from tests.unit.quantized_rows import (
     rowwise,
     spoil,
 )
+from torchrec_checknrun.bitwidth import row_bytes
 from torchrec_checknrun.codecs import Rowwise, codec_from_spec
-from torchrec_checknrun.codecs.base import row_bytes
 from torchrec_checknrun.codecs.limits import LEAST_RANGES
 
 pytestmark = pytest.mark.usefixtures("each_kernel")

@@ -13,8 +13,9 @@ import sys
 import torch
 
 from tests.unit.quantized_rows import METHODS, WIDTHS, random_rows, spoil
+from torchrec_checknrun.bitwidth import row_bytes
 from torchrec_checknrun.codecs import kernel
-from torchrec_checknrun.codecs.base import Method, row_bytes
+from torchrec_checknrun.codecs.base import Method
 
 DIMS = (1, 13, 64)
 
