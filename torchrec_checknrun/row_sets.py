@@ -124,11 +124,7 @@ class DoneRows(RowSet):
 
     def contains_range(self, start: int, stop: int) -> bool:
         """Tell whether all rows in ``[start, stop)`` are in the set."""
-        for begin in range(start, stop, _DONE_BLOCK):
-            end = min(begin + _DONE_BLOCK, stop)
-            if not self._unpacked(begin, end)[begin % 8 : begin % 8 + end - begin].all():
-                return False
-        return True
+        return all(self._mask(*block).all() for block in self._blocks(start, stop))
 
     def add(self, rows: np.ndarray) -> np.ndarray | None:
         """Add rows.
@@ -150,18 +146,15 @@ class DoneRows(RowSet):
             begin = int(rows[at]) & ~7
             stop = at + int(np.searchsorted(rows[at:], begin + _DONE_BLOCK))
             end = int(rows[stop - 1]) + 1
-            unpacked = self._unpacked(begin, end)
+            held = self._packed[begin // 8 : (end + 7) // 8]
+            unpacked = np.unpackbits(held, bitorder="little")
             inside: np.ndarray | slice = rows[at:stop] - begin
             if end - int(rows[at]) == stop - at:
                 inside = slice(int(rows[at]) - begin, end - begin)
             new = np.flatnonzero(unpacked[inside] == 0)
             unpacked[inside] = 1
-            self._packed[begin // 8 : (end + 7) // 8] = np.packbits(unpacked, bitorder="little")
+            held[:] = np.packbits(unpacked, bitorder="little")
             found.append(new + at)
             at = stop
-        new = np.concatenate(found) if len(found) > 1 else found[0] if found else rows[:0]
+        new = np.concatenate((rows[:0], *found))
         return None if len(new) == len(rows) else new
-
-    def _unpacked(self, start: int, stop: int) -> np.ndarray:
-        """Unpack bits to a byte per row, from the start of the byte that holds ``start``'s bit."""
-        return np.unpackbits(self._packed[start // 8 : (stop + 7) // 8], bitorder="little")

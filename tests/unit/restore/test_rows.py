@@ -227,6 +227,7 @@ def test_done_rows(rows: int, data: st.DataObject, block: int, compiled: bool) -
     done, plain = DoneRows(rows), np.zeros(rows, dtype=bool)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchrec_checknrun.row_sets._DONE_BLOCK", block)
+        patch.setattr("torchrec_checknrun.row_sets._BLOCK", block)
         patch.setattr("torchrec_checknrun.row_sets.has_extension", lambda: compiled)
         for _ in range(4):
             if data.draw(st.booleans()):
