@@ -85,20 +85,27 @@ def test_a_state_that_is_not_there() -> None:
     assert f"{forged[1].folder} has state 'rng' of 1 of {2**62} ranks" in problems
 
 
-def test_pieces_of_sharded_tensors_and_what_collisions_know() -> None:
+def test_pieces_of_sharded_tensors() -> None:
     forged = example()
     payload = forged[2].first.payload
     at = len(payload)
     piece = {"kind": "block", "path": ["model", "ids"], "dtype": "int64", "size": [8]}
     piece |= {"part": [[0, 4]], "shard": [[0, 4]]}
-    collisions = {"kind": "collisions", "name": "managed collisions", "rank": 0}
-    collisions |= {"modules": {"a": {"rows": [0, 4], "buckets": 1}}, "tree": {"d": []}}
     payload += bytes(32)
     forged[2].entries.append({**piece, "offset": at, "length": 32, "checksum": ""})
-    forged[2].entries.append({**collisions, "offset": at + 32, "length": 0, "checksum": ""})
     texts = "\n".join(problems_of(forged))
     assert f"{forged[2].folder} holds 4 of the 8 values of ids, or some twice" in texts
-    assert "index entry of managed collisions is malformed" in texts
+
+
+def test_what_collisions_know() -> None:
+    forged = example()
+    collisions = {"kind": "collisions", "name": "managed collisions", "rank": 0}
+    collisions |= {"modules": {"a": {"rows": [0, 4], "buckets": 1}}, "tree": {"d": []}}
+    at, number = len(forged[2].first.payload), len(forged[2].entries)
+    forged[2].entries.append({**collisions, "offset": at, "length": 0, "checksum": ""})
+    texts = "\n".join(problems_of(forged))
+    assert f"chunk {number}: index entry of a collisions chunk is malformed" in texts
+    assert "missing required field `input_hash_size` - at `$.modules[...]`" in texts
 
 
 def test_each_manifest_of_a_chain_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
