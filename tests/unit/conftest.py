@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from tests.unit.chains import one_thread
+from tests.unit.chains import new_root, one_thread
 from tests.unit.console import Console
 from tests.unit.tracked_model import make_model
 from torchrec_checknrun.codecs import kernel
@@ -27,6 +27,13 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
     folder = Folder("memory://tests/unit/run")
     folder.create()
     yield folder
+    fsspec.filesystem("memory").rm("/tests", recursive=True)
+
+
+@pytest.fixture
+def memory_root() -> Iterator[Folder]:
+    """Make a root in memory; delete all of these after the test."""
+    yield new_root()
     fsspec.filesystem("memory").rm("/tests", recursive=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import fsspec
 import numpy as np
@@ -43,9 +42,8 @@ pytestmark = pytest.mark.usefixtures("small_operations")
 
 
 @pytest.fixture
-def root() -> Iterator[Folder]:
-    yield new_root()
-    fsspec.filesystem("memory").rm("/tests", recursive=True)
+def root(memory_root: Folder) -> Folder:
+    return memory_root
 
 
 def assert_same(shards: list[LocalShard], wanted: list[LocalShard]) -> None:
