@@ -23,16 +23,37 @@ def index_of(path: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def damage(checkpoint: Path, how: str) -> None:
-    rank_file = checkpoint / "rank-00001.bin"
+    """Damage a checkpoint's manifest, rank file, directory or chunks."""
+    if how.startswith("manifest") or how in ("uncommitted", "format"):
+        _damage_manifest(checkpoint / "manifest.json", how)
+    elif how == "gone":
+        shutil.rmtree(checkpoint)
+    elif how in ("first_rows", "last_rows", "every_rows", "state"):
+        _damage_chunks(checkpoint, how)
+    else:
+        _damage_rank_file(checkpoint / "rank-00001.bin", how)
+
+
+def _damage_manifest(manifest: Path, how: str) -> None:
+    text = manifest.read_bytes()
     if how == "manifest":
-        text = (checkpoint / "manifest.json").read_bytes()
-        flip(checkpoint / "manifest.json", text.index(b'"step"') + 8)
+        flip(manifest, text.index(b'"step"') + 8)
     elif how == "manifest_cut":
-        text = (checkpoint / "manifest.json").read_bytes()
-        (checkpoint / "manifest.json").write_bytes(text[: len(text) // 2])
+        manifest.write_bytes(text[: len(text) // 2])
     elif how == "manifest_empty":
-        (checkpoint / "manifest.json").write_bytes(b"")
-    elif how == "index":
+        manifest.write_bytes(b"")
+    elif how == "uncommitted":
+        manifest.unlink()
+    elif how == "format":
+        document = json.loads(text)
+        document["manifest"]["format_version"] = 999
+        manifest.write_text(json.dumps(document))
+    else:
+        raise ValueError(how)
+
+
+def _damage_rank_file(rank_file: Path, how: str) -> None:
+    if how == "index":
         flip(rank_file, index_of(rank_file)[0] + 20)
     elif how == "truncated":
         rank_file.write_bytes(rank_file.read_bytes()[:-1])
@@ -40,24 +61,16 @@ def damage(checkpoint: Path, how: str) -> None:
         rank_file.unlink()
     elif how == "longer":
         rank_file.write_bytes(rank_file.read_bytes() + b"\0")
-    elif how == "gone":
-        shutil.rmtree(checkpoint)
-    elif how == "uncommitted":
-        (checkpoint / "manifest.json").unlink()
-    elif how == "format":
-        document = json.loads((checkpoint / "manifest.json").read_bytes())
-        document["manifest"]["format_version"] = 999
-        (checkpoint / "manifest.json").write_text(json.dumps(document))
-    elif how in ("first_rows", "last_rows", "state"):
-        file, chunk = chunks_of(checkpoint, "state" if how == "state" else "rows")[
-            0 if how == "first_rows" else -1
-        ]
-        flip(file, chunk["offset"] + chunk["length"] // 2)
-    elif how == "every_rows":
-        for file, chunk in chunks_of(checkpoint, "rows"):
-            flip(file, chunk["offset"] + chunk["length"] // 2)
     else:
         raise ValueError(how)
+
+
+def _damage_chunks(checkpoint: Path, how: str) -> None:
+    found = chunks_of(checkpoint, "state" if how == "state" else "rows")
+    if how != "every_rows":
+        found = [found[0 if how == "first_rows" else -1]]
+    for file, chunk in found:
+        flip(file, chunk["offset"] + chunk["length"] // 2)
 
 
 def chunks_of(checkpoint: Path, kind: str) -> list[tuple[Path, dict[str, Any]]]:

@@ -72,10 +72,26 @@ class FaultProxy:
             return
         if fault == "slow":
             time.sleep(self._slow)
-        # The Host header is part of the signature, so it goes on as the client has sent it.
+        try:
+            answer, data = self._forward(request, body)
+        except OSError:
+            self._refuse(request, 503)
+            return
+        if fault == "lost answer":
+            request.close_connection = True
+            return
+        _pass_on(request, answer, data, cut=fault == "cut")
+
+    def _forward(
+        self, request: BaseHTTPRequestHandler, body: bytes
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        """Send a request to the server; return the server's answer and the answer's body."""
+        # The Host header is part of the signature: forward the one that the client has sent.
         connection = http.client.HTTPConnection(self._host, timeout=60)
         try:
-            connection.putrequest(method, request.path, skip_host=True, skip_accept_encoding=True)
+            connection.putrequest(
+                request.command, request.path, skip_host=True, skip_accept_encoding=True
+            )
             for name, value in request.headers.items():
                 if name.lower() not in _HOP:
                     connection.putheader(name, value)
@@ -85,26 +101,9 @@ class FaultProxy:
             if body:
                 connection.send(body)
             answer = connection.getresponse()
-            data = answer.read()
-        except OSError:
-            self._refuse(request, 503)
-            return
+            return answer, answer.read()
         finally:
             connection.close()
-        if fault == "lost answer":
-            request.close_connection = True
-            return
-        request.send_response(answer.status)
-        for name, value in answer.getheaders():
-            if name.lower() not in {*_HOP, "content-length", "date", "server"}:
-                request.send_header(name, value)
-        length = answer.getheader("Content-Length") if method == "HEAD" else str(len(data))
-        request.send_header("Content-Length", length or "0")
-        request.end_headers()
-        if method != "HEAD":
-            request.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
-        if fault == "cut":
-            request.close_connection = True
 
     def _refuse(self, request: BaseHTTPRequestHandler, status: int) -> None:
         code = {500: "InternalError", 503: "SlowDown"}[status]
@@ -115,6 +114,24 @@ class FaultProxy:
         request.end_headers()
         if request.command != "HEAD":
             request.wfile.write(data)
+
+
+def _pass_on(
+    request: BaseHTTPRequestHandler, answer: http.client.HTTPResponse, data: bytes, *, cut: bool
+) -> None:
+    """Give the client an answer; cut the body in half and close the connection on request."""
+    head = request.command == "HEAD"
+    request.send_response(answer.status)
+    for name, value in answer.getheaders():
+        if name.lower() not in {*_HOP, "content-length", "date", "server"}:
+            request.send_header(name, value)
+    length = answer.getheader("Content-Length") if head else str(len(data))
+    request.send_header("Content-Length", length or "0")
+    request.end_headers()
+    if not head:
+        request.wfile.write(data[: len(data) // 2] if cut else data)
+    if cut:
+        request.close_connection = True
 
 
 def _body(request: BaseHTTPRequestHandler) -> bytes:

@@ -1,4 +1,4 @@
-"""The console tool's commands on whole checkpoints: what they say, to people and to programs."""
+"""Run the console tool's commands on complete checkpoints; check the output, also as JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def table_of(root: Folder, head: str) -> torch.Tensor:
 
 
 def other_checkpoint(root: Folder, like: Manifest, sequence: int, **fields: Any) -> Manifest:
-    """A copy of one, with its files, under another name."""
+    """Copy a checkpoint with its files under another name."""
     id = checkpoint_id(sequence, 10 * sequence, f"{sequence:08x}")
     other = replace(like, id=id, sequence=sequence, **fields).sealed()
     (root / id).create()
@@ -96,11 +96,11 @@ class TestLs:
         assert found[third.id]["problem"].startswith(f"it needs {second.id}, which is damaged")
         assert found[never]["bytes"] == 4
         assert "is not a manifest" in console.run("ls", root).out
-        assert console.run("show", root).out.startswith(full.id)  # the newest that is whole
+        assert console.run("show", root).out.startswith(full.id)  # the newest complete one
 
     @pytest.mark.parametrize("to", ["a checkpoint", "/nonexistent"])
     def test_links(self, tmp_path: Path, console: Console, to: str) -> None:
-        """They are refused one by one, and what is beside them is listed."""
+        """Refuse links one by one, and list the checkpoints beside them."""
         root = Folder(tmp_path / "run")
         root.create()
         full, second, third = chain_of_three(root)
@@ -130,7 +130,7 @@ class TestLs:
 
     def test_forks_and_late_writers(self, root: Folder, console: Console) -> None:
         full, second, _ = chain_of_three(root)
-        # Gone on from the second, so that the third was left behind.
+        # Continue from the second checkpoint, so that the third is abandoned.
         fork = other_checkpoint(root, second, 4, parent=full.link, previous=second.link)
         writer = lease.Lease(root)
         writer.acquire(lambda _: (full.id, second.id, fork.id))
@@ -206,7 +206,7 @@ class TestVerify:
         assert not result.document["sound"]
         bad = {c["id"]: c["problems"] for c in result.document["checkpoints"] if c["problems"]}
         assert list(bad) == [full.id]
-        text = console.run("verify", root, second.id)  # with what it needs
+        text = console.run("verify", root, second.id)  # with all it needs
         assert text.code == 1
         assert f"{full.id}/rank-00001.bin, chunk 0" in text.out
 

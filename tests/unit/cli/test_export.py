@@ -45,7 +45,7 @@ HALVES = ((0, 4), (4, DIM))
 
 
 def restored(root: Folder, head: str) -> LocalShard:
-    """The table as a restore onto one rank gives it."""
+    """Return the table as restored onto one rank."""
     rows = resolve(root, head).head.tables[TABLE].rows
     shards = make_shards(rows, [Rectangle(0, rows, 0, DIM)], fill=0.0)
     restore(root, head, shards)
@@ -87,7 +87,7 @@ def test_to_a_url(tmp_path: Path) -> None:
 def test_local_targets_are_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Callable[..., object], target: str
 ) -> None:
-    """However they are spelled: all files are there, and none elsewhere."""
+    """Write all files into one folder and none elsewhere, however the target is spelled."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("small_operations")
 
 
 def dense_chunks(root: Folder, states: dict[str, object]) -> tuple[StoredChunk, ...]:
-    """Chunks of state objects, and of a sharded tensor in two pieces."""
+    """Return chunks of state objects, and of a sharded tensor in two pieces."""
     manifest = write(root, 4, [Part(WHOLE, list(range(4)), 4)])
     remapped = torch.arange(14).view(7, 2)
     blocks = [
@@ -80,8 +80,8 @@ def test_two_values_of_one_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("number", "change"),
     [
-        (1, {"size": [2**60, 2]}),  # before memory is taken for it
-        (0, {"part": [[1, 5], [0, 2]], "shard": [[1, 5], [0, 2]]}),  # row 4 twice, row 0 not
+        (1, {"size": [2**60, 2]}),  # refused before memory is allocated for it
+        (0, {"part": [[1, 5], [0, 2]], "shard": [[1, 5], [0, 2]]}),  # row 4 twice, row 0 missing
         (1, {"dtype": "float64"}),
         (1, {"path": ["other"]}),
     ],
@@ -107,7 +107,7 @@ def test_a_value_of_a_states_name_is_refused() -> None:
 
 
 def with_model(monkeypatch: pytest.MonkeyPatch, value: object, table: str = TABLE) -> Folder:
-    """A checkpoint whose state ``model`` holds this, under a table's name."""
+    """Write a checkpoint whose state ``model`` holds a value under a table's name."""
     root = new_root()
     with monkeypatch.context() as patch:
         patch.setattr(chains, "TABLE", table)

@@ -1,4 +1,4 @@
-"""What `plan` computes, against sums done by hand."""
+"""Compare the forecasts of `plan` with sums done by hand."""
 
 from __future__ import annotations
 
@@ -64,22 +64,24 @@ def test_consecutive_by_hand() -> None:
     assert found.kept_bytes == found.peak_bytes == FULL + 3 * (200 * 36 + 100)
     assert found.longest_chain == 4
     assert found.longest_read is None
-    # Nothing else is known: 6 GB/s on each of 4 nodes, for all rows once and a quarter three times.
+    # By default: 6 GB/s on each of 4 nodes, for all rows once and a quarter three times.
     assert found.mean_stall == pytest.approx((800 + 3 * 200) * 36 / 24e9 / 4)
 
 
 def test_intermittent_by_hand() -> None:
-    # Sizes 0.25 each time: 1 + 0.25 i > 0.25 (i + 1) for ever, so it never begins anew.
+    # Sizes 0.25 each time: 1 + 0.25 i > 0.25 (i + 1) for every i, so there is no second full one.
     flat = forecast(Job(**{**SMALL, "growth": 0.0, "job_hours": 20.0}), "intermittent")
     assert flat.baseline_every is None
-    # 1 + 0.25 + 0.5 > 3 · 0.5, but 1 + 0.25 + 0.5 + 0.75 <= 4 · 0.75: after three a full one.
+    # 1 + 0.25 + 0.5 > 3 · 0.5, but 1 + 0.25 + 0.5 + 0.75 <= 4 · 0.75: a full one follows three.
     rising = forecast(Job(**{**SMALL, "growth": 1.0, "job_hours": 20.0}), "intermittent")
     assert rising.baseline_every == 4.0
 
 
 @pytest.mark.parametrize(("growth", "every"), [(0.33, 7.0), (None, 4.0), (0.28, 9.0)])
 def test_intermittent_at_the_papers_fraction(growth: float | None, every: float) -> None:
-    """F <= I by hand: of S = 0.26 · i^0.33 first at i = 6, of 1 − 0.74^i at 3, of i^0.28 at 8."""
+    """Compare F <= I by hand: of S = 0.26 · i^0.33 first at i = 6, of 1 − 0.74^i at 3, of i^0.28 at
+    8.
+    """
     job = Job(10**9, 64, growth=growth, bits=32, job_hours=300.0)
     assert forecast(job, "intermittent").baseline_every == every
     sizes: list[float] = []

@@ -1,4 +1,4 @@
-"""Rows that `cat` and `diff` read are those that a restore gives, bit for bit."""
+"""Read by `cat` and `diff` the rows that a restore gives, bit for bit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WHOLE = (0, DIM)
 
 @dataclass
 class Expected:
-    """A table as plain reading in order makes it, its columns joined."""
+    """A table with joined columns, read chunk by chunk in order."""
 
     weight: torch.Tensor
     exp_avg: torch.Tensor
@@ -129,7 +129,7 @@ def test_differences_are_those_of_the_restored_tables(data: st.DataObject, rows:
     assert table.relative == (pytest.approx(table.norm / own) if own else None)
     if before == after:
         assert (table.changed_rows, table.changed_states) == (0, 0)
-    # `write` gives the state "model" the sequence number, and "rng" always the same.
+    # `write` gives the state "model" the sequence number, and "rng" the same value always.
     assert found.dense_changed == (() if before == after else ("w",))
     assert found.dense_values == 2
 
@@ -161,7 +161,7 @@ def test_windows_share_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(root.url, full.id, later.id, window_bytes=10 * (DIM * 4 + 4 + DIM * 4))
     assert len(read) == len(set(read)) == 12
     read.clear()
-    # What both have in common can't differ where nothing else has a row.
+    # Rows from a common chunk can't differ where no other chunk holds a row.
     part = write(root, 100, [Part(WHOLE, [3], 10)], later)
     compare(root.url, later.id, part.id, window_bytes=10 * (DIM * 4 + 4 + DIM * 4))
     assert {key.split("/")[0] for key in read} == {full.id, later.id, part.id}
@@ -174,7 +174,7 @@ def test_many_rows_take_no_more_than_their_number() -> None:
     began = time.process_time()
     ids = list(reversed(range(60_000)))
     assert reader_of(root, head.id).rows(ids).ids.tolist() == ids
-    assert time.process_time() - began < 10  # its square took more
+    assert time.process_time() - began < 10  # a quadratic loop took longer
 
 
 def test_rows_that_are_the_same_take_no_time() -> None:
@@ -309,4 +309,4 @@ class TestConsole:
         assert f"/{full.id}/rank-00000.bin at offset 0" in result.err
         with pytest.raises(CorruptCheckpoint):
             reader_of(root, full.id).window(0, 20)
-        assert console.run("diff", root, full.id, full.id).code == 0  # no row could differ
+        assert console.run("diff", root, full.id, full.id).code == 0  # no row can differ

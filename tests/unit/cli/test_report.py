@@ -1,4 +1,4 @@
-"""`report`: a run's checkpoints from manifests and JSON lines, as a page or a picture."""
+"""Show a run's checkpoints by `report`, from manifests and JSON lines, as a page or a picture."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_field_of_another_kind(
 def test_a_line_that_a_kill_has_cut_off(
     run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path, after: str
 ) -> None:
-    """The last one; or, after a restart that went on in the same file, one in the middle."""
+    """Skip a line cut off by a kill: the last one, or one in the middle when a restart appended."""
     full, later = (json.dumps(line(manifest, 0.5), ensure_ascii=False) for manifest in run[1])
     (tmp_path / "log").write_text(f"{full}\n{later[:40]}{after}{after}")
     result = console.run("report", run[0], "--log", tmp_path / "log", "--json")

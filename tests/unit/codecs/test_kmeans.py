@@ -1,4 +1,4 @@
-"""k-means codebooks: optimal per row, better than uniform steps per block, stable when repeated."""
+"""Check k-means codebooks: optimal per row, better than uniform steps per block, stable."""
 
 import sys
 
@@ -46,7 +46,7 @@ def hard_rows(seed: int, n: int, dim: int) -> torch.Tensor:
 
 
 def held(rows: torch.Tensor, exceptions: list[int]) -> torch.Tensor:
-    """Find the rows that codebooks hold; other rows are too small beside the largest one.
+    """Return which rows the codebooks hold: rows not too small beside the largest one.
 
     No exponent could bring both into fp16's range.
     """
@@ -85,7 +85,7 @@ def test_no_codebook_of_a_row_is_better(seed: int, dim: int, bits: int) -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(1, 12), st.integers(1, 70), st.sampled_from(CODECS))
 def test_any_shape_within_the_bound(seed: int, n: int, dim: int, codec: KMeans) -> None:
-    """A row's error is at most the range of its elements, for any codebook of its block."""
+    """Bound a row's error by the range of its elements, for any codebook of its block."""
     rows = hard_rows(seed, n, dim)
     decoded, exceptions = round_trip(codec, rows)
     kept = held(rows, exceptions)
@@ -111,8 +111,9 @@ def test_rows_of_few_values_are_exact_up_to_fp16(bits: int) -> None:
     assert torch.equal(round_trip(KMeans(bits), exact)[0], exact)
 
 
-# The mean relative l2 error on Gaussian rows: exact k-means per row, and at most as for codebooks
-# shared by blocks (uniform steps between a row's extremes: .3229 .1378 .0643, .4468 .1907 .0890).
+# Columns: the mean relative l2 error on Gaussian rows, of exact k-means per row, and an upper bound
+# for codebooks shared by blocks (uniform steps between a row's extremes: .3229 .1378 .0643, .4468
+# .1907 .0890).
 @pytest.mark.parametrize(
     ("dim", "bits", "per_row", "per_block"),
     [
@@ -169,7 +170,7 @@ def test_exceptions(codec: KMeans) -> None:
     rows[0], sound[0] = rows[0] * 1e-12, 0.0  # lost beside 65504
     decoded, exceptions = round_trip(codec, rows)
     assert exceptions == [0, *bad]
-    assert torch.equal(decoded, round_trip(codec, sound)[0])  # the others don't suffer
+    assert torch.equal(decoded, round_trip(codec, sound)[0])  # other rows are unaffected
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -238,7 +239,7 @@ def test_no_rows_and_zero_rows(codec: KMeans) -> None:
     [
         (2, None, 16, 10 * (8 + 4)),
         (3, None, 9, 10 * (16 + 4)),
-        (4, None, 3, 10 * (6 + 2)),  # no more centroids than elements
+        (4, None, 3, 10 * (6 + 2)),  # at most as many centroids as elements
         (8, None, 64, 10 * (128 + 64)),
         (3, 4, 16, 3 * 16 + 10 * (4 + 6)),
         (8, 10, 5, 512 + 10 * (4 + 5)),
@@ -249,7 +250,7 @@ def test_sizes(bits: int, block: int | None, dim: int, size: int) -> None:
 
 
 def test_layout() -> None:
-    """The bytes are a format: fp16 values, then codes of three bits, the first in the lowest."""
+    """Keep the layout, which is a format: fp16 values, then codes of three bits, the first lowest."""
     row = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 7.0]])
     codes = sum(code << 3 * i for i, code in enumerate([0, 1, 2, 3, 4, 5, 6, 7, 7]))
     encoded = KMeans(3).encode(row)

@@ -1,4 +1,4 @@
-"""16-bit casts: within half a unit in the last place, or named as an exception."""
+"""Cast to 16 bits within half a unit in the last place, or name the row as an exception."""
 
 import numpy as np
 import pytest
@@ -91,7 +91,7 @@ def test_decoding_into_any_dtype(codec: Narrow, out_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_table_of_the_same_dtype_is_kept_bit_for_bit(codec: Narrow) -> None:
-    """All bit patterns are tried: denormals, infinities, NaNs with their payloads."""
+    """Keep every bit pattern: denormals, infinities, NaNs with their payloads."""
     patterns = torch.from_numpy(np.arange(2**16, dtype=np.uint16).view(np.uint8).copy())
     rows = patterns.view(codec.dtype).view(-1, 8)
     encoded = codec.encode(rows)
@@ -147,7 +147,7 @@ def test_views_are_encoded_as_their_values(codec: Narrow) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("offset", [0, 1])
 def test_memory_that_is_given(codec: Narrow, offset: int) -> None:
-    """Given memory is used if large enough, at odd addresses, too."""
+    """Use given memory if large enough, at odd addresses, too."""
     rows = torch.randn(30, 6)
     wanted = codec.encode(rows).data
     buffer = torch.zeros(400 + offset, dtype=torch.uint8)[offset:]

@@ -1,4 +1,4 @@
-"""Optimizers that hold others in any attribute: the whole nest is restored, without a step."""
+"""Restore nests of optimizers, held in any attribute, without a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restores of wrapped optimizers, schedulers and rates on one rank, compared by live objects."""
+"""Restore wrapped optimizers, schedulers and rates on one rank; compare live objects."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_any_nest(
         both(nested(f, inner[0], "f"), nested(d, inner[1], "d")), outer, "o"
     )
     case = {"layout": TABLES, "nest": "any", "factory": factory, "over_all": over_all}
-    if "warm" not in {*inner[0], *inner[1], *outer}:  # which sets the rate itself
+    if "warm" not in {*inner[0], *inner[1], *outer}:  # the warm-up sets the rate itself
         case["schedule"] = schedule
     try:
         assert goes_on(str(tmp_path_factory.mktemp("any")), [case]) == []
@@ -261,7 +261,7 @@ def test_checkpoints_of_dcp_save_and_for_dcp_load(tmp_path: Path, nest: str) -> 
         report = saver.save()
     assert report is not None
     other = Run(TABLES, nest, seed=4)
-    other.train(1)  # dcp.load needs state to be there
+    other.train(1)  # dcp.load needs existing state
     dcp.load(
         {"model": other.job.model, "optimizer": other.optimizer},
         planner=LoadPlanner(track(other.job.model)),

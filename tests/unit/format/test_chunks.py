@@ -1,4 +1,4 @@
-"""Chunks of rows and states return unchanged from storage; lossy ones within their error."""
+"""Return chunks of rows and states unchanged from storage; lossy ones within their error."""
 
 import numpy as np
 import pytest
@@ -148,7 +148,7 @@ def test_blocks_are_parts_of_the_whole(block_rows: int, monkeypatch: pytest.Monk
         whole = decode_rows(entry, payload)
         blocks = []
         for block in StoredRows(rows_header(entry), memoryview(payload)).blocks(slice(0, 40)):
-            block.weight = block.weight.clone()  # the next one's memory
+            block.weight = block.weight.clone()  # memory of the next block
             blocks.append(block)
         assert len(blocks) == -(-40 // block_rows)
         assert same_bits(torch.cat([block.weight for block in blocks]), whole.weight)

@@ -1,4 +1,4 @@
-"""Chains with random changes are restored or refused; see ``fuzz``, which tries more of them."""
+"""Restore or refuse chains with random changes; ``fuzz`` tries more of them."""
 
 from __future__ import annotations
 

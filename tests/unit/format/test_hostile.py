@@ -1,4 +1,4 @@
-"""Untrusted checkpoints are refused with precise errors, in bounded memory."""
+"""Refuse untrusted checkpoints with precise errors, in bounded memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ from torchrec_checknrun.store.folder import Folder
 def limited() -> Iterator[None]:
     """Limit all attacks together, with the libraries that they load, to a gigabyte."""
     root = new_root()
-    assert attack(root, seal(root, example())) == []  # threads and libraries are there now
+    assert (
+        attack(root, seal(root, example())) == []
+    )  # start threads and load libraries before the limit
     with bounded_memory():
         yield
 
@@ -52,11 +54,11 @@ def test_attacks(words: str, change: Attack) -> None:
     refused = attack(root, seal(root, chain))
     assert refused
     assert any(re.search(words, text) for text in refused), refused
-    assert max(map(len, refused)) < 2000  # nothing of the attacker's at length
+    assert max(map(len, refused)) < 2000  # no long text of the attacker
 
 
 class TestLinks:
-    """Symbolic links that lead out of a root on disk."""
+    """Refuse symbolic links that lead out of a root on disk."""
 
     @pytest.fixture
     def root(self, tmp_path: Path) -> Folder:
@@ -140,7 +142,7 @@ CLAIM: dict[str, Any] = {
     ids=repr,
 )
 def test_claims(change: dict[str, Any]) -> None:
-    """A record that is not a claim is a damaged claim, even with a valid checksum."""
+    """Take any other record for a damaged claim, even with a valid checksum."""
     root = new_root()
     (root / FOLDER).put("epoch-00000001.json", checks.seal("claim", CLAIM))
     claim = latest_claim(root)
@@ -163,7 +165,7 @@ def test_a_range_needs_no_memory_until_it_is_bounded() -> None:
 
 
 class TestWriters:
-    """Writers never write what readers refuse."""
+    """Refuse to write any chunk that readers would refuse."""
 
     def test_states_that_are_too_deep(self) -> None:
         deep: list[Any] = []
@@ -189,7 +191,7 @@ class TestWriters:
         began = time.process_time()
         with pytest.raises(ValueError, match="the key '299999' appears twice"):
             parse_json(("{" + ",".join(keys) + "}").encode(), INDEX_BYTES)
-        assert time.process_time() - began < 20  # its square took hours
+        assert time.process_time() - began < 20  # a quadratic loop took hours
 
     def test_documents(self) -> None:
         assert parse_json(b'{"a": [1, 2.5, "x", null]}', 100) == {"a": [1, 2.5, "x", None]}

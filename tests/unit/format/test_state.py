@@ -1,4 +1,4 @@
-"""State objects return unchanged, without pickle; other objects are refused by their key."""
+"""Return state objects unchanged, without pickle; refuse other objects by their key."""
 
 import json
 import math
@@ -41,7 +41,7 @@ NUMPY_DTYPES = ["?", "i1", "<i2", ">i4", "<i8", "u1", ">u2", "<u8", "<f2", ">f4"
 
 
 def round_trip(value: object) -> Any:
-    """Take a value to storage and back: the tree as JSON in an index, the pieces as bytes."""
+    """Send a value to storage and back: the tree as JSON in an index, the pieces as bytes."""
     tree, pieces = encode_state(value, "state")
     return decode_state(json.loads(json.dumps(tree)), b"".join(pieces))
 

@@ -1,4 +1,4 @@
-"""The Hydra group ``checkpoint``: what can be said is passed on, what can't fails at compose."""
+"""Pass on every valid key of the Hydra group ``checkpoint``; refuse others at compose."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from torchrec_checknrun.hydra_config.config import GROUP, make_check_n_run, regi
 
 @pytest.fixture(autouse=True)
 def app(tmp_path: Path) -> Iterator[None]:
-    """An application whose default is off."""
+    """Make an application whose default is ``off``."""
     (tmp_path / "config.yaml").write_text(
         'defaults: [{checkpoint: "off"}, _self_]\nrun_dir: runs/one\n'
     )
@@ -55,7 +55,7 @@ class Counter:
 
 
 class Recorder:
-    """Stands in for a checkpointer: keeps what it was made with."""
+    """A stand-in for a checkpointer that keeps its arguments."""
 
     def __init__(self, root: str, **arguments: Any) -> None:
         self.root = root
@@ -148,7 +148,7 @@ class TestCheckNRun:
         assert checkpointer.arguments["quantization"] == Quantization(bits=bits)
 
     def test_widths_that_depend(self) -> None:
-        """On how often the job will be restored, and on the table."""
+        """Choose widths by the expected restores, and by table."""
         arguments = made(
             "checkpoint=check_n_run",
             "checkpoint.root=x",
@@ -222,7 +222,7 @@ def test_dcp(option: str, asynchronous: bool) -> None:
 
 
 def test_off() -> None:
-    """One switch turns checkpoints off: what else was set for them may stay where it is."""
+    """Switch checkpoints off by one key, and leave all other settings in place."""
     checkpointer = made("checkpoint.root=/data/run", "checkpoint.every_steps=3")
     assert isinstance(checkpointer, NoCheckpointer)
     with checkpointer:
@@ -248,7 +248,7 @@ class DataclassCounter:
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("option", ["check_n_run", "dcp", "dcp_async"])
 class TestObjects:
-    """Hydra copies what it takes for configuration; objects must arrive as they are."""
+    """Pass objects on unchanged although Hydra copies configurations."""
 
     def make(self, option: str, **arguments: Any) -> dict[str, Any]:
         checkpointer = made(f"checkpoint={option}", "checkpoint.root=x", **arguments)
@@ -312,7 +312,7 @@ def test_what_is_misspelt_fails_at_compose(override: str, named: str) -> None:
 
 
 def test_configs_are_plain_values() -> None:
-    """They can be logged and composed again."""
+    """Log and compose configurations again."""
     cfg = chosen("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.policy=consecutive")
     again = OmegaConf.create(OmegaConf.to_yaml(cfg))
     assert again.policy == "consecutive"

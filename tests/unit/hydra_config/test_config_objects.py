@@ -1,4 +1,4 @@
-"""Policies and triggers of a user's own, named by ``_target_`` in a Hydra config."""
+"""Make users' own policies, triggers and codecs from ``_target_`` in a Hydra config."""
 
 from __future__ import annotations
 

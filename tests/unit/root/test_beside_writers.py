@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.unit.chains import Part, write
 from tests.unit.console import Console
-from tests.unit.root.test_prune import leftover
-from torchrec_checknrun.errors import (
-    IncompatibleCheckpoint,
-    RootInUse,
-    StorageFailed,
-)
+from tests.unit.root.commits import commit, leftover
+from torchrec_checknrun.errors import IncompatibleCheckpoint, RootInUse, StorageFailed
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
 from torchrec_checknrun.root import chain, deletion
 from torchrec_checknrun.root.chain import newest
-from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.claims import Holder, latest_claim
 from torchrec_checknrun.root.counting import counting_ids
 from torchrec_checknrun.root.lease import FOLDER, Lease
@@ -30,25 +25,12 @@ from torchrec_checknrun.run import missing_root
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools import takeover
 
-ROWS = 4
-ALL = [Part((0, 8), list(range(ROWS)), ROWS)]
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Folder:
     root = Folder(tmp_path / "run")
     root.create()
     return root
-
-
-def commit(root: Folder, epoch: int = 0) -> Manifest:
-    """Commit a full checkpoint after all others."""
-    there = committed(root)
-    before = read_manifest(root, there[0]) if there else None
-    made = write(root, ROWS, ALL, before, epoch=epoch)
-    full = Manifest(**{**vars(made), "kind": "full", "parent": None}).sealed()
-    (root / made.id).put(MANIFEST_NAME, full.to_bytes())
-    return full
 
 
 def finish(root: Folder, name: str, like: Manifest) -> Manifest:

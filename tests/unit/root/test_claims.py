@@ -11,18 +11,13 @@ import pytest
 
 from tests.unit.chains import Part, new_root, write
 from tests.unit.console import Console
-from torchrec_checknrun.errors import (
-    CheckNRunError,
-    ClaimDamaged,
-    CorruptCheckpoint,
-    RootInUse,
-)
+from tests.unit.root.commits import ROWS, commit
+from torchrec_checknrun.errors import CheckNRunError, ClaimDamaged, CorruptCheckpoint, RootInUse
 from torchrec_checknrun.format import checks
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root import claims
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest
-from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import (
     FOLDER,
     Claim,
@@ -40,8 +35,6 @@ from torchrec_checknrun.tools import takeover
 from torchrec_checknrun.tools.control_records import find_damage
 from torchrec_checknrun.tools.verify import verify
 
-ROWS = 20
-ALL = [Part((0, 8), list(range(ROWS)), ROWS)]
 OTHER = Holder("another run", 0, "far", "another", 7, 7)
 
 
@@ -56,16 +49,6 @@ def disk(tmp_path: Path) -> Folder:
     root.create()
     (root / FOLDER).create()
     return root
-
-
-def full(root: Folder, epoch: int) -> Manifest:
-    """Commit a full checkpoint after all others."""
-    there = committed(root)
-    before = read_manifest(root, there[0]) if there else None
-    made = write(root, ROWS, ALL, before, epoch=epoch)
-    made = replace(made, kind="full", parent=None).sealed()
-    (root / made.id).put("manifest.json", made.to_bytes())
-    return made
 
 
 def put(root: Folder, claim: Claim, data: bytes | None = None) -> str:
@@ -85,11 +68,11 @@ def taken_over(disk: Folder) -> tuple[Folder, list[Manifest]]:
     """The second writer restored the first one's checkpoint, committed one, and has ended; between,
     the first one committed one too late.
     """
-    first = full(disk, 1)
+    first = commit(disk, 1)
     put(disk, Claim(1, OTHER, earlier=(), released=True))
-    late = full(disk, 1)
+    late = commit(disk, 1)
     put(disk, Claim(2, OTHER, earlier=(first.id,), uses=(first.id,), released=True))
-    own = full(disk, 2)
+    own = commit(disk, 2)
     return disk, [first, late, own]
 
 
@@ -198,7 +181,7 @@ def test_claims_of_links_directories_and_other_epochs(
 
 def test_only_leftovers_are_a_fresh_start(disk: Folder) -> None:
     """A job that was killed before its first commit starts fresh, whatever its claim."""
-    begun = full(disk, 1)
+    begun = commit(disk, 1)
     (disk / begun.id).delete("manifest.json")
     name = put(disk, Claim(1, OTHER))
     (disk / FOLDER).put(f".{name}.0123abcd", b'{"chec')
@@ -219,7 +202,7 @@ def test_only_leftovers_are_a_fresh_start(disk: Folder) -> None:
 def test_checkpoints_that_do_not_count_are_no_fresh_start(disk: Folder, console: Console) -> None:
     put(disk, Claim(1, OTHER, earlier=(), released=True))
     put(disk, Claim(2, OTHER, earlier=(), released=True))
-    late = full(disk, 1)
+    late = commit(disk, 1)
     chain, problems = newest(disk)
     assert chain is None
     assert f"checknrun adopt {disk} {late.id}" in problems[0]
@@ -259,7 +242,7 @@ def test_repair(taken_over: tuple[Folder, list[Manifest]], console: Console) -> 
 
 
 def test_repair_without_any_claim_that_can_be_read(disk: Folder) -> None:
-    made = [full(disk, 3), full(disk, 3)]
+    made = [commit(disk, 3), commit(disk, 3)]
     name = put(disk, Claim(3, OTHER), b"")
     age(disk, name)
     damage = takeover.repair(disk)
@@ -289,7 +272,7 @@ def test_a_live_writer_writes_its_damaged_claim_anew(disk: Folder) -> None:
 
 def test_a_new_epoch_is_above_those_of_checkpoints(disk: Folder) -> None:
     """A root whose claims were deleted, or with checkpoints copied from another root."""
-    made = full(disk, 7)
+    made = commit(disk, 7)
     lease = Lease(disk)
     lease.acquire(lambda before: counting_ids(disk, before), above=7)
     assert lease.claim.epoch == 8
@@ -298,7 +281,7 @@ def test_a_new_epoch_is_above_those_of_checkpoints(disk: Folder) -> None:
 
 
 def test_what_cannot_be_read_now_counts_later(disk: Folder) -> None:
-    made = full(disk, 1)
+    made = commit(disk, 1)
     manifest = (disk / made.id).read("manifest.json")
     (disk / made.id).put("manifest.json", manifest[:-9])
     put(disk, Claim(1, OTHER, earlier=(), released=True))
@@ -313,7 +296,7 @@ def test_what_cannot_be_read_now_counts_later(disk: Folder) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"junk", checks.seal("pin", {"id": "another"})])
 def test_a_damaged_pin_keeps_and_is_told(disk: Folder, data: bytes) -> None:
-    made = [full(disk, 1) for _ in range(3)]
+    made = [commit(disk, 1) for _ in range(3)]
     pin(disk, made[0].id)
     assert all(not one.problems for one in verify(disk.url))
     (disk / made[0].id).put(PINNED, data)
@@ -327,17 +310,17 @@ def test_a_damaged_pin_keeps_and_is_told(disk: Folder, data: bytes) -> None:
 
 
 def test_a_pin_that_is_a_link_keeps(disk: Folder, tmp_path: Path) -> None:
-    made = [full(disk, 1) for _ in range(2)]
+    made = [commit(disk, 1) for _ in range(2)]
     Path(disk.url, made[0].id, PINNED).symlink_to(tmp_path)
     assert list(prune(disk, Retention(1)).verdict.delete) == []
     assert inventory(disk).checkpoints[-1].pinned
 
 
 def test_what_a_pinned_checkpoint_needs_stays_while_its_manifest_is_damaged(disk: Folder) -> None:
-    first = full(disk, 0)
+    first = commit(disk, 0)
     child = write(disk, ROWS, [Part((0, 8), [1], 1)], first)
     for _ in range(2):
-        full(disk, 0)
+        commit(disk, 0)
     pin(disk, child.id)
     (disk / child.id).put("manifest.json", b"junk")
     with pytest.raises(CorruptCheckpoint, match=f"nothing is deleted.*{child.id} is pinned"):
@@ -351,7 +334,7 @@ def test_what_a_pinned_checkpoint_needs_stays_while_its_manifest_is_damaged(disk
 def test_records_in_memory() -> None:
     """A store without links and renames."""
     root = new_root()
-    made = full(root, 1)
+    made = commit(root, 1)
     (root / FOLDER).put("epoch-00000002.json", b"junk")
     with pytest.raises(ClaimDamaged):
         newest(root)

@@ -7,11 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from tests.unit.chains import Part, write
@@ -21,15 +19,6 @@ from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.lease import FOLDER, Claim, Holder, Lease, latest_claim
 from torchrec_checknrun.store.folder import Folder
-
-
-@pytest.fixture(params=["disk", "memory"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
-    if request.param == "disk":
-        yield Folder(tmp_path / "run")
-        return
-    yield Folder("memory://tests/lease/run")
-    fsspec.filesystem("memory").rm("/tests/lease", recursive=True)
 
 
 def long_ago(monkeypatch: pytest.MonkeyPatch, root: Folder, claim: Claim) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.chains import Part, write
 from tests.unit.console import Console
-from tests.unit.root.test_prune import leftover, write_full
+from tests.unit.root.commits import ROWS, leftover, write_full
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,
@@ -31,7 +31,6 @@ from torchrec_checknrun.store import folder as filesystem
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
-ROWS = 20
 ALL = [Part((0, 8), list(range(ROWS)), 5)]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.chains import Part, write
 from tests.unit.console import Console
+from tests.unit.root.commits import commit
 from torchrec_checknrun.dcp import StorageReader
 from torchrec_checknrun.errors import (
     CheckNRunError,
@@ -29,7 +29,7 @@ from torchrec_checknrun.restore import shared_root
 from torchrec_checknrun.root import claims, lease, liveness
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest
-from torchrec_checknrun.root.checkpoints import committed, has_manifest, read_manifest
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.claims import FOLDER, Holder
 from torchrec_checknrun.root.counting import counting_ids
 from torchrec_checknrun.root.lease import Lease
@@ -44,25 +44,12 @@ from torchrec_checknrun.store.local import LocalStore
 from torchrec_checknrun.store.new_file import DescriptorSink, NewFile
 from torchrec_checknrun.tools import takeover
 
-ROWS = 4
-ALL = [Part((0, 8), list(range(ROWS)), ROWS)]
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Folder:
     root = Folder(tmp_path / "run")
     root.create()
     return root
-
-
-def commit(root: Folder, epoch: int = 0) -> Manifest:
-    """Commit a full checkpoint after all others."""
-    there = [id for id in committed(root) if has_manifest(root, id)]
-    before = read_manifest(root, there[0]) if there else None
-    made = write(root, ROWS, ALL, before, epoch=epoch)
-    full = Manifest(**{**vars(made), "kind": "full", "parent": None}).sealed()
-    (root / made.id).put(MANIFEST_NAME, full.to_bytes())
-    return full
 
 
 @pytest.mark.parametrize("below", ["", "/deeper/run"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.unit.chains import Part, write
+from tests.unit.chains import write
+from tests.unit.root.commits import ROWS, leftover, part, write_full
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
 from torchrec_checknrun.root.chain import newest, resolve
@@ -17,12 +17,6 @@ from torchrec_checknrun.root.lease import FOLDER, Holder, Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention, pin, unpin
 from torchrec_checknrun.store.folder import Folder
-
-ROWS = 20
-
-
-def part(size: int = ROWS) -> list[Part]:
-    return [Part((0, 8), list(range(size)), ROWS)]
 
 
 @pytest.fixture
@@ -38,22 +32,6 @@ def fill(root: Folder) -> list[Manifest]:
     third = write(root, ROWS, part(4), second)
     fourth = write_full(root, third)
     return [first, second, third, fourth]
-
-
-def write_full(root: Folder, before: Manifest, **other: Any) -> Manifest:
-    made = write(root, ROWS, part(), before, **other)
-    (root / made.id).delete(MANIFEST_NAME)
-    fields = {**vars(made), "kind": "full", "parent": None}
-    full = Manifest(**fields).sealed()
-    (root / made.id).put(MANIFEST_NAME, full.to_bytes())
-    return full
-
-
-def leftover(root: Folder, sequence: int) -> str:
-    name = checkpoint_id(sequence, 7, "00000abc")
-    (root / name).create()
-    (root / name).put("rank-00000.bin", b"half")
-    return name
 
 
 def test_what_is_not_needed_goes(root: Folder) -> None:

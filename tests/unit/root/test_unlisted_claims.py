@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-import fsspec
 import pytest
 
 from tests.unit.chains import Part, write
@@ -17,15 +15,6 @@ from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.lease import FOLDER, Claim, Holder, Lease, latest_claim
 from torchrec_checknrun.store.folder import Folder
-
-
-@pytest.fixture(params=["disk", "memory"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
-    if request.param == "disk":
-        yield Folder(tmp_path / "run")
-        return
-    yield Folder("memory://tests/unlisted/run")
-    fsspec.filesystem("memory").rm("/tests/unlisted", recursive=True)
 
 
 def upon(root: Folder, parent: Manifest, epoch: int) -> Manifest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from tests.crash.save_sweep import alone
 from tests.distributed.models import Job
-from tests.unit.run.test_saver import checkpointer, make_job, train
+from tests.unit.run.jobs import checkpointer, make_job, train
 from torchrec_checknrun import (
     Checkpointer,
     Consecutive,
@@ -26,16 +24,7 @@ from torchrec_checknrun import (
 )
 from torchrec_checknrun.errors import RootInUse
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
-
-
-@pytest.fixture
-def job() -> Job:
-    return make_job()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from tests.crash.save_sweep import SPEC, alone
-from tests.distributed import references
-from tests.distributed.models import Job, State, gather, uniform_plan
-from torchrec_checknrun import (
-    AtEnd,
-    Checkpointer,
-    Consecutive,
-    EverySteps,
-    Full,
-    OneShot,
-    Retention,
-)
+from tests.distributed.models import Job, gather
+from tests.unit.run.jobs import checkpointer, restored, train
+from torchrec_checknrun import AtEnd, EverySteps, Full, OneShot, Retention
 from torchrec_checknrun.dcp import SavePlanner, StorageWriter
 from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
@@ -35,42 +26,10 @@ from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save import background
 from torchrec_checknrun.tracking import track
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
 Write = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
-
-
-@pytest.fixture
-def job() -> Job:
-    return make_job()
-
-
-def make_job(seed: int = 0) -> Job:
-    return Job.build(SPEC, uniform_plan(SPEC, "table_wise", 1), seed=seed)
-
-
-def checkpointer(root: Path, job: Job, **options: Any) -> Checkpointer:
-    options = {"policy": Consecutive(), "retention": None, "chunk_bytes": 1000, **options}
-    state = {"optimizer": job.optimizer, "job": job}
-    return Checkpointer(root, model=job.model, state=state, **options)
-
-
-def train(job: Job, saver: Checkpointer, steps: int = 1) -> None:
-    for _ in range(steps):
-        job.train()
-        saver.step()
-
-
-def restored(root: Path, wanted: State) -> list[str]:
-    """How what a new process restores differs."""
-    other = make_job(seed=7)
-    with checkpointer(root, other) as saver:
-        assert saver.restore() is not None
-    return references.differences(gather(other), wanted, None)
 
 
 def names(root: Path) -> list[str]:

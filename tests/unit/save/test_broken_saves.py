@@ -7,15 +7,14 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.crash.save_sweep import alone
 from tests.distributed.models import Job, gather
-from tests.unit.run.test_saver import checkpointer, make_job, restored, train
+from tests.unit.run.jobs import checkpointer, restored, train
 from torchrec_checknrun import AtEnd, Checkpointer
 from torchrec_checknrun.errors import ModelPartlyRestored, SaveFailed
 from torchrec_checknrun.model.tracked import TrackedModel
@@ -24,18 +23,10 @@ from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.save import background, staging
 from torchrec_checknrun.save.staged import StagedRows
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
 _PATIENCE_SECONDS = 20.0
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
-
-
-@pytest.fixture
-def job() -> Job:
-    return make_job()
 
 
 def once(act: Callable[..., Any], error: BaseException, *, after: bool = False) -> Any:
