@@ -261,7 +261,7 @@ def test_width_of_a_value(codec: Codec, bits: int) -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(DTYPES), st.integers(0, 5), st.integers(1, 9), st.data())
 def test_exact_keeps_every_bit(dtype: torch.dtype, n: int, dim: int, data: st.DataObject) -> None:
-    """Keep any bit pattern, in parts too: NaNs with payloads, negative zero, denormals, infinities."""
+    """Keep any bits, in parts too: NaNs with payloads, negative zero, denormals, infinities."""
     size = n * dim * dtype.itemsize
     raw = torch.tensor(list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
     rows = raw.view(dtype).reshape(n, dim)

@@ -105,9 +105,7 @@ def test_an_untrained_row_gets_the_least_width() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(1, 200), BUDGETS)
 def test_no_larger_offset_is_within_the_budget(seed: int, n: int, budget: float) -> None:
-    """Use up the budget: rows of one norm, with sums so far apart that borders pass them one by
-    one.
-    """
+    """Use up the budget, with rows whose sums are so far apart that borders pass each alone."""
     order = np.random.default_rng(seed).permutation(n)
     sums = torch.from_numpy((2.0 ** (order * 0.137 - 20)).astype(np.float32))
     rows = torch.where(torch.rand(n, 12) < 0.5, 1.0, -1.0)

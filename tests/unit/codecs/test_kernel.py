@@ -244,7 +244,7 @@ def test_some_of_the_encoded_rows(
 
 
 def test_other_threads_run_meanwhile() -> None:
-    """Release the GIL: Python's own switching is turned off, so that other threads run only then."""
+    """Release the GIL: with Python's own switching turned off, other threads run only then."""
     rows = torch.randn(60_000, 256)
     out = torch.empty((60_000, row_bytes(256, 4)), dtype=torch.uint8)
     refused = torch.empty(60_000, dtype=torch.uint8)
@@ -257,9 +257,7 @@ def test_other_threads_run_meanwhile() -> None:
 
     def turns_during(act: Callable[[], object]) -> int:
         before = turns[0]
-        for _ in range(
-            200
-        ):  # wait: on a busy machine the other thread may get no processor at once
+        for _ in range(200):  # on a busy machine another thread may get no processor at once
             act()
             if turns[0] > before:
                 break

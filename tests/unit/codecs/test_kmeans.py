@@ -250,7 +250,7 @@ def test_sizes(bits: int, block: int | None, dim: int, size: int) -> None:
 
 
 def test_layout() -> None:
-    """Keep the layout, which is a format: fp16 values, then codes of three bits, the first lowest."""
+    """Keep the format of the bytes: fp16 values, then codes of three bits, the first lowest."""
     row = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 7.0]])
     codes = sum(code << 3 * i for i, code in enumerate([0, 1, 2, 3, 4, 5, 6, 7, 7]))
     encoded = KMeans(3).encode(row)

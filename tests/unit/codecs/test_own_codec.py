@@ -207,9 +207,7 @@ def test_another_process_finds_it_by_its_entry_point(
 def test_an_entry_point_that_is_broken_is_no_damage(
     monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    """Raise the entry point's own error: as a corrupt chunk it would make restores take an older
-    one.
-    """
+    """Raise another error than corruption, which would make restores take an older checkpoint."""
 
     def entry_points(*, group: str, name: str) -> list[EntryPoint]:
         return [EntryPoint(name, target, group)]

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 class Net(nn.Module):
-    """A net of tables ``wide`` (data parallel), ``tall`` and ``split`` (fused), with a dense part."""
+    """A net of a dense part and tables: ``wide`` is data parallel, ``tall`` and ``split`` fused."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Listeners to the rows that a kernel resets: all are told, until removed."""
+"""Tell all listeners of the rows that a kernel resets, until a listener is removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows that ``track`` reports as changed, on a model sharded over a group of one."""
+"""Check the changed rows that ``track`` reports, on a model sharded over a group of one."""
 
 import gc
 import logging
@@ -181,7 +181,7 @@ class TestMarks:
         tracked.close()
         train(model, a=[[2]])
         assert modified(tracked) == {"wide": [1]}
-        # Without the hooks nothing of the model refers to the marks any more.
+        # Without the hooks, nothing in the model refers to the marks.
         hooked = [module for module in model.modules() if module._forward_hooks]
         assert hooked == []
 

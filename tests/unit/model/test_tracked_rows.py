@@ -1,4 +1,4 @@
-"""Reads and writes of tracked tables' rows, on a model sharded over a group of one."""
+"""Read and write rows of tracked tables, on a model sharded over a group of one."""
 
 from collections.abc import Sequence
 

@@ -38,7 +38,7 @@ def clean_environment(**variables: str) -> dict[str, str]:
 
 
 def copy_sources(target: Path) -> Path:
-    """This checkout without what was built in it: a build leaves files beside the sources."""
+    """Copy this checkout without build products, which a build leaves beside the sources."""
     built = shutil.ignore_patterns("__pycache__", "*.so")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -49,7 +49,7 @@ def copy_sources(target: Path) -> Path:
 
 
 def build_wheel(source: Path, target: Path, env: dict[str, str] | None = None) -> tuple[Path, str]:
-    """The wheel and what was printed."""
+    """Build a wheel; return its path and the build's output."""
     options = ("--verbose", "--no-deps", "--no-build-isolation", "--wheel-dir", target)
     built = pip("wheel", *options, source, env=env)
     assert built.returncode == 0, built.stdout + built.stderr
@@ -58,6 +58,6 @@ def build_wheel(source: Path, target: Path, env: dict[str, str] | None = None) -
 
 
 def members(wheel: Path) -> set[str]:
-    """What is in a wheel, without its metadata."""
+    """List a wheel's files, without the metadata."""
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name}

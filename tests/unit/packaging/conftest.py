@@ -15,7 +15,7 @@ from tests.unit.packaging.builds import build_wheel, copy_sources, pip, run
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The wheel where every compiler fails, which saves the time that a compiler takes."""
+    """Build the wheel with failing compilers, which takes less time than compiling."""
     source = copy_sources(tmp_path_factory.mktemp("source"))
     env = {**os.environ, "CC": "/bin/false", "CXX": "/bin/false"}
     return build_wheel(source, tmp_path_factory.mktemp("wheel"), env)
@@ -35,7 +35,7 @@ def metadata(wheel: Path) -> Message:
 
 @pytest.fixture(scope="session")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source archive, unpacked, and nothing else."""
+    """Unpack a source archive into an empty folder."""
     source = copy_sources(tmp_path_factory.mktemp("checkout"))
     made = run(sys.executable, "setup.py", "sdist", cwd=source)
     assert made.returncode == 0, made.stderr
@@ -48,7 +48,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but the installed wheel."""
+    """Install the wheel into an empty folder."""
     site = tmp_path_factory.mktemp("site")
     installed = pip("install", "--no-deps", "--no-compile", "--target", site, wheel)
     assert installed.returncode == 0, installed.stderr

@@ -25,7 +25,7 @@ main()
 
 
 class TestOtherHydraApp:
-    """An application elsewhere, with only the wheel installed."""
+    """Run an application elsewhere, with only the wheel installed."""
 
     @pytest.fixture
     def app(self, tmp_path: Path) -> Path:

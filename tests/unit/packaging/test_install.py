@@ -13,12 +13,12 @@ from torchrec_checknrun.version import __version__
 
 
 def has(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
-    """Let these distributions be all that pip has installed."""
+    """Pretend that pip has installed these distributions and no others."""
     monkeypatch.setattr(install, "installed_version", installed.get)
 
 
 class TestInstall:
-    """Exactly one build of FBGEMM is chosen, from a checkout, a source archive or a wheel."""
+    """Choose exactly one build of FBGEMM."""
 
     @pytest.fixture
     def commands(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -58,7 +58,7 @@ class TestInstall:
     def commands_of(
         self, file: Path, commands: list[list[str]], *arguments: str
     ) -> list[list[str]]:
-        """Run another copy of install.py as a script would; what pip was to do."""
+        """Run another copy of install.py as a script would; return the commands for pip."""
         module = runpy.run_path(str(file))
         with patch.object(sys, "argv", ["install.py", "--device", "cpu", *arguments]):
             module["main"]()
@@ -75,7 +75,7 @@ class TestInstall:
     def test_from_a_wheel(
         self, wheel: Path, site: Path, commands: list[list[str]], extras: str
     ) -> None:
-        """The package is there; pip is asked for what it could not choose, and for extras."""
+        """Keep the package; ask pip for extras and everything that pip could not choose."""
         made = self.commands_of(site / INSTALL, commands, "--extras", extras)
         words = [word for command in made for word in command]
         named = [word for word in words if "torchrec_checknrun" in word and " " not in word]
@@ -130,7 +130,7 @@ class TestInstall:
     ) -> None:
         has(monkeypatch, **({"torch": installed} if installed else {}))
         install.install("cpu", extras="", editable=False)
-        *resolved, last, _ = commands  # the last one is the check of the installation
+        *resolved, last, _ = commands  # the last command checks the installation
         assert len(resolved) == 2
         for command in resolved:
             (torch,) = (word for word in command if word.startswith("torch="))

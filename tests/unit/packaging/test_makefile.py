@@ -12,11 +12,11 @@ MADE_FROM = ["Makefile", INSTALL, "pyproject.toml", "setup.py"]
 
 
 class TestMakefile:
-    """The environment is made once, and again when what it was made from changes."""
+    """Check when `make` makes the environment, and how."""
 
     @pytest.fixture
     def made(self, tmp_path: Path) -> Path:
-        """A checkout whose environment was made by python3 and is newer than its sources."""
+        """Make a checkout whose environment was made by python3 and is newer than its sources."""
         (tmp_path / CSRC).parent.mkdir(parents=True)
         for name in (*MADE_FROM, CSRC):
             (tmp_path / name).touch()

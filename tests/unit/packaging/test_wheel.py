@@ -34,7 +34,7 @@ def test_wheel_holds_the_package_and_the_plugin_and_nothing_else(wheel: Path) ->
     }
     assert members(wheel) == {
         *sources,
-        "torchrec_checknrun/__init__.pyi",  # all public names: needed to import any
+        "torchrec_checknrun/__init__.pyi",  # all public names, without which no import works
         "torchrec_checknrun/py.typed",
         "hydra_plugins/torchrec_checknrun_plugin.py",
     }
@@ -105,7 +105,7 @@ def test_requirements_leave_the_build_of_fbgemm_open_and_agree_with_install(
 
 
 def test_torch_is_required_as_far_as_stacks_are_known(metadata: Message) -> None:
-    """Each torch that pip accepts has its FBGEMM and TorchRec in install.py."""
+    """Find the FBGEMM and TorchRec of every accepted torch in install.py."""
     (torch,) = (
         requirement
         for requirement in map(Requirement, metadata.get_all("Requires-Dist", []))
@@ -116,7 +116,7 @@ def test_torch_is_required_as_far_as_stacks_are_known(metadata: Message) -> None
 
 
 def test_an_outside_script_imports_this_checkout(tmp_path: Path) -> None:
-    """Ranks and crash tests run in processes of their own, which must not test an older copy."""
+    """Import the checkout in the processes of ranks and crash tests, never an older copy."""
     script = tmp_path / "script.py"
     script.write_text("import torchrec_checknrun.version as v; print(v.__file__)")
     result = run(sys.executable, script, cwd=tmp_path, env=clean_environment())

@@ -1,6 +1,4 @@
-"""The benchmarks run, at small sizes: their figures are whole, and those that don't depend on the
-machine's speed are right.
-"""
+"""Run the benchmarks at small sizes; check all figures that the machine's speed can't change."""
 
 import json
 import subprocess
@@ -26,7 +24,7 @@ def test_tracking(tmp_path: Path) -> None:
     options = ["--rows-cap", "200", "--steps", "6", "--rounds", "2", "--batch", "16", "--dims", "8"]
     command = [sys.executable, "-m", "recipes.benchmarks.tracking", "--json", str(out), *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode in (0, 1), done.stderr  # 1: the target is missed, on a busy machine
+    assert done.returncode in (0, 1), done.stderr  # 1: the target was missed, on a busy machine
     figures, printed = json.loads(out.read_text()), done.stdout
     costs = {figure["tracker"]: Cost(**figure) for figure in figures}
     assert list(costs) == ["none", "this package", "TorchRec ID_ONLY", "TorchRec auto_compact"]
@@ -34,10 +32,10 @@ def test_tracking(tmp_path: Path) -> None:
     nothing, ours, grows, compact = costs.values()
     assert (nothing.isolated, nothing.memory, nothing.in_situ) == (0, 0, 0)
     assert 0 < ours.isolated < ours.step
-    # A byte for each row, and one of each table for ids out of range.
+    # One byte per row, and one per table for ids out of range.
     assert ours.memory == ours.memory_half_way
     assert ours.memory / ours.bytes_per_row == pytest.approx(ours.memory - 26)
-    # Eight bytes for each of 26 ids of a sample, or for each of the distinct ones.
+    # Eight bytes for each of a sample's 26 ids, or for each of the distinct ids.
     assert grows.memory == 6 * 16 * 26 * 8
     assert 0 < compact.memory < grows.memory
     assert all(cost.in_situ_low <= cost.in_situ <= cost.in_situ_high for cost in costs.values())
@@ -49,7 +47,8 @@ def test_memory() -> None:
     full, differential, restore = measure(case)
     assert (full.call, differential.call) == ("save full", "save differential")
     assert (full.rows, differential.rows) == (131072, 43691)
-    # Code loaded late may count in so small a table's peak, a table that is there twice may not.
+    # Code loaded late may count in the peak of so small a table; a second copy of the table may
+    # not.
     for one in (full, differential, restore):
         assert 0 < one.peak < 8 << 20
         assert one.of_budget == one.peak / (4 << 20)
@@ -137,7 +136,7 @@ def test_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.json"
     options = ["--quick", "--json", str(out), "--threads", threads, "--dims", "64", "16"]
     monkeypatch.setattr("sys.argv", ["", *options])
-    assert codecs.main() in (0, 1)  # 1: a target is missed, at this size
+    assert codecs.main() in (0, 1)  # 1: a target was missed, at this size
     content = json.loads(out.read_text())
     assert content["threads"] == torch.get_num_threads()
     assert content["versions"]["torch"] == torch.__version__
@@ -158,7 +157,7 @@ def test_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ours, fbgemm = (encode("asymmetric", bits, who, dim) for who in (codecs.OURS, "FBGEMM"))
             assert ours.error == fbgemm.error
             assert ours.row_bytes == fbgemm.row_bytes
-            # One round: the ratio is that of the speeds.
+            # One round: the ratio is the one between the two speeds.
             assert ours.ratios["FBGEMM"] == pytest.approx(ours.gbps / fbgemm.gbps)
             assert {"memcpy", "FBGEMM blocks"} < ours.ratios.keys()
     assert "torch prepack optimized" in encode("adaptive", 4).ratios
@@ -170,7 +169,8 @@ def test_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert by_case[key].gbps > 0
     ids = [f.row_bytes for f in found if f.part == "encode row ids" and f.who == codecs.OURS]
-    assert ids == sorted(ids, key=lambda size: -(size or 0))  # the denser, the fewer bytes an id
+    # The denser the rows, the fewer bytes per id
+    assert ids == sorted(ids, key=lambda size: -(size or 0))
     states = {f.method: f for f in found if f.part == "encode row state" and f.who == codecs.OURS}
     assert {name: state.row_bytes for name, state in states.items()} == {
         "fp32": 4,
@@ -209,7 +209,7 @@ def test_paired_calls_run_in_every_round() -> None:
     seconds = paired(
         {slow: lambda: call(slow), fast: lambda: call(fast)}, 8, lambda: rounds.append(len(calls))
     )
-    assert rounds == list(range(4, 20, 2))  # two before, untimed
+    assert rounds == list(range(4, 20, 2))  # after two untimed rounds
     pairs = list(zip(calls[2::2], calls[3::2], strict=True))
     assert set(pairs) == {(slow, fast), (fast, slow)}
     assert seconds[slow].shape == seconds[fast].shape == (8,)

@@ -82,7 +82,7 @@ def test_a_malformed_line_is_named(
     pattern = rf"{second}, line 7: {message}.*; correct the file, .*dataset\.on_bad_line=skip"
     dataset = CriteoTsv(SIZES, [first, second], holdout_every=0)
     stream = dataset.read(0, 1, 0, 1)
-    assert_equal(join(list(islice(stream, 10))), expected(rows[:10]))  # what is before it is fine
+    assert_equal(join(list(islice(stream, 10))), expected(rows[:10]))  # earlier lines are fine
     with pytest.raises(CriteoFormatError, match=pattern):
         next(stream)
     with pytest.raises(CriteoFormatError, match=pattern):
@@ -160,7 +160,7 @@ def test_validation_agrees_with_a_plain_one(fields: list[str], few: set[int]) ->
 
 @pytest.fixture
 def spoilt(tmp_path: Path) -> tuple[list[str], list[Row], int]:
-    """Two files where bad lines lie at the ends, in a row, and among the good ones."""
+    """Write two files with bad lines at their ends, in runs, and among the good lines."""
     rows = random_rows(61)
     bad = [line for line, _ in BAD_LINES.values()]
     lines = [row.line() for row in rows]

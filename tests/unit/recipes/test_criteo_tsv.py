@@ -59,7 +59,7 @@ def test_random_lines_in_blocks_of_any_size(
     assert_equal(read_all(path, on_bad_line="skip"), expected(rows))
 
 
-# --- files as others write them -------------------------------------------------------------------
+# --- files from other systems ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", [64, 1 << 20])
@@ -81,7 +81,7 @@ def test_line_ends_and_compression(
     rows[-1].ids[-1] = None  # a line may end in a tab
     text = newline.join(row.line() for row in rows)
     text += newline * ["no newline", "whole", "a blank line", "", "three blank lines"].index(end)
-    path = tmp_path / "train.txt"  # gzip is recognised by content, not by name
+    path = tmp_path / "train.txt"  # gzip is recognised by the content, not by the name
     path.write_bytes(gzip.compress(text) if compressed else text)
     dataset = CriteoTsv(SIZES, str(path), on_bad_line=on_bad_line, holdout_every=0)
     assert_equal(everything(dataset), expected(rows))
@@ -162,7 +162,7 @@ def test_held_out_lines_are_never_trained_nor_parsed_for_training(tmp_path: Path
     lines = [row.line() for row in rows]
     lines[9] = b"garbage"
     path = write(tmp_path / "a", lines)
-    dataset = CriteoTsv(SIZES, path)  # every tenth
+    dataset = CriteoTsv(SIZES, path)  # holds out every tenth
     trained = [row for i, row in enumerate(rows) if i % 10 != 9]
     assert_equal(everything(dataset), expected(trained))
     with pytest.raises(CriteoFormatError, match="a, line 10: it has 1 "):

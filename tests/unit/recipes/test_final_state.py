@@ -1,4 +1,4 @@
-"""The comparison of final states finds every bit that differs, and nothing else."""
+"""Find every differing bit of two final states, and nothing else."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_row_wise_states_of_column_shards_are_their_own(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", by_columns()), write(tmp_path / "b", by_columns())
     assert compare(a, b).equal
     mixed = compare(a, write(tmp_path / "c", by_rows()))
-    assert mixed.different == 3  # two states per row against one; the weights are equal
+    assert mixed.different == 3  # two states per row against one; equal weights
     assert all("momentum1" in difference for difference in mixed.differences)
 
 

@@ -1,4 +1,4 @@
-"""A saved state is compared with the live object before it is merged into it."""
+"""Compare a saved state with the live object before merging."""
 
 from typing import Any
 

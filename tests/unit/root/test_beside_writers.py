@@ -1,4 +1,4 @@
-"""Commits, claims and deletions of others between two looks at a root."""
+"""Read and prune a root while others commit, claim and delete."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_newest_while_all_that_was_listed_goes(
 
 
 def test_the_newest_while_it_is_half_deleted(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names are the same as before: only the manifests differ."""
+    """Notice changed manifests although the names are the same as before."""
     old = commit(root)
     new = leftover(root, old.sequence + 1)
     real = chain.resolve
@@ -91,7 +91,7 @@ def test_the_newest_while_it_is_half_deleted(root: Folder, monkeypatch: pytest.M
 
 
 def test_the_newest_while_its_files_go(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deleted checkpoint is not a damaged one, which an older one could replace."""
+    """Distinguish a deleted checkpoint from a damaged one, which an older one could replace."""
     commit(root)
     old = commit(root)
     real = chain.check_sizes
@@ -164,7 +164,7 @@ def test_a_leftover_that_is_committed_while_it_is_deleted(
 
 
 def test_a_silent_writer_is_fenced(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its leftover is deleted: it must not report that as a checkpoint."""
+    """Refuse to report a checkpoint whose files another process has deleted as a leftover."""
     here = Holder.this_process()
     silent = Lease(root, seconds=0.2)
     monkeypatch.setattr(silent, "_renew", lambda: None)
@@ -215,7 +215,7 @@ def test_nothing_is_deleted_where_nothing_counts(root: Folder, console: Console)
     assert f"checknrun adopt {root} {late.id}" in " ".join(hidden.err.split())
     with pytest.raises(IncompatibleCheckpoint):
         prune(root, Retention(1))
-    # Nor where what counts is damaged.
+    # Delete nothing either when the counting checkpoints are damaged.
     takeover.unlock(root)
     claim = latest_claim(root)
     assert claim is not None
@@ -262,7 +262,7 @@ def test_a_claim_between_the_decision_and_its_own(
 
 
 def test_the_list_comes_before_older_claims_go(root: Folder) -> None:
-    """A process that dies between claiming and listing must leave the claims that decide."""
+    """Keep the claims that decide when a process dies between claiming and listing."""
     made = commit(root)
     for _ in range(3):
         lease = Lease(root)

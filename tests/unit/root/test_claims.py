@@ -1,4 +1,4 @@
-"""Damaged control records: found or harmless, never a fresh start, never a deletion; repaired."""
+"""Detect damaged control records or ignore harmless ones; never start fresh or delete; repair."""
 
 from __future__ import annotations
 
@@ -65,8 +65,10 @@ def age(root: Folder, *names: str, seconds: float = 3600) -> None:
 
 @pytest.fixture
 def taken_over(disk: Folder) -> tuple[Folder, list[Manifest]]:
-    """The second writer restored the first one's checkpoint, committed one, and has ended; between,
-    the first one committed one too late.
+    """Make a root that a second writer has taken over from the first.
+
+    The second one restored the first one's checkpoint, committed its own, and has ended; in between
+    the first one committed another checkpoint too late.
     """
     first = commit(disk, 1)
     put(disk, Claim(1, OTHER, earlier=(), released=True))
@@ -101,7 +103,7 @@ def test_every_flipped_bit_is_found_or_harmless(
         (quick / FOLDER).put(name, bytes(flipped))
         found = _read_claims(quick, every=True)
         assert name in found.damaged
-        # The first one's has no say any more.
+        # The first claim decides nothing any more.
         assert found.undecided == ((name,) if "2" in name else ())
     put(root, Claim(int(name[6:14]), OTHER), bytes(flipped))
     if "2" in name:
@@ -180,7 +182,7 @@ def test_claims_of_links_directories_and_other_epochs(
 
 
 def test_only_leftovers_are_a_fresh_start(disk: Folder) -> None:
-    """A job that was killed before its first commit starts fresh, whatever its claim."""
+    """Start fresh after a kill before the first commit, whatever the claim."""
     begun = commit(disk, 1)
     (disk / begun.id).delete("manifest.json")
     name = put(disk, Claim(1, OTHER))
@@ -209,7 +211,7 @@ def test_checkpoints_that_do_not_count_are_no_fresh_start(disk: Folder, console:
     found = console.run("verify", disk)
     assert found.code == 1
     assert "none of the 1 committed checkpoints counts" in found.out
-    assert console.run("adopt", disk, late.id).code == 2  # nobody can be asked
+    assert console.run("adopt", disk, late.id).code == 2  # no terminal to ask
     assert console.run("adopt", disk, late.id, "--yes").code == 0
     chain, problems = newest(disk)
     assert chain is not None
@@ -218,7 +220,7 @@ def test_checkpoints_that_do_not_count_are_no_fresh_start(disk: Folder, console:
 
 
 def test_repair(taken_over: tuple[Folder, list[Manifest]], console: Console) -> None:
-    """Checkpoints that counted count again; possibly late ones as well, unless left out."""
+    """Let counting checkpoints count again; possibly late ones as well, unless excluded."""
     root, (first, late, own) = taken_over
     put(root, Claim(2, OTHER), b"junk")
     asked = console.run("repair", root)
@@ -236,7 +238,7 @@ def test_repair(taken_over: tuple[Folder, list[Manifest]], console: Console) -> 
     assert console.run("verify", root).code == 0
     assert "nothing to repair" in console.run("repair", root).out
     lease = Lease(root)
-    lease.acquire(lambda before: counting_ids(root, before))  # saving goes on
+    lease.acquire(lambda before: counting_ids(root, before))  # saving continues
     lease.check()
     lease.release()
 
@@ -271,7 +273,7 @@ def test_a_live_writer_writes_its_damaged_claim_anew(disk: Folder) -> None:
 
 
 def test_a_new_epoch_is_above_those_of_checkpoints(disk: Folder) -> None:
-    """A root whose claims were deleted, or with checkpoints copied from another root."""
+    """Continue a root whose claims were deleted, or with checkpoints copied from another root."""
     made = commit(disk, 7)
     lease = Lease(disk)
     lease.acquire(lambda before: counting_ids(disk, before), above=7)
@@ -332,7 +334,7 @@ def test_what_a_pinned_checkpoint_needs_stays_while_its_manifest_is_damaged(disk
 
 
 def test_records_in_memory() -> None:
-    """A store without links and renames."""
+    """Detect damage in a store without links and renames."""
     root = new_root()
     made = commit(root, 1)
     (root / FOLDER).put("epoch-00000002.json", b"junk")

@@ -1,4 +1,4 @@
-"""Claims without a list: the claim before decides until a writer has listed what counts."""
+"""Let the previous claim decide until a writer has listed the counting checkpoints."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def lease_earlier(root: Folder, epoch: int) -> tuple[str, ...]:
 
 
 class TestWithoutAList:
-    """A writer dies, or its storage fails, after it took an epoch and before it made its list.
+    """Kill a writer, or fail its storage, between claiming an epoch and listing.
 
     The first writer has committed a checkpoint in time, and another after the second writer's.
     """
 
     @pytest.fixture
     def made(self, root: Folder, monkeypatch: pytest.MonkeyPatch) -> list[Manifest]:
-        """Return checkpoints: in time, late, and of the second writer, which has given up."""
+        """Return three checkpoints: in time, late, and of the second writer, which has given up."""
         root.create()
         old, new = Lease(root), Lease(root)
         with monkeypatch.context() as patch:
@@ -71,7 +71,7 @@ class TestWithoutAList:
         in_time, _, after = made
         expected = [after.id, in_time.id]
         assert self.counted(root) == expected
-        for pid in range(3):  # one after the other, each of which dies at that point
+        for pid in range(3):  # three writers, one after the other, each of which dies at that point
             with monkeypatch.context() as patch:
                 become(patch, **{**ELSEWHERE, "pid": pid})
                 patch.setattr(Holder, "gone", True)
@@ -108,5 +108,5 @@ class TestWithoutAList:
         assert second.claim.epoch == 3
         assert set(second.claim.earlier or ()) == {in_time.id, after.id}
         assert latest_claim(root) == second.claim
-        upon(root, late, epoch=2)  # late, as well
+        upon(root, late, epoch=2)  # late as well
         assert set(self.counted(root)) == {in_time.id, after.id}
