@@ -1,4 +1,4 @@
-"""Roots, a group of one rank, a tracked model and the console tool, for several modules."""
+"""Provide roots, a group of one rank, a tracked model and the console tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The garbage collector is paused within the block only."""
+"""Pause the garbage collector within the block only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of rows' bytes equal NumPy's plain indexing, compiled and not."""
+"""Copy rows' bytes as NumPy's plain indexing does, compiled and not."""
 
 import logging
 import sys
@@ -59,7 +59,7 @@ def test_rows_come_to_their_places(
         patch.object(module, "BLOCK_BYTES", block),
     ):
         assert can_copy(source, target)
-        # However the source's bytes are seen, and wherever they begin.
+        # Try every view of the source's bytes, from every beginning.
         odd = torch.cat([torch.zeros(1, dtype=torch.uint8), source.reshape(-1).view(torch.uint8)])
         copy_rows(odd[1:], rows, chosen, target, where)
     assert np.array_equal(target.numpy(), wanted)
@@ -112,13 +112,13 @@ def test_memory_in_pieces_is_for_torch() -> None:
 
 
 class TestLibrary:
-    """A library is used where it fits; else one warning says why not, and how to build another."""
+    """Use a library that fits; otherwise warn once of the reason and the command to build one."""
 
     @pytest.fixture
     def package(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> Path:
-        """A folder in which the package's libraries are looked for."""
+        """Make a folder in which the package looks for libraries."""
         folder = tmp_path / "torchrec_checknrun"
         folder.mkdir()
         monkeypatch.setattr(module, "__file__", str(folder / "native.py"))

@@ -1,4 +1,4 @@
-"""Sets of rows hold the same rows as plain NumPy finds, across the edges of blocks, too."""
+"""Hold the same rows as plain NumPy finds, across the edges of blocks, too."""
 
 from unittest.mock import patch
 

@@ -28,7 +28,7 @@ def train(job: Job, saver: Checkpointer, steps: int = 1) -> None:
 
 
 def restored(root: Path, wanted: State) -> list[str]:
-    """How what a new process restores differs."""
+    """Return how the state that a new process restores differs."""
     other = make_job(seed=7)
     with checkpointer(root, other) as saver:
         assert saver.restore() is not None

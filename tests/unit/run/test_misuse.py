@@ -1,4 +1,4 @@
-"""What users guess when they make a Checkpointer: it works, or the error shows how it is said."""
+"""Accept users' guesses at the arguments of a Checkpointer, or name the right form in the error."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_names_that_only_hydra_knows(
 
 
 def test_every_key_of_the_hydra_group_is_known() -> None:
-    """To the constructor, or to its error message."""
+    """Know every key of the Hydra group in the constructor or in its error message."""
     from dataclasses import fields
     from inspect import signature
 
@@ -194,7 +194,7 @@ def test_a_model_without_tables_is_saved(tmp_path: Path) -> None:
 
 
 class TestTwoOnOneRoot:
-    """Each would build upon, and delete, what the other knows nothing of."""
+    """Refuse two writers on one root, each of which would delete the other's checkpoints."""
 
     def test_the_second_may_not_write(self, tmp_path: Path, job: Job) -> None:
         with checkpointer(tmp_path, job) as first:
@@ -202,7 +202,7 @@ class TestTwoOnOneRoot:
             first.save()
             other = make_job(seed=3)
             with checkpointer(tmp_path, other) as second:
-                assert second.restore() is not None  # reading disturbs nobody
+                assert second.restore() is not None  # reading disturbs no writer
                 for act in (second.step, second.save):
                     with pytest.raises(RootInUse, match=r"another Checkpointer .*close\(\) it"):
                         act()
@@ -277,7 +277,7 @@ class TestMissingRoot:
             assert saver.restore(required=True) is not None
 
     def test_never(self, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture) -> None:
-        """The run starts fresh, and deletes nothing of what was there."""
+        """Start fresh, and delete no existing checkpoint."""
         from torchrec_checknrun import Retention
 
         with checkpointer(tmp_path, job) as saver:

@@ -1,4 +1,4 @@
-"""What becomes of rows when saving is interrupted, fails or overlaps: one rank, in this process."""
+"""Lose no rows when saving is interrupted, fails or overlaps: one rank, in this process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fail(*_: object) -> None:
 def test_a_cut_that_is_interrupted_loses_no_row(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, error: type, kept: bool
 ) -> None:
-    """Also where the rows were taken from the marks already, and kept by nobody yet."""
+    """Keep rows that were already taken from the marks and are not stored elsewhere yet."""
     with checkpointer(tmp_path, job) as saver:
         train(job, saver)
         saver.save()
@@ -135,7 +135,7 @@ def test_a_callback_that_fails_fails_nothing_else(
 def test_what_retention_keeps_of_a_policy(
     tmp_path: Path, job: Job, policy: OneShot, keep: int, left: int
 ) -> None:
-    """The newest and the baseline: those between are needed by none."""
+    """Keep the newest and the baseline: no checkpoint needs those in between."""
     with checkpointer(tmp_path, job, policy=policy, retention=Retention(keep)) as saver:
         for _ in range(6):
             train(job, saver)
@@ -176,7 +176,7 @@ def test_a_report_is_given_once_and_to_somebody(tmp_path: Path, job: Job) -> Non
         saver.save(wait=False)
         job.train()
         saver.steps += 1
-        saver.save(wait=False)  # waits for the one before
+        saver.save(wait=False)  # waits for the previous save
         assert saver._saver.running is not None
         report = saver.step()
         assert report is not None
@@ -242,7 +242,7 @@ def test_mistakes_are_told_before_anything_is_made(
 
 @pytest.mark.parametrize("name", ["weekly", "aweekly"])
 def test_a_dcp_save_beside_a_run_hides_nothing(tmp_path: Path, job: Job, name: str) -> None:
-    """Each takes the next number, whoever took the one before."""
+    """Take the next number in every save, whoever took the previous one."""
     with checkpointer(tmp_path, job) as saver:
         train(job, saver)
         saver.save()
@@ -288,7 +288,7 @@ def test_what_was_restored_has_a_lower_number_than_what_comes(tmp_path: Path, jo
 def test_nothing_is_committed_without_its_files(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
-    """As on an object store, where a directory doesn't go with the files of which it is made."""
+    """Refuse to commit on an object store, where files can go without their directory."""
     with checkpointer(tmp_path, job) as saver:
         train(job, saver)
         first = saver.save()
@@ -314,7 +314,7 @@ def test_nothing_is_committed_without_its_files(
 
 
 def test_gradients_that_were_dropped_wait_for_nobody() -> None:
-    """Another loss left them on parameters that it isn't for."""
+    """Ignore gradients that another loss has left on parameters of no optimizer."""
     layer = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(layer.parameters())
     pending = PendingGradients([optimizer])

@@ -1,4 +1,4 @@
-"""A chain made into one full checkpoint restores to the same bits, and needs nothing else."""
+"""Compact a chain into one full checkpoint that restores the same bits and needs no other."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def root(memory_root: Folder) -> Folder:
 
 
 def states_of(root: Folder, name: str) -> dict[Any, Any]:
-    """By name and rank, in the checkpoint that a chain ends with."""
+    """Return the states in the last checkpoint of a chain, by name and rank."""
     return {
         (chunk.entry["name"], chunk.entry["rank"]): decode_state_chunk(
             chunk.entry, read_chunk(root, chunk)
@@ -97,7 +97,7 @@ def test_random_chains(data: st.DataObject, rows: int, ranks: int) -> None:
 
 
 def test_an_older_one_stays_older(root: Folder) -> None:
-    """Else restores would go back to it, and what is newer would be a fork that was left behind."""
+    """Keep the order: otherwise restores would choose the copy and abandon newer checkpoints."""
     head = read_manifest(root, small_chain(root))
     newer = write(root, 100, [Part(WHOLE, [7], 1)], head)
     report = compact(root.url, head.id)
@@ -132,7 +132,7 @@ def test_it_is_the_newest_and_needs_no_other(root: Folder) -> None:
 
 
 def test_whole_chunks_are_copied_byte_by_byte(root: Folder) -> None:
-    """And those that are superseded are not even read."""
+    """Copy whole chunks, and skip superseded ones unread."""
     head = small_chain(root, TableEncoding(Rowwise(4), "log8", compress=True))
     content = content_of(root, head)
     superseded = [c for c in content.chunks[1] if c.entry["kind"] == "rows"][1:]
@@ -144,7 +144,7 @@ def test_whole_chunks_are_copied_byte_by_byte(root: Folder) -> None:
     for chunks, count in ((content.chunks[2], 5), (content.chunks[1], 1), (content.chunks[0], 5)):
         rows = [c for c in chunks if c.entry["kind"] == "rows" and c not in superseded]
         assert sum(bytes(read_chunk(root, c)) in stored for c in rows) == count
-    # Of the baseline's ten chunks two lost rows 5 and 15, two are superseded, one is by half.
+    # Of the baseline's ten chunks two lost rows 5 and 15, two are superseded, and one is halved.
     assert len(new) == 5 + 1 + 8
 
 
@@ -175,7 +175,7 @@ def test_progress(root: Folder) -> None:
 
 
 def test_a_head_that_a_user_has_named(root: Folder) -> None:
-    """As by ``dcp.save``: restores choose the copy, which isn't made again, and it stays."""
+    """Choose and keep the copy of a checkpoint from ``dcp.save``, and make no second one."""
     head = read_manifest(root, small_chain(root))
     weekly = replace(head, id="weekly").sealed()
     (root / weekly.id).create()
@@ -195,7 +195,7 @@ def test_a_head_that_a_user_has_named(root: Folder) -> None:
 
 
 def test_a_chain_upon_a_compacted_one(root: Folder) -> None:
-    """Rows without optimizer state, beside others with it, stay as they are; twice."""
+    """Keep rows without optimizer state beside others, in two compactions."""
     chain = [
         [Part(WHOLE, list(range(30)), 7, states=())],
         [Part(WHOLE, list(range(3, 30, 4)), 3)],
@@ -236,7 +236,7 @@ def test_memory_is_that_of_a_few_chunks(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_torchrec_is_not_needed(tmp_path: Path) -> None:
-    """It runs where nothing is trained."""
+    """Compact on a machine without TorchRec."""
     small_chain(Folder(tmp_path))
     code = f"""
 import sys

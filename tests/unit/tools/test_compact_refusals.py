@@ -83,7 +83,7 @@ def test_storage_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_files_that_a_pruning_took_for_leftovers(
     root: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a process that was stopped for so long that its claim has expired."""
+    """Refuse to commit after a stop so long that the process's claim has expired."""
     head = small_chain(root)
     make_manifest = compaction._manifest
 
