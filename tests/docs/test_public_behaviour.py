@@ -58,7 +58,7 @@ def test_every_command_and_option_has_a_row() -> None:
         commands = re.findall(r"`checknrun (\w+)`", promise)
         for command in commands:
             options.setdefault(command, set()).update(re.findall(r"`(--[\w-]+)`", promise))
-    # Imported here: in its package the function ``cli.main`` hides the module.
+    # Imported late: the package's attribute ``main`` is the function, which hides the module.
     from torchrec_checknrun.cli.main import app
 
     tool = typer.main.get_command(app)

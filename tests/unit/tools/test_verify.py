@@ -1,4 +1,4 @@
-"""Call a checkpoint sound exactly if a restore accepts it, as ``test_cli`` and ``test_hostile`` do."""
+"""Call a checkpoint sound exactly if a restore accepts it; ``test_cli`` has more cases."""
 
 from __future__ import annotations
 
