@@ -1,4 +1,4 @@
-"""A proxy before the S3 server that answers with errors, late, or not to the end."""
+"""Run a proxy before the S3 server that answers with errors, late, or not to the end."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from urllib.parse import urlparse
 
 Fault = Literal["500", "503", "slow", "cut", "lost answer", "silence"]
 Choose = Callable[[str, str], Fault | None]
-"""From method and path of a request to what goes wrong with it."""
+"""Choose the fault of a request, from its method and path."""
 
 _HOP = {"connection", "transfer-encoding", "keep-alive"}
 
 
 class FaultProxy:
-    """Passes requests on, unless ``choose`` says otherwise.
+    """A proxy that forwards requests, except where ``choose`` returns a fault.
 
     Attributes:
         choose: may be changed at any time.
-        requests: method and path of all that came.
-        faults: how many answers were spoilt.
+        requests: method and path of all requests received.
+        faults: number of spoilt answers.
     """
 
     def __init__(self, upstream: str, slow_seconds: float = 0.5) -> None:
@@ -52,7 +52,7 @@ class FaultProxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop the proxy."""
         self._closed.set()
         self._server.shutdown()
         self._server.server_close()
@@ -135,7 +135,7 @@ def _pass_on(
 
 
 def _body(request: BaseHTTPRequestHandler) -> bytes:
-    """As it came, in chunks that the client has signed, perhaps."""
+    """Return the body as received, perhaps in chunks that the client has signed."""
     if request.headers.get("Expect", "").lower() == "100-continue":
         request.send_response_only(100)
         request.end_headers()

@@ -1,4 +1,4 @@
-"""The console tool on S3: every command that takes a root."""
+"""Run the console tool on S3: every command that takes a root."""
 
 from __future__ import annotations
 
