@@ -81,7 +81,7 @@ class Holdout:
         if self.every < 0 or self.every == 1:
             raise ValueError(
                 f"dataset.holdout_every is {self.every}; expected 0 (hold out none) or at least 2 "
-                "(hold out every so many-th sample)"
+                "(hold out every n-th sample)"
             )
 
     def trained_before(self, raw: int) -> int:
@@ -191,7 +191,7 @@ class ChunkedDataset(ABC):
         if total < global_batch or position > total:
             raise ValueError(
                 f"{self.describe()} has {total} training samples in {self.epochs} epoch(s), but "
-                f"training goes on from sample {position} with global batches of {global_batch}; "
+                f"training continues at sample {position} with global batches of {global_batch}; "
                 "give more data, a smaller batch, or a checkpoint that belongs to this data"
             )
 

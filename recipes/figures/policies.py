@@ -192,7 +192,7 @@ def main() -> int:
         "--vocabulary-start",
         type=float,
         default=1.0,
-        help="share of the synthetic ids that exist from the start; the others come by and by",
+        help="share of the synthetic ids that exist from the start; the others appear later",
     )
     parser.add_argument("--dim", type=int, default=64, help="columns of every table")
     parser.add_argument(

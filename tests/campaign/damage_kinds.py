@@ -20,11 +20,11 @@ _LENGTHS = ("0", "1", "half", "all but one")
 _FILE_KINDS = (
     *("one byte more", "a page more", "zeros", "a page of zeros", "swapped", "older version"),
     *("deleted", "a directory in its place", "a link in its place", "a dangling link"),
-    *("copied beside", "emptied and made anew", "another encoding", "moved away"),
+    *("copied beside", "replaced by random bytes", "another encoding", "moved away"),
 )
 _PLACE_KINDS = (
     *("deleted", "moved away", "a directory in its place", "a link in its place"),
-    *("a dangling link", "copied beside", "emptied and made anew"),
+    *("a dangling link", "copied beside", "replaced by random bytes"),
 )
 """Kinds that change a directory entry, not a file's content."""
 _DIRECTORY_KINDS = (
@@ -126,7 +126,7 @@ def _replace_file(how: str, path: Path, other: Path, rng: random.Random) -> None
     elif how in ("a link in its place", "a dangling link"):
         outside.write_bytes(data)
         path.symlink_to(outside if how.startswith("a link") else other / "nowhere")
-    elif how == "emptied and made anew":
+    elif how == "replaced by random bytes":
         path.write_bytes(rng.randbytes(len(data)))
     else:
         assert how == "deleted", how

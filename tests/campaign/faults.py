@@ -272,7 +272,7 @@ class _Trial:
             report = reader.restore()
         for problem in () if report is None else report.passed_over:
             if not self._is_torn(problem):
-                self._fail("lost", f"{when}: passed over {problem}")
+                self._fail("lost", f"{when}: skipped {problem}")
         self._compare(None if report is None else report.step, when, False)
         problems = self._on_rank_0(lambda: [p for v in verify(root) for p in v.problems])
         for problem in problems:

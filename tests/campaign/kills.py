@@ -218,7 +218,7 @@ class _Trial:
         for number, problems in self._lines("passed-over"):
             # Ranks that have lost their agent continue to delete old checkpoints.
             if number not in self._beside:
-                self._fail("lost", f"life {number} passed over {problems}")
+                self._fail("lost", f"life {number} skipped {problems}")
 
     def _lines(self, file: str) -> list[Any]:
         path = self._folder / file

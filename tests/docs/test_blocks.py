@@ -182,7 +182,7 @@ def _compose(block: Block, session: Session) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
-def test_blocks_run(
+def test_blocks_of_the_page_run(
     page: str,
     run_17: Path,
     tmp_path: Path,

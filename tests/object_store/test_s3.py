@@ -134,7 +134,7 @@ def test_of_two_puts_one_wins(bucket: str) -> None:
     assert [content for content in outcomes if content] == [folder.read("raced")]
 
 
-def test_two_writers(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_writer_is_refused(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Folder(f"{bucket}/run")
     first, second = Lease(root), Lease(root)
     first.acquire(lambda _: ())
@@ -162,7 +162,7 @@ def test_a_missing_bucket(bucket: str) -> None:
         file.write(b"rows")
 
 
-def test_wrong_credentials(
+def test_wrong_credentials_fail_at_once(
     server: Server, bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = Folder(f"{bucket}/run")

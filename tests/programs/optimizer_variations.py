@@ -43,7 +43,7 @@ class WarmUpAroundAll(Training):
 
 
 class WarmUpAndClippingInside(Training):
-    """Optimizers nested as by TorchRec's users: each part warms up alone, the dense one is clipped."""
+    """Optimizers nested as by TorchRec's users: each part warms up alone; one is clipped."""
 
     def wrapped(self) -> KeyedOptimizer:
         clipped = GradientClippingOptimizer(self.dense, GradientClipping.NORM, 0.05)

@@ -30,7 +30,7 @@ POSITIVE = st.floats(1e-3, 1e6)
         (math.inf, 8),
     ],
 )
-def test_thresholds(restores: float, bits: int) -> None:
+def test_thresholds_are_the_papers(restores: float, bits: int) -> None:
     assert width_for(restores) == bits
 
 
@@ -46,7 +46,7 @@ def test_no_such_number_of_restores(restores: float) -> None:
         width_for(restores)
 
 
-def test_expected_restores() -> None:
+def test_expected_restores_follow_from_failures() -> None:
     """Expect one failure in 25 days and 4 in 100 days of 16 nodes with 400 days between failures
     each.
     """

@@ -132,14 +132,18 @@ class TestLibrary:
         (record,) = caplog.records
         return record.getMessage()
 
-    def test_missing(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_missing_library_names_the_command(
+        self, package: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         assert not self.used()
         text = self.warned(caplog)
         assert "the compiled kernel is missing: NumPy" in text
         assert "-m pip install --no-build-isolation" in text
         assert f"torchrec_checknrun-{__version__}.tar.gz" in text
 
-    def test_among_sources(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_sources_name_the_build_command(
+        self, package: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         (package.parent / "setup.py").touch()
         assert not self.used()
         assert self.warned(caplog).endswith(
@@ -170,13 +174,17 @@ class TestLibrary:
             assert not self.used()
         assert "was built for torch of an unknown version and is not" in self.warned(caplog)
 
-    def test_torn(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_torn_library_is_not_loaded(
+        self, package: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         note = f"checknrun: built for torch {torch.__version__};".encode()
         (package / "_C.abi3.so").write_bytes(note + b" no library")
         assert not self.used()
         assert "can't be loaded" in self.warned(caplog)
 
-    def test_not_readable(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_unreadable_library_is_reported(
+        self, package: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         (package / "_C.abi3.so").symlink_to(package / "a library that is gone")
         assert not self.used()
         assert "can't be read" in self.warned(caplog)

@@ -66,7 +66,7 @@ def more_memory(size: float) -> str:
 
 def _traces(traces: dict[str, dict[str, list[float]]]) -> Table:
     shown = (1, 2, 3, 5, 7, 10, 12)
-    table = _table("rows modified within so many intervals", ["trace", *map(str, shown)])
+    table = _table("rows modified within a number of intervals", ["trace", *map(str, shown)])
     for kind, trace in traces.items():
         for name in ("promised", "since_baseline"):
             values = [trace[name][i - 1] for i in shown]

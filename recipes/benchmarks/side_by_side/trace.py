@@ -12,7 +12,7 @@ every single interval S_1 of them. ``independent``: all rows have the same rate,
 
 ``batches`` turns an interval's rows into training steps. Every sample has a bag of the same number
 of ids of a table, at least one; a step's bags are its share of the interval's shuffled ids, which
-begin anew when they run out. So an interval's steps look up exactly its rows.
+start over when they run out. So an interval's steps look up exactly its rows.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def memory(start: bool = False) -> int:
     memory, which is counted once, here.
 
     Args:
-        start: begin anew; return the present level.
+        start: reset the peak; return the present level.
     """
     if start:
         ctypes.CDLL(None).malloc_trim(0)

@@ -213,7 +213,9 @@ class TestConsole:
     def root(self) -> Folder:
         return chain_in(Rowwise(4), (WHOLE,))
 
-    def test_dcp(self, root: Folder, console: Console, tmp_path: Path) -> None:
+    def test_dcp_loads_and_no_scratch_file_is_left(
+        self, root: Folder, console: Console, tmp_path: Path
+    ) -> None:
         found = console.json("export", root, tmp_path / "out", "--scratch", tmp_path)
         assert found["tables"] == {TABLE: "full"}
         assert found["values"] == ["w"]

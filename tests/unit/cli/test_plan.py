@@ -91,7 +91,7 @@ def test_intermittent_at_the_papers_fraction(growth: float | None, every: float)
     assert len(sizes) + 1 == every
 
 
-def test_growth() -> None:
+def test_rows_grow_by_either_law() -> None:
     random = Job(100, 8, fraction=0.5, growth=None)
     assert [random.modified(i) for i in (1, 2, 3)] == [0.5, 0.75, 0.875]
     slow = Job(100, 8, fraction=0.5, growth=0.5)
@@ -136,7 +136,7 @@ def test_at_its_limits_all_is_finite(
 
 
 class TestConsole:
-    def test_json(self, console: Console) -> None:
+    def test_json_holds_the_forecast(self, console: Console) -> None:
         arguments = [
             f"--{name.replace('_', '-').removesuffix('-minutes')}={value}"
             for name, value in SMALL.items()
@@ -149,7 +149,7 @@ class TestConsole:
         wanted = forecast(Job(**SMALL, copy_bandwidth=1000.0), "one-shot")
         assert found["policies"][1] == vars(wanted)
 
-    def test_text(self, console: Console) -> None:
+    def test_text_holds_the_forecast(self, console: Console) -> None:
         result = console.run("plan", "--rows", "2e9", "--dim", 64, "--growth", "random")
         assert result.code == 0
         assert "full in fp32: 520 GB; expected restores: 1.15; rows stored in 3 bit" in result.out
@@ -175,7 +175,7 @@ class TestConsole:
             ([], "--rows"),
         ],
     )
-    def test_mistakes(self, console: Console, arguments: list[str], message: str) -> None:
+    def test_mistakes_are_named(self, console: Console, arguments: list[str], message: str) -> None:
         result = console.run("plan", "--dim", 8, *arguments)
         assert result.code == 2
         assert message in " ".join(result.err.replace("│", " ").split())

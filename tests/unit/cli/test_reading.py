@@ -245,7 +245,7 @@ class TestConsole:
     def ids(self, root: Folder) -> list[str]:
         return [name for name in root.names() if name.startswith("seq")]
 
-    def test_cat(self, root: Folder, console: Console) -> None:
+    def test_cat_shows_rows_and_their_state(self, root: Folder, console: Console) -> None:
         wanted = Expected.of(root, self.ids(root)[-1], [WHOLE])
         found = console.json("cat", root, "--table", "t", "--rows", "5,1,40-41", "--optimizer")
         assert (found["table"], found["checkpoint"]) == (TABLE, self.ids(root)[-1])
@@ -268,7 +268,7 @@ class TestConsole:
         found = console.json("cat", root, "--table", "t", "--rows", infinite)
         assert found["rows"][0]["weight"] == ["inf"] * DIM
 
-    def test_diff(self, root: Folder, console: Console) -> None:
+    def test_diff_counts_changed_rows_and_values(self, root: Folder, console: Console) -> None:
         found = console.json("diff", root, *self.ids(root))
         assert [(t["table"], t["changed_rows"]) for t in found["tables"]] == [(TABLE, 3)]
         assert found["dense_changed"] == ["w"]
@@ -288,7 +288,7 @@ class TestConsole:
             (["seq-9", "--table", "t", "--rows", "1"], "no committed checkpoint 'seq-9'"),
         ],
     )
-    def test_mistakes(
+    def test_mistakes_are_named(
         self, root: Folder, console: Console, arguments: list[str], message: str
     ) -> None:
         result = console.run("cat", root, *arguments)

@@ -80,7 +80,9 @@ def test_a_page_holds_everything(
     assert base64.b64decode(image).startswith(PNG)
 
 
-def test_a_picture(run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path) -> None:
+def test_png_holds_a_picture(
+    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     root, _ = run
     picture = tmp_path / "run.png"
@@ -215,7 +217,9 @@ def test_no_password_in_the_page(
     assert "secret" not in page.read_text()
 
 
-def test_mistakes(run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path) -> None:
+def test_mistakes_are_named(
+    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path
+) -> None:
     result = console.run("report", run[0], "--out", tmp_path / "run.pdf")
     assert result.code == 2
     assert ".html or .png" in result.err

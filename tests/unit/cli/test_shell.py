@@ -159,7 +159,7 @@ class TestInAShell:
         assert "\\u03bb" in done.stderr
         assert "internal error" not in done.stderr
 
-    def test_completion(self, tmp_path: Path) -> None:
+    def test_commands_options_and_ids_are_completed(self, tmp_path: Path) -> None:
         ids = [manifest.id for manifest in chain_of_three(Folder(tmp_path))]
         assert self.complete("repo") == ["report"]
         assert self.complete("prune", tmp_path, "--ke") == ["--keep"]
@@ -242,7 +242,7 @@ def test_urls_that_can_not_be_opened(
     assert len(result.err.splitlines()) == 1
 
 
-def test_version(console: Console) -> None:
+def test_version_is_shown(console: Console) -> None:
     assert console.run("--version").out == f"torchrec_checknrun {__version__}\n"
 
 

@@ -178,7 +178,7 @@ def test_no_gradient_flows(codec: Codec) -> None:
 
 @every_codec
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_rows(codec: Codec, dtype: torch.dtype) -> None:
+def test_no_rows_take_no_bytes(codec: Codec, dtype: torch.dtype) -> None:
     for rows, ids in (
         (torch.empty(0, 7, dtype=dtype), None),
         (torch.empty(0, 7, dtype=dtype), torch.arange(0)),
@@ -312,7 +312,7 @@ def test_exact_keeps_named_specials() -> None:
         ({"name": "importance", "version": 1, "offset": 1.0, "mean_bits": 4}, "not both"),
     ],
 )
-def test_unknown_codecs(spec: dict[str, object], named: str) -> None:
+def test_unknown_codecs_are_refused(spec: dict[str, object], named: str) -> None:
     with pytest.raises(UnsupportedFormat) as raised:
         codec_from_spec(spec)
     assert named in str(raised.value)

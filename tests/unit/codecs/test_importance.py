@@ -278,7 +278,7 @@ def wild_exponent(parameters: dict[str, Any]) -> None:
     "damage",
     [drop_groups, drop_one_group, another_count, swap_groups, not_a_group, wild_exponent],
 )
-def test_damaged_parameters(damage: Callable[[dict[str, Any]], None]) -> None:
+def test_damaged_parameters_are_refused(damage: Callable[[dict[str, Any]], None]) -> None:
     _, encoded = example()
     parameters = copy.deepcopy(encoded.parameters)
     decode_example(parameters, encoded.data)
@@ -287,7 +287,7 @@ def test_damaged_parameters(damage: Callable[[dict[str, Any]], None]) -> None:
         decode_example(parameters, encoded.data)
 
 
-def test_damaged_data() -> None:
+def test_damaged_data_is_refused() -> None:
     _, encoded = example()
     for wrong in (encoded.data[:-1], encoded.data[:5], torch.cat([encoded.data, encoded.data[:1]])):
         with pytest.raises(ValueError, match=r"group|bytes"):

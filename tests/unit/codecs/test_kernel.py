@@ -123,7 +123,7 @@ def test_all_builds_give_the_same_bytes(
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_no_rows(build: str) -> None:
+def test_no_rows_take_no_bytes(build: str) -> None:
     for rows, ids in ((torch.empty(0, 7), None), (torch.randn(4, 7), torch.arange(0))):
         data, refused = encode(rows, 4, Method.ADAPTIVE, ids, build=build)
         assert data.shape == (0, 8)
@@ -169,7 +169,7 @@ def test_fbgemm_decodes_every_method(
 
 @settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, DIMS, st.sampled_from((2, 3, 4)), st.sampled_from(BUILDS or [""]))
-def test_packing(seed: int, dim: int, bits: int, build: str) -> None:
+def test_packing_equals_a_plain_reference(seed: int, dim: int, bits: int, build: str) -> None:
     """Compare with a plain reference that packs codes from the lowest bits up, then scale and bias.
 
     At 3 bits, unknown to FBGEMM, 8 codes take 3 bytes.

@@ -159,7 +159,7 @@ def test_the_error_is_the_same_at_all_sizes(codec: KMeans, size: float) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_exceptions(codec: KMeans) -> None:
+def test_rows_out_of_range_are_exceptions(codec: KMeans) -> None:
     rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
     rows[8, 0] = 65504.0
     sound = rows.clone()
@@ -175,7 +175,7 @@ def test_exceptions(codec: KMeans) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_other_dtypes(codec: KMeans, dtype: torch.dtype) -> None:
+def test_other_dtypes_are_encoded_as_float32(codec: KMeans, dtype: torch.dtype) -> None:
     rows = torch.randn(7, 10).to(dtype)
     encoded = codec.encode(rows)
     assert torch.equal(encoded.data, codec.encode(rows.float()).data)
@@ -245,11 +245,13 @@ def test_no_rows_and_zero_rows(codec: KMeans) -> None:
         (8, 10, 5, 512 + 10 * (4 + 5)),
     ],
 )
-def test_sizes(bits: int, block: int | None, dim: int, size: int) -> None:
+def test_encoded_blocks_have_the_documented_size(
+    bits: int, block: int | None, dim: int, size: int
+) -> None:
     assert KMeans(bits, block).encode(torch.randn(10, dim)).data.numel() == size
 
 
-def test_layout() -> None:
+def test_the_layout_is_fixed() -> None:
     """Keep the format of the bytes: fp16 values, then codes of three bits, the first lowest."""
     row = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 7.0]])
     codes = sum(code << 3 * i for i, code in enumerate([0, 1, 2, 3, 4, 5, 6, 7, 7]))
@@ -277,13 +279,13 @@ def test_layout() -> None:
         ({"exponent": 5000}, "5000"),
     ],
 )
-def test_damaged_parameters(change: dict[str, object], named: str) -> None:
+def test_damaged_parameters_are_refused(change: dict[str, object], named: str) -> None:
     encoded = KMeans(2).encode(torch.randn(3, 4))
     with pytest.raises(ValueError, match=named):
         KMeans(2).decode(encoded.data, change, 3, 0, torch.empty(3, 4))
 
 
-def test_damaged_data() -> None:
+def test_damaged_data_is_refused() -> None:
     codec = KMeans(4)
     encoded = codec.encode(torch.randn(3, 5))
     with pytest.raises(ValueError, match="bytes"):
@@ -314,13 +316,13 @@ def test_spec_makes_the_codec_again(codec: KMeans) -> None:
         ({"block_rows": True}, "True"),
     ],
 )
-def test_unknown_specs(change: dict[str, object], named: str) -> None:
+def test_unknown_specs_are_refused(change: dict[str, object], named: str) -> None:
     with pytest.raises(UnsupportedFormat, match=named):
         KMeans.from_spec(KMeans(2, 8).spec() | change)
 
 
 @pytest.mark.parametrize(("bits", "block"), [(0, None), (1, None), (16, None), (2, 0), (2, -1)])
-def test_other_arguments(bits: int, block: int | None) -> None:
+def test_wrong_arguments_are_refused(bits: int, block: int | None) -> None:
     with pytest.raises(ValueError, match="must be"):
         KMeans(bits, block)
 

@@ -144,7 +144,7 @@ def test_the_adaptive_error_of_gaussian_rows(bits: int, most: float) -> None:
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_any_dim(bits: int) -> None:
+def test_every_dim_is_within_half_a_step(bits: int) -> None:
     for dim in range(1, 71):
         rows = gaussian(dim, 9)
         low, high = rows.aminmax(dim=1, keepdim=True)
@@ -167,7 +167,7 @@ def test_what_was_decoded_is_encoded_to_the_same(bits: int, method: Method) -> N
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_no_rows(bits: int) -> None:
+def test_no_rows_take_no_bytes(bits: int) -> None:
     data, refused = encode(torch.empty((0, 12)), bits, Method.ADAPTIVE)
     assert data.shape == (0, row_bytes(12, bits))
     assert refused.shape == (0,)

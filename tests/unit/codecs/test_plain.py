@@ -73,7 +73,7 @@ def test_a_row_is_within_the_bound_or_an_exception(
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_dtypes(codec: Narrow, dtype: torch.dtype) -> None:
+def test_every_dtype_is_cast(codec: Narrow, dtype: torch.dtype) -> None:
     rows = torch.randn(50, 7).to(dtype)
     decoded, exceptions = round_trip(codec, rows)
     assert exceptions == []
@@ -124,7 +124,7 @@ def test_many_rows_are_done_in_blocks(codec: Narrow, dim: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_chosen_rows(codec: Narrow) -> None:
+def test_chosen_rows_equal_gathered_ones(codec: Narrow) -> None:
     rows = torch.randn(9000, 40)
     rows[[5, 8000], 3] = float("nan")
     ids = torch.randperm(9000)[:7000]
@@ -163,7 +163,7 @@ def test_memory_that_is_given(codec: Narrow, offset: int) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_rows(codec: Narrow, dtype: torch.dtype) -> None:
+def test_no_rows_come_back(codec: Narrow, dtype: torch.dtype) -> None:
     decoded, exceptions = round_trip(codec, torch.empty(0, 7, dtype=dtype))
     assert exceptions == []
     assert decoded.shape == (0, 7)
@@ -177,7 +177,7 @@ def test_data_of_another_size(codec: Narrow, size: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_spec(codec: Narrow) -> None:
+def test_the_spec_makes_the_same_codec(codec: Narrow) -> None:
     assert codec.spec() == {"name": codec.name, "version": 1}
     again = type(codec).from_spec(codec.spec())
     assert again.spec() == codec.spec()

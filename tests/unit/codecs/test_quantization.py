@@ -116,7 +116,7 @@ def test_a_choice_stays_as_it_is() -> None:
     ("expected", "bits"), [(0, 2), (1, 2), (2, 3), (3, 3), (3.5, 4), (20, 4), (21, 8), (1000, 8)]
 )
 @pytest.mark.parametrize("method", ROWWISE)
-def test_auto(expected: float, bits: int, method: str) -> None:
+def test_auto_follows_the_expected_restores(expected: float, bits: int, method: str) -> None:
     quantization = Quantization(bits="auto", method=method, expected_restores=expected)
     resolved = quantization.resolved(0)
     assert (resolved.bits, resolved.width, resolved.method) == (bits, bits, method)
@@ -233,7 +233,7 @@ def test_an_exact_job_with_quantized_tables() -> None:
     assert quantization.resolved(2).width is None
 
 
-def test_widths() -> None:
+def test_widths_are_given_by_table() -> None:
     quantization = Quantization(bits=3, tables={"half": Quantization(method="fp16")})
     tables = {"a": BIG, "half": BIG, "small": 999}
     assert quantization.widths(tables) == {"a": 3, "half": 16, "small": 32}
@@ -256,7 +256,7 @@ def test_restores_never_make_a_table_narrower(
 
 
 @pytest.mark.parametrize("scheme", STATE_SCHEMES)
-def test_optimizer_state(scheme: str) -> None:
+def test_the_optimizer_scheme_reaches_tables(scheme: str) -> None:
     encoding = Quantization(bits=4, optimizer=scheme).for_table("t", BIG)
     assert encoding.optimizer == scheme
 

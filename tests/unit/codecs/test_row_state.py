@@ -162,7 +162,7 @@ def test_zeros_and_signs_of_zero(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", STATE_SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_no_rows(scheme: str, dtype: torch.dtype) -> None:
+def test_no_rows_come_back(scheme: str, dtype: torch.dtype) -> None:
     decoded, _ = round_trip(torch.empty(0, dtype=dtype), scheme)
     assert len(decoded) == 0
 
@@ -210,7 +210,7 @@ def test_decoding_gives_memory_of_its_own(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp16", "exact", "", "LOG8"])
-def test_other_schemes(scheme: str) -> None:
+def test_unknown_schemes_are_refused(scheme: str) -> None:
     with pytest.raises(ValueError, match="fp32, bf16, log8"):
         encode_row_state(torch.ones(3), scheme)
 
@@ -237,7 +237,9 @@ def test_other_schemes(scheme: str) -> None:
         ({"scheme": "log8", "low": True, "high": 2.0}, 4, torch.float32),
     ],
 )
-def test_damaged_parameters(parameters: dict[str, object], n: int, dtype: torch.dtype) -> None:
+def test_damaged_parameters_are_refused(
+    parameters: dict[str, object], n: int, dtype: torch.dtype
+) -> None:
     with pytest.raises(ValueError, match=r"stored as|range from"):
         decode_row_state(torch.zeros(4, dtype=torch.uint8), parameters, n, dtype)
 

@@ -155,7 +155,9 @@ def test_the_largest_magnitudes(bits: int, method: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 2, 7, 16, 130])
 @pytest.mark.parametrize(("bits", "method"), ALL)
-def test_constant_rows(bits: int, method: str, dim: int, dtype: torch.dtype) -> None:
+def test_constant_rows_are_as_exact_as_scale_and_bias(
+    bits: int, method: str, dim: int, dtype: torch.dtype
+) -> None:
     """Keep a constant row as exactly as scale and bias are; keep zeros of any sign exactly."""
     constants = torch.tensor(
         [0.0, -0.0, 1.0, -1.0, 0.1, -0.3, 1000.5, -65504.0, 2e-5, 5e-4, 60000.0]
@@ -225,7 +227,7 @@ def test_a_few_tiny_rows_dont_change_the_bytes_of_the_others(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_denormals(bits: int) -> None:
+def test_denormals_are_scaled_or_zero(bits: int) -> None:
     """Scale a block of denormals; take denormals among normal values for zero."""
     rows = torch.tensor([[1e-40, -2e-41, 3e-42, 0.0], [1e-38, 0, 0, -1e-38]])
     _, back = round_trip(Rowwise(bits, "asymmetric"), rows)
@@ -327,7 +329,7 @@ def test_a_row_does_not_depend_on_its_neighbours(seed: int, dim: int, how: tuple
     ("bits", "dim", "size"),
     [(8, 5, 13), (4, 16, 12), (4, 5, 8), (2, 9, 8), (2, 1, 6), (3, 8, 7), (3, 9, 8), (3, 1, 5)],
 )
-def test_sizes(bits: int, dim: int, size: int) -> None:
+def test_row_bytes_are_the_encoded_size(bits: int, dim: int, size: int) -> None:
     encoded = Rowwise(bits).encode(torch.randn(3, dim))
     assert encoded.data.numel() == 3 * size
     assert Rowwise(bits).row_bytes(dim) == row_bytes(dim, bits) == size

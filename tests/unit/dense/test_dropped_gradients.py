@@ -186,7 +186,7 @@ class TestHasGradient:
         weight.grad = torch.full((3, 2), 1e-45)
         assert has_gradient(weight)
 
-    def test_sparse(self) -> None:
+    def test_a_zeroed_sparse_gradient_is_none(self) -> None:
         table = nn.Embedding(5, 2, sparse=True)
         table(torch.tensor([1, 3])).sum().backward()
         assert has_gradient(table.weight)

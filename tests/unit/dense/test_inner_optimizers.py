@@ -35,7 +35,7 @@ def inside(nest: Optimizer) -> Iterator[Optimizer]:
 
 
 @pytest.mark.parametrize("name", NESTS)
-def test_comes_back(tmp_path: Path, name: str) -> None:
+def test_every_nest_comes_back(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     layers = model()
     nest = NESTS[name](layers)

@@ -47,12 +47,12 @@ def alone(group: None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nest", [*NESTS, *ALONE])
-def test_nests(tmp_path: Path, nest: str) -> None:
+def test_every_nest_comes_back(tmp_path: Path, nest: str) -> None:
     assert goes_on(str(tmp_path), [{"layout": MIXED, "nest": nest}]) == []
 
 
 @pytest.mark.parametrize("number", range(len(SCHEDULES) - 1))
-def test_schedulers(tmp_path: Path, number: int) -> None:
+def test_schedulers_come_back(tmp_path: Path, number: int) -> None:
     case = {
         "layout": TABLES,
         "nest": ("combined", "averaging")[number % 2],
@@ -87,7 +87,7 @@ def nested(optimizer: KeyedOptimizer, names: list[str], where: str) -> KeyedOpti
     schedule=st.sampled_from(sorted(SCHEDULES)),
     over_all=st.booleans(),
 )
-def test_any_nest(
+def test_random_nests_come_back(
     tmp_path_factory: pytest.TempPathFactory,
     layers: tuple[list[str], list[str], list[str]],
     factory: str,
@@ -231,7 +231,7 @@ def test_moments_keep_their_precision(tmp_path: Path) -> None:
     assert torch.equal(second.state[weight]["momentum_buffer"], torch.full((4,), 1 / 3))
 
 
-def test_infinite_hyperparameters(tmp_path: Path) -> None:
+def test_infinite_hyperparameters_come_back(tmp_path: Path) -> None:
     run, again = (Run(TABLES, "combined", seed=seed) for seed in (0, 3))
     for kernel in kernels(run.job.model):
         kernel.optimizer_args = kernel.optimizer_args._replace(max_norm=float("inf"))

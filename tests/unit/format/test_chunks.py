@@ -55,7 +55,7 @@ def shards_and_rows(draw: st.DrawFn) -> tuple[LocalShard, Rows]:
 
 @settings(max_examples=examples(120), deadline=None)
 @given(shards_and_rows(), st.sampled_from(CODECS))
-def test_round_trip(shard_and_rows: tuple[LocalShard, Rows], codec: Codec) -> None:
+def test_rows_come_back(shard_and_rows: tuple[LocalShard, Rows], codec: Codec) -> None:
     shard, rows = shard_and_rows
     entry, payload = stored(encode(shard, rows, codec))
     decoded = decode_rows(entry, payload)
@@ -218,7 +218,7 @@ def test_a_data_type_that_could_not_be_read_again_is_not_written(what: str) -> N
         encode(shard, shard.gather(torch.arange(3)), Exact())
 
 
-def test_state_chunks() -> None:
+def test_states_come_back() -> None:
     value = {"samples": 7, "rng": np.arange(5), "weight": torch.ones(2)}
     for rank in (None, 3):
         chunk = state_chunk("reader", rank, *encode_state(value, "reader"))

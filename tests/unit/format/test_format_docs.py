@@ -90,7 +90,9 @@ def ids_of_every_kind(rows: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("compress", [False, True], ids=["", "zstd"])
 @pytest.mark.parametrize("codec", READABLE, ids=name_of)
-def test_the_reader(tmp_path: Path, codec: Codec, compress: bool) -> None:
+def test_the_reader_reads_what_the_package_reads(
+    tmp_path: Path, codec: Codec, compress: bool
+) -> None:
     root = Folder(tmp_path)
     encoding = TableEncoding(codec, compress=compress)
     split = [(0, 3), (3, DIM)]

@@ -48,7 +48,7 @@ def limited() -> Iterator[None]:
 
 @pytest.mark.usefixtures("limited")
 @pytest.mark.parametrize(("words", "change"), [a[1:] for a in ATTACKS], ids=[a[0] for a in ATTACKS])
-def test_attacks(words: str, change: Attack) -> None:
+def test_attacks_are_refused(words: str, change: Attack) -> None:
     root, chain = new_root(), example()
     change(chain)
     refused = attack(root, seal(root, chain))
@@ -73,7 +73,7 @@ class TestLinks:
         assert refused
         return "\n".join([*problems, *refused])
 
-    def test_a_checkpoint(self, root: Folder, tmp_path: Path) -> None:
+    def test_a_linked_checkpoint_is_refused(self, root: Folder, tmp_path: Path) -> None:
         name = example()[-1].folder
         os.rename(tmp_path / "run" / name, tmp_path / "elsewhere")
         (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
@@ -87,7 +87,7 @@ class TestLinks:
         assert f"{file.name} should have" in self.refused(root, name)
 
     @pytest.mark.parametrize("what", ["link", "pipe"])
-    def test_a_manifest(self, root: Folder, tmp_path: Path, what: str) -> None:
+    def test_a_linked_manifest_is_refused(self, root: Folder, tmp_path: Path, what: str) -> None:
         name = example()[-1].folder
         file = tmp_path / "run" / name / MANIFEST_NAME
         os.rename(file, tmp_path / "elsewhere")
@@ -141,7 +141,7 @@ CLAIM: dict[str, Any] = {
     ],
     ids=repr,
 )
-def test_claims(change: dict[str, Any]) -> None:
+def test_other_records_are_damaged_claims(change: dict[str, Any]) -> None:
     """Take any other record for a damaged claim, even with a valid checksum."""
     root = new_root()
     (root / FOLDER).put("epoch-00000001.json", checks.seal("claim", CLAIM))
@@ -193,7 +193,7 @@ class TestWriters:
             parse_json(("{" + ",".join(keys) + "}").encode(), INDEX_BYTES)
         assert time.process_time() - began < 20  # a quadratic loop took hours
 
-    def test_documents(self) -> None:
+    def test_documents_over_the_limits_are_refused(self) -> None:
         assert parse_json(b'{"a": [1, 2.5, "x", null]}', 100) == {"a": [1, 2.5, "x", None]}
         with pytest.raises(ValueError, match="more than the 3 that are read"):
             require_limits(b"[[]]", 3)

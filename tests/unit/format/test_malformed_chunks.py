@@ -116,7 +116,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("damage", MALFORMED, ids=lambda damage: damage.__name__)
-def test_malformed_entries(damage: Callable[[dict[str, Any]], None]) -> None:
+def test_malformed_entries_are_refused(damage: Callable[[dict[str, Any]], None]) -> None:
     entry, payload = example()
     decode_rows(entry, payload)
     damage(entry)

@@ -102,7 +102,7 @@ def rewritten(change: dict[str, Any], **document: Any) -> bytes:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(manifests())
-def test_round_trip(manifest: Manifest) -> None:
+def test_a_manifest_comes_back(manifest: Manifest) -> None:
     parsed = parse_manifest(manifest.to_bytes(), "here")
     assert parsed == manifest
     assert parsed.checksum == manifest.checksum != ""
@@ -176,13 +176,13 @@ def test_other_damage_is_detected(place: int, length: int, content: bytes) -> No
     ],
     ids=lambda data: repr(data[:45]),
 )
-def test_no_manifest(data: bytes) -> None:
+def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpoint, match="here"):
         parse_manifest(data, "here")
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0, -1, "1", 1.0, True, None])
-def test_other_versions(version: object) -> None:
+def test_other_versions_are_refused(version: object) -> None:
     """Refuse any fields of a newer version, which this release can't check."""
     with pytest.raises(UnsupportedFormat, match=r"here .* reads 1 to 1: upgrade"):
         parse_manifest(rewritten({"format_version": version, "kind": "sparse"}), "here")
@@ -267,7 +267,7 @@ def test_no_field_can_crash_a_reader(name: str, value: object) -> None:
         return
 
 
-def test_derived_figures() -> None:
+def test_derived_figures_are_sums() -> None:
     one = TableTotals(rows=10, dim=4, stored_values=8, fp32_bytes=200)
     other = TableTotals(rows=30, dim=2, stored_values=12, fp32_bytes=300, error_rows=1)
     files = (replace(EXAMPLE.files[0], size=70), replace(EXAMPLE.files[0], name="b", size=5))

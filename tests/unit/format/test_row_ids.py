@@ -85,7 +85,7 @@ def test_every_encoding_is_read(ids: np.ndarray, data: st.DataObject) -> None:
     assert decoded.tolist() == ids.tolist()
 
 
-def test_layouts() -> None:
+def test_the_layouts_are_fixed() -> None:
     """Keep the bytes, which are a format, whatever code makes them."""
     assert row_ids.encode(np.array([5, 6, 7])) == ("range", b"")
     assert row_ids.encode(np.array([5, 6, 8, 14])) == ("bitmap", bytes([0b00001011, 0b10]))
@@ -233,6 +233,8 @@ def test_a_bomb_is_refused_unopened() -> None:
         ("bitmap_zstd", compressed(b"\x0b")[4:], 0, 3, 3),
     ],
 )
-def test_decode_errors(encoding: str, data: bytes, first: int, last: int, count: int) -> None:
+def test_damaged_ids_are_refused(
+    encoding: str, data: bytes, first: int, last: int, count: int
+) -> None:
     with pytest.raises(CorruptCheckpoint, match=f"{count} distinct rows from {first} to {last}"):
         row_ids.decode(encoding, data, first, last, count)

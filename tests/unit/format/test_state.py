@@ -127,7 +127,7 @@ STATES = st.recursive(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(STATES)
-def test_round_trip(value: object) -> None:
+def test_values_come_back(value: object) -> None:
     assert_same(round_trip(value), value)
 
 
@@ -254,7 +254,7 @@ def test_what_needs_pickle_is_refused_by_its_key(make: Callable[[], object]) -> 
 
 
 @pytest.mark.parametrize("key", [(1, 2), 1.5, None, True, b"x", Name("x")])
-def test_keys(key: object) -> None:
+def test_other_keys_are_refused(key: object) -> None:
     with pytest.raises(UnsupportedState, match=r"^reader\.files has the key .*must be str or int"):
         encode_state({"files": {key: 1}}, "reader")
 

@@ -79,7 +79,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "DcpCheckpointer", Recorder)
 
 
-def test_options() -> None:
+def test_all_options_are_registered() -> None:
     assert ConfigStore.instance().list(GROUP) == [
         "check_n_run.yaml",
         "dcp.yaml",
@@ -90,7 +90,7 @@ def test_options() -> None:
 
 @pytest.mark.usefixtures("recorded")
 class TestCheckNRun:
-    def test_defaults(self) -> None:
+    def test_defaults_reach_the_checkpointer(self) -> None:
         checkpointer = made("checkpoint=check_n_run", "checkpoint.root=/data/run")
         assert isinstance(checkpointer, Recorder)
         assert checkpointer.root == "/data/run"
@@ -132,7 +132,7 @@ class TestCheckNRun:
             ("intermittent", Intermittent()),
         ],
     )
-    def test_policy(self, name: str, policy: object) -> None:
+    def test_every_policy_has_a_name(self, name: str, policy: object) -> None:
         checkpointer = made(
             "checkpoint=check_n_run", "checkpoint.root=x", f"checkpoint.policy={name}"
         )
@@ -141,7 +141,7 @@ class TestCheckNRun:
     @pytest.mark.parametrize(
         ("text", "bits"), [("8", 8), ("4", 4), ("3", 3), ("2", 2), ("null", None)]
     )
-    def test_bits(self, text: str, bits: int | None) -> None:
+    def test_bits_become_a_quantization(self, text: str, bits: int | None) -> None:
         checkpointer = made(
             "checkpoint=check_n_run", "checkpoint.root=x", f"checkpoint.bits={text}"
         )
@@ -183,7 +183,7 @@ class TestCheckNRun:
         of_all = made("checkpoint=check_n_run", *overrides)
         assert of_all.arguments["quantization"] == Quantization(method="importance", offset=0.5)
 
-    def test_numbers(self) -> None:
+    def test_numbers_reach_the_checkpointer(self) -> None:
         arguments = made(
             "checkpoint=check_n_run",
             "checkpoint.root=x",
@@ -211,7 +211,7 @@ class TestCheckNRun:
 
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(("option", "asynchronous"), [("dcp", False), ("dcp_async", True)])
-def test_dcp(option: str, asynchronous: bool) -> None:
+def test_stock_dcp_gets_the_same_keys(option: str, asynchronous: bool) -> None:
     checkpointer = made(
         f"checkpoint={option}", "checkpoint.root=/data/run", "checkpoint.every_steps=3"
     )
@@ -221,7 +221,7 @@ def test_dcp(option: str, asynchronous: bool) -> None:
     assert checkpointer.arguments["every_steps"] == 3
 
 
-def test_off() -> None:
+def test_off_saves_and_restores_nothing() -> None:
     """Switch checkpoints off by one key, and leave all other settings in place."""
     checkpointer = made("checkpoint.root=/data/run", "checkpoint.every_steps=3")
     assert isinstance(checkpointer, NoCheckpointer)
@@ -255,7 +255,7 @@ class TestObjects:
         assert isinstance(checkpointer, Recorder)
         return checkpointer.arguments
 
-    def test_identity(self, option: str) -> None:
+    def test_objects_arrive_uncopied(self, option: str) -> None:
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         counter, reader = Counter(), PerRank(Counter(), merge=max)

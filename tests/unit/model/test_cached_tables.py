@@ -151,7 +151,7 @@ def test_checkpoints_hold_and_restore_what_training_sees(tmp_path: Path) -> None
     assert_equal(fresh.what_training_sees(), later)
 
 
-def test_dcp_alone(tmp_path: Path) -> None:
+def test_dcp_save_and_load_flush_and_purge(tmp_path: Path) -> None:
     cached, right = trained()
     state = {"model": cached.model}
     saving = SavePlanner(track(cached.model))

@@ -157,7 +157,9 @@ class TestRestores:
             assert (report.kind, report.modified_rows) == ("differential", 1)
 
     @pytest.mark.parametrize("how", ["own tracker", "state dicts", "objects"])
-    def test_by_dcp(self, model: nn.Module, tmp_path: Path, how: str) -> None:
+    def test_dcp_load_marks_in_all_trackers(
+        self, model: nn.Module, tmp_path: Path, how: str
+    ) -> None:
         save(tmp_path / "one", model)
         train(model, a=[[1]], shared=[[2]])
         stranger = track(make_model())

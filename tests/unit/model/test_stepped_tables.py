@@ -142,7 +142,7 @@ def test_ids_of_a_batch_that_is_overwritten_before_the_step(replicas: nn.Module)
 
 
 @pytest.mark.parametrize("count", [1, 60, 5000, 20000])
-def test_pending_rows(count: int) -> None:
+def test_pending_rows_are_kept_as_ids_or_marks(count: int) -> None:
     marks = Marks(50, torch.device("cpu"))
     pending = PendingRows(marks)
     assert not pending

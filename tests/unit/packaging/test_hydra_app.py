@@ -40,7 +40,7 @@ class TestOtherHydraApp:
         environment = clean_environment(**({"PYTHONPATH": str(site)} if site else {}))
         return run(sys.executable, "app.py", *overrides, cwd=app, env=environment)
 
-    def test_switch(self, app: Path, site: Path) -> None:
+    def test_the_switch_works_with_the_wheel(self, app: Path, site: Path) -> None:
         result = self.start(app, site, "checkpoint=check_n_run", "checkpoint.every_steps=7")
         assert result.returncode == 0, result.stderr
         assert "every_steps: 7" in result.stdout

@@ -36,7 +36,7 @@ class TestInstall:
         [("cpu", "fbgemm-gpu-cpu", "fbgemm-gpu"), ("cuda", "fbgemm-gpu", "fbgemm-gpu-cpu")],
     )
     @pytest.mark.parametrize("other_is_there", [False, True])
-    def test_one_build(
+    def test_one_build_is_installed(
         self,
         monkeypatch: pytest.MonkeyPatch,
         commands: list[list[str]],
@@ -170,7 +170,7 @@ class TestInstall:
             (None, "cpu"),
         ],
     )
-    def test_detection(
+    def test_a_gpu_is_detected(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str | None, device: str
     ) -> None:
         if script is not None:

@@ -19,7 +19,7 @@ from recipes.benchmarks.tracking import Cost, interval, meets_target
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def test_tracking(tmp_path: Path) -> None:
+def test_tracking_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--rows-cap", "200", "--steps", "6", "--rounds", "2", "--batch", "16", "--dims", "8"]
     command = [sys.executable, "-m", "recipes.benchmarks.tracking", "--json", str(out), *options]
@@ -42,7 +42,7 @@ def test_tracking(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory() -> None:
+def test_memory_is_measured() -> None:
     case = Case(dim=16, bits=8, stride=3, budget=4 << 20, times=2)
     full, differential, restore = measure(case)
     assert (full.call, differential.call) == ("save full", "save differential")
@@ -80,7 +80,7 @@ def test_what_training_sees_of_a_save(name: str, tmp_path: Path) -> None:
         assert sum(stall.values()) == pytest.approx(whole)
 
 
-def test_planning() -> None:
+def test_planning_is_measured() -> None:
     cost = planning.measure(planning.Size(tables=20, ranks=8))
     assert cost.received_bytes > 20 * 8 * 50
     assert 20 * 200 < cost.manifest_bytes < 20_000
@@ -119,7 +119,7 @@ def test_the_interval_holds_the_median_and_narrows() -> None:
     assert np.ptp(interval(many)) < np.ptp(interval(few)) / 4
 
 
-def test_the_target() -> None:
+def test_the_target_bounds_time_and_memory() -> None:
     cost = Cost(16, "this package", 0.1, 0.0004, 0, 0, 0.004, 0, 0, 0, 100, 100, 1.0)
     other = Cost(16, "TorchRec ID_ONLY", 0.1, 0.1, 0, 0, 1.0, 0, 0, 0, 900, 900, 9.0)
     slow = Cost(16, "this package", 0.1, 0.0006, 0, 0, 0.006, 0, 0, 0, 100, 100, 1.0)
@@ -129,7 +129,7 @@ def test_the_target() -> None:
     assert not meets_target([large])
 
 
-def test_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codecs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = Size(rows_bytes=1 << 19, slow_rows=64, table_ids=1 << 14, rounds=1)
     monkeypatch.setattr(codecs, "QUICK", size)
     threads = str(torch.get_num_threads())

@@ -105,7 +105,7 @@ def test_trained_rows_are_those_that_training_changed() -> None:
     assert 26 < len(few) < len(more) < 26 * 3 * 1024
 
 
-def test_quantization_command(
+def test_the_quantization_command_writes_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="figures are drawn with matplotlib")

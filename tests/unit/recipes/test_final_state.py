@@ -158,7 +158,9 @@ def test_incomplete_states_are_no_states(tmp_path: Path) -> None:
         compare(a, write(tmp_path / "c", half))
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_two_states(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changed = by_rows()
     flip_weight(changed)
     a, b = str(write(tmp_path / "a", by_rows())), str(write(tmp_path / "b", changed))

@@ -162,15 +162,15 @@ def _check_decisions(run: dict[str, Any]) -> None:
     checkpoints, sizes = run["checkpoints"], list[float]()
     assert len(run["baselines"]) > 2
     for number, checkpoint in enumerate(checkpoints[1:], 1):
-        anew = bool(sizes) and 1 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
-        assert (number in run["baselines"]) == anew
-        assert checkpoint["kind"] == ("full" if anew else "differential")
-        sizes = [] if anew else [*sizes, checkpoint["fraction"]]
+        full = bool(sizes) and 1 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
+        assert (number in run["baselines"]) == full
+        assert checkpoint["kind"] == ("full" if full else "differential")
+        sizes = [] if full else [*sizes, checkpoint["fraction"]]
         assert sizes == sorted(sizes)  # one tooth of the saw
 
 
 @pytest.mark.parametrize("from_file", [False, True])
-def test_command(
+def test_the_command_writes_figures(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

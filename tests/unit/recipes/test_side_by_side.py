@@ -296,7 +296,7 @@ def test_a_snapshot_is_synced_before_it_is_committed(
     assert done == ["weights", "commit", ".snapshot_metadata"]
 
 
-def test_names() -> None:
+def test_targets_systems_come_first() -> None:
     assert set(names(1, [])) == set(CASES)
     assert set(names(2, [])) < set(CASES)
     assert names(1, ["async_save, plain"]) == [f"{ASYNC}, plain"]
@@ -325,7 +325,7 @@ def test_memory_is_the_peak_since_the_start() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_compares_systems(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     systems = [NONE, COPY, DCP, SNAPSHOT]
     options = ["--quick", "--json", str(out), "--folder", str(tmp_path), "--systems", *systems]

@@ -52,7 +52,7 @@ def results(tmp_path: Path) -> Path:
     return path
 
 
-def test_counts(results: Path) -> None:
+def test_results_are_counted(results: Path) -> None:
     assert versions.count(results) == {
         "passed": 2,
         "failed": 3,

@@ -55,7 +55,9 @@ def assert_same(shards: list[LocalShard], wanted: list[LocalShard]) -> None:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 60), threads=st.sampled_from([1, 1, 3]))
-def test_random_chains(data: st.DataObject, rows: int, threads: int) -> None:
+def test_random_chains_restore_as_read_in_order(
+    data: st.DataObject, rows: int, threads: int
+) -> None:
     chain = data.draw(random_parts(rows, CODECS))
     root, columns = new_root(), [part.columns for part in chain[0]]
     head = write_chain(root, rows, chain)
@@ -218,7 +220,9 @@ class TestHowRowsAreWritten:
     block=st.sampled_from([8, 64, 1 << 18]),
     compiled=st.booleans(),
 )
-def test_done_rows(rows: int, data: st.DataObject, block: int, compiled: bool) -> None:
+def test_done_rows_equal_plain_indexing(
+    rows: int, data: st.DataObject, block: int, compiled: bool
+) -> None:
     compiled = compiled and has_extension()
     done, plain = DoneRows(rows), np.zeros(rows, dtype=bool)
     with pytest.MonkeyPatch.context() as patch:

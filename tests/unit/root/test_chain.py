@@ -32,7 +32,7 @@ from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
 
-def test_no_root(root: Folder) -> None:
+def test_a_missing_root_is_empty(root: Folder) -> None:
     assert newest(root / "none") == (None, [])
     assert highest_sequence(root / "none") == 0
 
@@ -208,7 +208,7 @@ def test_newest_without_what_the_caller_knows_to_be_unusable(root: Folder) -> No
     assert newest(root, {first.id, second.id}) == (None, [])
 
 
-def test_all_broken(root: Folder) -> None:
+def test_broken_chains_are_reported(root: Folder) -> None:
     full = put(root, 1)
     put(root, 2, full)
     remove(root / full.id, FILE.name)

@@ -219,7 +219,9 @@ def test_checkpoints_that_do_not_count_are_no_fresh_start(disk: Folder, console:
     assert console.run("verify", disk).code == 0
 
 
-def test_repair(taken_over: tuple[Folder, list[Manifest]], console: Console) -> None:
+def test_repair_lets_checkpoints_count_again(
+    taken_over: tuple[Folder, list[Manifest]], console: Console
+) -> None:
     """Let counting checkpoints count again; possibly late ones as well, unless excluded."""
     root, (first, late, own) = taken_over
     put(root, Claim(2, OTHER), b"junk")

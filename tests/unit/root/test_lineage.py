@@ -97,7 +97,7 @@ def test_ids_are_of_one_attempt_only() -> None:
     assert len({proposal.id for proposal in proposals}) == 20
 
 
-def test_full() -> None:
+def test_full_has_no_parent() -> None:
     run = Run(Full())
     first, second = run.save(), run.save()
     assert (second.kind, second.parent, second.previous) == ("full", None, first.link)
@@ -105,7 +105,7 @@ def test_full() -> None:
     assert run.lineage.chain_length == 1
 
 
-def test_one_shot() -> None:
+def test_one_shot_builds_on_the_baseline() -> None:
     run = Run(OneShot())
     full, second, third = run.save(), run.save(), run.save()
     assert second.kind == third.kind == "differential"
@@ -114,7 +114,7 @@ def test_one_shot() -> None:
     assert run.lineage.chain_length == 2
 
 
-def test_consecutive() -> None:
+def test_consecutive_builds_on_the_previous() -> None:
     run = Run(Consecutive())
     full, second, third = run.save(), run.save(), run.save()
     assert (second.parent, third.parent) == (full.link, second.link)
@@ -288,7 +288,9 @@ ACTIONS = st.lists(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(POLICIES), ACTIONS)
-def test_any_history(policy: Policy, actions: list[tuple[str, int | None, int]]) -> None:
+def test_any_history_keeps_chains_complete(
+    policy: Policy, actions: list[tuple[str, int | None, int]]
+) -> None:
     """Keep chains complete in any sequence of events; never mix forks, never keep a loss."""
     run = Run(policy)
     saved: list[Manifest] = []

@@ -36,7 +36,9 @@ HISTORIES = st.integers(1, 30).map(
 )
 @settings(max_examples=examples(20), deadline=None)
 @given(history=HISTORIES)
-def test_decisions(policy: Policy, decision: Decision, history: tuple[Manifest, ...]) -> None:
+def test_decisions_are_the_papers(
+    policy: Policy, decision: Decision, history: tuple[Manifest, ...]
+) -> None:
     assert policy.decide(history) is decision
 
 

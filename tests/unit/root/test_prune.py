@@ -48,7 +48,7 @@ def test_what_is_not_needed_goes(root: Folder) -> None:
     assert prune(root, Retention(1)).verdict.delete == {}
 
 
-def test_pins(root: Folder) -> None:
+def test_pins_keep_checkpoints(root: Folder) -> None:
     first, second, third, fourth = fill(root)
     pin(root, second.id)
     assert list(prune(root, Retention(1)).verdict.delete) == [third.id]

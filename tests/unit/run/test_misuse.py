@@ -258,7 +258,7 @@ class TestMissingRoot:
         with checkpointer(root, job) as saver, pytest.raises(Exception, match=words):
             saver.restore(required=True)
 
-    def test_required(self, tmp_path: Path, job: Job) -> None:
+    def test_required_raises_without_a_checkpoint(self, tmp_path: Path, job: Job) -> None:
         from torchrec_checknrun.errors import CheckpointNotFound
 
         with checkpointer(tmp_path / "run", job) as saver:
@@ -276,7 +276,9 @@ class TestMissingRoot:
             assert saver.restore() is not None
             assert saver.restore(required=True) is not None
 
-    def test_never(self, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    def test_never_starts_fresh(
+        self, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """Start fresh, and delete no existing checkpoint."""
         from torchrec_checknrun import Retention
 

@@ -213,7 +213,7 @@ def stores(request: pytest.FixtureRequest) -> list[dist.Store]:
     return [Visible("job", store) for store in (master, *ports)]
 
 
-def test_in_step(stores: list[dist.Store]) -> None:
+def test_ranks_in_step_act_together(stores: list[dist.Store]) -> None:
     """Act on wishes ``LEAD`` steps later, in threads with a collective in every step."""
     barrier = threading.Barrier(3, timeout=20)
     words: list[dict[int, str | None]] = [{} for _ in stores]

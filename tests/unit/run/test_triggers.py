@@ -83,7 +83,7 @@ ALONE = Ranks.of(None)
 
 @settings(max_examples=examples(30), deadline=None)
 @given(every=st.integers(1, 7), start=st.integers(0, 20))
-def test_every_steps(every: int, start: int) -> None:
+def test_every_steps_is_due_at_multiples(every: int, start: int) -> None:
     schedule = Schedule([EverySteps(every)], ALONE)
     due = [step for step in range(start, start + 30) if schedule.due(step)]
     assert due == [step for step in range(start, start + 30) if step % every == 0]
@@ -120,7 +120,7 @@ def test_a_trigger_of_ones_own_is_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("triggers", "at_end"), [([AtEnd()], True), ([EverySteps(1)], False)])
-def test_at_end(triggers: list[Trigger], at_end: bool) -> None:
+def test_at_end_is_known(triggers: list[Trigger], at_end: bool) -> None:
     schedule = Schedule(triggers, ALONE)
     assert schedule.at_end is at_end
     schedule.close()

@@ -145,7 +145,7 @@ def test_a_call_knows_that_it_was_given_up() -> None:
     assert knew.result(60)
 
 
-def test_progress_counts() -> None:
+def test_progress_extends_the_deadline() -> None:
     """Set no time limit to a chunk whose bytes make progress."""
     patience, steps = Patience(0.5), iter(range(100))
 

@@ -35,7 +35,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
     yield Folder(urls[request.param])
 
 
-def test_files(folder: Folder) -> None:
+def test_files_are_written_read_and_listed(folder: Folder) -> None:
     assert folder.names() == []
     assert folder.size("a.bin") is None
     folder.create()
@@ -87,7 +87,7 @@ def test_read_into_memory_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert memory.startswith(CONTENT[1:9])
 
 
-def test_missing_files(folder: Folder) -> None:
+def test_missing_files_are_named(folder: Folder) -> None:
     folder.create()
     with pytest.raises(FileNotFoundError):
         folder.read_into(memoryview(bytearray(1)), "a.bin", 0)
@@ -328,6 +328,6 @@ def test_a_store_that_does_not_answer_when_it_is_opened() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_unknown_protocol() -> None:
+def test_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(ValueError, match="nosuch"):
         Folder("nosuch://bucket/run")

@@ -168,7 +168,9 @@ def attacker(act: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", ["rank-00000.bin", "manifest.json", "directory", "writers"])
-def test_a_race(root: Folder, outside: Path, tmp_path: Path, what: str) -> None:
+def test_a_link_planted_meanwhile_does_no_harm(
+    root: Folder, outside: Path, tmp_path: Path, what: str
+) -> None:
     """Fail and name the link, or act only in the right place."""
     run = tmp_path / "disk" / "run"
     root.create()

@@ -98,7 +98,7 @@ def test_answers_are_no_failures(error: Exception) -> None:
     assert caught.value is error
 
 
-def test_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "0.05")
     tried = []
 

@@ -67,7 +67,7 @@ def states_of(root: Folder, name: str) -> dict[Any, Any]:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 60), ranks=st.sampled_from([1, 3]))
-def test_random_chains(data: st.DataObject, rows: int, ranks: int) -> None:
+def test_random_chains_restore_alike(data: st.DataObject, rows: int, ranks: int) -> None:
     pytest.importorskip("kmeans1d", reason="encoding k-means codebooks needs kmeans1d")
     chain = data.draw(random_parts(rows, [*CODECS, KMeans(2), KMeans(2, block_rows=4)]))
     root = new_root()
@@ -160,7 +160,7 @@ def test_files_are_bounded(root: Folder) -> None:
     assert_restores_alike(root, head, report.id, [Rectangle(0, 100, *WHOLE)])
 
 
-def test_progress(root: Folder) -> None:
+def test_progress_counts_all_bytes(root: Folder) -> None:
     head = small_chain(root)
     calls: list[tuple[int, int]] = []
     compacted(root, progress=lambda done, total: calls.append((done, total)))
