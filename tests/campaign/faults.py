@@ -177,10 +177,10 @@ class _Trial:
             finally:
                 injector.set([])
 
-        def prune_it() -> None:
+        def prune_root() -> None:
             prune(Folder(root), Retention(1))
 
-        def compact_it() -> None:
+        def compact_root() -> None:
             compact(root)
 
         try:
@@ -198,14 +198,17 @@ class _Trial:
                 with unsound("restore"):
                     self._restore(root)
             if stage in ("prune", "compact"):
-                work = {"prune": prune_it, "compact": compact_it}
+                work = {"prune": prune_root, "compact": compact_root}
                 with unsound(stage):
                     self._told(lambda: self._on_rank_0(work[stage]))
             self._restored(root, f"after {stage}")
             self._end(root)
         except Exception as error:
             self._fail("error", f"{type(error).__name__}: {error}\n{_where(error)}")
-        happened = injector.happened
+        self._count(injector.happened)
+
+    def _count(self, happened: list[tuple[Kind, str]]) -> None:
+        """Count the faults of all ranks."""
         if not self._bench.alone:
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, happened)
