@@ -41,6 +41,7 @@ REQUIRES = [
     "numpy>=1.26,<3",  # arrays in checkpointed state, bytes to and from files
     "fsspec>=2024.6",  # one interface to folders and object stores
     "xxhash>=3.4,<5",  # the checksum of every stored chunk
+    "msgspec>=0.19,<1",  # manifests, index entries and claims, typed and within their bounds
     "hydra-core>=1.3.2,<1.4",  # the config group `checkpoint`
     "omegaconf>=2.3,<2.4",  # the structured configs behind it
     "zstandard>=0.23,<1",  # row ids, and chunks on request

@@ -24,10 +24,6 @@ class FixedPoint(Codec):
     lossy = True
     value_bits = 8
 
-    @classmethod
-    def from_spec(cls, spec: CodecSpec) -> "FixedPoint":
-        return cls()
-
     def spec(self) -> CodecSpec:
         return {"name": self.name, "version": self.version}
 

@@ -160,7 +160,7 @@ def mean_bits_within(job: SmallJob, bits: int) -> float:
             for weight, state in blocks:
                 survey.add(weight, state)
             codec = ImportanceWeighted(mean_bits=mean_bits)
-            codec = codec.at(survey.constant_for_budget(mean_bits))
+            codec = codec.settle(survey)
             taken = [
                 codec.encode(w, context=RowContext({"momentum1": state})).data.numel()
                 for w, state in blocks

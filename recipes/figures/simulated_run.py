@@ -13,6 +13,7 @@ import torch
 
 from recipes.figures.lookups import Lookups, Window
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
+from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.manifest import Header, Manifest, RankFile, TableTotals
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.policy import Decision, Policy
@@ -65,8 +66,9 @@ class RowCost:
             optimizer={"momentum1": torch.rand(_SAMPLE_ROWS, generator=generator)},
         )
         entry = encode_rows(rows, encoding).entry
-        state = sum(part["bytes"] for part in entry["optimizer"])
-        return RowCost(entry["weight"]["bytes"] / _SAMPLE_ROWS, state / _SAMPLE_ROWS)
+        assert isinstance(entry, RowsEntry)
+        state = sum(part.bytes for part in entry.optimizer)
+        return RowCost(entry.weight.bytes / _SAMPLE_ROWS, state / _SAMPLE_ROWS)
 
 
 class Run:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, parse_manifest
 
 FLIPS = 48
@@ -176,7 +178,7 @@ def _older(path: Path, other: Path) -> bytes:
     if path.name != MANIFEST_NAME:
         return source.read_bytes()
     manifest = parse_manifest(source.read_bytes(), str(source))
-    return type(manifest)(**{**vars(manifest), "id": path.parent.name}).sealed().to_bytes()
+    return msgspec.structs.replace(manifest, id=path.parent.name).sealed().to_bytes()
 
 
 def _apply_to_directory(damage: Damage, path: Path, other: Path) -> None:

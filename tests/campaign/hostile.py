@@ -26,14 +26,13 @@ from tests.campaign.guard import Guard
 from tests.campaign.mutations import Mutator
 from tests.campaign.outcome import Outcome
 from tests.unit.chains import TABLE, make_shards, restore
+from tests.unit.entries import decode_rows, decode_stored
 from tests.unit.forgery import ROWS, Forged, example, load, seal
 from tests.unit.fuzz import bounded_memory
 from torchrec_checknrun.errors import CheckNRunError, StorageFailed
 from torchrec_checknrun.format import reader as read_chunks
-from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, RankFile, parse_manifest
 from torchrec_checknrun.format.rank_file import parse_index
-from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.catalog import inventory
@@ -198,7 +197,7 @@ class _Bench:
         file = RankFile("rank-00000.bin", len(payload) + 100, len(payload), 60, "0" * 16, 1)
         entry |= {"offset": 0, "length": len(payload), "checksum": "0" * 16}
         parse_index(_index([entry]), file, "here")
-        decode_state_chunk(entry, payload)
+        decode_stored(entry, payload)
 
     def _rows(self, rng: random.Random, readers: list[str]) -> None:
         """Try a chunk of rows with a changed entry or payload."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
+from msgspec.structs import replace
+
 from tests.crash.faulty_store import Faults, Mode, Operation, patience
 from tests.crash.save_sweep import Tally
 from tests.unit.chains import DIM, Part, make_shards, restore, same_bits, write, write_chain
@@ -138,7 +140,7 @@ def _full(root: Folder, before: Manifest) -> Manifest:
     """A full checkpoint after another one."""
     made = write(root, ROWS, [Part((0, DIM), list(range(ROWS)), 10)], before)
     (root / made.id).delete(MANIFEST_NAME)
-    full = Manifest(**{**vars(made), "kind": "full", "parent": None}).sealed()
+    full = replace(made, kind="full", parent=None).sealed()
     (root / made.id).put(MANIFEST_NAME, full.to_bytes())
     return full
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
+
 from tests.crash.save_sweep import SPEC
 from tests.distributed import references
 from tests.distributed.models import Job, State, gather, scramble, uniform_plan
@@ -180,7 +182,7 @@ class CorruptionSweep:
         if path.name != MANIFEST_NAME:
             return other.read_bytes()
         manifest = parse_manifest(other.read_bytes(), str(other))
-        return type(manifest)(**{**vars(manifest), "id": path.parent.name}).sealed().to_bytes()
+        return msgspec.structs.replace(manifest, id=path.parent.name).sealed().to_bytes()
 
     def _is_named(self, root: Path, damage: Damage, name: str) -> bool:
         told = {found.id: " ".join(found.problems) for found in verify(root)}

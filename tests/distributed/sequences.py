@@ -13,12 +13,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from tests.distributed import references
 from tests.distributed.gate import PATIENCE, Gate

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
@@ -26,7 +27,9 @@ Workers = Callable[[int], WorkerPool]
 
 def elsewhere() -> Any:
     """Makes this process look like one of another machine."""
-    other = replace(Holder.this_process(), machine="another", host="far", pid=7, run="another")
+    other = msgspec.structs.replace(
+        Holder.this_process(), machine="another", host="far", pid=7, run="another"
+    )
     return mock.patch.object(Holder, "this_process", classmethod(lambda cls: other))
 
 

@@ -29,7 +29,8 @@ from tests.distributed.layouts import (
 )
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun import Checkpointer, Consecutive
+from torchrec_checknrun import Checkpointer, Consecutive, Quantization
+from torchrec_checknrun.tools.verify import verify
 
 Workers = Callable[[int], WorkerPool]
 
@@ -131,9 +132,10 @@ def wholes(job: LayoutJob) -> dict[str, Whole]:
     return found
 
 
-def checkpointer(root: str, job: LayoutJob) -> Checkpointer:
+def checkpointer(root: str, job: LayoutJob, optimizer: str = "fp32") -> Checkpointer:
     return Checkpointer(
         root,
+        quantization=Quantization(optimizer=optimizer),
         model=job.model,
         retention=None,
         state={"optimizer": job.optimizer, "job": job},
@@ -238,3 +240,37 @@ def test_state_onto_any_other_layout(workers: Workers, tmp_path: Path, fused: st
             go_on, root=root, spec=spec, source=source, target=target, copy=copy, seed=seed
         )
         assert not problems[0], f"{source} to {target}: {problems[0]}"
+
+
+def save_in_a_byte(root: str, spec: dict[str, Any], layout: dict[str, Any], copy: str) -> None:
+    with any_fused_optimizer():
+        job = build(spec, layout)
+    with checkpointer(root, job, "rowlog8") as saver:
+        save_chain(saver, job, seed=1, first="full")
+    keep(job, copy)
+
+
+def restore_from_a_byte(root: str, spec: dict[str, Any], layout: dict[str, Any], copy: str) -> None:
+    with any_fused_optimizer():
+        job = build(spec, layout, seed=2)
+    with checkpointer(root, job) as saver:
+        assert saver.restore() is not None
+    for state, found in wholes(job).items():
+        saved = Whole.load(f"{copy}-{state}.npz")
+        for path, wanted in saved.weights.items():
+            np.testing.assert_array_equal(found.weights[path], wanted)
+            values, exact = found.states[path], saved.states[path]
+            assert not np.array_equal(values, exact)
+            np.testing.assert_allclose(values, exact, rtol=0.048, atol=0)
+
+
+def test_moments_in_a_byte(workers: Workers, tmp_path: Path) -> None:
+    """The whole way, onto other columns and ranks, and verified in between."""
+    spec = ModelSpec(SPEC.collections, fused="adam").to_json()
+    root, copy = str(tmp_path / "root"), str(tmp_path / "copy")
+    workers(2).run(save_in_a_byte, root=root, spec=spec, layout=ROWS, copy=copy)
+    assert not any(found.problems for found in verify(root))
+    for layout in (COLUMNS, HALVES):
+        workers(layout["world_size"]).run(
+            restore_from_a_byte, root=root, spec=spec, layout=layout, copy=copy
+        )

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.unit.entries import decode_rows
 from torchrec_checknrun.codecs import Bf16, Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Link, Manifest, TableTotals
 from torchrec_checknrun.format.rank_file import FileSummary, add_totals, write_rank_file
 from torchrec_checknrun.format.row_chunk import encode_rows
-from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.shards import RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder

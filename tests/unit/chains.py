@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from tests.unit.entries import decode_rows, fields
 from torchrec_checknrun.codecs import Codec, Exact, Fp16, ImportanceWeighted, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
-from torchrec_checknrun.format.chunk import EncodedChunk, Entry, state_chunk
+from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
+from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
+from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, checkpoint_id
 from torchrec_checknrun.format.rank_file import add_totals, write_rank_file
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.format.row_chunk import encode_rows
-from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.in_order import Turn, run_in_order
 from torchrec_checknrun.model.marks import Consumer, Marks
@@ -201,7 +203,7 @@ def random_parts(
                     () if age < without else tuple(STATES),
                     TableEncoding(
                         draw(st.sampled_from(list(codecs))),
-                        draw(st.sampled_from(["fp32", "bf16", "log8"])),
+                        draw(st.sampled_from(STATE_SCHEMES)),
                         draw(st.booleans()),
                     ),
                 )
@@ -262,13 +264,13 @@ def restore(
             were_read.append(chunk.key)
             return read_chunk(root, chunk)
 
-        rows.load(ReadableChunk(chunk.key, chunk.entry, read, turn), dry_run)
+        rows.load(ReadableChunk(chunk, read, turn), dry_run)
 
     if threads == 1:
         for number in range(len(keys)):
             load(number, nullcontext())
     else:
-        stages = [(chunks[key].entry["table"], chunks[key].checkpoint) for key in keys]
+        stages = [(fields(chunks[key])["table"], chunks[key].checkpoint) for key in keys]
         run_in_order(load, [1] * len(keys), stages, len(keys), threads)
     rows.finish(dry_run)
     return marks, were_read
@@ -283,16 +285,16 @@ def apply_in_order(root: Folder, head: str, shards: list[LocalShard]) -> list[np
     held = [np.zeros(shard.rectangle.rows, dtype=bool) for shard in shards]
     for age, chunks in enumerate(content_of(root, head).chunks):
         for chunk in chunks:
-            if chunk.entry["kind"] == "rows":
+            if isinstance(chunk.entry, RowsEntry):
                 for shard, of_shard in zip(shards, held, strict=True):
                     local = _apply(chunk.entry, read_chunk(root, chunk), shard)
                     of_shard[local] |= age > 0
     return held
 
 
-def _apply(entry: Entry, payload: memoryview, shard: LocalShard) -> np.ndarray:
+def _apply(entry: RowsEntry, payload: memoryview, shard: LocalShard) -> np.ndarray:
     own, rows = shard.rectangle, decode_rows(entry, payload)
-    first, last = entry["columns"]
+    first, last = entry.columns
     start, stop = max(first, own.col_start), min(last, own.col_stop)
     here = (rows.ids >= own.row_start) & (rows.ids < own.row_stop)
     local = rows.ids[here] - own.row_start

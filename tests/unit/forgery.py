@@ -24,7 +24,9 @@ from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
     UnsupportedFormat,
 )
-from torchrec_checknrun.format.chunk import EncodedChunk, state_tree
+from torchrec_checknrun.format.block_chunk import BlockHeader
+from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC
 from torchrec_checknrun.format.reader import read_chunk
@@ -123,7 +125,7 @@ def pieces_of(tensor: torch.Tensor) -> list[EncodedChunk]:
 def example() -> list[Forged]:
     """Build a full checkpoint and two based on it, with several codecs, id encodings and states."""
     root = new_root()
-    packed = TableEncoding(Rowwise(4), "log8", compress=True)
+    packed = TableEncoding(Rowwise(4), "rowlog8", compress=True)
     first = write(
         root,
         ROWS,
@@ -218,11 +220,13 @@ def _file(name: str, file: ForgedFile) -> tuple[bytes, dict[str, Any]]:
 
 def _restore_blocks(root: Folder, head: str) -> None:
     content = read_content(root, resolve(root, head))
-    chunks = {c.key: c for c in content.chunks[-1] if c.entry["kind"] == "block"}
-    saved = saved_blocks({key: chunk.entry for key, chunk in chunks.items()})
-    for chunk in content.chunks[-1]:
-        if chunk.entry["kind"] == "state":
-            with_blocks(state_tree(chunk.entry), chunk.entry["name"], saved)
+    chunks = {chunk.key: chunk for chunk in content.chunks[-1]}
+    saved = saved_blocks(
+        {key: c.header for key, c in chunks.items() if isinstance(c.header, BlockHeader)}
+    )
+    for chunk in chunks.values():
+        if isinstance(chunk.entry, StateEntry):
+            with_blocks(chunk.entry.tree, chunk.entry.name, saved)
     live, whole = torch.zeros_like(SHARDED), Box.whole(SHARDED.shape)
     halves = [Box((*whole.spans[:2], (start, start + 1))) for start in (0, 1)]
     wanted = [
@@ -231,7 +235,9 @@ def _restore_blocks(root: Folder, head: str) -> None:
     ]
     restoring = BlockRestore(wanted, saved, strict=True)
     for key in restoring.plan(head, ["model"]):
-        restoring.load(chunks[key].entry, read_chunk(root, chunks[key]))
+        header = chunks[key].header
+        assert isinstance(header, BlockHeader)
+        restoring.load(header, read_chunk(root, chunks[key]))
 
 
 def attack(root: Folder, head: str) -> list[str]:

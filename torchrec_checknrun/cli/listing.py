@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from msgspec import to_builtins
 
 from torchrec_checknrun.cli.output import (
     AsJson,
@@ -171,7 +174,7 @@ def _table_row(name: str, table: TableTotals) -> list[str]:
     ]
 
 
-def _codec(spec: dict[str, object]) -> str:
+def _codec(spec: Mapping[str, object]) -> str:
     """Return a codec's name and its parameters."""
     parts = [f"{k} {v}" for k, v in spec.items() if k not in ("name", "version")]
     return str(spec.get("name")) + (f" ({', '.join(parts)})" if parts else "")
@@ -189,5 +192,5 @@ def _details(listed: Listed, manifest: Manifest) -> dict[str, Any]:
         "full_fp32_bytes": manifest.full_fp32_bytes,
         "states": {name: "per rank" if own else "all" for name, own in manifest.states.items()},
         "files": [{"name": f.name, "bytes": f.size, "chunks": f.chunks} for f in manifest.files],
-        "tables": {name: vars(table) for name, table in manifest.tables.items()},
+        "tables": to_builtins(manifest.tables),
     }

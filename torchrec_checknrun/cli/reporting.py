@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from torchrec_checknrun.cli.output import (
@@ -28,29 +29,27 @@ from torchrec_checknrun.cli.output import (
 )
 from torchrec_checknrun.cli.plots import Point, draw
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
-from torchrec_checknrun.format.checks import (
-    Check,
-    as_count,
-    as_measure,
-    as_text,
-    check_object,
-    dict_of,
-    optional,
-)
+from torchrec_checknrun.format.checks import Count, Measure, Text, typed
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.store.folder import Folder
 
 PARTS = ("weights", "optimizer", "ids", "dense", "other")
 """The parts of a checkpoint's bytes."""
-_LOGGED: dict[str, Check] = {
-    **dict.fromkeys(("id", "kind"), as_text),
-    **dict.fromkeys(("sequence", "step", "full_fp32_bytes"), as_count),
-    **dict.fromkeys(("modified_fraction", "stall_seconds"), as_measure),
-    "parent": optional(as_text),
-    "bytes": dict_of(as_count),
-}
-"""The fields read of a checkpoint's line, and their checks."""
+
+
+class _Logged(msgspec.Struct):
+    """The fields read of a checkpoint's line."""
+
+    id: Text
+    kind: Text
+    sequence: Count
+    step: Count
+    full_fp32_bytes: Count
+    modified_fraction: Measure
+    stall_seconds: Measure
+    parent: Text | None
+    bytes: dict[Text, Count]
 
 
 def report(
@@ -131,10 +130,11 @@ def read_log(path: Path) -> dict[str, dict[str, Any]]:
         try:
             if not isinstance(event, dict) or event.get("event", "checkpoint") != "checkpoint":
                 continue
-            fields = check_object({name: event[name] for name in _LOGGED if name in event}, _LOGGED)
-            spent = {part: fields["bytes"].get(part, 0) for part in PARTS[:-1]}
-            spent["other"] = sum(fields["bytes"].values()) - sum(spent.values())
-            found[fields["id"]] = {**fields, "bytes": spent, "there": False}
+            logged = typed(event, _Logged)
+            msgspec.json.encode(logged)  # refuses lone surrogates
+            spent = {part: logged.bytes.get(part, 0) for part in PARTS[:-1]}
+            spent["other"] = sum(logged.bytes.values()) - sum(spent.values())
+            found[logged.id] = {**msgspec.structs.asdict(logged), "bytes": spent, "there": False}
         except ValueError as error:
             raise _no_report(path, number, repr(error)) from error
     if torn and len(torn) == len(lines):

@@ -107,7 +107,16 @@ def codec_from_spec(spec: CodecSpec) -> Codec:
             "one; if the codec is of another package, import the module that registers it, or "
             f"declare it as an entry point of the group {ENTRY_POINTS!r}"
         )
-    return _CODECS[name].from_spec(spec)
+    kind, version = _CODECS[name], spec.get("version")
+    if type(version) is not int or not 1 <= version <= kind.version:
+        raise UnsupportedFormat(
+            f"codec {name!r} version {version!r} is unknown (this release reads 1 to "
+            f"{kind.version}): upgrade the package that has the codec"
+        )
+    try:
+        return kind.from_spec(spec)
+    except (ValueError, TypeError) as error:
+        raise UnsupportedFormat(f"codec {name!r}: {error}") from error
 
 
 def key_of(codec: Codec) -> str:

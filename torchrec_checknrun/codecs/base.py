@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from torchrec_checknrun.errors import UnsupportedFormat
-
 WIDTHS = (2, 3, 4, 8)
 """Bits of a code that row-wise quantization offers."""
 
@@ -19,6 +17,8 @@ CodecSpec = dict[str, object]
 """A codec as a chunk's index entry holds it: ``name``, ``version`` and options, each a str, int,
 float, bool or None.
 """
+
+_IN_EVERY_SPEC = ("name", "version")
 
 Parameters = dict[str, object]
 """The findings of one encoded block that decoding needs: options as in ``CodecSpec``, or lists of
@@ -37,12 +37,9 @@ class RowContext:
 
     Attributes:
         optimizer: the rows' optimizer state by TorchRec's names, ``(n,)`` or ``(n, dim)``.
-        previous: ``(n, dim)``, the rows as the previous checkpoint restores them; only for codecs
-            that ask for it (``needs_base``).
     """
 
     optimizer: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    previous: torch.Tensor | None = None
 
 
 NO_CONTEXT = RowContext()
@@ -75,8 +72,8 @@ class Codec(ABC):
     """A way to turn a block of rows into bytes and back.
 
     A subclass names itself (``name``), says whether it loses anything (``lossy``) and implements
-    ``encode``, ``decode``, ``spec``, ``from_spec`` and ``value_bits``. The other methods are hooks
-    for speed or for agreement between ranks; each has a default that works for every codec.
+    ``encode``, ``decode``, ``spec`` and ``value_bits``. The other methods are hooks for speed, for
+    agreement between ranks or for older versions; each has a default that works for every codec.
 
     ``codecs.register`` makes a codec from outside of this package readable, and says how a restore
     in another process finds it. Define the class in a module that can be imported: codecs are
@@ -89,8 +86,6 @@ class Codec(ABC):
     """Highest version that this class reads, and the one that it writes."""
     lossy: ClassVar[bool]
     """Whether decoded values may differ from the encoded ones."""
-    needs_base: ClassVar[bool] = False
-    """Whether the codec encodes differences to the rows as the last checkpoint restores them."""
     verbatim: ClassVar[bool] = False
     """Whether encoded data are the rows' own bytes, row after row: a restore copies such rows
     without decoding.
@@ -101,13 +96,14 @@ class Codec(ABC):
     """
 
     @classmethod
-    @abstractmethod
     def from_spec(cls, spec: CodecSpec) -> Codec:
-        """Build the codec that ``spec`` describes.
+        """Build the codec that ``spec``, of a version up to the class's, describes; by default its
+        options are arguments of the class, which must refuse unknown values: specs are untrusted.
 
         Raises:
-            UnsupportedFormat: version or options are unknown to this release.
+            ValueError, TypeError: an option is unknown, of a wrong type or out of range.
         """
+        return cls(**{name: value for name, value in spec.items() if name not in _IN_EVERY_SPEC})
 
     @abstractmethod
     def spec(self) -> CodecSpec:
@@ -137,12 +133,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(
-        self,
-        data: torch.Tensor,
-        parameters: Parameters,
-        rows: int,
-        start: int,
-        out: torch.Tensor,
+        self, data: torch.Tensor, parameters: Parameters, rows: int, start: int, out: torch.Tensor
     ) -> None:
         """Decode rows ``start`` to ``start + len(out)`` of a block.
 
@@ -155,6 +146,13 @@ class Codec(ABC):
         Raises:
             ValueError: data or parameters do not belong to such a block.
         """
+
+    def row_bytes(self, dim: int) -> int | None:
+        """Return the bytes of an encoded row, if a block is rows of one size and nothing else.
+
+        None (the default) for other codecs.
+        """
+        return None
 
     def select(
         self,
@@ -174,14 +172,15 @@ class Codec(ABC):
             positions: ``(n,)`` int64, sorted: which rows.
 
         Returns:
-            The new block's data, 1-D uint8, and its parameters. None (the default) if rows cannot
-            be taken out of their block: callers then decode the rows between the first and the
-            last that they want.
+            The new block's data, 1-D uint8, and its parameters. None (the default without
+            ``row_bytes``) if rows cannot be taken out of their block: callers then decode the rows
+            between the first and the last that they want.
 
         Raises:
             ValueError: data or parameters do not belong to such a block.
         """
-        return None
+        size = self.row_bytes(dim)
+        return None if size is None else (select_rows(data, rows, size, positions), parameters)
 
     def scatter(
         self,
@@ -238,7 +237,7 @@ class Codec(ABC):
         return self
 
     def __repr__(self) -> str:
-        options = (f"{k}={v!r}" for k, v in self.spec().items() if k not in ("name", "version"))
+        options = (f"{k}={v!r}" for k, v in self.spec().items() if k not in _IN_EVERY_SPEC)
         return f"{type(self).__name__}({', '.join(options)})"
 
 
@@ -296,20 +295,6 @@ def select_rows(
     """
     require_size(data, rows * row_bytes, f"{rows} rows of {row_bytes} bytes")
     return data.view(rows, row_bytes).index_select(0, positions).view(-1)
-
-
-def require_version(spec: CodecSpec, name: str, known: int) -> None:
-    """Refuse a chunk whose codec is newer than this release.
-
-    Raises:
-        UnsupportedFormat: the stored version is not a positive integer up to ``known``.
-    """
-    version = spec.get("version")
-    if type(version) is not int or not 1 <= version <= known:
-        raise UnsupportedFormat(
-            f"codec {name!r} version {version!r} is unknown (this release reads 1 to {known}): "
-            "upgrade torchrec_checknrun"
-        )
 
 
 def row_bytes(dim: int, bits: int) -> int:

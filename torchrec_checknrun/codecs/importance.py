@@ -28,7 +28,6 @@ from torchrec_checknrun.codecs.base import (
     Sample,
     Survey,
     output,
-    require_version,
     select_rows,
 )
 from torchrec_checknrun.codecs.budget import (
@@ -39,7 +38,6 @@ from torchrec_checknrun.codecs.budget import (
     importance,
 )
 from torchrec_checknrun.codecs.rowwise import Rowwise
-from torchrec_checknrun.errors import UnsupportedFormat
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +58,26 @@ class ImportanceWeighted(Codec):
         offset: the constant; one more gives every row a bit more.
         mean_bits: a budget instead of a constant: the most bits per value on average over the
             rows, not counting scale and bias. 4 if neither is given.
+        constant: added to ``log2(G) / 2 + log2(rms(row))`` of all rows that are written together,
+            once it was settled; None: found for each block.
 
     Raises:
         ValueError: both are given, mean_bits is outside 2 to 8, or offset is not finite.
     """
 
     name: ClassVar[str] = "importance"
-    version: ClassVar[int] = 1
     lossy: ClassVar[bool] = True
     surveys: ClassVar[bool] = True
 
-    def __init__(self, offset: float | None = None, mean_bits: float | None = None) -> None:
+    def __init__(
+        self,
+        offset: float | None = None,
+        mean_bits: float | None = None,
+        constant: float | None = None,
+    ) -> None:
+        for name, value in (("offset", offset), ("mean_bits", mean_bits), ("constant", constant)):
+            if not (value is None or isinstance(value, (int, float))) or isinstance(value, bool):
+                raise ValueError(f"{name} must be a number, not {value!r}")
         if offset is not None and mean_bits is not None:
             raise ValueError("give offset or mean_bits, not both")
         if offset is not None and not math.isfinite(offset):
@@ -79,33 +86,7 @@ class ImportanceWeighted(Codec):
             raise ValueError(f"mean_bits must be between 2 and 8, not {mean_bits}")
         self.offset = offset
         self.mean_bits = DEFAULT_MEAN_BITS if offset is None and mean_bits is None else mean_bits
-        self.constant: float | None = None
-
-    def at(self, constant: float) -> ImportanceWeighted:
-        """Return the same codec with the constant of all rows that are written together.
-
-        Args:
-            constant: added to ``log2(G) / 2 + log2(rms(row))``.
-        """
-        codec = ImportanceWeighted(self.offset, self.mean_bits)
-        codec.constant = constant
-        return codec
-
-    @classmethod
-    def from_spec(cls, spec: CodecSpec) -> ImportanceWeighted:
-        require_version(spec, cls.name, cls.version)
-        given: list[float | None] = []
-        for name in ("offset", "mean_bits", "constant"):
-            value = spec.get(name)
-            if not (value is None or type(value) is int or type(value) is float):
-                raise UnsupportedFormat(f"codec {cls.name!r}: {name} {value!r}")
-            given.append(value)
-        offset, mean_bits, constant = given
-        try:
-            codec = cls(offset, mean_bits)
-            return codec if constant is None else codec.at(constant)
-        except ValueError as error:
-            raise UnsupportedFormat(f"codec {cls.name!r}: {error}") from error
+        self.constant = constant
 
     @property
     def value_bits(self) -> int:
@@ -143,12 +124,7 @@ class ImportanceWeighted(Codec):
         return Encoded(data, {"groups": groups}, torch.cat(exceptions).sort().values)
 
     def decode(
-        self,
-        data: torch.Tensor,
-        parameters: Parameters,
-        rows: int,
-        start: int,
-        out: torch.Tensor,
+        self, data: torch.Tensor, parameters: Parameters, rows: int, start: int, out: torch.Tensor
     ) -> None:
         kinds = _unpack_kinds(data, rows)
         wanted = kinds[start : start + len(out)]
@@ -208,9 +184,11 @@ class ImportanceWeighted(Codec):
     def settle(self, survey: Survey) -> ImportanceWeighted:
         assert isinstance(survey, ImportanceSurvey)
         if self.mean_bits is not None:
-            return self.at(survey.constant_for_budget(self.mean_bits))
-        assert self.offset is not None
-        return self.at(survey.constant_for_offset(self.offset))
+            constant = survey.constant_for_budget(self.mean_bits)
+        else:
+            assert self.offset is not None
+            constant = survey.constant_for_offset(self.offset)
+        return ImportanceWeighted(self.offset, self.mean_bits, constant)
 
     def _widths(
         self, rows: torch.Tensor, ids: torch.Tensor, optimizer: Mapping[str, torch.Tensor]

@@ -24,11 +24,8 @@ from torchrec_checknrun.codecs.base import (
     RowContext,
     output,
     require_size,
-    require_version,
-    select_rows,
 )
 from torchrec_checknrun.codecs.plain import lost_rows
-from torchrec_checknrun.errors import UnsupportedFormat
 
 _FP16_MAX = 65504.0
 _FP16_STEP = 2.0**-10
@@ -74,30 +71,15 @@ class KMeans(Codec):
     """
 
     name: ClassVar[str] = "kmeans"
-    version: ClassVar[int] = 1
     lossy: ClassVar[bool] = True
 
     def __init__(self, bits: int, block_rows: int | None = None) -> None:
-        if bits not in WIDTHS:
+        if type(bits) is not int or bits not in WIDTHS:
             raise ValueError(f"bits must be one of {WIDTHS}, not {bits!r}")
-        if block_rows is not None and block_rows < 1:
+        if block_rows is not None and (type(block_rows) is not int or block_rows < 1):
             raise ValueError(f"block_rows must be positive, or None, not {block_rows!r}")
         self.bits = bits
         self.block_rows = block_rows
-
-    @classmethod
-    def from_spec(cls, spec: CodecSpec) -> KMeans:
-        require_version(spec, cls.name, cls.version)
-        bits, block_rows = spec.get("bits"), spec.get("block_rows")
-        if type(bits) is not int or bits not in WIDTHS:
-            raise UnsupportedFormat(
-                f"codec {cls.name!r}: bits must be one of {WIDTHS}, not {bits!r}"
-            )
-        if block_rows is not None and (type(block_rows) is not int or block_rows < 1):
-            raise UnsupportedFormat(
-                f"codec {cls.name!r}: block_rows must be positive, or null, not {block_rows!r}"
-            )
-        return cls(bits, block_rows)
 
     @property
     def value_bits(self) -> int:
@@ -143,12 +125,7 @@ class KMeans(Codec):
         return Encoded(data, {"exponent": exponent}, torch.cat(exceptions))
 
     def decode(
-        self,
-        data: torch.Tensor,
-        parameters: Parameters,
-        rows: int,
-        start: int,
-        out: torch.Tensor,
+        self, data: torch.Tensor, parameters: Parameters, rows: int, start: int, out: torch.Tensor
     ) -> None:
         dim = out.shape[1]
         exponent = parameters.get("exponent")
@@ -170,17 +147,8 @@ class KMeans(Codec):
             part = out[begin - start : end - start]
             part.copy_(torch.from_numpy(np.ldexp(values, -exponent)))
 
-    def select(
-        self,
-        data: torch.Tensor,
-        parameters: Parameters,
-        rows: int,
-        dim: int,
-        positions: torch.Tensor,
-    ) -> tuple[torch.Tensor, Parameters] | None:
-        if self.block_rows is not None:
-            return None  # rows share a codebook
-        return select_rows(data, rows, self._row_bytes(dim), positions), parameters
+    def row_bytes(self, dim: int) -> int | None:
+        return self._row_bytes(dim) if self.block_rows is None else None  # rows share a codebook
 
     def spec(self) -> CodecSpec:
         spec: CodecSpec = {"name": self.name, "version": self.version, "bits": self.bits}

@@ -97,11 +97,7 @@ def encode_rows(
 
 
 def decode_rows(
-    data: torch.Tensor,
-    bits: int,
-    factor: float,
-    ids: torch.Tensor | None,
-    out: torch.Tensor,
+    data: torch.Tensor, bits: int, factor: float, ids: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Decode rows as ``torch.ops.checknrun.decode_rows`` does; see ``kernel.decode_rows``."""
     dim = out.shape[1]

@@ -21,7 +21,6 @@ from torchrec_checknrun.codecs.base import (
     is_aligned,
     output,
     require_size,
-    require_version,
     select_rows,
 )
 
@@ -33,14 +32,8 @@ class Exact(Codec):
     """The codec that changes nothing: rows bit for bit, in their own dtype."""
 
     name: ClassVar[str] = "exact"
-    version: ClassVar[int] = 1
     lossy: ClassVar[bool] = False
     verbatim: ClassVar[bool] = True
-
-    @classmethod
-    def from_spec(cls, spec: CodecSpec) -> Exact:
-        require_version(spec, cls.name, cls.version)
-        return cls()
 
     @property
     def value_bits(self) -> int:
@@ -66,12 +59,7 @@ class Exact(Codec):
         return Encoded(data, {}, none)
 
     def decode(
-        self,
-        data: torch.Tensor,
-        parameters: Parameters,
-        rows: int,
-        start: int,
-        out: torch.Tensor,
+        self, data: torch.Tensor, parameters: Parameters, rows: int, start: int, out: torch.Tensor
     ) -> None:
         row_bytes = out.shape[1] * out.element_size()
         require_size(data, rows * row_bytes, f"{rows} exact rows")
@@ -104,13 +92,7 @@ class Narrow(Codec):
 
     name: ClassVar[str]
     dtype: ClassVar[torch.dtype]
-    version: ClassVar[int] = 1
     lossy: ClassVar[bool] = True
-
-    @classmethod
-    def from_spec(cls, spec: CodecSpec) -> Narrow:
-        require_version(spec, cls.name, cls.version)
-        return cls()
 
     @property
     def value_bits(self) -> int:
@@ -151,12 +133,7 @@ class Narrow(Codec):
         return Encoded(data, {}, torch.cat(exceptions))
 
     def decode(
-        self,
-        data: torch.Tensor,
-        parameters: Parameters,
-        rows: int,
-        start: int,
-        out: torch.Tensor,
+        self, data: torch.Tensor, parameters: Parameters, rows: int, start: int, out: torch.Tensor
     ) -> None:
         dim = out.shape[1]
         require_size(data, rows * dim * 2, f"{rows} rows of {dim} values in {self.name}")
@@ -164,15 +141,8 @@ class Narrow(Codec):
         part = part if is_aligned(part, 2) else part.clone()
         out.copy_(part.view(self.dtype).view(out.shape))
 
-    def select(
-        self,
-        data: torch.Tensor,
-        parameters: Parameters,
-        rows: int,
-        dim: int,
-        positions: torch.Tensor,
-    ) -> tuple[torch.Tensor, Parameters]:
-        return select_rows(data, rows, dim * 2, positions), parameters
+    def row_bytes(self, dim: int) -> int:
+        return 2 * dim
 
     def spec(self) -> CodecSpec:
         return {"name": self.name, "version": self.version}

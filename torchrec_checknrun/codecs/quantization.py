@@ -46,7 +46,7 @@ class TableEncoding:
 
     Attributes:
         codec: for the weights.
-        optimizer: for row-wise optimizer state, one of ``row_state.STATE_SCHEMES``.
+        optimizer: for optimizer state, one of ``row_state.STATE_SCHEMES``.
         compress: whether to apply zstd where that makes a chunk smaller.
     """
 
@@ -78,7 +78,8 @@ class Quantization:
             switches to 8 bits.
         mean_bits: ``importance``: the budget, bits per value on average over all tables; default 4.
         offset: ``importance``: instead of a budget, a number added to the bits of every row.
-        optimizer: row-wise optimizer state: ``fp32`` (unchanged), ``bf16`` or ``log8``.
+        optimizer: row-wise optimizer state: ``fp32`` (unchanged), ``bf16`` or ``log8``; ``rowlog8``
+            is ``log8`` for that and takes a byte for each value of pointwise state, too.
         compress: whether to apply zstd to all of this where that makes a chunk smaller.
         exact_below_rows: tables with fewer rows are stored exactly.
         tables: other choices for tables whose name matches a pattern (``fnmatch``, on the state

@@ -36,12 +36,9 @@ from torchrec_checknrun.codecs.base import (
     RowContext,
     output,
     require_size,
-    require_version,
     row_bytes,
-    select_rows,
 )
 from torchrec_checknrun.codecs.kernel import decode_rows, encode_rows
-from torchrec_checknrun.errors import UnsupportedFormat
 
 T = TypeVar("T", bound=float)
 
@@ -90,35 +87,22 @@ class Rowwise(Codec):
     ) -> None:
         if type(bits) is not int or bits not in WIDTHS:
             raise ValueError(f"bits must be one of {WIDTHS}, not {bits!r}")
-        if isinstance(method, str):
-            names = [known.name.lower() for known in Method]
-            if method not in names:
-                raise ValueError(f"method must be one of {names}, not {method!r}")
-            method = Method[method.upper()]
-        if num_bins is not None and num_bins < 1:
-            raise ValueError(f"num_bins must be at least 1, not {num_bins}")
-        if ratio is not None and not 0 <= ratio <= 1:
-            raise ValueError(f"ratio must be between 0 and 1, not {ratio}")
+        name = method.name.lower() if isinstance(method, Method) else method
+        names = [known.name.lower() for known in Method]
+        if name not in names:
+            raise ValueError(f"method must be one of {names}, not {method!r}")
+        if num_bins is not None and (type(num_bins) is not int or num_bins < 1):
+            raise ValueError(f"num_bins must be at least 1, not {num_bins!r}")
+        if ratio is not None and (type(ratio) not in (int, float) or not 0 <= ratio <= 1):
+            raise ValueError(f"ratio must be between 0 and 1, not {ratio!r}")
         self.bits = bits
-        self.method = method
+        self.method = Method[name.upper()]
         self.num_bins = num_bins
         self.ratio = ratio
 
     @classmethod
-    def from_spec(cls, spec: CodecSpec) -> Rowwise:
-        require_version(spec, cls.name, cls.version)
-        bits, method = spec.get("bits"), spec.get("method", "asymmetric")  # all that version 1 had
-        num_bins, ratio = spec.get("num_bins"), spec.get("ratio")
-        try:
-            if not isinstance(bits, int) or not isinstance(method, str):
-                raise ValueError(f"bits {bits!r}, method {method!r}")
-            if num_bins is not None and type(num_bins) is not int:
-                raise ValueError(f"num_bins {num_bins!r}")
-            if not (ratio is None or type(ratio) is int or type(ratio) is float):
-                raise ValueError(f"ratio {ratio!r}")
-            return cls(bits, method, num_bins, ratio)
-        except ValueError as error:
-            raise UnsupportedFormat(f"codec {cls.name!r}: {error}") from error
+    def from_spec(cls, spec: CodecSpec) -> Codec:
+        return super().from_spec({"method": "asymmetric"} | spec)  # all that version 1 had
 
     @property
     def value_bits(self) -> int:
@@ -170,12 +154,7 @@ class Rowwise(Codec):
         return Encoded(data, parameters, refused.nonzero().view(-1))
 
     def decode(
-        self,
-        data: torch.Tensor,
-        parameters: Parameters,
-        rows: int,
-        start: int,
-        out: torch.Tensor,
+        self, data: torch.Tensor, parameters: Parameters, rows: int, start: int, out: torch.Tensor
     ) -> None:
         part = self._part(data, parameters, rows, start, len(out), out.shape[1])
         if out.dtype in _KERNEL_DTYPES and out.device.type == "cpu":
@@ -207,16 +186,6 @@ class Rowwise(Codec):
         size = row_bytes(dim, self.bits)
         require_size(data, rows * size, f"{rows} rows of {dim} × {self.bits} bits")
         return data.view(rows, size)[start : start + n]
-
-    def select(
-        self,
-        data: torch.Tensor,
-        parameters: Parameters,
-        rows: int,
-        dim: int,
-        positions: torch.Tensor,
-    ) -> tuple[torch.Tensor, Parameters]:
-        return select_rows(data, rows, self.row_bytes(dim), positions), parameters
 
     def spec(self) -> CodecSpec:
         spec: CodecSpec = {

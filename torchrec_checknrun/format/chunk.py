@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import zstandard
+from msgspec import UNSET
 
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.checks import as_count
+from torchrec_checknrun.format.entries import (
+    CollisionsEntry,
+    Entry,
+    IdsSection,
+    Section,
+    StateEntry,
+)
 from torchrec_checknrun.format.state import Tree, decode_state
-
-ROWS, BLOCK, STATE, COLLISIONS = "rows", "block", "state", "collisions"
-"""Kinds of chunks, as index entries name them."""
 
 DECODED_BYTES = 64 << 20
 """The largest decoded chunk that may be compressed: a few bytes can expand to any number of zeros,
@@ -33,8 +36,6 @@ _EXPANSION = 64
 
 _LEVEL = 1
 """Level of zstd: higher ones make quantized rows no smaller."""
-
-Entry = dict[str, Any]
 
 
 class EncodedChunk(io.BytesIO):
@@ -61,32 +62,19 @@ def state_chunk(
     name: str, rank: int | None, tree: Tree, pieces: list[bytes | memoryview]
 ) -> EncodedChunk:
     """Wrap an encoded state object as a chunk; ``rank`` is None for a replicated object."""
-    return EncodedChunk({"kind": STATE, "name": name, "rank": rank, "tree": tree}, pieces)
+    return EncodedChunk(StateEntry(name=name, rank=rank, tree=tree), pieces)
 
 
-def state_tree(entry: Entry) -> Tree:
-    """Return a state chunk's tree.
-
-    Raises:
-        CorruptCheckpoint: the entry has none.
-    """
-    tree = entry.get("tree")
-    if not isinstance(tree, dict):
-        raise CorruptCheckpoint(f"index entry of state {entry.get('name')!r} has no tree")
-    return tree
-
-
-def decode_state_chunk(entry: Entry, payload: bytes | memoryview) -> Any:
+def decode_state_chunk(entry: StateEntry | CollisionsEntry, payload: bytes | memoryview) -> Any:
     """Decode a chunk's state object.
 
     Raises:
         CorruptCheckpoint: tree and payload don't match.
     """
     try:
-        return decode_state(state_tree(entry), payload)
+        return decode_state(entry.tree, payload)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        name = entry.get("name")
-        raise CorruptCheckpoint(f"state {name!r} can't be decoded: {error!r}") from error
+        raise CorruptCheckpoint(f"state {entry.name!r} can't be decoded: {error!r}") from error
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -101,28 +89,6 @@ def decoded_most(stored: int) -> int:
     return max(DECODED_BYTES, _EXPANSION * stored)
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of a payload.
-
-    Attributes:
-        stored: bytes in the payload.
-        raw: bytes before compression; None if the part is not compressed.
-    """
-
-    stored: int
-    raw: int | None
-
-    @classmethod
-    def of(cls, entry: Entry) -> Section:
-        """Parse what ``Sections.add`` returned.
-
-        Raises:
-            KeyError, ValueError: a field is missing or malformed.
-        """
-        return cls(as_count(entry["bytes"]), as_count(entry["raw"]) if "raw" in entry else None)
-
-
 class Sections:
     """A payload under construction.
 
@@ -134,20 +100,20 @@ class Sections:
         self.pieces: list[bytes | memoryview] = []
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL) if compress else None
 
-    def add(self, data: bytes | memoryview) -> Entry:
+    def add(self, data: bytes | memoryview) -> Section:
         """Append a part; return its sizes for the index entry."""
         size = memoryview(data).nbytes
         if self._compressor is not None:
             smaller = self._compressor.compress(data)
             if len(smaller) < size:
                 self.pieces.append(smaller)
-                return {"bytes": len(smaller), "raw": size}
+                return Section(bytes=len(smaller), raw=size)
         self.pieces.append(data)
-        return {"bytes": size}
+        return Section(bytes=size)
 
 
 def open_sections(
-    sections: Sequence[Section], payload: memoryview, most: int
+    sections: Sequence[Section | IdsSection], payload: memoryview, most: int
 ) -> Iterator[memoryview]:
     """Yield a payload's parts, each decompressed when the iterator reaches it.
 
@@ -157,14 +123,14 @@ def open_sections(
     Raises:
         ValueError: payload and sections don't match.
     """
-    total = sum(section.stored for section in sections)
+    total = sum(section.bytes for section in sections)
     if total != len(payload):
         raise ValueError(f"the payload should have {total} bytes, not {len(payload)}")
     at = 0
     for section in sections:
-        part = payload[at : at + section.stored]
-        at += section.stored
-        if section.raw is None:
+        part = payload[at : at + section.bytes]
+        at += section.bytes
+        if isinstance(section, IdsSection) or section.raw is UNSET:
             yield part
         else:
             yield memoryview(decompress(part, section.raw, section.raw, min(most, DECODED_BYTES)))

@@ -9,29 +9,29 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from reprlib import repr as shown
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
 from torchrec_checknrun.format.checks import (
     MANIFEST_BYTES,
-    Check,
-    as_count,
-    as_flag,
-    as_measure,
-    as_number,
-    as_options,
-    as_text,
-    check_object,
-    dict_of,
-    list_of,
-    optional,
+    Count,
+    Measure,
+    Number,
+    Options,
+    Record,
+    Text,
     parse_json,
+    require_fields,
     require_limits,
     seal,
+    typed,
 )
 from torchrec_checknrun.format.checks import checksum as _checksum
 
@@ -39,10 +39,15 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 LAST_SEQUENCE = 10**18 - 1
 """The highest sequence number that fits into an id."""
+_UNSTORED = frozenset({"checksum"})
+_LATER = frozenset({"optimizer_options"})
+"""Fields of tables that the first manifests lack."""
 
 Kind = Literal["full", "differential"]
 
-_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)(?!.*::)[^/\\\x00-\x1f\ud800-\udfff]{1,255}")
+_PLAIN_NAME = re.compile(r"\A(?!\.{1,2}\Z)(?!.*::)[^/\\\x00-\x1f\ud800-\udfff]{1,255}\Z")
+PlainName = Annotated[str, Meta(pattern=_PLAIN_NAME.pattern)]
+"""The name of a file or a directory; see ``is_plain_name``."""
 _ID = re.compile(r"seq-([0-9]{6,18})_step-([0-9]{8,18})_[0-9a-f]{8}")
 
 
@@ -90,15 +95,14 @@ def sequence_of(name: str) -> int | None:
 
 def is_plain_name(name: object) -> bool:
     """Return whether a name stays within its folder, on disk and in stores (no ``/``, ``..``)."""
-    return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
+    return isinstance(name, str) and _PLAIN_NAME.match(name) is not None
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(Record, frozen=True):
     """A reference to another checkpoint of the root, by id and manifest checksum."""
 
-    id: str
-    checksum: str
+    id: PlainName
+    checksum: Text
 
 
 @dataclass(frozen=True)
@@ -124,20 +128,18 @@ class Header:
     epoch: int | None = None
 
 
-@dataclass(frozen=True)
-class RankFile:
+class RankFile(Record, frozen=True):
     """One rank's file, and the position of its chunk index."""
 
-    name: str
-    size: int
-    index_offset: int
-    index_length: int
-    index_checksum: str
-    chunks: int
+    name: PlainName
+    size: Count
+    index_offset: Count
+    index_length: Count
+    index_checksum: Text
+    chunks: Count
 
 
-@dataclass(frozen=True)
-class TableTotals:
+class TableTotals(Record, frozen=True):
     """Sizes, errors and optimizer settings of one table in a checkpoint, summed over ranks.
 
     Attributes:
@@ -155,27 +157,26 @@ class TableTotals:
         codecs: of the chunks, each once: name, version and parameters.
     """
 
-    rows: int
-    dim: int
-    stored_values: int = 0
-    weight_bytes: int = 0
-    ids_bytes: int = 0
-    optimizer_bytes: int = 0
-    fp32_bytes: int = 0
-    value_bits: int = 32
-    error_mean: float | None = None
-    error_max: float | None = None
-    error_rows: int = 0
-    modified_bytes: int = 0
-    encoded_bytes: int = 0
-    optimizer_step: int | None = None
-    learning_rate: float | None = None
-    optimizer_options: dict[str, Any] = field(default_factory=dict)
-    codecs: list[dict[str, object]] = field(default_factory=list)
+    rows: Count
+    dim: Count
+    stored_values: Count = 0
+    weight_bytes: Count = 0
+    ids_bytes: Count = 0
+    optimizer_bytes: Count = 0
+    fp32_bytes: Count = 0
+    value_bits: Count = 32
+    error_mean: Measure | None = None
+    error_max: Measure | None = None
+    error_rows: Count = 0
+    modified_bytes: Count = 0
+    encoded_bytes: Count = 0
+    optimizer_step: Count | None = None
+    learning_rate: Number | None = None
+    optimizer_options: Options = msgspec.field(default_factory=dict)
+    codecs: list[Options] = msgspec.field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Record, frozen=True, dict=True):
     """A committed checkpoint.
 
     Attributes:
@@ -197,26 +198,26 @@ class Manifest:
         epoch: the writer's; see ``lease``.
     """
 
-    id: str
-    sequence: int
-    step: int
+    id: PlainName
+    sequence: Count
+    step: Count
     kind: Kind
     parent: Link | None
     previous: Link | None
-    world_size: int
-    created_at: str
-    created_by: str
-    lossy_restores: int
-    bits: int | None
-    tables: dict[str, TableTotals]
-    states: dict[str, bool]
-    dense_bytes: int
+    world_size: Count
+    created_at: Text
+    created_by: Text
+    lossy_restores: Count
+    bits: Count | None
+    tables: dict[Text, TableTotals]
+    states: dict[Text, bool]
+    dense_bytes: Count
     files: tuple[RankFile, ...]
-    earlier_fractions: tuple[float, ...] = ()
-    lineage: str = ""
-    epoch: int = 0
-    format_version: int = FORMAT_VERSION
-    checksum: str = field(default="", compare=False)
+    earlier_fractions: tuple[Measure, ...] = ()
+    lineage: Text = ""
+    epoch: Count = 0
+    format_version: Count = FORMAT_VERSION
+    checksum: str = ""
 
     @property
     def link(self) -> Link:
@@ -274,10 +275,10 @@ class Manifest:
 
     def sealed(self) -> Manifest:
         """Return the manifest with its checksum filled in."""
-        return Manifest(**{**vars(self), "checksum": _checksum(self._content())})
+        return msgspec.structs.replace(self, checksum=_checksum(self._content()))
 
     def _content(self) -> dict[str, Any]:
-        content = asdict(self)
+        content: dict[str, Any] = msgspec.to_builtins(self)
         del content["checksum"]
         return content
 
@@ -311,27 +312,30 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             f"{checksum!r}"
         )
     try:
-        fields = _checked(content)
-        _require_time(fields["created_at"])
-        return Manifest(**fields, checksum=checksum)
+        manifest = _checked(content)
+        _require_time(manifest.created_at)
     except ValueError as error:
         raise CorruptCheckpoint(f"{where}: a field is missing or wrong: {error}") from error
+    return msgspec.structs.replace(manifest, checksum=checksum)
 
 
-def _checked(content: object) -> dict[str, Any]:
-    """Check a manifest's fields; return them as ``Manifest`` takes them.
+def _checked(content: Any) -> Manifest:
+    """Check a manifest's content; return the manifest, without its checksum.
 
     Raises:
         ValueError: a field is missing, unknown or malformed.
     """
-    fields = check_object(content, _FIELDS)
-    kind, parent = fields["kind"], fields["parent"]
-    if kind not in ("full", "differential") or (kind == "full") != (parent is None):
+    require_fields(content, Manifest, elsewhere=_UNSTORED)
+    manifest = typed(content, Manifest)
+    for table in content["tables"].values():
+        require_fields(table, TableTotals, optional=_LATER)
+    kind, parent = manifest.kind, manifest.parent
+    if (kind == "full") != (parent is None):
         raise ValueError(f"kind {kind!r} with parent {parent!r}")
-    names = [file.name for file in fields["files"]]
+    names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         raise ValueError(f"files: {shown(names)} has a name twice")
-    return fields
+    return manifest
 
 
 def _require_time(text: str) -> None:
@@ -342,50 +346,3 @@ def _require_time(text: str) -> None:
         zone = None
     if zone is None:
         raise ValueError(f"created_at: {shown(text)} is not ISO 8601 with a time zone")
-
-
-def _as_name(value: object) -> str:
-    if not is_plain_name(value):
-        raise ValueError(f"{shown(value)} is not a plain file name")
-    return as_text(value)
-
-
-def _as_link(value: object) -> Link:
-    return Link(**check_object(value, {"id": _as_name, "checksum": as_text}))
-
-
-def _as_rank_file(value: object) -> RankFile:
-    return RankFile(**check_object(value, _RANK_FILE))
-
-
-def _as_table(value: object) -> TableTotals:
-    return TableTotals(**check_object(value, _TABLE, "optimizer_options"))
-
-
-_RANK_FILE: dict[str, Check] = {
-    **dict.fromkeys(("size", "index_offset", "index_length", "chunks"), as_count),
-    "name": _as_name,
-    "index_checksum": as_text,
-}
-_TABLE: dict[str, Check] = {
-    **dict.fromkeys(("rows", "dim", "stored_values", "fp32_bytes", "error_rows"), as_count),
-    **dict.fromkeys(("weight_bytes", "ids_bytes", "optimizer_bytes"), as_count),
-    **dict.fromkeys(("modified_bytes", "encoded_bytes", "value_bits"), as_count),
-    **dict.fromkeys(("error_mean", "error_max"), optional(as_measure)),
-    "optimizer_step": optional(as_count),
-    "learning_rate": optional(as_number),
-    "optimizer_options": as_options,
-    "codecs": list_of(as_options),
-}
-_FIELDS: dict[str, Check] = {
-    **dict.fromkeys(("sequence", "step", "world_size", "lossy_restores"), as_count),
-    **dict.fromkeys(("dense_bytes", "epoch", "format_version"), as_count),
-    **dict.fromkeys(("kind", "created_at", "created_by", "lineage"), as_text),
-    **dict.fromkeys(("parent", "previous"), optional(_as_link)),
-    "id": _as_name,
-    "bits": optional(as_count),
-    "tables": dict_of(_as_table),
-    "states": dict_of(as_flag),
-    "files": lambda value: tuple(list_of(_as_rank_file)(value)),
-    "earlier_fractions": lambda value: tuple(map(float, list_of(as_measure)(value))),
-}

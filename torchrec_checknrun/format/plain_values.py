@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedState
-from torchrec_checknrun.format.checks import LARGEST, list_of
+from torchrec_checknrun.format.checks import LARGEST
 
 Node = dict[str, Any]
 
@@ -111,7 +111,7 @@ def check_value(node: Node) -> Node:
         if type(content) is not str or content not in DTYPES:
             raise ValueError(f"{shown(content)} is not a dtype")
     elif name == "torch.Size":
-        list_of(_as_integer)(content)
+        _each(content, _as_integer)
     elif name == "range":
         _, _, step = _parts(content, 3, _as_integer)
         if not step:
@@ -195,8 +195,14 @@ def _decode_leaf(node: object) -> Any:
     raise ValueError(f"{shown(node)} is not a part of a slice")
 
 
+def _each(content: object, check: Any) -> list[Any]:
+    if type(content) is not list:
+        raise ValueError(f"{shown(content)} is not a list")
+    return [check(item) for item in content]
+
+
 def _parts(content: object, count: int, check: Any) -> list[Any]:
-    parts = list_of(check)(content)
+    parts = _each(content, check)
     if len(parts) != count:
         raise ValueError(f"{shown(content)} are not {count} parts")
     return parts

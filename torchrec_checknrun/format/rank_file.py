@@ -8,18 +8,18 @@ before use.
 from __future__ import annotations
 
 import json
-import re
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from reprlib import repr as shown
 from typing import Any, Protocol, TypeVar
 
 import xxhash
+from msgspec import UNSET, to_builtins
+from msgspec.structs import replace
 
 from torchrec_checknrun.errors import (
     CorruptCheckpoint,
@@ -27,29 +27,26 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
     UnsupportedFormat,
 )
-from torchrec_checknrun.format.block_chunk import block_header
+from torchrec_checknrun.format.block_chunk import BlockHeader, block_header
 from torchrec_checknrun.format.checks import (
     INDEX_BYTES,
-    as_count,
-    as_text,
-    check_object,
-    dict_of,
-    list_of,
-    optional,
+    Count,
+    Record,
     parse_json,
     require_limits,
+    typed,
 )
-from torchrec_checknrun.format.chunk import (
-    BLOCK,
-    COLLISIONS,
-    ROWS,
-    STATE,
-    EncodedChunk,
+from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.entries import (
+    ROWS_DTYPES,
+    UNWRITTEN,
+    BlockEntry,
     Entry,
+    RowsEntry,
+    parse_entry,
 )
 from torchrec_checknrun.format.manifest import RankFile, TableTotals
 from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
-from torchrec_checknrun.format.state import TORCH_DTYPES
 from torchrec_checknrun.format.state_tree import check_tree
 from torchrec_checknrun.store.deadlines import Patience, silent
 from torchrec_checknrun.store.folder import Folder
@@ -63,7 +60,9 @@ FOOTER = struct.Struct("<QQ16s8s")
 MAGIC = b"CHKNRUN1"
 LARGEST_CHUNK = 2 << 30
 """The most bytes of a chunk of rows or a block; a state object is one chunk of any size."""
-_CHECKSUM = re.compile(r"[0-9a-f]{16}")
+
+Header = RowsHeader | BlockHeader
+"""What the index entry of a chunk of rows, or of a block, stands for."""
 
 
 @dataclass
@@ -145,15 +144,15 @@ def _one_thread(patience: Patience, what: str) -> Iterator[Threads]:
 
 def _write_chunk(file: NewFile, chunk: EncodedChunk, job: Job) -> Entry:
     offset, checksum = file.tell(), xxhash.xxh3_64()
+    length = sum(memoryview(piece).nbytes for piece in chunk.pieces)
     try:
-        require_chunk_size(chunk.entry, sum(memoryview(piece).nbytes for piece in chunk.pieces))
+        require_chunk_size(chunk.entry, length)
         for piece in chunk.pieces:
             checksum.update(piece)
             file.write(piece)
-        length = file.tell() - offset
     finally:
         job.close()  # even after a failure: the next job may wait for this one's memory
-    return {**chunk.entry, "offset": offset, "length": length, "checksum": checksum.hexdigest()}
+    return replace(chunk.entry, offset=offset, length=length, checksum=checksum.hexdigest())
 
 
 def _write_index(file: NewFile, name: str, rank: int, index: list[Entry]) -> RankFile:
@@ -183,48 +182,46 @@ def _totals(index: list[Entry]) -> tuple[dict[str, TableTotals], int]:
     tables: dict[str, TableTotals] = {}
     dense = 0
     for entry in index:
-        if entry["kind"] != ROWS:
-            dense += entry["length"]
+        if not isinstance(entry, RowsEntry):
+            dense += entry.length
             continue
-        first, last = entry["columns"]
-        error = entry.get("error")
+        first, last = entry.columns
+        error, weight = entry.error or None, entry.weight
         one = TableTotals(
-            rows=entry["table_rows"],
-            dim=entry["table_dim"],
-            stored_values=entry["count"] * (last - first),
-            weight_bytes=entry["weight"]["bytes"],
-            ids_bytes=entry["ids"]["bytes"],
-            optimizer_bytes=sum(state["bytes"] for state in entry["optimizer"]),
+            rows=entry.table_rows,
+            dim=entry.table_dim,
+            stored_values=entry.count * (last - first),
+            weight_bytes=weight.bytes,
+            ids_bytes=entry.ids.bytes,
+            optimizer_bytes=sum(state.bytes for state in entry.optimizer),
             modified_bytes=_memory_bytes(entry),
             encoded_bytes=_encoded_bytes(entry),
-            value_bits=entry["weight"]["value_bits"],
-            error_mean=error and error["mean"],
-            error_max=error and error["max"],
-            error_rows=error["sampled_rows"] if error else 0,
-            codecs=[entry["weight"]["codec"]],
+            value_bits=weight.value_bits,
+            error_mean=error and error.mean,
+            error_max=error and error.max,
+            error_rows=error.sampled_rows if error else 0,
+            codecs=[weight.codec],
         )
-        known = tables.get(entry["table"])
-        tables[entry["table"]] = add_totals(known, one) if known else one
+        known = tables.get(entry.table)
+        tables[entry.table] = add_totals(known, one) if known else one
     return tables, dense
 
 
-def _memory_bytes(entry: Entry) -> int:
+def _memory_bytes(entry: RowsEntry) -> int:
     """Return the bytes of a chunk's rows in memory."""
-    first, last = entry["columns"]
-    cols, weight = last - first, entry["weight"]
-    row = cols * TORCH_DTYPES[weight["dtype"]].itemsize
-    for state in entry["optimizer"]:
-        row += TORCH_DTYPES[state["dtype"]].itemsize * (1 if state["rowwise"] else cols)
-    return int(entry["count"]) * row
+    first, last = entry.columns
+    cols = last - first
+    row = cols * ROWS_DTYPES[entry.weight.dtype].itemsize
+    for state in entry.optimizer:
+        row += ROWS_DTYPES[state.dtype].itemsize * (1 if state.rowwise else cols)
+    return entry.count * row
 
 
-def _encoded_bytes(entry: Entry) -> int:
+def _encoded_bytes(entry: RowsEntry) -> int:
     """Return the bytes of a chunk's payload before compression; row ids count as stored."""
-    sections = [entry["weight"], *entry["optimizer"]]
-    if "exceptions" in entry["weight"]:
-        sections.append(entry["weight"]["exceptions"])
-    raw = sum(section.get("raw", section["bytes"]) for section in sections)
-    return int(entry["ids"]["bytes"]) + int(raw)
+    exact = (entry.weight.exceptions,) if entry.weight.exceptions else ()
+    sections = (entry.weight, *exact, *entry.optimizer)
+    return entry.ids.bytes + sum(s.bytes if s.raw is UNSET else s.raw for s in sections)
 
 
 def add_totals(one: TableTotals, other: TableTotals) -> TableTotals:
@@ -251,7 +248,7 @@ def add_totals(one: TableTotals, other: TableTotals) -> TableTotals:
     )
 
 
-def index_bytes(rank: int, entries: list[Entry], name: str) -> bytes:
+def index_bytes(rank: int, entries: Sequence[Entry], name: str) -> bytes:
     """Encode a rank file's index.
 
     Args:
@@ -261,7 +258,8 @@ def index_bytes(rank: int, entries: list[Entry], name: str) -> bytes:
         InvalidPlan: the index is larger than readers accept.
         ValueError: an entry holds a NaN or an infinity.
     """
-    document = {"rank": rank, "chunks": entries}
+    # Not by msgspec: states may hold lone surrogates, and NaN would become null.
+    document = {"rank": rank, "chunks": to_builtins(entries)}
     data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     try:
         require_limits(data, INDEX_BYTES)
@@ -279,18 +277,25 @@ def require_chunk_size(entry: Entry, length: int) -> None:
     Raises:
         InvalidPlan: the chunk is too large.
     """
-    if entry["kind"] in (ROWS, BLOCK) and length > LARGEST_CHUNK:
+    if isinstance(entry, (RowsEntry, BlockEntry)) and length > LARGEST_CHUNK:
+        what = entry.table if isinstance(entry, RowsEntry) else list(entry.path)
         raise InvalidPlan(
-            f"a chunk of {entry.get('table') or entry.get('path')} has {length} bytes; at most "
+            f"a chunk of {what} has {length} bytes; at most "
             f"{LARGEST_CHUNK} can be read: make chunks smaller (chunk_bytes)"
         )
 
 
+class _Index(Record, frozen=True):
+    """An index; its entries are converted one by one, for errors that name the chunk."""
+
+    rank: Count
+    chunks: list[Any]
+
+
 def parse_index(
     data: bytes | bytearray, file: RankFile, where: str
-) -> list[tuple[Entry, RowsHeader | None]]:
-    """Parse a rank file's index: the entries in the order of their chunks, each with its header if
-    it is a chunk of rows.
+) -> list[tuple[Entry, Header | None]]:
+    """Parse a rank file's index: the entries in the order of their chunks, each with its header.
 
     Args:
         data: the index, its checksum verified.
@@ -302,21 +307,18 @@ def parse_index(
         UnsupportedFormat: an entry's kind or codec is unknown to this release.
     """
     try:
-        document = check_object(
-            parse_json(data, INDEX_BYTES),
-            {"rank": as_count, "chunks": list_of(lambda entry: entry)},
-        )
-        entries = document["chunks"]
-        if len(entries) != file.chunks:
-            raise ValueError(f"{len(entries)} chunks, where the manifest says {file.chunks}")
+        documents = typed(parse_json(data, INDEX_BYTES), _Index).chunks
+        if len(documents) != file.chunks:
+            raise ValueError(f"{len(documents)} chunks, where the manifest says {file.chunks}")
     except ValueError as error:
         raise CorruptCheckpoint(f"{where}: the index is malformed: {error}") from error
     end = 0
     found = []
-    for number, entry in enumerate(entries):
+    for number, document in enumerate(documents):
         try:
-            found.append((entry, _check_entry(entry, end)))
-            end = entry["offset"] + entry["length"]
+            entry = parse_entry(document)
+            found.append((entry, _header_of(entry, end)))
+            end = entry.offset + entry.length
         except (ValueError, CorruptCheckpoint) as error:
             raise CorruptCheckpoint(f"{where}, chunk {number}: {error}") from error
         except UnsupportedFormat as error:
@@ -328,54 +330,19 @@ def parse_index(
     return found
 
 
-def _check_entry(entry: Any, end: int) -> RowsHeader | None:
-    """Check an entry; return its header if it is a chunk of rows.
+def _header_of(entry: Entry, end: int) -> Header | None:
+    """Check the place of an entry's chunk, and the entry itself; return the header, if any.
 
     Args:
         end: the offset where the previous chunk ended.
     """
-    if type(entry) is not dict:
-        raise ValueError(f"{shown(entry)} is not an index entry")
-    kind = entry.get("kind")
-    if kind not in (ROWS, BLOCK, STATE, COLLISIONS) or type(kind) is not str:
-        raise UnsupportedFormat(
-            f"chunks of kind {shown(kind)} are unknown to this release: upgrade torchrec_checknrun"
-        )
-    for name in ("offset", "length"):
-        if name not in entry:
-            raise ValueError(f"{name} is missing")
-        as_count(entry[name])
-    offset, length = entry["offset"], entry["length"]
-    if offset != end:
-        raise ValueError(f"begins at {offset}, but the previous one ends at {end}")
-    checksum = entry.get("checksum")
-    if type(checksum) is not str or not _CHECKSUM.fullmatch(checksum):
-        raise ValueError(f"checksum {shown(checksum)} is not an xxh3-64")
-    if kind in (ROWS, BLOCK):
-        if length > LARGEST_CHUNK:
-            raise ValueError(f"{length} bytes, more than the {LARGEST_CHUNK} that are read")
-        if kind == ROWS:
-            return rows_header(entry)
-        block_header(entry)
-    else:
-        _check_state(entry, length)
-    return None
-
-
-def _check_state(entry: dict[str, Any], length: int) -> None:
-    """Check the entry of a state object, or of the state of managed collisions."""
-    of_any = {"kind": as_text, "name": as_text, "offset": as_count, "length": as_count}
-    checks = {**of_any, "checksum": as_text, "rank": optional(as_count), "tree": lambda tree: tree}
-    if entry["kind"] == COLLISIONS:
-        checks["modules"] = dict_of(dict_of(_fact))
-    check_object(entry, checks)
-    check_tree(entry["tree"], length)
-
-
-def _fact(value: object) -> object:
-    """Check a number, None or a list of numbers; ``collision_chunk`` checks which of them."""
-    if isinstance(value, list):
-        return list_of(as_count)(value)
-    if value is not None and (type(value) is not int or not -1 <= value < 2**63):
-        raise ValueError(f"{shown(value)} is not a number")
-    return value
+    if UNWRITTEN in (entry.offset, entry.length) or not entry.checksum:
+        raise ValueError("offset, length or checksum is missing")
+    if entry.offset != end:
+        raise ValueError(f"begins at {entry.offset}, but the previous one ends at {end}")
+    if not isinstance(entry, (RowsEntry, BlockEntry)):
+        check_tree(entry.tree, entry.length)
+        return None
+    if entry.length > LARGEST_CHUNK:
+        raise ValueError(f"{entry.length} bytes, more than the {LARGEST_CHUNK} that are read")
+    return rows_header(entry) if isinstance(entry, RowsEntry) else block_header(entry)

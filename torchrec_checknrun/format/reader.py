@@ -15,10 +15,9 @@ from tenacity import (
 
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.checks import INDEX_BYTES
-from torchrec_checknrun.format.chunk import Entry
+from torchrec_checknrun.format.entries import Entry
 from torchrec_checknrun.format.manifest import Manifest, RankFile
-from torchrec_checknrun.format.rank_file import FOOTER, parse_index
-from torchrec_checknrun.format.row_chunk import RowsHeader
+from torchrec_checknrun.format.rank_file import FOOTER, Header, parse_index
 from torchrec_checknrun.store.folder import Folder
 
 VISIBLE_SECONDS = 10.0
@@ -32,18 +31,21 @@ Columns = tuple[int, int]
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk in storage: its place, its index entry, and the header of a chunk of rows."""
+    """A chunk in storage: its place, its index entry, and the header of rows or of a block.
+
+    Attributes:
+        key: the chunk's unique name in a chain, by number: empty chunks share their offset.
+    """
 
     checkpoint: str
     file: str
     number: int
     entry: Entry = field(hash=False)
-    header: RowsHeader | None = field(compare=False)
+    header: Header | None = field(compare=False)
+    key: str = field(init=False, compare=False)
 
-    @property
-    def key(self) -> str:
-        """The chunk's unique name in a chain, by number: empty chunks share their offset."""
-        return f"{self.checkpoint}/{self.file}#{self.number}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", f"{self.checkpoint}/{self.file}#{self.number}")
 
 
 def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
@@ -117,7 +119,7 @@ def read_chunk(root: Folder, chunk: StoredChunk, memory: memoryview | None = Non
         CorruptCheckpoint: the bytes are missing or not the ones written.
     """
     entry, folder = chunk.entry, root / chunk.checkpoint
-    length = entry["length"]
+    length = entry.length
     if memory is None or len(memory) < length:
         try:
             memory = memoryview(bytearray(length))
@@ -127,11 +129,11 @@ def read_chunk(root: Folder, chunk: StoredChunk, memory: memoryview | None = Non
                 "memory for"
             ) from None
     data = memory[:length]
-    count = _fill(folder, data, chunk.file, entry["offset"])
+    count = _fill(folder, data, chunk.file, entry.offset)
     checksum = xxhash.xxh3_64_hexdigest(data[:count])
-    if count != length or checksum != entry["checksum"]:
+    if count != length or checksum != entry.checksum:
         raise CorruptCheckpoint(
-            f"{folder}/{chunk.file} at offset {entry['offset']}: {count} bytes with checksum "
-            f"{checksum}, expected {length} with {entry['checksum']}"
+            f"{folder}/{chunk.file} at offset {entry.offset}: {count} bytes with checksum "
+            f"{checksum}, expected {length} with {entry.checksum}"
         )
     return data

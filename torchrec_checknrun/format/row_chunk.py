@@ -7,9 +7,11 @@ optimizer state.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
+from msgspec import UNSET, UnsetType
 
 from torchrec_checknrun.codecs import (
     Codec,
@@ -23,25 +25,26 @@ from torchrec_checknrun.codecs import (
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.format import row_ids
-from torchrec_checknrun.format.checks import (
-    Check,
-    as_count,
-    as_flag,
-    as_measure,
-    as_options,
-    as_text,
-    check_object,
-    list_of,
-)
+from torchrec_checknrun.format.checks import Options
 from torchrec_checknrun.format.chunk import (
     DECODED_BYTES,
-    ROWS,
     EncodedChunk,
-    Entry,
-    Section,
     Sections,
     decoded_most,
     dtype_name,
+)
+from torchrec_checknrun.format.entries import (
+    ROWS_DTYPES,
+    UNWRITTEN,
+    ExactSection,
+    GroupedOptions,
+    IdsSection,
+    OptimizerSection,
+    RowsDtype,
+    RowsEntry,
+    RowsError,
+    Section,
+    WeightSection,
 )
 from torchrec_checknrun.format.row_values import EncodedRows
 from torchrec_checknrun.format.state import raw_bytes
@@ -49,13 +52,6 @@ from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 
 _ERROR_SAMPLE_ROWS = 1024
 """The most rows of a chunk on which the error is measured."""
-_DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32),  # counters of some optimizers
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -63,19 +59,23 @@ class RowsHeader:
     """A chunk's index entry, checked.
 
     Attributes:
+        entry: the index entry.
         shape: the whole table's.
         rectangle: the shard's columns, and the rows from the chunk's first to its last.
-        count: rows in the chunk.
+        count, cols: rows in the chunk, and columns.
         dtype: of the weights.
         exceptions: rows stored exactly, because the codec can't represent them.
         optimizer: by state name, dtype and whether the state is row-wise (one value a row).
         sections: ids, weights, exceptions if there are any, optimizer states: in payload order.
+        decoded_bytes: bytes of the rows in memory, with ids and optimizer state.
     """
 
+    entry: RowsEntry
     table: str
     shape: TableShape
     rectangle: Rectangle
     count: int
+    cols: int
     ids_encoding: str
     dtype: torch.dtype
     codec: Codec
@@ -83,16 +83,8 @@ class RowsHeader:
     exceptions: int
     optimizer: dict[str, tuple[torch.dtype, bool]]
     state_encodings: dict[str, Parameters]
-    sections: tuple[Section, ...]
-
-    @property
-    def decoded_bytes(self) -> int:
-        """Bytes of the rows in memory, with ids and optimizer state."""
-        cols = self.rectangle.cols
-        row = 8 + cols * self.dtype.itemsize
-        for dtype, rowwise in self.optimizer.values():
-            row += dtype.itemsize * (1 if rowwise else cols)
-        return self.count * row
+    sections: tuple[IdsSection | Section, ...]
+    decoded_bytes: int
 
 
 def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
@@ -104,10 +96,10 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     """
     weight, states = block.weight, block.optimizer
     for tensor in (weight, *states.values()):
-        if tensor.dtype not in _DTYPES.values():
+        if tensor.dtype not in ROWS_DTYPES.values():
             raise UnsupportedTable(
                 f"{block.table} or its optimizer state is of {tensor.dtype}: its rows can't be "
-                f"stored; use one of {list(_DTYPES)}"
+                f"stored; use one of {list(ROWS_DTYPES)}"
             )
     n = len(block.ids)
     codec = encoding.codec
@@ -120,57 +112,63 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     sections = Sections(encoding.compress and may_be_compressed(block))
     ids_encoding, ids_bytes = row_ids.encode(block.ids.cpu().numpy())
     sections.pieces.append(ids_bytes)  # compressed already
-    weight_entry = _add_weight(sections, block, encoded, codec)
+    weight_section = _add_weight(sections, block, encoded, codec)
     optimizer = []
     for name, state in states.items():
-        scheme = encoding.optimizer if state.dim() == 1 else "fp32"
-        data, parameters = row_state.encode_row_state(state.reshape(-1), scheme)
+        data, parameters = row_state.encode_row_state(state, encoding.optimizer)
+        part = sections.add(raw_bytes(data))
         optimizer.append(
-            {
-                "name": name,
-                "dtype": dtype_name(state.dtype),
-                "rowwise": state.dim() == 1,
-                "encoding": parameters,
-                **sections.add(raw_bytes(data)),
-            }
+            OptimizerSection(
+                bytes=part.bytes,
+                raw=part.raw,
+                name=name,
+                dtype=_name_of(state.dtype),
+                rowwise=state.dim() == 1,
+                encoding=cast(Options, parameters),
+            )
         )
-    entry: Entry = {
-        "kind": ROWS,
-        "table": block.table,
-        "table_rows": block.shape.rows,
-        "table_dim": block.shape.dim,
-        "columns": list(block.columns),
-        "first": int(block.ids[0]),
-        "last": int(block.ids[-1]),
-        "count": n,
-        "ids": {"encoding": ids_encoding, "bytes": len(ids_bytes)},
-        "weight": weight_entry,
-        "optimizer": optimizer,
-    }
-    if codec.lossy:
-        entry["error"] = _relative_error(block, encoded, codec)
+    entry = RowsEntry(
+        table=block.table,
+        table_rows=block.shape.rows,
+        table_dim=block.shape.dim,
+        columns=block.columns,
+        first=int(block.ids[0]),
+        last=int(block.ids[-1]),
+        count=n,
+        ids=IdsSection(ids_encoding, len(ids_bytes)),
+        weight=weight_section,
+        optimizer=tuple(optimizer),
+        error=_relative_error(block, encoded, codec) if codec.lossy else UNSET,
+    )
     return EncodedChunk(entry, sections.pieces)
 
 
-def _add_weight(sections: Sections, block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
+def _add_weight(
+    sections: Sections, block: RowBlock, encoded: Encoded, codec: Codec
+) -> WeightSection:
     """Append encoded weights and exceptions; return their part of the index entry."""
-    entry: Entry = {
-        "codec": codec.spec(),
-        "dtype": dtype_name(block.weight.dtype),
-        "value_bits": codec.value_bits,
-        **sections.add(raw_bytes(encoded.data)),
-    }
-    if encoded.parameters:
-        entry["parameters"] = encoded.parameters
+    part = sections.add(raw_bytes(encoded.data))
+    exact: ExactSection | UnsetType = UNSET
     exceptions = encoded.exceptions
     if len(exceptions):
         positions = exceptions.numpy().astype("<u4").tobytes()
         values = raw_bytes(block.rows(exceptions.to(block.weight.device)))
-        entry["exceptions"] = {
-            "rows": len(exceptions),
-            **sections.add(b"".join((positions, values))),
-        }
-    return entry
+        exact = add_exact(sections, len(exceptions), positions + bytes(values))
+    return WeightSection(
+        bytes=part.bytes,
+        raw=part.raw,
+        codec=cast(Options, codec.spec()),
+        dtype=_name_of(block.weight.dtype),
+        value_bits=codec.value_bits,
+        parameters=cast(GroupedOptions, encoded.parameters) or UNSET,
+        exceptions=exact,
+    )
+
+
+def add_exact(sections: Sections, rows: int, data: bytes) -> ExactSection:
+    """Append rows that a codec can't represent: their positions, then their values."""
+    part = sections.add(data)
+    return ExactSection(bytes=part.bytes, raw=part.raw, rows=rows)
 
 
 def may_be_compressed(block: RowBlock) -> bool:
@@ -180,117 +178,70 @@ def may_be_compressed(block: RowBlock) -> bool:
     return len(block.ids) * (8 + values) <= DECODED_BYTES
 
 
-def rows_header(entry: Entry) -> RowsHeader:
-    """Check an index entry.
+def rows_header(entry: RowsEntry) -> RowsHeader:
+    """Check how the fields of an index entry agree.
 
     Raises:
-        CorruptCheckpoint: a field is missing, unknown, of a wrong type or out of range.
+        CorruptCheckpoint: a field is out of range.
         UnsupportedFormat: the codec is unknown to this release.
     """
     try:
-        return _header(check_object(entry, _FIELDS, "error", "offset", "length", "checksum"))
+        return _header(entry)
     except ValueError as error:
         raise CorruptCheckpoint(f"index entry of a rows chunk is malformed: {error}") from error
 
 
-def _header(entry: Entry) -> RowsHeader:
-    shape = TableShape(entry["table_rows"], entry["table_dim"])
-    col_start, col_stop = _pair(entry["columns"])
-    rectangle = Rectangle(entry["first"], entry["last"] + 1, col_start, col_stop)
-    count, weight = entry["count"], entry["weight"]
-    whole = Rectangle(0, shape.rows, 0, shape.dim)
-    if rectangle.intersect(whole) != rectangle or not 1 <= count <= rectangle.rows:
-        raise ValueError(f"{count} rows in {rectangle} of a table {shape}")
-    exceptions = weight.get("exceptions", {"rows": 0})["rows"]
+def _header(entry: RowsEntry) -> RowsHeader:
+    (first, last), count, weight = entry.columns, entry.count, entry.weight
+    within = entry.first <= entry.last < entry.table_rows and first < last <= entry.table_dim
+    if not within or not 1 <= count <= entry.last + 1 - entry.first:
+        raise ValueError(
+            f"{count} rows in {entry.first} to {entry.last}, columns {first} to {last - 1}, of a "
+            f"table of {entry.table_rows} × {entry.table_dim}"
+        )
+    exact = () if weight.exceptions is UNSET else (weight.exceptions,)
+    exceptions = exact[0].rows if exact else 0
     if exceptions > count:
         raise ValueError(f"{exceptions} exact rows of {count}")
-    sections = [entry["ids"], weight]
-    sections += [weight["exceptions"]] if "exceptions" in weight else []
-    optimizer = {s["name"]: (_DTYPES[s["dtype"]], s["rowwise"]) for s in entry["optimizer"]}
-    if len(optimizer) != len(entry["optimizer"]):
+    optimizer = {s.name: (ROWS_DTYPES[s.dtype], s.rowwise) for s in entry.optimizer}
+    if len(optimizer) != len(entry.optimizer):
         raise ValueError(f"optimizer: a name of {list(optimizer)} appears twice")
-    header = RowsHeader(
-        table=entry["table"],
-        shape=shape,
-        rectangle=rectangle,
+    sections = (entry.ids, weight, *exact, *entry.optimizer)
+    cols, dtype = last - first, ROWS_DTYPES[weight.dtype]
+    row = 8 + cols * dtype.itemsize
+    row += sum(state.itemsize * (1 if rowwise else cols) for state, rowwise in optimizer.values())
+    stored = sum(section.bytes for section in sections)
+    if entry.length not in (UNWRITTEN, stored):
+        raise ValueError(f"the sections have {stored} bytes, the chunk {entry.length}")
+    if count * row > (most := decoded_most(stored)):
+        raise ValueError(
+            f"{stored} bytes can't stand for {count} rows of {count * row} bytes: at most {most} "
+            "are read"
+        )
+    return RowsHeader(
+        entry=entry,
+        table=entry.table,
+        shape=TableShape(entry.table_rows, entry.table_dim),
+        rectangle=Rectangle(entry.first, entry.last + 1, first, last),
         count=count,
-        ids_encoding=entry["ids"]["encoding"],
-        dtype=_DTYPES[weight["dtype"]],
-        codec=codec_from_spec(weight["codec"]),
-        parameters=dict(weight.get("parameters", {})),
+        cols=cols,
+        ids_encoding=entry.ids.encoding,
+        dtype=dtype,
+        codec=codec_from_spec({**weight.codec}),
+        parameters=dict(weight.parameters or {}),
         exceptions=exceptions,
         optimizer=optimizer,
-        state_encodings={s["name"]: dict(s["encoding"]) for s in entry["optimizer"]},
-        sections=tuple(Section.of(section) for section in (*sections, *entry["optimizer"])),
+        state_encodings={s.name: dict(s.encoding) for s in entry.optimizer},
+        sections=sections,
+        decoded_bytes=count * row,
     )
-    stored = sum(section.stored for section in header.sections)
-    if entry.get("length", stored) != stored:
-        raise ValueError(f"the sections have {stored} bytes, the chunk {entry['length']}")
-    if header.decoded_bytes > decoded_most(stored):
-        raise ValueError(
-            f"{stored} bytes can't stand for {count} rows of {header.decoded_bytes} bytes: at most "
-            f"{decoded_most(stored)} are read"
-        )
-    return header
 
 
-def _pair(numbers: list[int]) -> tuple[int, int]:
-    if len(numbers) != 2:
-        raise ValueError(f"{numbers} is not a pair")
-    return numbers[0], numbers[1]
+def _name_of(dtype: torch.dtype) -> RowsDtype:
+    return cast(RowsDtype, dtype_name(dtype))
 
 
-def _as_dtype(value: object) -> str:
-    if as_text(value) not in _DTYPES:
-        raise ValueError(f"{value!r} is not a dtype of rows")
-    return str(value)
-
-
-def _as_parameters(value: object) -> Parameters:
-    """Check parameters: options, or lists of them, one for each group of rows."""
-    if type(value) is not dict:
-        raise ValueError("parameters are not an object")
-    groups = {name: item for name, item in value.items() if type(item) is list}
-    as_options({name: item for name, item in value.items() if name not in groups})
-    for group in groups.values():
-        list_of(as_options)(group)
-    return value
-
-
-def _as_section(checks: dict[str, Check], *optional: str) -> Check:
-    checks = {**checks, "bytes": as_count, "raw": as_count}
-    return lambda value: check_object(value, checks, "raw", *optional)
-
-
-_FIELDS: dict[str, Check] = {
-    **dict.fromkeys(("kind", "table", "checksum"), as_text),
-    **dict.fromkeys(("table_rows", "table_dim", "first", "last", "count"), as_count),
-    **dict.fromkeys(("offset", "length"), as_count),
-    "columns": list_of(as_count),
-    "error": lambda value: check_object(
-        value, {"mean": as_measure, "max": as_measure, "sampled_rows": as_count}
-    ),
-    "ids": lambda value: check_object(value, {"encoding": as_text, "bytes": as_count}),
-    "weight": _as_section(
-        {
-            "codec": as_options,
-            "dtype": _as_dtype,
-            "value_bits": as_count,
-            "parameters": _as_parameters,
-            "exceptions": _as_section({"rows": as_count}),
-        },
-        "parameters",
-        "exceptions",
-    ),
-    "optimizer": list_of(
-        _as_section(
-            {"name": as_text, "dtype": _as_dtype, "rowwise": as_flag, "encoding": as_options}
-        )
-    ),
-}
-
-
-def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
+def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> RowsError:
     """Measure mean and maximum of ‖ŵ − w‖/‖w‖ over rows, or over evenly spaced ones of many."""
     n, weight = len(block.ids), block.weight
     sample = torch.arange(0, n, -(-n // _ERROR_SAMPLE_ROWS), device="cpu")
@@ -314,8 +265,4 @@ def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> Entry:
         relative.append(torch.where(one.isfinite(), one, 1.0))  # beyond fp64, and JSON
     every = torch.cat(relative)
     every[torch.isin(sample, encoded.exceptions)] = 0.0  # stored exactly
-    return {
-        "mean": float(every.mean()),
-        "max": float(every.max()),
-        "sampled_rows": len(every),
-    }
+    return RowsError(float(every.mean()), float(every.max()), len(every))

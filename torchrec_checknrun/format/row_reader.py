@@ -15,8 +15,8 @@ import torch
 
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format import row_ids
-from torchrec_checknrun.format.chunk import Entry, open_sections
-from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
+from torchrec_checknrun.format.chunk import open_sections
+from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_values import EncodedRows, EncodedState
 from torchrec_checknrun.native import Chosen, can_copy, copy_rows, part_of
 from torchrec_checknrun.shards import LocalShard, Rows
@@ -39,7 +39,7 @@ class StoredRows:
 
     def __init__(self, header: RowsHeader, payload: memoryview) -> None:
         self.header = header
-        n, cols = header.count, header.rectangle.cols
+        n, cols = header.count, header.cols
         first, last = header.rectangle.row_start, header.rectangle.row_stop - 1
         with self._refusing():
             self._sections = open_sections(header.sections, payload, n * (8 * cols + 64))
@@ -79,7 +79,7 @@ class StoredRows:
                 parameters=header.parameters,
                 data=_tensor(self._parts[0]),
                 count=header.count,
-                cols=header.rectangle.cols,
+                cols=header.cols,
                 dtype=header.dtype,
                 exceptions=exceptions,
                 exact=exact,
@@ -94,9 +94,8 @@ class StoredRows:
                     parameters=header.state_encodings[name],
                     data=_tensor(part),
                     count=header.count,
-                    width=1 if rowwise else header.rectangle.cols,
+                    cols=() if rowwise else (header.cols,),
                     dtype=dtype,
-                    rowwise=rowwise,
                 ).checked()
                 for (name, (dtype, rowwise)), part in zip(
                     header.optimizer.items(), parts, strict=True
@@ -112,9 +111,7 @@ class StoredRows:
         """Decode chosen rows, or all, on the CPU."""
         chosen = slice(0, self.header.count) if chosen is None else chosen
         ids = torch.from_numpy(self.ids[chosen])
-        weight = torch.empty(
-            (len(ids), self.header.rectangle.cols), dtype=self.header.dtype, device="cpu"
-        )
+        weight = torch.empty((len(ids), self.header.cols), dtype=self.header.dtype, device="cpu")
         for start, block in self._decoded(self.weight, chosen):
             weight[start : start + len(block)] = block
         return Rows(ids, weight, {name: self._state(name, chosen) for name in self.states})
@@ -176,15 +173,6 @@ class StoredRows:
             ) from error
 
 
-def decode_rows(entry: Entry, payload: bytes | memoryview) -> Rows:
-    """Decode a chunk's rows, on the CPU.
-
-    Raises:
-        CorruptCheckpoint: entry and payload don't match.
-    """
-    return StoredRows(rows_header(entry), memoryview(payload)).rows()
-
-
 def _copied(
     rows: EncodedRows | EncodedState, chosen: Chosen, memory: torch.Tensor, where: Chosen
 ) -> bool:
@@ -208,7 +196,7 @@ def _put(memory: torch.Tensor, where: Chosen, rows: torch.Tensor) -> None:
 
 def _exceptions(header: RowsHeader, data: bytes | memoryview) -> tuple[np.ndarray, torch.Tensor]:
     """Decode the sorted positions of the rows stored exactly, and these rows."""
-    count, cols = header.exceptions, header.rectangle.cols
+    count, cols = header.exceptions, header.cols
     if not count:
         return _NONE, torch.empty((0, cols), dtype=header.dtype, device="cpu")
     size = count * (4 + cols * header.dtype.itemsize)

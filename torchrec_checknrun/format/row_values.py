@@ -142,16 +142,14 @@ class EncodedState:
 
     Attributes:
         data: 1-D uint8.
-        width: values per row.
-        rowwise: whether the state is one value per row, of shape ``(n,)``.
+        cols: ``()`` if the state is row-wise, of shape ``(n,)``; ``(cols,)`` if pointwise.
     """
 
     parameters: Parameters
     data: torch.Tensor
     count: int
-    width: int
+    cols: tuple[int, ...]
     dtype: torch.dtype
-    rowwise: bool
 
     def checked(self) -> EncodedState:
         """Check the number of bytes; return this state.
@@ -159,9 +157,8 @@ class EncodedState:
         Raises:
             ValueError: the number of bytes is wrong.
         """
-        values = self.count * self.width
-        size = values * row_state.state_row_bytes(self.parameters, self.dtype)
-        require_size(self.data, size, f"{values} values stored as {self.parameters['scheme']}")
+        size = self.count * self._row_bytes
+        require_size(self.data, size, f"{self.count} rows stored as {self.parameters['scheme']}")
         return self
 
     @property
@@ -171,21 +168,22 @@ class EncodedState:
 
     def select(self, positions: np.ndarray) -> EncodedState:
         """Return the state of the rows at given positions, still encoded."""
-        size = self.width * row_state.state_row_bytes(self.parameters, self.dtype)
         if not len(positions):
             return replace(self, data=self.data[:0], count=0)
-        chosen = self.data.numpy().view(f"V{size}")[positions].view(np.uint8)
+        chosen = self.data.numpy().view(f"V{self._row_bytes}")[positions].view(np.uint8)
         return replace(self, data=torch.from_numpy(chosen), count=len(positions))
 
     def decode(self, chosen: Chosen) -> torch.Tensor:
         """Decode the state of chosen rows: ``(n,)`` or ``(n, cols)``."""
         if not isinstance(chosen, slice):
             return self.select(chosen).decode(slice(0, len(chosen)))
-        size = self.width * row_state.state_row_bytes(self.parameters, self.dtype)
-        n = chosen.stop - chosen.start
+        size, n = self._row_bytes, chosen.stop - chosen.start
         data = self.data[chosen.start * size : chosen.stop * size]
-        values = row_state.decode_row_state(data, self.parameters, n * self.width, self.dtype)
-        return values if self.rowwise else values.view(n, self.width)
+        return row_state.decode_row_state(data, self.parameters, (n, *self.cols), self.dtype)
+
+    @property
+    def _row_bytes(self) -> int:
+        return row_state.state_row_bytes(self.parameters, (self.count, *self.cols), self.dtype)
 
 
 def _positions(chosen: Chosen) -> np.ndarray:

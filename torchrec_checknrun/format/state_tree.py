@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from torchrec_checknrun.format.block_chunk import Path
-from torchrec_checknrun.format.checks import LARGEST, as_count, as_flag, check_object, list_of
+from torchrec_checknrun.format.checks import LARGEST, Count, Record, typed
 from torchrec_checknrun.format.plain_values import SETS, as_float, check_value
 from torchrec_checknrun.format.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
 
@@ -54,7 +54,7 @@ def _check(node: object, end: int, depth: int) -> int:
     if len(node) != 1:
         raise ValueError(f"{shown(node)} is not a node")
     if letter == "b":
-        return _bytes_after(end, value)[1]
+        return _after(end, typed(node, _Bytes).b)
     if letter == "v" and (value is None or type(value) in (bool, int, str)):
         return end
     if letter == "f" and type(value) is str and _HEX_FLOAT.fullmatch(value):
@@ -93,26 +93,54 @@ def _check_member(node: dict[str, Any]) -> None:
         _check_member(item)
 
 
+class _Span(Record, frozen=True, array_like=True):
+    """A leaf's place in the payload."""
+
+    offset: Count
+    length: Count
+
+
+class _Tensor(Record, frozen=True):
+    """A node of a tensor."""
+
+    x: _Span
+    dtype: str
+    shape: tuple[Count, ...]
+
+
+class _Array(Record, frozen=True):
+    """A node of a NumPy array, or of a scalar."""
+
+    n: _Span
+    dtype: str
+    shape: tuple[Count, ...]
+    scalar: bool
+
+
+class _Bytes(Record, frozen=True):
+    """A node of bytes."""
+
+    b: _Span
+
+
 def _check_array(node: dict[str, Any], letter: str, end: int) -> int:
-    scalar = {"scalar": as_flag} if letter == "n" else {}
-    shape_of = list_of(as_count)
-    found = check_object(node, {letter: list, "dtype": str, "shape": shape_of, **scalar})
-    shape = found["shape"]
+    leaf = typed(node, _Tensor) if letter == "x" else typed(node, _Array)
+    shape, span = leaf.shape, leaf.x if isinstance(leaf, _Tensor) else leaf.n
     if len(shape) > MOST_DIMENSIONS or math.prod(n for n in shape if n) > LARGEST:
         raise ValueError(f"the shape {shown(shape)} is too large")
-    start, stop = _bytes_after(end, node[letter])
-    size = math.prod(shape) * _item_bytes(letter, node["dtype"])
-    if size != stop - start:
+    stop = _after(end, span)
+    size = math.prod(shape) * _item_bytes(letter, leaf.dtype)
+    if size != span.length:
         raise ValueError(
-            f"{shown(shape)} of {shown(node['dtype'])} take {size} bytes, not {stop - start}"
+            f"{shown(shape)} of {shown(leaf.dtype)} take {size} bytes, not {span.length}"
         )
     return stop
 
 
-def _item_bytes(letter: str, dtype: object) -> int:
-    if type(dtype) is str and letter == "x" and dtype in TORCH_DTYPES:
+def _item_bytes(letter: str, dtype: str) -> int:
+    if letter == "x" and dtype in TORCH_DTYPES:
         return TORCH_DTYPES[dtype].itemsize
-    if type(dtype) is str and letter == "n" and _NUMPY_DTYPE.fullmatch(dtype):
+    if letter == "n" and _NUMPY_DTYPE.fullmatch(dtype):
         try:
             return np.dtype(dtype).itemsize
         except TypeError:
@@ -120,20 +148,13 @@ def _item_bytes(letter: str, dtype: object) -> int:
     raise ValueError(f"{shown(dtype)} is not a dtype that is stored")
 
 
-def _bytes_after(end: int, span: object) -> tuple[int, int]:
-    """Return the offsets where a leaf's bytes begin and end. Leaves come in the order of their
-    bytes, so that no two share any.
+def _after(end: int, span: _Span) -> int:
+    """Return the offset where a leaf's bytes end. Leaves come in the order of their bytes, so that
+    no two share any.
     """
-    offset, length = _pair(span)
-    if offset < end:
-        raise ValueError(f"a leaf begins at byte {offset}, but the previous one ends at {end}")
-    return offset, offset + length
-
-
-def _pair(span: object) -> tuple[int, int]:
-    if type(span) is not list or len(span) != 2:
-        raise ValueError(f"{shown(span)} is not an offset and length")
-    return as_count(span[0]), as_count(span[1])
+    if span.offset < end:
+        raise ValueError(f"a leaf begins at byte {span.offset}, but the previous one ends at {end}")
+    return span.offset + span.length
 
 
 def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:

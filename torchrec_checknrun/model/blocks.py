@@ -15,7 +15,8 @@ import torch
 from torchrec_checknrun.boxes import Box, Span, overlap, tiles
 from torchrec_checknrun.errors import InvalidPlan
 from torchrec_checknrun.format.block_chunk import BlockHeader, Path, decode_block, name_of
-from torchrec_checknrun.format.chunk import BLOCK, EncodedChunk, Entry, dtype_name
+from torchrec_checknrun.format.chunk import EncodedChunk, dtype_name
+from torchrec_checknrun.format.entries import BlockEntry
 from torchrec_checknrun.format.state import raw_bytes
 
 
@@ -65,14 +66,13 @@ class Block:
 
     def encode(self, piece: Box) -> EncodedChunk:
         """Encode a piece as a chunk, whose bytes are the live memory where possible."""
-        entry: Entry = {
-            "kind": BLOCK,
-            "path": list(self.path),
-            "dtype": dtype_name(self.tensor.dtype),
-            "size": list(self.size),
-            "part": [list(span) for span in piece.spans],
-            "shard": [list(span) for span in self.box.spans],
-        }
+        entry = BlockEntry(
+            path=self.path,
+            dtype=dtype_name(self.tensor.dtype),
+            size=self.size,
+            part=piece.spans,
+            shard=self.box.spans,
+        )
         return EncodedChunk(entry, [raw_bytes(self.part(piece))])
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:

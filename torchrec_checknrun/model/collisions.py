@@ -15,7 +15,8 @@ from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
 from torchrec_checknrun.boxes import Span
-from torchrec_checknrun.format.collision_chunk import CollisionState, Facts, Tensors
+from torchrec_checknrun.format.collision_chunk import CollisionState, Tensors
+from torchrec_checknrun.format.entries import Facts
 from torchrec_checknrun.model.kernels import find_modules
 
 COLLECTION = "_managed_collision_collection."

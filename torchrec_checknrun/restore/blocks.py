@@ -7,8 +7,8 @@ from typing import Any
 
 from torchrec_checknrun.boxes import Span, tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.format.block_chunk import BlockHeader, Path, block_header, name_of
-from torchrec_checknrun.format.chunk import Entry, dtype_name
+from torchrec_checknrun.format.block_chunk import BlockHeader, Path, name_of
+from torchrec_checknrun.format.chunk import dtype_name
 from torchrec_checknrun.format.state import are_convertible
 from torchrec_checknrun.model.blocks import Block
 
@@ -16,18 +16,14 @@ SavedBlocks = dict[Path, dict[str, BlockHeader]]
 """A checkpoint's pieces, by the tensor's path and the name of the chunk."""
 
 
-def saved_blocks(entries: Mapping[str, Entry]) -> SavedBlocks:
+def saved_blocks(headers: Mapping[str, BlockHeader]) -> SavedBlocks:
     """Group a checkpoint's pieces by tensor.
 
     Args:
-        entries: index entries of pieces, by the name of the chunk.
-
-    Raises:
-        CorruptCheckpoint: an entry is malformed.
+        headers: of the pieces, by the name of the chunk.
     """
     saved: SavedBlocks = {}
-    for name, entry in entries.items():
-        header = block_header(entry)
+    for name, header in headers.items():
         saved.setdefault(header.path, {})[name] = header
     return saved
 
@@ -113,9 +109,8 @@ class BlockRestore:
             for block in blocks:
                 yield block, layout
 
-    def load(self, entry: Entry, payload: bytes | memoryview) -> None:
+    def load(self, header: BlockHeader, payload: bytes | memoryview) -> None:
         """Write a piece into the local shards that it overlaps."""
-        header = block_header(entry)
         for block in self._wanted.get(header.path, ()):
             block.write(header, memoryview(payload))
 

@@ -12,7 +12,7 @@ from reprlib import repr as shown
 import numpy as np
 
 from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
-from torchrec_checknrun.format.chunk import ROWS, Entry
+from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk, read_indexes
 from torchrec_checknrun.in_order import Turn, run_in_order
@@ -38,15 +38,13 @@ class ReadableChunk:
     """A stored chunk to be loaded, whose bytes are read only on demand.
 
     Attributes:
-        key: the chunk's key within the chain.
-        entry: the chunk's index entry.
+        stored: the chunk in storage.
         payload: returns the verified bytes, in memory that is reused once the chunk is loaded.
         turn: a context that one thread at a time enters, after the turns of the table's chunks of
             checkpoints that come before in the plan.
     """
 
-    key: str
-    entry: Entry
+    stored: StoredChunk
     payload: Callable[[], memoryview]
     turn: Turn
 
@@ -78,13 +76,12 @@ def table_problems(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterato
     rows: dict[str, Counter[Columns]] = {name: Counter() for name in manifest.tables}
     for chunk in chunks:
         entry = chunk.entry
-        if entry["kind"] != ROWS:
+        if not isinstance(entry, RowsEntry):
             continue
-        name, size = entry["table"], (entry["table_rows"], entry["table_dim"])
+        name, size = entry.table, (entry.table_rows, entry.table_dim)
         table = manifest.tables.get(name)
         if table is not None:
-            first, last = entry["columns"]
-            rows[name][first, last] += entry["count"]
+            rows[name][entry.columns] += entry.count
         if table is None or size != (table.rows, table.dim):
             said = "has none" if table is None else f"has it as {table.rows} × {table.dim}"
             others.setdefault(
@@ -142,18 +139,19 @@ def read_chunks(
         OSError: the storage failed.
     """
     threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
-    rows = [chunk for chunk in chunks if chunk.entry["kind"] == ROWS]
-    longest = max((chunk.entry["length"] for chunk in rows), default=0)
+    rows = [(chunk, chunk.entry) for chunk in chunks if isinstance(chunk.entry, RowsEntry)]
+    entries = [entry for _, entry in rows]
+    longest = max((entry.length for entry in entries), default=0)
     # As many are touched as chunks are loaded at once.
     free = [np.empty(longest, dtype=np.uint8).data for _ in range(threads)]
 
     def readable(chunk: StoredChunk, turn: Turn, memory: memoryview | None) -> ReadableChunk:
-        return ReadableChunk(chunk.key, chunk.entry, lambda: read_chunk(root, chunk, memory), turn)
+        return ReadableChunk(chunk, lambda: read_chunk(root, chunk, memory), turn)
 
     def load_rows(number: int, turn: Turn) -> None:
         memory = free.pop()
         try:
-            load(readable(rows[number], turn, memory))
+            load(readable(rows[number][0], turn, memory))
         except StorageUnreachable:
             raise  # an abandoned read may still write to the memory
         except BaseException:
@@ -161,21 +159,21 @@ def read_chunks(
             raise
         free.append(memory)
 
-    sizes = [_memory(chunk) for chunk in rows]
-    most = _CHUNKS_AT_ONCE * max((_decoded(chunk) for chunk in rows), default=0)
-    stages = [(chunk.entry["table"], chunk.checkpoint) for chunk in rows]
+    sizes = [_memory(entry) for entry in entries]
+    most = _CHUNKS_AT_ONCE * max(map(_decoded, entries), default=0)
+    stages = [(entry.table, chunk.checkpoint) for chunk, entry in rows]
     run_in_order(load_rows, sizes, stages, most, threads)
     for chunk in chunks:
-        if chunk.entry["kind"] != ROWS:
+        if not isinstance(chunk.entry, RowsEntry):
             load(readable(chunk, nullcontext(), None))
 
 
-def _memory(chunk: StoredChunk) -> int:
+def _memory(entry: RowsEntry) -> int:
     """Return the bytes to load a chunk of rows: its own, and the ids in several forms."""
-    return int(chunk.entry["length"]) + _IDS_BYTES * int(chunk.entry["count"])
+    return entry.length + _IDS_BYTES * entry.count
 
 
-def _decoded(chunk: StoredChunk) -> int:
+def _decoded(entry: RowsEntry) -> int:
     """Return the bytes of a chunk's decoded rows."""
-    first, last = chunk.entry["columns"]
-    return max(4 * (last - first) * int(chunk.entry["count"]), _memory(chunk))
+    first, last = entry.columns
+    return max(4 * (last - first) * entry.count, _memory(entry))

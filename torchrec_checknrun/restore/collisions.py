@@ -16,8 +16,9 @@ from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollis
 
 from torchrec_checknrun.boxes import Span
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.format.chunk import Entry, decode_state_chunk
-from torchrec_checknrun.format.collision_chunk import NAME, Facts, Tensors, collision_facts
+from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.collision_chunk import NAME, Tensors
+from torchrec_checknrun.format.entries import CollisionsEntry, Facts
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.collisions import (
     COLLECTION,
@@ -54,7 +55,7 @@ class CollisionRestore:
 
     def plan(
         self,
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, CollisionsEntry],
         blocks: Iterable[tuple[Block, tuple[Span, ...]]],
         where: str,
     ) -> list[str]:
@@ -72,7 +73,6 @@ class CollisionRestore:
             IncompatibleCheckpoint: a module can't be restored on these ranks; names the module, and
                 the remedy.
         """
-        known = {name: collision_facts(entry) for name, entry in entries.items()}
         needed = set()
         for block, saved in blocks:
             path, _, buffer = str(block.path[-1]).rpartition(".")
@@ -86,19 +86,19 @@ class CollisionRestore:
             if module is None:
                 continue
             self._parts[path] = []
-            for name, (rank, modules) in known.items():
-                if path not in modules:
+            for name, entry in entries.items():
+                facts = entry.modules.get(path)
+                if facts is None:
                     continue
-                facts = modules[path]
                 _check_facts(path, facts, facts_of(module, own), where)
                 if own[0] <= facts.rows[0] and facts.rows[1] <= own[1]:
-                    self._parts[path].append(_Part(rank, facts))
+                    self._parts[path].append(_Part(entry.rank, facts))
                     needed.add(name)
             if isinstance(module, MCHManagedCollisionModule):
                 self._segments[path] = module._output_segments_tensor.clone()
         return sorted(needed)
 
-    def load(self, entry: Entry, payload: bytes | memoryview) -> None:
+    def load(self, entry: CollisionsEntry, payload: bytes | memoryview) -> None:
         """Keep a saved rank's state of the modules until ``finish``.
 
         Raises:
@@ -107,7 +107,7 @@ class CollisionRestore:
         tensors = decode_state_chunk(entry, payload)
         for path, parts in self._parts.items():
             for part in parts:
-                if part.rank == entry["rank"]:
+                if part.rank == entry.rank:
                     part.tensors = _checked(path, tensors, part.facts)
 
     def finish(self) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from torchrec_checknrun.dense.buffers import PerRankBuffers
 from torchrec_checknrun.dense.state_objects import StateObjects
-from torchrec_checknrun.format.chunk import BLOCK, COLLISIONS, ROWS, STATE, Entry
+from torchrec_checknrun.format.block_chunk import BlockHeader
+from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
 from torchrec_checknrun.format.state import SHARDED, is_sharded
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.dense_states import DenseStates
@@ -130,17 +131,17 @@ class ChainRestore:
 
     def load_chunk(self, chunk: ReadableChunk) -> None:
         """Load one chunk. Thread-safe for chunks of rows."""
-        kind = chunk.entry["kind"]
-        if kind == ROWS:
+        entry, header = chunk.stored.entry, chunk.stored.header
+        if isinstance(entry, RowsEntry):
             self._rows.load(chunk, self._dry_run)
-        elif kind == STATE:
-            self._states.load(chunk, self._dry_run)
-        elif kind == BLOCK:
+        elif isinstance(entry, StateEntry):
+            self._states.load(entry, chunk.payload(), self._dry_run)
+        elif isinstance(entry, CollisionsEntry):
+            self._collisions.load(entry, chunk.payload())
+        elif isinstance(header, BlockHeader):
             payload = chunk.payload()
             if not self._dry_run:
-                self._blocks.load(chunk.entry, payload)
-        elif kind == COLLISIONS:
-            self._collisions.load(chunk.entry, chunk.payload())
+                self._blocks.load(header, payload)
 
     @property
     def progress(self) -> dict[str, OptimizerClock]:
@@ -159,7 +160,8 @@ class ChainRestore:
 
     def _match(self) -> None:
         """Match the checkpoint's tables with the live ones, and make the live state ready."""
-        saved_tables = self._content.chain.head.tables
+        content = self._content
+        saved_tables = content.chain.head.tables
         self._saved_tables = {n: TableShape(t.rows, t.dim) for n, t in saved_tables.items()}
         self._shards: list[LocalShard] = []
         self._tables: dict[str, TableShape]
@@ -170,10 +172,12 @@ class ChainRestore:
         match = match_tables(self._tables, self._saved_tables, self._fit)
         self._targets = match.target
         self.converted, self.skipped = match.resized, match.skipped
-        self._rows = RowRestore(self._content, match.target, self._fit)
-        self._saved_blocks = saved_blocks(self._entries(BLOCK))
+        self._rows = RowRestore(content, match.target, self._fit)
+        self._saved_blocks = saved_blocks(
+            {c.key: c.header for c in content.chunks[-1] if isinstance(c.header, BlockHeader)}
+        )
         self._states = StateRestore(
-            self._content,
+            content,
             self._state_dict,
             self._saved_blocks,
             self._fit,
@@ -209,13 +213,9 @@ class ChainRestore:
         )
         check_names(wanted, {old: new for old, new in self._targets.items() if old != new})
         keys = self._blocks.plan(where, self._state_dict, sharded, self._objects)
-        modules = self._entries(COLLISIONS)
+        head = self._content.chunks[-1]
+        modules = {c.key: c.entry for c in head if isinstance(c.entry, CollisionsEntry)}
         return keys + self._collisions.plan(modules, self._blocks.blocks(), where)
-
-    def _entries(self, kind: str) -> dict[str, Entry]:
-        """Return the index entries of the head's chunks of one kind, by the chunks' keys."""
-        chunks = self._content.chunks[-1]
-        return {chunk.key: chunk.entry for chunk in chunks if chunk.entry["kind"] == kind}
 
     def _mark(self) -> None:
         """Mark all that may be written, for every tracker; start this tracker's marks over."""

@@ -48,7 +48,7 @@ class RowRestore:
         self._targets = targets
         self._fit = fit
         self._headers = [
-            {chunk.key: chunk.header for chunk in chunks if chunk.header is not None}
+            {chunk.key: chunk.header for chunk in chunks if isinstance(chunk.header, RowsHeader)}
             for chunks in content.chunks
         ]
         self.states: dict[str, set[str]] = {into: set() for into in targets.values()}
@@ -126,8 +126,8 @@ class RowRestore:
         Args:
             dry_run: read and decode all rows, but change nothing.
         """
-        header, age, into = self._planned[chunk.key]
-        in_order = self._comes_in_order(chunk.key)
+        header, age, into = self._planned[chunk.stored.key]
+        in_order = self._comes_in_order(chunk.stored.key)
         if not (dry_run or in_order) and all(self._has(i, header) for i in into):
             return
         rows = StoredRows(header, chunk.payload())

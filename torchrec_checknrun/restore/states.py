@@ -18,13 +18,13 @@ from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.block_chunk import Path
-from torchrec_checknrun.format.chunk import STATE, decode_state_chunk, state_tree
-from torchrec_checknrun.format.reader import StoredChunk
+from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.state import Tree, is_sharded, tree_items
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, write_whole
 from torchrec_checknrun.restore.blocks import SavedBlocks
-from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
+from torchrec_checknrun.restore.chunks import ChainContent
 from torchrec_checknrun.restore.content_tree import conversions, tensor_paths, with_blocks
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.state_fit import check_state, common_state, merge_state
@@ -79,10 +79,10 @@ class StateRestore:
         self._rank, self._world = 0, 1
         if dist.is_initialized():
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._chunks: dict[str, dict[int | None, StoredChunk]] = {}
+        self._chunks: dict[str, dict[int | None, tuple[str, Tree]]] = {}  # keys and trees
         for chunk in content.chunks[-1]:
-            if chunk.entry["kind"] == STATE:
-                self._chunks.setdefault(chunk.entry["name"], {})[chunk.entry["rank"]] = chunk
+            if isinstance(entry := chunk.entry, StateEntry):
+                self._chunks.setdefault(entry.name, {})[entry.rank] = chunk.key, entry.tree
         self._model_content: dict[str, Any] | None = None
         self._read: dict[str, list[Any]] = {}
         self._by_blocks: frozenset[int] = frozenset()
@@ -101,8 +101,8 @@ class StateRestore:
             return
         trees = {}
         for name, by_rank in self._chunks.items():
-            chunk = by_rank.get(None) or by_rank.get(self._rank) or next(iter(by_rank.values()))
-            trees[name] = with_blocks(state_tree(chunk.entry), name, self._saved)
+            _, tree = by_rank.get(None) or by_rank.get(self._rank) or next(iter(by_rank.values()))
+            trees[name] = with_blocks(tree, name, self._saved)
         resized = self._head.world_size != self._world
         self._state_dict.update(self._optimizers.fit(trees, tables, self._fit.strict, resized))
 
@@ -114,8 +114,8 @@ class StateRestore:
         if not isinstance(model, dict) or BUFFERS not in self._head.states:
             return
         names: dict[str | int, None] = {}
-        for chunk in self._chunks.get(BUFFERS, {}).values():
-            names |= dict.fromkeys(tree_items(state_tree(chunk.entry)))
+        for _, tree in self._chunks.get(BUFFERS, {}).values():
+            names |= dict.fromkeys(tree_items(tree))
         self._model_content = model
         self._state_dict[MODEL] = {k: v for k, v in model.items() if k not in names}
         self._state_dict[BUFFERS] = {k: v for k, v in model.items() if k in names}
@@ -135,8 +135,8 @@ class StateRestore:
         return {
             path
             for name, chunks in self._chunks.items()
-            for chunk in chunks.values()
-            for path in tensor_paths(state_tree(chunk.entry), (name,))
+            for _, tree in chunks.values()
+            for path in tensor_paths(tree, (name,))
         }
 
     def plan(
@@ -171,20 +171,19 @@ class StateRestore:
             for rank in saved_ranks:
                 if rank not in self._chunks.get(name, {}):
                     raise CorruptCheckpoint(f"{head.id} lacks state {name!r} of rank {rank}")
-                chunk = self._chunks[name][rank]
+                key, tree = self._chunks[name][rank]
                 if self._fit.strict and (len(saved_ranks) == 1 or name == BUFFERS):
-                    tree = with_blocks(state_tree(chunk.entry), name, self._saved)
-                    self._check(name, current, tree)
-                yield chunk.key
+                    self._check(name, current, with_blocks(tree, name, self._saved))
+                yield key
 
-    def load(self, chunk: ReadableChunk, dry_run: bool) -> None:
+    def load(self, entry: StateEntry, payload: memoryview, dry_run: bool) -> None:
         """Put a chunk's state into the live state dict.
 
         Args:
-            dry_run: read and decode the chunk, but change nothing.
+            dry_run: decode the chunk, but change nothing.
         """
-        name = chunk.entry["name"]
-        value = decode_state_chunk(chunk.entry, chunk.payload())
+        name = entry.name
+        value = decode_state_chunk(entry, payload)
         if dry_run:
             return
         head = self._head

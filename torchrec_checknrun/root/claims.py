@@ -12,9 +12,13 @@ import re
 import secrets
 import socket
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, to_builtins
+from msgspec.structs import replace
 
 from torchrec_checknrun.errors import (
     ClaimDamaged,
@@ -22,18 +26,7 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.checks import (
-    Check,
-    as_count,
-    as_flag,
-    as_measure,
-    as_text,
-    check_object,
-    list_of,
-    optional,
-    seal,
-    unseal,
-)
+from torchrec_checknrun.format.checks import Count, Measure, Record, Text, seal, unseal
 from torchrec_checknrun.store.folder import Folder
 
 FOLDER = "writers"
@@ -42,7 +35,8 @@ LEASE_SECONDS = 60.0
 """How long a writer on another machine is presumed alive after its last sign of life."""
 LAST_EPOCH = 10**18 - 1
 """The highest epoch that fits into a claim's name."""
-_LONGEST_LEASE = 86400.0
+_Lease = Annotated[float, Meta(gt=0, le=86400)]
+"""Seconds that a claim may last."""
 _NAME = re.compile(r"epoch-([0-9]{8}|[1-9][0-9]{8,17})\.json")
 _TEMPORARY = re.compile(r"\.(epoch-([0-9]{8,18})\.json|probe-[0-9a-f]+)\.[0-9a-f]+|probe-[0-9a-f]+")
 _MOST_BYTES = 1 << 24
@@ -51,8 +45,7 @@ _PAUSE = 0.05
 """Seconds before a claim that can't be read is read again."""
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(Record, frozen=True):
     """A process that trains.
 
     Attributes:
@@ -62,12 +55,12 @@ class Holder:
         pid, started: the process beyond doubt: its id, and its start in clock ticks since boot.
     """
 
-    run: str
-    attempt: int
-    host: str
-    machine: str
-    pid: int
-    started: int
+    run: Text
+    attempt: Count
+    host: Text
+    machine: Text
+    pid: Count
+    started: Count
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -106,8 +99,7 @@ class Holder:
         return f"process {self.pid} on {self.host} (run {self.run}, attempt {self.attempt})"
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(Record, frozen=True):
     """A writer's claim to a root for one epoch.
 
     Attributes:
@@ -122,15 +114,15 @@ class Claim:
             counts; None if there is none. Not part of the file.
     """
 
-    epoch: int
+    epoch: Count
     holder: Holder
-    seconds: float = LEASE_SECONDS
-    earlier: tuple[str, ...] | None = None
-    uses: tuple[str, ...] = ()
+    seconds: _Lease = LEASE_SECONDS
+    earlier: tuple[Text, ...] | None = None
+    uses: tuple[Text, ...] = ()
     released: bool = False
-    renewals: int = 0
-    idle: float = 0.0
-    before: Claim | None = field(default=None, compare=False)
+    renewals: Count = 0
+    idle: Measure = 0.0
+    before: Claim | None = None
 
     @property
     def name(self) -> str:
@@ -146,7 +138,7 @@ class Claim:
 
     def to_bytes(self) -> bytes:
         """Encode the claim's file."""
-        content = asdict(replace(self, before=None))
+        content = to_builtins(self)
         del content["before"]
         return seal("claim", content)
 
@@ -224,10 +216,10 @@ def read_claim(root: Folder, epoch: int) -> Claim:
         ValueError, CorruptCheckpoint: the claim is damaged.
     """
     data = (root / FOLDER).read(claim_name(epoch), 0, _MOST_BYTES + 1)
-    fields = check_object(unseal(data, "claim", _MOST_BYTES), _CLAIM)
-    if fields["epoch"] != epoch:
-        raise ValueError(f"the claim of epoch {fields['epoch']}, renamed or copied")
-    return Claim(**fields)
+    claim = unseal(data, Claim, _MOST_BYTES, frozenset({"before"}))
+    if claim.epoch != epoch:
+        raise ValueError(f"the claim of epoch {claim.epoch}, renamed or copied")
+    return claim
 
 
 def require_claim(root: Folder, id: str, epoch: int) -> None:
@@ -313,28 +305,6 @@ def _read_claims(root: Folder, every: bool) -> Claims:
     if undecided is None:
         undecided = tuple(damaged)
     return Claims(root, latest, damaged, undecided, max(numbers, default=0))
-
-
-def _as_lease(value: object) -> float:
-    seconds = as_measure(value)
-    if not 0 < seconds <= _LONGEST_LEASE:
-        raise ValueError(f"{seconds} is not a lease of 0 to {_LONGEST_LEASE:g} seconds")
-    return seconds
-
-
-_HOLDER: dict[str, Check] = {
-    **dict.fromkeys(("run", "host", "machine"), as_text),
-    **dict.fromkeys(("attempt", "pid", "started"), as_count),
-}
-_CLAIM: dict[str, Check] = {
-    **dict.fromkeys(("epoch", "renewals"), as_count),
-    "holder": lambda value: Holder(**check_object(value, _HOLDER)),
-    "seconds": _as_lease,
-    "idle": as_measure,
-    "released": as_flag,
-    "earlier": optional(lambda value: tuple(list_of(as_text)(value))),
-    "uses": lambda value: tuple(list_of(as_text)(value)),
-}
 
 
 @cache

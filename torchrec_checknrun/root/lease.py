@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from typing import ClassVar
+
+from msgspec.structs import replace
 
 from torchrec_checknrun.errors import CorruptCheckpoint, RootInUse, StorageFailed
 from torchrec_checknrun.root.claims import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from torchrec_checknrun.errors import ChainBroken, CorruptCheckpoint
-from torchrec_checknrun.format.checks import seal, unseal
+from torchrec_checknrun.format.checks import Record, Text, seal, unseal
 from torchrec_checknrun.format.manifest import Manifest, sequence_of
 from torchrec_checknrun.root.chain import walk
 from torchrec_checknrun.root.checkpoints import age, is_copy, read_manifest
@@ -225,6 +225,12 @@ def pin(root: Folder, id: str) -> None:
     write_pin(root, id)
 
 
+class Pin(Record, frozen=True):
+    """A pin's content: the id of the checkpoint that is kept."""
+
+    id: Text
+
+
 def write_pin(root: Folder, id: str) -> None:
     """Write a checkpoint's pin, replacing a damaged one."""
     (root / id).put(PINNED, seal("pin", {"id": id}))
@@ -251,7 +257,7 @@ def pin_problem(root: Folder, id: str) -> str | None:
     """
     try:
         data = (root / id).read(PINNED, 0, _MOST_BYTES + 1)
-        if unseal(data, "pin", _MOST_BYTES) == {"id": id}:
+        if unseal(data, Pin, _MOST_BYTES).id == id:
             return None
         what = "the pin of another checkpoint"
     except FileNotFoundError:

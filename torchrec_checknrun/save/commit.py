@@ -7,8 +7,9 @@ error on one rank is an error on all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import datetime, timezone
+
+from msgspec.structs import replace
 
 from torchrec_checknrun.errors import (
     CheckpointExists,

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 import xxhash
+from msgspec import to_builtins
 
 from torchrec_checknrun.dense.param_groups import OWNERS
 from torchrec_checknrun.dense.wrappers import WRAPPERS
-from torchrec_checknrun.format.chunk import STATE, EncodedChunk, Entry
+from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.entries import Entry, StateEntry
 from torchrec_checknrun.format.state import Tree, tree_items
 
 _WITH_BYTES = ("b", "x", "n")
@@ -49,15 +51,16 @@ class Digest:
     @classmethod
     def of(cls, chunk: EncodedChunk) -> Digest:
         """Digest a chunk: a state object's tree and payload, any other one's entry and bytes."""
-        if chunk.entry["kind"] != STATE:
-            digest = _plain_digest(chunk.entry, chunk.pieces)
+        entry = chunk.entry
+        if not isinstance(entry, StateEntry):
+            digest = _plain_digest(entry, chunk.pieces)
             return cls(digest, b"", digest)
         read = _reader([memoryview(piece) for piece in chunk.pieces])
-        parts = list(_parts(chunk.entry["tree"], read))
+        parts = list(_parts(entry.tree, read))
         digests = [digest for _, digest in parts]
         first = b"".join(digest[:_PART_BYTES] for digest in digests[:_MOST_PARTS])
         alike = digests
-        if OWNERS in tree_items(chunk.entry["tree"]):  # an optimizer's
+        if OWNERS in tree_items(entry.tree):  # an optimizer's
             alike = [d for path, d in parts if path.partition(".")[0] != WRAPPERS]
         return cls(_digest_of(digests), first, _digest_of(alike))
 
@@ -88,7 +91,7 @@ def _digest_of(digests: list[bytes]) -> bytes:
 
 
 def _plain_digest(entry: Entry, pieces: Sequence[Bytes]) -> bytes:
-    digest = xxhash.xxh3_128(_text(entry).encode())
+    digest = xxhash.xxh3_128(_text(to_builtins(entry)).encode())
     for piece in pieces:
         digest.update(piece)
     return digest.digest()

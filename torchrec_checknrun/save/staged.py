@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from torchrec_checknrun.codecs.quantization import TableEncoding
-from torchrec_checknrun.format.chunk import EncodedChunk, Entry
+from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.entries import Entry
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.native import can_copy, has_extension
 from torchrec_checknrun.save.memory import ALIGNMENT

@@ -8,16 +8,18 @@ checkpoint.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain as joined
 from itertools import groupby
+from typing import cast
 
 import numpy as np
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from torchrec_checknrun.codecs import Exact
 from torchrec_checknrun.errors import (
@@ -27,11 +29,21 @@ from torchrec_checknrun.errors import (
     RootInUse,
 )
 from torchrec_checknrun.format import row_ids
-from torchrec_checknrun.format.chunk import DECODED_BYTES, ROWS, EncodedChunk, Entry, Sections
+from torchrec_checknrun.format.checks import Options
+from torchrec_checknrun.format.chunk import DECODED_BYTES, EncodedChunk, Sections
+from torchrec_checknrun.format.entries import (
+    ExactSection,
+    GroupedOptions,
+    IdsSection,
+    RowsEntry,
+    Section,
+    WeightSection,
+    unwritten,
+)
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, new_id
 from torchrec_checknrun.format.rank_file import FileSummary, Job, add_totals, write_rank_file
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
-from torchrec_checknrun.format.row_chunk import RowsHeader
+from torchrec_checknrun.format.row_chunk import RowsHeader, add_exact
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.format.state import raw_bytes
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
@@ -201,12 +213,12 @@ class _Compaction:
         for chunks in reversed(content.chunks):
             for chunk in chunks:
                 header = chunk.header
-                if header is not None:
+                if isinstance(header, RowsHeader):
                     columns = header.rectangle.col_start, header.rectangle.col_stop
                     parts = self._parts.setdefault(header.table, {})
                     parts.setdefault(columns, []).append((chunk, header))
-                    self._bytes += chunk.entry["length"]
-        self._bytes += sum(c.entry["length"] for c in self._head if c.entry["kind"] != ROWS)
+                    self._bytes += chunk.entry.length
+        self._bytes += sum(c.entry.length for c in self._head if not isinstance(c.entry, RowsEntry))
         self._gone_through = 0
         for table, parts in self._parts.items():
             self._check(table, parts)
@@ -221,8 +233,9 @@ class _Compaction:
             for columns, chunks in parts.items():
                 yield from self._rows(table, columns, chunks)
         for chunk in self._head:
-            if chunk.entry["kind"] != ROWS:
-                yield _Job(self._copy(chunk, read_chunk(self._root, chunk)))
+            if not isinstance(chunk.entry, RowsEntry):
+                payload = read_chunk(self._root, chunk)
+                yield _Job(EncodedChunk(unwritten(chunk.entry), [payload]))
                 self._step(chunk)
 
     def _rows(
@@ -244,9 +257,9 @@ class _Compaction:
                 stored = StoredRows(header, payload)
                 new = done.add(stored.ids)
                 if new is None:
-                    yield _Job(self._copy(chunk, payload))
+                    yield _Job(EncodedChunk(unwritten(chunk.entry), [payload]))
                 elif len(new):
-                    yield _Job(select(stored, chunk.entry, new))
+                    yield _Job(select(stored, new))
             self._step(chunk)
         if not done.contains_range(0, rows):
             raise CorruptCheckpoint(
@@ -254,14 +267,8 @@ class _Compaction:
                 f"rows of {table}, columns {columns[0]} to {columns[1] - 1}: it is not full"
             )
 
-    def _copy(self, chunk: StoredChunk, payload: memoryview) -> EncodedChunk:
-        """Return a chunk as it was before it was written."""
-        of_storage = ("offset", "length", "checksum")
-        entry = {name: value for name, value in chunk.entry.items() if name not in of_storage}
-        return EncodedChunk(entry, [payload])
-
     def _step(self, chunk: StoredChunk) -> None:
-        self._gone_through += chunk.entry["length"]
+        self._gone_through += chunk.entry.length
         if self._progress is not None:
             self._progress(self._gone_through, self._bytes)
 
@@ -299,49 +306,61 @@ class _Compaction:
                 newer = set.intersection(*states, *([] if newer is None else [newer]))
 
 
-def select(stored: StoredRows, entry: Entry, chosen: np.ndarray) -> EncodedChunk:
+def select(stored: StoredRows, chosen: np.ndarray) -> EncodedChunk:
     """Return some rows of a chunk as a chunk that decodes to the same bits.
 
     Where the codec can't extract rows of a chunk, they are stored decoded; the entry still records
     their former width and error.
 
     Args:
-        entry: the chunk's index entry.
         chosen: ``(n,)`` int64, sorted: positions of the chosen rows, at least one.
 
     Raises:
         CorruptCheckpoint: the chunk can't be decoded.
     """
     ids, header = stored.ids[chosen], stored.header
-    entry = copy.deepcopy(entry)
-    for name in ("offset", "length", "checksum"):
-        entry.pop(name, None)
-    compressed = any(section.raw is not None for section in header.sections)
+    compressed = any(isinstance(s, Section) and s.raw is not UNSET for s in header.sections)
     sections = Sections(compressed and header.decoded_bytes <= DECODED_BYTES)
     ids_encoding, ids_bytes = row_ids.encode(ids)
     sections.pieces.append(ids_bytes)
-    entry |= {"first": int(ids[0]), "last": int(ids[-1]), "count": len(ids)}
-    entry["ids"] = {"encoding": ids_encoding, "bytes": len(ids_bytes)}
-    old = entry["weight"]
-    weight: Entry = {"dtype": old["dtype"], "value_bits": old["value_bits"]}
+    weight = _select_weight(stored, chosen, sections)
+    optimizer = []
+    for state in header.entry.optimizer:
+        part = sections.add(raw_bytes(stored.states[state.name].select(chosen).data))
+        optimizer.append(replace(state, bytes=part.bytes, raw=part.raw))
+    entry = replace(
+        unwritten(header.entry),
+        first=int(ids[0]),
+        last=int(ids[-1]),
+        count=len(ids),
+        ids=IdsSection(ids_encoding, len(ids_bytes)),
+        weight=weight,
+        optimizer=tuple(optimizer),
+    )
+    return EncodedChunk(entry, sections.pieces)
+
+
+def _select_weight(stored: StoredRows, chosen: np.ndarray, sections: Sections) -> WeightSection:
+    """Append chosen rows' weights; return their part of the index entry."""
+    old = stored.header.entry.weight
     encoded = stored.select(chosen)
     if encoded is None:
-        values = stored.rows(chosen).weight
-        weight |= {"codec": Exact().spec(), **sections.add(raw_bytes(values))}
-    else:
-        weight |= {"codec": old["codec"], **sections.add(raw_bytes(encoded.data))}
-        if encoded.parameters:
-            weight["parameters"] = encoded.parameters
-        if len(encoded.exceptions):
-            positions = encoded.exceptions.astype("<u4").tobytes()
-            exact = sections.add(positions + bytes(raw_bytes(encoded.exact)))
-            weight["exceptions"] = {"rows": len(encoded.exceptions), **exact}
-    entry["weight"] = weight
-    for state in entry["optimizer"]:
-        for name in ("bytes", "raw"):
-            state.pop(name, None)
-        state |= sections.add(raw_bytes(stored.states[state["name"]].select(chosen).data))
-    return EncodedChunk(entry, sections.pieces)
+        part = sections.add(raw_bytes(stored.rows(chosen).weight))
+        spec = cast(Options, Exact().spec())
+        new = replace(old, codec=spec, parameters=UNSET, exceptions=UNSET)
+        return replace(new, bytes=part.bytes, raw=part.raw)
+    part = sections.add(raw_bytes(encoded.data))
+    exact: ExactSection | UnsetType = UNSET
+    if len(encoded.exceptions):
+        data = encoded.exceptions.astype("<u4").tobytes() + bytes(raw_bytes(encoded.exact))
+        exact = add_exact(sections, len(encoded.exceptions), data)
+    return replace(
+        old,
+        bytes=part.bytes,
+        raw=part.raw,
+        parameters=cast(GroupedOptions, encoded.parameters) or UNSET,
+        exceptions=exact,
+    )
 
 
 def _manifest(chain: Chain, name: str, epoch: int, summaries: list[FileSummary]) -> Manifest:

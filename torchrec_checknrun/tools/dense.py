@@ -15,8 +15,9 @@ import torch
 
 from torchrec_checknrun.boxes import Box, tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.format.block_chunk import BlockHeader, block_header, decode_block, name_of
-from torchrec_checknrun.format.chunk import BLOCK, STATE, decode_state_chunk
+from torchrec_checknrun.format.block_chunk import BlockHeader, decode_block, name_of
+from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.store.folder import Folder
 
@@ -44,17 +45,15 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
     for problem in piece_problems(chunks):  # before memory of their size is taken
         raise CorruptCheckpoint(problem)
     for chunk in chunks:
-        entry = chunk.entry
-        if entry["kind"] == STATE:
+        entry, header = chunk.entry, chunk.header
+        if isinstance(entry, StateEntry):
             content = decode_state_chunk(entry, read_chunk(root, chunk))
-            name = str(entry["name"])
-            prefix = name if entry["rank"] is None else f"{name}.rank{entry['rank']}"
+            prefix = entry.name if entry.rank is None else f"{entry.name}.rank{entry.rank}"
             for key, value in _leaves(content, "" if prefix == MODEL else prefix):
                 if key in found:
                     raise IncompatibleCheckpoint(_TWICE.format(chunk.checkpoint, key))
                 found[key] = value
-        elif entry["kind"] == BLOCK:
-            header = block_header(entry)
+        elif isinstance(header, BlockHeader):
             key = _key(header)
             if key not in pieces:
                 pieces[key] = torch.zeros(header.size, dtype=header.dtype, device="cpu")
@@ -69,9 +68,8 @@ def piece_problems(chunks: Iterable[StoredChunk]) -> Iterator[str]:
     """Yield a line for each sharded tensor with missing, duplicate or mismatched pieces."""
     pieces: dict[str, list[tuple[StoredChunk, BlockHeader]]] = {}
     for chunk in chunks:
-        if chunk.entry["kind"] == BLOCK:
-            header = block_header(chunk.entry)
-            pieces.setdefault(_key(header), []).append((chunk, header))
+        if isinstance(chunk.header, BlockHeader):
+            pieces.setdefault(_key(chunk.header), []).append((chunk, chunk.header))
     for of_tensor in pieces.values():
         name = name_of((_key(of_tensor[0][1]),))
         chunk, first = of_tensor[0]

@@ -57,7 +57,7 @@ def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -
     for chunks in reversed(content.chunks):
         for chunk in chunks:
             header = chunk.header
-            if header is not None and header.table == table:
+            if isinstance(header, RowsHeader) and header.table == table:
                 columns = header.rectangle.col_start, header.rectangle.col_stop
                 parts.setdefault(columns, []).append((chunk, header))
     rows = content.chain.head.tables[table].rows

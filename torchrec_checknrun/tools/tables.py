@@ -18,6 +18,7 @@ import torch
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
+from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.rows import RowRestore
@@ -53,7 +54,7 @@ class ChunkCache:
         if chunk.key in self._held:
             self._held.move_to_end(chunk.key)
             return self._held[chunk.key]
-        while self._held and self._bytes + chunk.entry["length"] > self._most:
+        while self._held and self._bytes + chunk.entry.length > self._most:
             self._bytes -= len(self._held.popitem(last=False)[1])
         payload = read_chunk(self._root, chunk)
         self._held[chunk.key] = payload
@@ -85,7 +86,7 @@ class TableReader:
             tuple(
                 (chunk, chunk.header)
                 for chunk in chunks
-                if chunk.header is not None and chunk.header.table == table
+                if isinstance(chunk.header, RowsHeader) and chunk.header.table == table
             )
             for chunks in content.chunks
         )
@@ -196,7 +197,7 @@ class TableReader:
         chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
         for key in rows.plan(shards, None):
             read = partial(self._cache.read, chunks[key])
-            rows.load(ReadableChunk(key, chunks[key].entry, read, nullcontext()), dry_run=False)
+            rows.load(ReadableChunk(chunks[key], read, nullcontext()), dry_run=False)
         rows.finish(dry_run=False)
 
     def _within(self, start: int, stop: int) -> tuple[tuple[StoredChunk, ...], ...]:

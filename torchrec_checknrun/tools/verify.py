@@ -18,13 +18,13 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.block_chunk import block_header, decode_block
-from torchrec_checknrun.format.chunk import BLOCK, COLLISIONS, ROWS, STATE, decode_state_chunk
-from torchrec_checknrun.format.collision_chunk import collision_facts
+from torchrec_checknrun.format.block_chunk import BlockHeader, decode_block
+from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import read_footer
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_indexes
-from torchrec_checknrun.format.row_chunk import rows_header
+from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import table_problems
 from torchrec_checknrun.root.chain import check_sizes, resolve
@@ -193,8 +193,8 @@ class _Verification:
         )  # only then is a bit for each row worth its memory
         sound = 0
         # Sorted by table, so that bits of one table are held at a time.
-        by_table = sorted(chunks, key=lambda chunk: str(chunk.entry.get("table", "")))
-        for name, of_table in groupby(by_table, lambda chunk: str(chunk.entry.get("table", ""))):
+        by_table = sorted(chunks, key=_table_of)
+        for name, of_table in groupby(by_table, _table_of):
             part = list(of_table)
             table = manifest.tables[name].rows if full and name in manifest.tables else None
             held = _Held(part, table)
@@ -208,8 +208,8 @@ class _Verification:
                     raise
                 except (CheckNRunError, StorageFailed) as error:
                     problems.append(f"{manifest.id}/{chunk.file}, chunk {chunk.number}: {error}")
-                self._step(chunk.entry["length"])
-        self._step(manifest.stored_bytes - sum(chunk.entry["length"] for chunk in chunks))
+                self._step(chunk.entry.length)
+        self._step(manifest.stored_bytes - sum(chunk.entry.length for chunk in chunks))
         problems += [*_gaps(manifest, chunks), *gaps, *piece_problems(chunks)]
         problems += [*self._other_kinds(manifest, chunks), *_missing_states(manifest, chunks)]
         return Verified(manifest.id, manifest.stored_bytes, sound, tuple(problems))
@@ -222,10 +222,11 @@ class _Verification:
         kinds = dict(self._kinds[manifest.id])
         told = set()
         for chunk in chunks:
-            if chunk.entry["kind"] != ROWS:
+            entry = chunk.entry
+            if not isinstance(entry, RowsEntry):
                 continue
-            name, dtype = chunk.entry["table"], chunk.entry["weight"]["dtype"]
-            states = frozenset(state["name"] for state in chunk.entry["optimizer"])
+            name, dtype = entry.table, entry.weight.dtype
+            states = frozenset(state.name for state in entry.optimizer)
             known = kinds.setdefault(name, _Kinds(dtype, states))
             if not known.states:
                 known = kinds[name] = _Kinds(known.dtype, states)
@@ -260,7 +261,8 @@ class _Held:
         self._cuts: list[int] = []
         self._done: dict[int, DoneRows] = {}
         if rows is not None:
-            self._cuts = sorted({cut for chunk in chunks for cut in chunk.entry["columns"]})
+            entries = [chunk.entry for chunk in chunks if isinstance(chunk.entry, RowsEntry)]
+            self._cuts = sorted({cut for entry in entries for cut in entry.columns})
 
     def add(self, chunk: StoredChunk, ids: np.ndarray) -> None:
         """Add a chunk's rows.
@@ -268,9 +270,10 @@ class _Held:
         Raises:
             CorruptCheckpoint: some rows are there already, so that as many others are missing.
         """
-        if self._rows is None:
+        entry = chunk.entry
+        if self._rows is None or not isinstance(entry, RowsEntry):
             return
-        first, last = chunk.entry["columns"]
+        first, last = entry.columns
         again = False
         for start in self._cuts[bisect_left(self._cuts, first) : bisect_left(self._cuts, last)]:
             if start not in self._done:
@@ -278,7 +281,7 @@ class _Held:
             again |= self._done[start].add(ids) is not None
         if again:
             raise CorruptCheckpoint(
-                f"the chunk holds rows of {chunk.entry['table']}, columns {first} to {last - 1}, "
+                f"the chunk holds rows of {entry.table}, columns {first} to {last - 1}, "
                 "that are in another chunk as well, so that others are missing: "
                 f"{chunk.checkpoint} is not full"
             )
@@ -297,8 +300,9 @@ def _missing_states(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterat
     """Yield state objects that a manifest lists and no chunk holds."""
     ranks: dict[str, set[int | None]] = {name: set() for name in manifest.states}
     for chunk in chunks:
-        if chunk.entry["kind"] == STATE and chunk.entry["name"] in ranks:
-            ranks[chunk.entry["name"]].add(chunk.entry["rank"])
+        entry = chunk.entry
+        if isinstance(entry, StateEntry) and entry.name in ranks:
+            ranks[entry.name].add(entry.rank)
     for name, of_ranks in ranks.items():
         if not manifest.states[name]:
             if None not in of_ranks:
@@ -311,19 +315,22 @@ def _missing_states(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterat
 
 def _decode(chunk: StoredChunk, payload: memoryview) -> np.ndarray | None:
     """Decode a whole chunk; return the row ids of a chunk of rows, else None."""
-    entry = chunk.entry
-    if entry["kind"] == ROWS:
-        rows = StoredRows(rows_header(entry), payload)
+    entry, header = chunk.entry, chunk.header
+    if isinstance(header, RowsHeader):
+        rows = StoredRows(header, payload)
         for _ in rows.blocks(slice(0, rows.header.count)):
             pass
         return rows.ids
-    if entry["kind"] == BLOCK:
-        decode_block(block_header(entry), payload)
-        return None
-    if entry["kind"] == COLLISIONS:
-        collision_facts(entry)
-    decode_state_chunk(entry, payload)
+    if isinstance(header, BlockHeader):
+        decode_block(header, payload)
+    if isinstance(entry, (StateEntry, CollisionsEntry)):
+        decode_state_chunk(entry, payload)
     return None
+
+
+def _table_of(chunk: StoredChunk) -> str:
+    """Return a chunk's table; an empty string if the chunk holds no rows."""
+    return chunk.entry.table if isinstance(chunk.entry, RowsEntry) else ""
 
 
 def _gaps(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
@@ -332,20 +339,20 @@ def _gaps(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
         ends = 0
         for chunk in chunks:
             if chunk.file == file.name:
-                if chunk.entry["offset"] != ends:
+                if chunk.entry.offset != ends:
                     yield (
                         f"{manifest.id}/{file.name}: chunk {chunk.number} begins at "
-                        f"{chunk.entry['offset']}, the one before ends at {ends}"
+                        f"{chunk.entry.offset}, the one before ends at {ends}"
                     )
-                ends = chunk.entry["offset"] + chunk.entry["length"]
+                ends = chunk.entry.offset + chunk.entry.length
         if ends != file.index_offset:
             yield f"{manifest.id}/{file.name}: {file.index_offset - ends} bytes are of no chunk"
     stored = dict.fromkeys(manifest.tables, 0)
     for chunk in chunks:
-        if chunk.entry["kind"] == ROWS:
-            first, last = chunk.entry["columns"]
-            name = chunk.entry["table"]
-            stored[name] = stored.get(name, 0) + chunk.entry["count"] * (last - first)
+        entry = chunk.entry
+        if isinstance(entry, RowsEntry):
+            first, last = entry.columns
+            stored[entry.table] = stored.get(entry.table, 0) + entry.count * (last - first)
     for name, values in stored.items():
         table = manifest.tables.get(name)
         if table is None or table.stored_values != values:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.unit import chains
 from tests.unit.chains import TABLE, Job, Part, new_root, write
 from tests.unit.cli.exported import WHOLE, assert_loads, newest_id
+from tests.unit.entries import block_of, fields
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import state_chunk
+from torchrec_checknrun.format.entries import parse_entry
 from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.format.reader import StoredChunk, read_indexes
 from torchrec_checknrun.format.state import encode_state
@@ -89,12 +93,14 @@ def test_two_values_of_one_name_are_refused() -> None:
 def test_pieces_that_make_up_no_whole_are_refused(number: int, change: dict[str, object]) -> None:
     root = new_root()
     chunks = dense_chunks(root, {})
-    pieces = [chunk for chunk in chunks if chunk.entry["kind"] == "block"]
+    pieces = [chunk for chunk in chunks if fields(chunk)["kind"] == "block"]
     assert list(piece_problems(pieces)) == []
     if "size" in change:
         pieces = pieces[1:]
         number = 0
-    pieces[number].entry.update(change)
+    document = json.loads(json.dumps({**fields(pieces[number]), **change}))
+    entry = parse_entry(document)
+    pieces[number] = dataclasses.replace(pieces[number], entry=entry, header=block_of(entry))
     assert 1 <= len(list(piece_problems(pieces))) <= 2
     with pytest.raises(CorruptCheckpoint, match=r"pieces (of ec\.remapped )?are"):
         read_dense(root, tuple(pieces))

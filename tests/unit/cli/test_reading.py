@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.examples import examples
 from tests.unit.chains import (
@@ -204,7 +205,7 @@ def test_memory_of_the_cache_is_bounded() -> None:
     root = new_root()
     head = write(root, 100, [Part(WHOLE, list(range(100)), 10)])
     chunks = content_of(root, head.id).chunks[0][:10]
-    cache = ChunkCache(root, 3 * chunks[0].entry["length"])
+    cache = ChunkCache(root, 3 * chunks[0].entry.length)
     for chunk in chunks:
         cache.read(chunk)
     assert len(cache._held) == 3

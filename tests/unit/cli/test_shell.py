@@ -9,11 +9,11 @@ import string
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
+from msgspec.structs import replace
 from typer.core import TyperCommand
 
 from tests.unit.chains import chain_of_three, new_root, put_manifest

@@ -84,7 +84,7 @@ def test_the_budget_is_kept_over_all_tables(seed: int, budget: float, tables: in
     found = constants([survey(snapshots[::2], quantization), survey(snapshots[1::2], quantization)])
     constant = found[(None, budget)]
     assert constant is not None
-    codec = ImportanceWeighted(mean_bits=budget).at(constant)
+    codec = ImportanceWeighted(mean_bits=budget, constant=constant)
     assert mean_bits(snapshots, codec) == pytest.approx(budget, abs=0.1)
 
 
@@ -113,7 +113,7 @@ def test_the_budget_is_of_the_rows_that_are_written() -> None:
     found = constants([survey(snapshots, quantization)])
     constant = found[(None, 3)]
     assert constant is not None
-    codec = ImportanceWeighted(mean_bits=3).at(constant)
+    codec = ImportanceWeighted(mean_bits=3, constant=constant)
     assert mean_bits(snapshots[:1], codec) == pytest.approx(3, abs=0.1)
 
 
@@ -149,7 +149,7 @@ def test_rows_never_trained_get_the_least_width() -> None:
     counts = ImportanceSurvey()
     counts.add(snapshot.shard.weight, snapshot.shard.optimizer["momentum1"])
     codec = ImportanceWeighted(mean_bits=3)
-    codec = codec.at(counts.constant_for_budget(3))
+    codec = codec.settle(counts)
     assert (widths(snapshot, codec)[1000:] == 2).all()
     assert mean_bits([snapshot], codec) == pytest.approx(3, abs=0.1)
 

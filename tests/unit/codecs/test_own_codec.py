@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.unit.entries import decode_rows, header_of
 from tests.unit.tracked_model import ROWS, make_model, table
 from torchrec_checknrun import Quantization, codecs
 from torchrec_checknrun.codecs import (
@@ -35,8 +36,7 @@ from torchrec_checknrun.codecs import (
 )
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import UnsupportedFormat
-from torchrec_checknrun.format.row_chunk import encode_rows, rows_header
-from torchrec_checknrun.format.row_reader import decode_rows
+from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.save.plan import survey
 from torchrec_checknrun.save.snapshot import ShardSnapshot
 from torchrec_checknrun.save.staging import encoded_while_staged
@@ -137,7 +137,7 @@ def test_a_chunk_is_read_by_a_codec_that_only_has_what_every_codec_must_have() -
     encoding = choice.for_table(local.table, local.shape.rows)
     assert choice.widths({local.table: 50}) == {local.table: 16}
     chunk = encode_rows(local.block(torch.arange(50)), encoding)
-    header = rows_header(chunk.entry)
+    header = header_of(chunk.entry)
     assert isinstance(header.codec, Coarse)
     assert header.codec.spec() == Coarse().spec()
     rows = decode_rows(chunk.entry, b"".join(bytes(piece) for piece in chunk.pieces))

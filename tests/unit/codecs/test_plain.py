@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from torchrec_checknrun.codecs import codec_from_spec
 from torchrec_checknrun.codecs.plain import Bf16, Fp16, Narrow
 from torchrec_checknrun.errors import UnsupportedFormat
 
@@ -179,13 +180,12 @@ def test_data_of_another_size(codec: Narrow, size: int) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_spec_makes_the_same_codec(codec: Narrow) -> None:
     assert codec.spec() == {"name": codec.name, "version": 1}
-    again = type(codec).from_spec(codec.spec())
+    again = codec_from_spec(codec.spec())
     assert again.spec() == codec.spec()
     assert again.lossy
-    assert not again.needs_base
     assert again.value_bits == 16
     with pytest.raises(UnsupportedFormat, match="version 2"):
-        type(codec).from_spec({"name": codec.name, "version": 2})
+        codec_from_spec({"name": codec.name, "version": 2})
 
 
 @pytest.mark.gpu

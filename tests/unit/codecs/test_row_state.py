@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from tests.examples import examples
 from torchrec_checknrun.codecs.row_state import (
@@ -18,7 +19,8 @@ from torchrec_checknrun.codecs.row_state import (
 )
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-POSITIVE = st.floats(2.0**-149, float(np.finfo(np.float32).max), width=32)
+FLOAT_MAX = float(np.finfo(np.float32).max)
+POSITIVE = st.floats(2.0**-149, FLOAT_MAX, width=32)
 STATE = st.one_of(
     st.lists(st.one_of(st.just(0.0), POSITIVE), max_size=40),
     st.lists(
@@ -42,8 +44,8 @@ def round_trip(values: torch.Tensor, scheme: str) -> tuple[torch.Tensor, str]:
     assert data.dim() == 1
     assert data.device.type == "cpu"
     parameters = json.loads(json.dumps(parameters, allow_nan=False))
-    assert len(data) == len(values) * state_row_bytes(parameters, values.dtype)
-    decoded = decode_row_state(data, parameters, len(values), values.dtype)
+    assert len(data) == len(values) * state_row_bytes(parameters, values.shape, values.dtype)
+    decoded = decode_row_state(data, parameters, values.shape, values.dtype)
     assert decoded.dtype == values.dtype
     assert decoded.shape == values.shape
     return decoded, parameters["scheme"]
@@ -112,6 +114,105 @@ def test_log8_of_what_log8_gave_changes_nothing(state: list[float], dtype: torch
     assert torch.equal(round_trip(once, "log8")[0], once)
 
 
+MOMENTS = hnp.arrays(
+    np.float32,
+    st.tuples(st.integers(1, 6), st.integers(2, 40)),
+    elements=st.one_of(
+        st.just(0.0),
+        st.floats(-(2.0**6), 2.0**6, width=32),
+        st.floats(-FLOAT_MAX, FLOAT_MAX, width=32),
+        st.floats(-(2.0**-120), 2.0**-120, width=32, allow_subnormal=True),
+    ),
+)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(MOMENTS, st.booleans())
+@example(np.array([[2.0**-149, FLOAT_MAX]], np.float32), True)
+@example(np.array([[2.0**-149, -FLOAT_MAX]], np.float32), False)
+@example(np.full((2, 3), 2.0**-149, np.float32), True)
+def test_rowlog8_is_within_its_bound(moments: np.ndarray, squared: bool) -> None:
+    values = torch.from_numpy(np.abs(moments) if squared else moments)
+    decoded, stored = round_trip(values, "rowlog8")
+    assert stored == "rowlog8"
+    before, after = values.double(), decoded.double()
+    signed = bool((values < 0).any())
+    scale = before.abs().amax(dim=1, keepdim=True).clamp(min=2.0**-93)
+    error = (after - before).abs()
+    assert bool(
+        ((error <= 0.048 * before.abs()) | (error <= scale * 2.0 ** (-16 if signed else -32))).all()
+    )
+    assert bool((after * before >= 0).all())
+    largest = (before.abs() == scale).nonzero(as_tuple=True)
+    assert torch.equal(after[largest], before[largest])
+    assert bool((after[before == 0] == 0).all())
+    if not signed:
+        assert bool((after[before > 0] > 0).all())
+    assert torch.equal(round_trip(decoded, "rowlog8")[0], decoded)
+
+
+def test_rowlog8_of_rows_apart() -> None:
+    """Store a row alike with any other rows, so that rows can move between chunks."""
+    values = adagrad_state(6400).view(100, 64)
+    whole, _ = round_trip(values, "rowlog8")
+    parts = [round_trip(part, "rowlog8")[0] for part in values.split(7)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert float(((whole - values)[whole > 0] / whole[whole > 0]).abs().median()) < 0.03
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([[1.0, float("nan")]]),
+        torch.tensor([[1.0, -float("inf")]]),
+        torch.ones(3, 2, dtype=torch.float64),
+        torch.ones(3, 2, dtype=torch.bfloat16),
+        torch.ones(3, 2, dtype=torch.int64),
+        torch.ones(3, 1),  # a scale would take more bytes than the codes save
+        torch.ones(0, 4),
+    ],
+    ids=lambda values: f"{values.dtype}-{tuple(values.shape)}",
+)
+def test_pointwise_state_that_rowlog8_leaves_alone(values: torch.Tensor) -> None:
+    decoded, stored = round_trip(values, "rowlog8")
+    assert stored == "fp32"
+    assert bits(decoded) == bits(values)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "log8"])
+def test_pointwise_state_stays_exact_under(scheme: str) -> None:
+    values = adagrad_state(60).view(20, 3)
+    decoded, stored = round_trip(values, scheme)
+    assert stored == "fp32"
+    assert torch.equal(decoded, values)
+
+
+@pytest.mark.parametrize(
+    ("signed", "scale", "dtype"),
+    [
+        *((flag, 1.0, torch.float32) for flag in (None, 1, "true")),
+        *((False, bad, torch.float32) for bad in (math.nan, math.inf, 0.0, -1.0, 2.0**-94)),
+        (False, 1.0, torch.float16),
+    ],
+)
+def test_damaged_rowlog8(signed: object, scale: float, dtype: torch.dtype) -> None:
+    data, parameters = encode_row_state(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "rowlog8")
+    data[8:] = torch.tensor([scale]).view(torch.uint8)
+    with pytest.raises(ValueError, match="rowlog8"):
+        decode_row_state(data, {**parameters, "signed": signed}, (2, 2), dtype)
+    with pytest.raises(ValueError, match="take 12 bytes, not 11"):
+        decode_row_state(data[1:], parameters, (2, 2), torch.float32)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_any_bytes_of_rowlog8_are_finite(signed: bool) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    data = torch.cat((codes, torch.tensor([FLOAT_MAX]).view(torch.uint8)))
+    found = decode_row_state(data, {"scheme": "rowlog8", "signed": signed}, (1, 256), torch.float32)
+    assert bool(found.isfinite().all())
+    assert found[0, 127 if signed else 255] == FLOAT_MAX
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "log8"])
 def test_ten_passes_add_nothing(scheme: str) -> None:
     first, stored = round_trip(adagrad_state(5000), scheme)
@@ -154,7 +255,7 @@ def test_what_a_scheme_would_destroy_is_stored_exactly(scheme: str, value: float
 @pytest.mark.parametrize("scheme", STATE_SCHEMES)
 def test_zeros_and_signs_of_zero(scheme: str) -> None:
     zeros, stored = round_trip(torch.zeros(9), scheme)
-    assert stored == scheme
+    assert stored == ("log8" if scheme == "rowlog8" else scheme)
     assert torch.equal(zeros, torch.zeros(9))
     signed, _ = round_trip(torch.tensor([-0.0, 2.0]), scheme)
     assert signed.tolist() == [0.0, 2.0]
@@ -192,18 +293,18 @@ def test_a_run_of_rows_is_decoded_alone(scheme: str, offset: int) -> None:
     """Decode a run of rows alone, from bytes at an odd address, too."""
     values = adagrad_state(100)
     data, parameters = encode_row_state(values, scheme)
-    whole = decode_row_state(data, parameters, 100, torch.float32)
-    size = state_row_bytes(parameters, torch.float32)
+    whole = decode_row_state(data, parameters, (100,), torch.float32)
+    size = state_row_bytes(parameters, (100,), torch.float32)
     moved = torch.cat([torch.zeros(offset, dtype=torch.uint8), data])
     part = moved[offset + 30 * size : offset + 70 * size]
-    assert torch.equal(decode_row_state(part, parameters, 40, torch.float32), whole[30:70])
+    assert torch.equal(decode_row_state(part, parameters, (40,), torch.float32), whole[30:70])
 
 
 @pytest.mark.parametrize("scheme", STATE_SCHEMES)
 def test_decoding_gives_memory_of_its_own(scheme: str) -> None:
     values = adagrad_state(10)
     data, parameters = encode_row_state(values.clone(), scheme)
-    decoded = decode_row_state(data, parameters, 10, torch.float32)
+    decoded = decode_row_state(data, parameters, (10,), torch.float32)
     kept = decoded.clone()
     data.zero_()
     assert torch.equal(decoded, kept)
@@ -211,7 +312,7 @@ def test_decoding_gives_memory_of_its_own(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["fp16", "exact", "", "LOG8"])
 def test_unknown_schemes_are_refused(scheme: str) -> None:
-    with pytest.raises(ValueError, match="fp32, bf16, log8"):
+    with pytest.raises(ValueError, match="fp32, bf16, log8, rowlog8"):
         encode_row_state(torch.ones(3), scheme)
 
 
@@ -241,7 +342,7 @@ def test_damaged_parameters_are_refused(
     parameters: dict[str, object], n: int, dtype: torch.dtype
 ) -> None:
     with pytest.raises(ValueError, match=r"stored as|range from"):
-        decode_row_state(torch.zeros(4, dtype=torch.uint8), parameters, n, dtype)
+        decode_row_state(torch.zeros(4, dtype=torch.uint8), parameters, (n,), dtype)
 
 
 @pytest.mark.gpu

@@ -80,44 +80,72 @@ def nested(depth: int, letter: str = "l") -> Any:
     return tree
 
 
-in_manifest("path_in_id", "id: .* is not a plain file name", id="../../etc")
+in_manifest("path_in_id", r"Expected `str` matching regex .* at `\$\.id`", id="../../etc")
 in_manifest("other_id", "it was moved or copied", id="elsewhere")
-in_manifest("parent_outside", "is not a plain file name", parent={"id": "../x", "checksum": "0"})
+in_manifest(
+    "parent_outside",
+    r"`str` matching regex .* at `\$\.parent\.id`",
+    parent={"id": "../x", "checksum": "0"},
+)
 in_manifest(
     "parent_is_absent", "needs gone, which can't be used", parent={"id": "gone", "checksum": "0"}
 )
-in_manifest("negative_step", "step: -1 is not a count", step=-1)
-in_manifest("huge_step", "step: .* is not a count", step=10**300)
+in_manifest("negative_step", r"Expected `int` >= 0 - at `\$\.step`", step=-1)
+in_manifest("huge_step", r"Expected `int` <= 9223372036854775807 - at `\$\.step`", step=10**300)
 in_manifest("no_time", "created_at: 'yesterday' is not ISO 8601", created_at="yesterday")
 in_manifest("local_time", "with a time zone", created_at="2024-02-03T04:05:06")
 in_manifest("other_sequence", "has sequence number 1", sequence=1)
 in_manifest("fractions_of_text", "earlier_fractions", earlier_fractions=["x"])
 in_manifest("unknown_field", "unknown fields", run_this="rm -rf /")
-in_manifest("states_of_numbers", "states: 1 is neither true nor false", states={"model": 1})
-in_table("negative_rows", "rows: -1 is not a count", rows=-1)
+in_manifest(
+    "states_of_numbers",
+    r"Expected `bool`, got `int` - at `\$\.states\[\.\.\.\]`",
+    states={"model": 1},
+)
+in_table("negative_rows", r"`int` >= 0 - at `\$\.tables\[\.\.\.\]\.rows`", rows=-1)
 in_table("other_rows", "hold different tables", rows=HUGE)
-in_table("huge_error", "error_mean: .* is not a finite number", error_mean=10**300)
-in_table("codec_tree", "codecs: .* is no", codecs=[{"name": [[[]]]}])
-in_rows("no_table", "table: 5 is not text", "table", value=5)
+in_table("huge_error", r"Expected `int` <= .* - at `\$\.tables.*\.error_mean`", error_mean=10**300)
+in_table("codec_tree", r"got `array` - at `\$\.tables.*\.codecs\[0\]", codecs=[{"name": [[[]]]}])
+in_rows("no_table", r"Expected `str`, got `int` - at `\$\.table`", "table", value=5)
 in_rows("huge_count", "rows in", "count", value=2**40)
-in_rows("negative_first", "first: -1 is not a count", "first", value=-1)
+in_rows("negative_first", r"Expected `int` >= 0 - at `\$\.first`", "first", value=-1)
 in_rows("outside_the_table", "of a table", "last", value=HUGE)
 in_rows("columns_turned", "of a table", "columns", value=[4, 0])
-in_rows("columns_of_three", "is not a pair", "columns", value=[0, 1, 2])
-in_rows("offset_before", "-8 is not a count", "offset", value=-8)
+in_rows("columns_of_three", r"length 2, got 3 - at `\$\.columns`", "columns", value=[0, 1, 2])
+in_rows("offset_before", r"Expected `int` >= 0 - at `\$\.offset`", "offset", value=-8)
 in_rows("offset_of_another", "begins at 7, but the previous one ends at 0", "offset", value=7)
 in_rows("length_of_a_terabyte", "more than the 2147483648 that are read", "length", value=2**40)
 in_rows("shorter_length", "the sections have", "length", value=8)
-in_rows("no_checksum", "is not an xxh3-64", "checksum", value=["x"])
+in_rows("no_checksum", r"Expected `str`, got `array` - at `\$\.checksum`", "checksum", value=["x"])
 in_rows("other_kind", "chunks of kind 'pickle' are unknown", "kind", value="pickle")
-in_rows("dtype_of_objects", "'object' is not a dtype of rows", "weight", "dtype", value="object")
+in_rows(
+    "dtype_of_objects",
+    r"enum value 'object' - at `\$\.weight\.dtype`",
+    "weight",
+    "dtype",
+    value="object",
+)
 in_rows("other_dtype", "was saved as torch.float64", "weight", "dtype", value="float64")
-in_rows("codec_is_a_list", "codec: .* is not a small object", "weight", "codec", value=[])
+in_rows(
+    "codec_is_a_list",
+    r"Expected `object`, got `array` - at `\$\.weight\.codec`",
+    "weight",
+    "codec",
+    value=[],
+)
 in_rows("codec_of_tomorrow", "codec 'eval' is unknown", "weight", "codec", value={"name": "eval"})
 in_rows("codec_bits", "bits must be one of", "weight", "codec", "bits", value=10**18)
 in_rows("exponent", "is no exponent", "weight", "parameters", value={"exponent": 2**62})
-in_rows("parameters_deep", "parameters: .* is no", "weight", "parameters", value={"a": {"b": {}}})
-in_rows("negative_bytes", "bytes: -1 is not a count", "weight", "bytes", value=-1)
+in_rows(
+    "parameters_deep",
+    r"got `object` - at `\$\.weight\.parameters",
+    "weight",
+    "parameters",
+    value={"a": {"b": {}}},
+)
+in_rows(
+    "negative_bytes", r"Expected `int` >= 0 - at `\$\.weight\.bytes`", "weight", "bytes", value=-1
+)
 in_rows("claims_to_unpack", "claims .* bytes, more than", "weight", "raw", value=2**40)
 in_rows(
     "more_exceptions", "exact rows of", "weight", "exceptions", value={"rows": 2**40, "bytes": 0}
@@ -127,7 +155,22 @@ in_rows("state_twice", "appears twice|the sections have", "optimizer", 1, "name"
 in_rows(
     "state_scheme", "is not stored as|log8", "optimizer", 0, "encoding", value={"scheme": "zip"}
 )
-in_rows("rowwise_of_text", "is neither true nor false", "optimizer", 0, "rowwise", value="no")
+in_rows(
+    "state_rowlog8",
+    "stored as rowlog8 take",
+    "optimizer",
+    1,
+    "encoding",
+    value={"scheme": "rowlog8"},
+)
+in_rows(
+    "rowwise_of_text",
+    r"Expected `bool`, got `str` - at `\$\.optimizer\[0\]\.rowwise`",
+    "optimizer",
+    0,
+    "rowwise",
+    value="no",
+)
 in_state("too_deep", "nested more than 100 deep", nested(101))
 in_state("recursion", "nested too deeply|nested more than 100 deep", nested(400))
 in_state("no_node", "is not a node", {"pickle": "x"})
@@ -136,12 +179,18 @@ in_state("key_twice", "key 'a' appears twice", {"d": [["a", {"v": 1}], ["a", {"v
 in_state("key_of_list", "is not a key with a node", {"d": [[["a"], {"v": 1}]]})
 in_state("huge_float", "is not a node", {"f": "0x1.0p+99999999999"})
 in_state("float_beyond", "too large a number", {"f": "0x1.0p+9999"})
-in_state("bytes_nowhere", "x: .* is not iterable", {"x": None, "dtype": "int8", "shape": [1]})
+in_state(
+    "bytes_nowhere",
+    r"Expected `array`, got `null` - at `\$\.x`",
+    {"x": None, "dtype": "int8", "shape": [1]},
+)
 in_state("outside", "ends at byte", {"b": [0, HUGE]})
-in_state("negative_offset", "-1 is not a count", {"b": [-1, 1]})
+in_state("negative_offset", r"Expected `int` >= 0 - at `\$\.b\[0\]`", {"b": [-1, 1]})
 in_state("empty_giant", "is too large", {"x": [0, 0], "dtype": "float32", "shape": [0, HUGE, HUGE]})
 in_state(
-    "negative_shape", "-2 is not a count", {"x": [0, 8], "dtype": "float32", "shape": [-2, -1]}
+    "negative_shape",
+    r"Expected `int` >= 0 - at `\$\.shape\[0\]`",
+    {"x": [0, 8], "dtype": "float32", "shape": [-2, -1]},
 )
 in_state("shape_bytes", "take .* bytes, not", {"x": [0, 8], "dtype": "float32", "shape": [HUGE]})
 in_state("many_dimensions", "is too large", {"x": [0, 8], "dtype": "int8", "shape": [1] * 5000})
@@ -191,15 +240,19 @@ in_block("of_no_size_but_giant", "is too large", size=[0, 2**62, 2**62])
 in_block("of_many_dimensions", "is too large", size=[1] * 5000)
 in_block("beyond", "is not within", part=[[0, 5], [0, 3], [0, 2]])
 in_block("turned", "is not within", part=[[2, 1], [0, 3], [0, 2]])
-in_block("negative", "-1 is not a count", part=[[-1, 1], [0, 3], [0, 2]])
+in_block(
+    "negative", r"Expected `int` >= 0 - at `\$\.part\[0\]\[0\]`", part=[[-1, 1], [0, 3], [0, 2]]
+)
 in_block("flat", "spans for 3 dimensions", part=[[0, 4]])
-in_block("of_triples", "too many values", part=[[0, 1, 2], [0, 3, 1], [0, 2, 1]])
+in_block(
+    "of_triples", r"length 2, got 3 - at `\$\.part\[0\]`", part=[[0, 1, 2], [0, 3, 1], [0, 2, 1]]
+)
 in_block("outside_its_shard", "is not within", shard=[[1, 3], [0, 3], [0, 2]])
 in_block("other_dtype", "bytes for", dtype="int8")
 in_block("dtype_of_objects", "dtype 'object'", dtype="object")
 in_block("without_a_path", "a path of 0 keys", path=[])
 in_block("deep_path", "a path of 5000 keys", path=["x"] * 5000)
-in_block("key_of_a_list", "path: .* is not text", path=["model", ["x"]])
+in_block("key_of_a_list", r"got `array` - at `\$\.path\[1\]`", path=["model", ["x"]])
 in_block("long_names", "of several sizes or types|are missing", path=["model", "x" * 4000])
 in_block("other_size", "several sizes or types", size=[4, 3, 9])
 
@@ -227,7 +280,7 @@ def a_file_twice(chain: list[Forged]) -> None:
     chain[-1].change_manifest(lambda manifest: manifest["files"].append(manifest["files"][0]))
 
 
-@named("is not a plain file name")
+@named(r"`str` matching regex .* at `\$\.files\[0\]\.name`")
 def a_file_elsewhere(chain: list[Forged]) -> None:
     chain[-1].change_manifest(lambda manifest: manifest["files"][0].update(name="/etc/passwd"))
 

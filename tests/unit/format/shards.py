@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 
 from torchrec_checknrun.codecs import Codec
 from torchrec_checknrun.codecs.quantization import TableEncoding
@@ -43,4 +44,4 @@ def make_shard(
 
 def stored(chunk: EncodedChunk) -> tuple[dict[str, Any], bytes]:
     """Return a chunk as read from storage: the entry through JSON, and the bytes."""
-    return json.loads(json.dumps(chunk.entry)), chunk.getvalue()
+    return json.loads(json.dumps(to_builtins(chunk.entry))), chunk.getvalue()

@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.unit.entries import decode_rows, decode_stored, fields, header_of
 from tests.unit.format.shards import encode, make_shard, stored
 from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, RowContext, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.format import row_values
-from torchrec_checknrun.format.chunk import decode_state_chunk, state_chunk
-from torchrec_checknrun.format.row_chunk import encode_rows, rows_header
-from torchrec_checknrun.format.row_reader import StoredRows, decode_rows
+from torchrec_checknrun.format.chunk import state_chunk
+from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 
@@ -71,7 +72,7 @@ def test_rows_come_back(shard_and_rows: tuple[LocalShard, Rows], codec: Codec) -
     assert list(decoded.optimizer) == list(rows.optimizer)
     for name, state in rows.optimizer.items():
         assert same_bits(decoded.optimizer[name], state)
-    header = rows_header(entry)
+    header = header_of(entry)
     assert (header.table, header.shape) == (shard.table, shard.shape)
     assert header.rectangle == Rectangle(
         int(rows.ids[0]),
@@ -91,7 +92,7 @@ def test_the_entry_accounts_for_every_byte(
     shard_and_rows: tuple[LocalShard, Rows], codec: Codec
 ) -> None:
     chunk = encode(*shard_and_rows, codec)
-    entry = chunk.entry
+    entry = fields(chunk)
     parts = [entry["ids"], entry["weight"], *entry["optimizer"]]
     parts += [entry["weight"]["exceptions"]] if "exceptions" in entry["weight"] else []
     assert sum(part["bytes"] for part in parts) == len(chunk.getvalue())
@@ -147,7 +148,7 @@ def test_blocks_are_parts_of_the_whole(block_rows: int, monkeypatch: pytest.Monk
         entry, payload = stored(chunk)
         whole = decode_rows(entry, payload)
         blocks = []
-        for block in StoredRows(rows_header(entry), memoryview(payload)).blocks(slice(0, 40)):
+        for block in StoredRows(header_of(entry), memoryview(payload)).blocks(slice(0, 40)):
             block.weight = block.weight.clone()  # memory of the next block
             blocks.append(block)
         assert len(blocks) == -(-40 // block_rows)
@@ -185,7 +186,7 @@ def test_the_error_is_measured() -> None:
     for bits, low, high in ((8, 1e-4, 1e-2), (4, 1e-2, 2e-1), (2, 1e-1, 1.0)):
         codec = Rowwise(bits, "asymmetric")
         chunk = encode(shard, shard.gather(torch.arange(3000)), codec)
-        error = chunk.entry["error"]
+        error = fields(chunk)["error"]
         decoded = decode_rows(*stored(chunk)).weight
         relative = (decoded - shard.weight).norm(dim=1) / shard.weight.norm(dim=1).clamp(min=1e-30)
         assert low < error["mean"] < error["max"] < high
@@ -193,16 +194,16 @@ def test_the_error_is_measured() -> None:
         assert error["max"] <= float(relative.max()) * (1 + 1e-6)
         assert 500 <= error["sampled_rows"] <= 1024
     one = encode(shard, shard.gather(torch.tensor([9])), Rowwise(8))
-    assert one.entry["error"]["sampled_rows"] == 1
+    assert fields(one)["error"]["sampled_rows"] == 1
     zeros = encode(shard, shard.gather(torch.tensor([5])), Rowwise(8))
-    assert zeros.entry["error"] == {"mean": 0.0, "max": 0.0, "sampled_rows": 1}
-    assert "error" not in encode(shard, shard.gather(torch.arange(9)), Exact()).entry
+    assert fields(zeros)["error"] == {"mean": 0.0, "max": 0.0, "sampled_rows": 1}
+    assert "error" not in fields(encode(shard, shard.gather(torch.arange(9)), Exact()))
 
 
 def test_a_part_of_a_larger_table_keeps_its_place() -> None:
     shard = make_shard(10, 4, row_start=100, col_start=12)
     entry, _ = stored(encode(shard, shard.gather(torch.tensor([101, 108])), Exact()))
-    assert rows_header(entry).rectangle == Rectangle(101, 109, 12, 16)
+    assert header_of(entry).rectangle == Rectangle(101, 109, 12, 16)
     assert entry["table"] == "sparse.ebc.embedding_bags.täble"
 
 
@@ -224,7 +225,7 @@ def test_states_come_back() -> None:
         chunk = state_chunk("reader", rank, *encode_state(value, "reader"))
         entry, payload = stored(chunk)
         assert (entry["kind"], entry["name"], entry["rank"]) == ("state", "reader", rank)
-        decoded = decode_state_chunk(entry, payload)
+        decoded = decode_stored(entry, payload)
         assert decoded["samples"] == 7
         assert decoded["rng"].tolist() == [0, 1, 2, 3, 4]
         assert decoded["weight"].tolist() == [1, 1]

@@ -8,14 +8,17 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xxhash
 import zstandard
+from msgspec import to_builtins
 
 from tests.unit.chains import DIM, STATES, TABLE, Job, Part, apply_in_order, make_shards, write
+from tests.unit.entries import decode_rows, fields
 from torchrec_checknrun.codecs import (
     _CODECS,
     Bf16,
@@ -29,20 +32,17 @@ from torchrec_checknrun.codecs import (
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
 from torchrec_checknrun.format import (
-    block_chunk,
     checks,
     chunk,
+    entries,
     rank_file,
-    row_chunk,
     row_ids,
     state,
 )
-from torchrec_checknrun.format.chunk import Entry
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, RankFile, TableTotals
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC, write_rank_file
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.format.row_ids import ENCODINGS
-from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
 
@@ -145,7 +145,7 @@ def test_all_codecs_are_read_or_refused() -> None:
 
 def one_chunk(
     path: Path, weight: torch.Tensor, encoding: TableEncoding
-) -> tuple[Entry, torch.Tensor]:
+) -> tuple[dict[str, Any], torch.Tensor]:
     """Write a checkpoint ``one`` of a table ``t``; return its chunk's entry and decoded rows."""
     n, dim = weight.shape
     block = RowBlock("t", TableShape(n, dim), (0, dim), torch.arange(n), weight, None, {})
@@ -154,9 +154,9 @@ def one_chunk(
     folder.create()
     file = write_rank_file(folder, 0, iter([Job(chunk)])).file
     document = {"id": "one", "parent": None, "tables": {"t": {"rows": n, "dim": dim}}}
-    files = [vars(file)]
+    files = [to_builtins(file)]
     folder.put(MANIFEST_NAME, json.dumps({"manifest": {**document, "files": files}}).encode())
-    return chunk.entry, decode_rows(chunk.entry, chunk.getvalue()).weight
+    return fields(chunk), decode_rows(chunk.entry, chunk.getvalue()).weight
 
 
 @pytest.mark.parametrize("codec", READABLE, ids=name_of)
@@ -227,8 +227,9 @@ def test_everything_is_named() -> None:
     """Explain all of the code's fields, encodings, kinds and limits in the document."""
     names: set[str] = {*ENCODINGS, *OWN_CODECS, *STATE_SCHEMES, *STATES}
     for kind in (Manifest, RankFile, TableTotals):
-        names |= set(kind.__dataclass_fields__)
-    names |= set(row_chunk._FIELDS) | set(block_chunk._FIELDS)
+        names |= set(kind.__struct_fields__)
+    for struct in entries.Placed.__subclasses__() + entries.Section.__subclasses__():
+        names |= set(struct.__struct_fields__)
     names |= {"rows", "block", "state", "collisions", MAGIC.decode()}
     missing = {name for name in names if f"`{name}`" not in FORMAT}
     assert missing - {"exp_avg"} == set()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.golden.make import DIM, ENCODINGS, RANKS, ROWS, STATE, STATES, make
-from torchrec_checknrun.format.chunk import decode_state_chunk
+from tests.unit.entries import decode_stored, fields
 from torchrec_checknrun.format.manifest import FORMAT_VERSION
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.restore.chunks import ReadableChunk, read_content
@@ -54,7 +54,7 @@ def restored(root: Folder) -> dict[str, np.ndarray]:
         for key in rows.plan(shards, None):
             chunk = chunks[key]
             payload = partial(read_chunk, root, chunk)
-            rows.load(ReadableChunk(key, chunk.entry, payload, nullcontext()), False)
+            rows.load(ReadableChunk(chunk, payload, nullcontext()), False)
         rows.finish(False)
         found[f"{table}.weight"] = torch.cat([shard.weight for shard in shards], dim=1).numpy()
         for shard, (first, _) in zip(shards, split, strict=True):
@@ -79,11 +79,11 @@ def test_every_version_is_read(folder: Path) -> None:
     chain, _ = newest(root)
     assert chain is not None
     states = {
-        (chunk.entry["name"], chunk.entry["rank"]): decode_state_chunk(
+        (fields(chunk)["name"], fields(chunk)["rank"]): decode_stored(
             chunk.entry, read_chunk(root, chunk)
         )
         for chunk in read_content(root, chain).chunks[-1]
-        if chunk.entry["kind"] == "state"
+        if fields(chunk)["kind"] == "state"
     }
     assert states["rng", 0] == {"drawn": 30}
     assert states["rng", 1] == {"drawn": 31}

@@ -15,7 +15,9 @@ import torch
 from tests.unit.chains import new_root
 from tests.unit.forgery import attack, example, seal
 from tests.unit.format.attacks import ATTACKS, Attack
+from tests.unit.format.shards import encode, make_shard
 from tests.unit.fuzz import bounded_memory
+from torchrec_checknrun.codecs import Exact
 from torchrec_checknrun.errors import (
     CheckpointNotFound,
     ClaimDamaged,
@@ -25,6 +27,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format import checks, row_ids
 from torchrec_checknrun.format.checks import INDEX_BYTES, parse_json, require_limits
+from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import LARGEST_CHUNK, index_bytes, require_chunk_size
 from torchrec_checknrun.format.state import encode_state
@@ -177,14 +180,17 @@ class TestWriters:
 
     def test_an_index_that_is_too_large(self) -> None:
         with pytest.raises(InvalidPlan, match=r"index of rank-0, of 1 chunks.*chunk_bytes"):
-            index_bytes(0, [{"kind": "x" * INDEX_BYTES}], "rank-0")
+            index_bytes(0, [StateEntry(name="x" * INDEX_BYTES, rank=None, tree={})], "rank-0")
         with pytest.raises(ValueError, match="not JSON compliant"):
-            index_bytes(0, [{"kind": float("nan")}], "rank-0")
+            index_bytes(0, [StateEntry(name="x", rank=0, tree={"v": float("nan")})], "rank-0")
 
     def test_a_chunk_that_is_too_large(self) -> None:
-        with pytest.raises(InvalidPlan, match=r"a chunk of t has .* make chunks smaller"):
-            require_chunk_size({"kind": "rows", "table": "t"}, LARGEST_CHUNK + 1)
-        require_chunk_size({"kind": "state", "name": "model"}, LARGEST_CHUNK + 1)
+        shard = make_shard(3, 4)
+        rows = encode(shard, shard.gather(torch.arange(3)), Exact())
+        with pytest.raises(InvalidPlan, match=r"a chunk of .*täble has .* make chunks smaller"):
+            require_chunk_size(rows.entry, LARGEST_CHUNK + 1)
+        state = StateEntry(name="model", rank=None, tree={"d": []})
+        require_chunk_size(state, LARGEST_CHUNK + 1)
 
     def test_many_keys_of_which_one_is_there_twice(self) -> None:
         keys = [f'"{key}":0' for key in [*range(300_000), 299_999]]

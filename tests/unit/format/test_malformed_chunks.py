@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.unit.entries import decode_rows, header_of
 from tests.unit.format.shards import encode, make_shard, stored
 from torchrec_checknrun.codecs import Codec, Exact, Rowwise
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
-from torchrec_checknrun.format.row_chunk import rows_header
-from torchrec_checknrun.format.row_reader import decode_rows
 
 pytestmark = pytest.mark.usefixtures("each_kernel")
 
@@ -157,7 +156,7 @@ def test_no_field_can_crash_a_reader(data: st.DataObject, junk: object) -> None:
         decoded = decode_rows(entry, payload)
     except (CorruptCheckpoint, UnsupportedFormat):
         return
-    header = rows_header(entry)
+    header = header_of(entry)
     assert decoded.weight.shape == (header.count, header.rectangle.cols)
     assert len(decoded.ids) == header.count
     assert decoded.optimizer.keys() == header.optimizer.keys()

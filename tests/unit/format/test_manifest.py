@@ -1,7 +1,6 @@
 """Return manifests as written, or refuse them: damage and other versions."""
 
 import json
-from dataclasses import asdict, replace
 from datetime import timezone
 from typing import Any
 
@@ -9,6 +8,8 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from tests.examples import examples
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
@@ -92,7 +93,7 @@ EXAMPLE = Manifest(
 
 def rewritten(change: dict[str, Any], **document: Any) -> bytes:
     """Return the example with other fields and a valid checksum, as a faulty writer would."""
-    content = json.loads(json.dumps({**asdict(EXAMPLE), **change}))
+    content = json.loads(json.dumps({**to_builtins(EXAMPLE), **change}))
     del content["checksum"]
     content = {key: value for key, value in content.items() if value != "missing"}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -197,7 +198,7 @@ BAD_NAMES = ["", ".", "..", "/", "/etc/passwd", "../x", "a/b", "a\\b", "x\x00", 
 @pytest.mark.parametrize("name", [*BAD_NAMES, "zip::x", 5, None, ["x"]])
 def test_names_that_lead_elsewhere(name: object) -> None:
     assert not is_plain_name(name)
-    file = asdict(EXAMPLE.files[0])
+    file = to_builtins(EXAMPLE.files[0])
     for change in (
         {"id": name},
         {"files": [{**file, "name": name}]},
@@ -248,7 +249,7 @@ def test_fields_that_make_no_sense(change: dict[str, Any]) -> None:
         parse_manifest(rewritten(change), "here")
 
 
-FIELDS = st.sampled_from([name for name in asdict(EXAMPLE) if name != "checksum"])
+FIELDS = st.sampled_from([name for name in to_builtins(EXAMPLE) if name != "checksum"])
 VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-2, 2), st.floats(), st.text(max_size=3)),
     lambda inner: st.one_of(

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.unit.entries import decode_stored
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedState
-from torchrec_checknrun.format.chunk import decode_state_chunk, state_chunk
+from torchrec_checknrun.format.chunk import state_chunk
 from torchrec_checknrun.format.state import decode_state, encode_state
 
 TENSOR_DTYPES = [
@@ -290,12 +291,12 @@ def test_other_keys_are_refused(key: object) -> None:
 def test_a_malformed_tree(tree: dict[str, Any]) -> None:
     entry = {"kind": "state", "name": "reader", "rank": None, "tree": tree}
     with pytest.raises(CorruptCheckpoint):
-        decode_state_chunk(entry, bytes(16))
+        decode_stored(entry, bytes(16))
 
 
 def test_an_entry_without_a_tree() -> None:
-    with pytest.raises(CorruptCheckpoint, match="'reader' has no tree"):
-        decode_state_chunk({"kind": "state", "name": "reader"}, b"")
+    with pytest.raises(CorruptCheckpoint, match=r"state chunk is malformed: .* `tree`"):
+        decode_stored({"kind": "state", "name": "reader", "rank": None}, b"")
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -303,8 +304,8 @@ def test_an_entry_without_a_tree() -> None:
 def test_a_payload_cut_short_is_noticed(value: object, data: st.DataObject) -> None:
     chunk = state_chunk("reader", None, *encode_state(value, "reader"))
     payload = chunk.getvalue()
-    assert_same(decode_state_chunk(chunk.entry, payload), value)
+    assert_same(decode_stored(chunk.entry, payload), value)
     if payload:
         cut = data.draw(st.integers(0, len(payload) - 1))
         with pytest.raises(CorruptCheckpoint):
-            decode_state_chunk(chunk.entry, payload[:cut])
+            decode_stored(chunk.entry, payload[:cut])

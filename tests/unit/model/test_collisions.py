@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.entries import collisions_of, fields
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.collision_chunk import CollisionState, Facts
 from torchrec_checknrun.model.blocks import Span
@@ -53,14 +55,14 @@ def test_rows_that_are_dealt_out_unevenly() -> None:
 
 def entry(**change: Any) -> dict[str, Any]:
     state = CollisionState({"m.t": Facts((0, 4), 100, None, 3, 7, 6, 50)}, {"m.t": {}})
-    found = state.encode(0).entry
+    found = json.loads(json.dumps(fields(state.encode(0))))
     return {**found, "modules": {"m.t": {**found["modules"]["m.t"], **change}}}
 
 
 def test_facts_come_back() -> None:
     facts = Facts((0, 4), 100, None, 3, 7, 6, 50)
-    assert Facts.parse(entry()["modules"]["m.t"]) == facts
-    assert CollisionRestore(None).plan({"c": entry()}, [], "seq-1") == []
+    assert collisions_of(entry()).modules == {"m.t": facts}
+    assert CollisionRestore(None).plan({"c": collisions_of(entry())}, [], "seq-1") == []
 
 
 @pytest.mark.parametrize(
@@ -77,17 +79,17 @@ def test_facts_come_back() -> None:
     ids=str,
 )
 def test_a_malformed_entry(broken: dict[str, Any]) -> None:
-    with pytest.raises(CorruptCheckpoint, match="managed collisions is malformed"):
-        CollisionRestore(None).plan({"c": entry(**broken)}, [], "seq-1")
+    with pytest.raises(CorruptCheckpoint, match="of a collisions chunk is malformed"):
+        collisions_of(entry(**broken))
     whole = entry()
     for field in ("rank", "modules"):
         left = {k: v for k, v in whole.items() if k != field}
         with pytest.raises(CorruptCheckpoint, match="malformed"):
-            CollisionRestore(None).plan({"c": left}, [], "seq-1")
+            collisions_of(left)
 
 
 def test_history_as_bytes() -> None:
     state = CollisionState({"m.t": Facts((0, 4), 100, None)}, {"m.t": {"ids": torch.arange(3)}})
     chunk = state.encode(5)
-    assert chunk.entry["rank"] == 5
+    assert fields(chunk)["rank"] == 5
     assert chunk.getvalue() == torch.arange(3).numpy().tobytes()

@@ -176,6 +176,7 @@ def test_codecs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "fp32": 4,
         "bf16": 2,
         "log8": 1,
+        "rowlog8": 68 / 64,
     }
     assert states["fp32"].error == 0
     targets = {

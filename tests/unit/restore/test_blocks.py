@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.examples import examples
 from tests.unit.boxes import tilings
+from tests.unit.entries import block_of, fields
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, InvalidPlan
-from torchrec_checknrun.format.block_chunk import Path, block_header
+from torchrec_checknrun.format.block_chunk import Path
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.model.blocks import Block, BlockSummary, check_blocks
 from torchrec_checknrun.restore.blocks import BlockRestore, SavedBlocks, saved_blocks
@@ -51,13 +54,13 @@ def pieces(blocks: list[Block], chunk_bytes: int) -> dict[str, EncodedChunk]:
     for block in blocks:
         for piece in block.pieces(chunk_bytes):
             chunk = block.encode(piece)
-            chunk.entry["length"] = len(chunk.getvalue())
+            chunk.entry = replace(chunk.entry, length=len(chunk.getvalue()))
             found[f"piece{len(found)}"] = chunk
     return found
 
 
 def saved(chunks: dict[str, EncodedChunk]) -> SavedBlocks:
-    return saved_blocks({name: chunk.entry for name, chunk in chunks.items()})
+    return saved_blocks({name: block_of(chunk.entry) for name, chunk in chunks.items()})
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 10**6])
@@ -68,16 +71,16 @@ def test_any_layout_into_any_other(size: str, dtype: torch.dtype, chunk_bytes: i
     values = whole(SIZES[size], dtype)
     for of_saved in names:
         chunks = pieces(split(values, LAYOUTS[of_saved]), chunk_bytes)
-        assert sum(chunk.entry["length"] for chunk in chunks.values()) == values.nbytes
+        assert sum(chunk.entry.length for chunk in chunks.values()) == values.nbytes
         bound = max(values.element_size(), chunk_bytes // 5)
-        assert all(chunk.entry["length"] <= bound for chunk in chunks.values())
+        assert all(chunk.entry.length <= bound for chunk in chunks.values())
         for wanted in names:
             live = torch.zeros(SIZES[size], dtype=dtype)
             restore = BlockRestore(split(live, LAYOUTS[wanted]), saved(chunks), strict=True)
             needed = restore.plan("seq-1", ["model"])
             assert sorted(needed) == sorted(chunks)
             for name in needed:
-                restore.load(chunks[name].entry, chunks[name].getvalue())
+                restore.load(block_of(chunks[name].entry), chunks[name].getvalue())
             assert torch.equal(live, values)
 
 
@@ -90,7 +93,7 @@ def test_only_what_overlaps_is_read() -> None:
     ((found, layout),) = restore.blocks()
     assert found is block
     assert layout == ((0, 4), (4, 5), (5, 11))
-    restore.load(chunks["piece2"].entry, chunks["piece2"].getvalue())
+    restore.load(block_of(chunks["piece2"].entry), chunks["piece2"].getvalue())
     assert live.tolist() == [0] * 5 + whole((11,), torch.int64)[5:8].tolist() + [0] * 3
 
 
@@ -123,7 +126,7 @@ def test_an_incompatible_tensor(what: str) -> None:
     assert restore.plan("seq-1", ["model"]) == []
     assert list(restore.blocks()) == []
     for chunk in chunks.values():
-        restore.load(chunk.entry, chunk.getvalue())
+        restore.load(block_of(chunk.entry), chunk.getvalue())
     assert not live.any()
     only_saved = ["state model.3.ids: only in the checkpoint"] if what == "missing" else []
     assert restore.skipped[:-1] == only_saved
@@ -135,7 +138,7 @@ def test_an_incompatible_tensor(what: str) -> None:
 def test_a_piece_is_missing(missing: int, strict: bool) -> None:
     values = whole((11, 6), torch.float16)
     chunks = pieces(split(values, LAYOUTS["both"]), 10**6)
-    area = block_header(chunks.pop(f"piece{missing}").entry).box.volume
+    area = block_of(chunks.pop(f"piece{missing}").entry).box.volume
     restore = BlockRestore(split(values, LAYOUTS["whole"]), saved(chunks), strict)
     match = rf"seq-1 holds {66 - area} of the 66 values of model\.3\.ids\[0:11, 0:6\]"
     with pytest.raises(CorruptCheckpoint, match=match):
@@ -170,13 +173,13 @@ def test_a_piece_is_missing(missing: int, strict: bool) -> None:
 )
 def test_a_malformed_entry(broken: dict[str, Any]) -> None:
     chunks = pieces(split(whole((11,), torch.int64), LAYOUTS["whole"]), 10**6)
-    entry = chunks["piece0"].entry
-    assert block_header(entry).path == PATH
-    with pytest.raises(CorruptCheckpoint, match="index entry of a block is malformed"):
-        block_header({**entry, **broken})
+    entry = json.loads(json.dumps(fields(chunks["piece0"])))
+    assert block_of(entry).path == PATH
+    with pytest.raises(CorruptCheckpoint, match="index entry of a block chunk is malformed"):
+        block_of({**entry, **broken})
     for field in ("size", "part", "shard", "dtype", "path"):
         with pytest.raises(CorruptCheckpoint, match="malformed"):
-            block_header({k: v for k, v in entry.items() if k != field})
+            block_of({k: v for k, v in entry.items() if k != field})
 
 
 def summary(
@@ -243,7 +246,7 @@ def test_any_cut_into_any_other(
     wanted = [block for block in cut(live, after) if block.box.volume]
     restore = BlockRestore(wanted, saved(chunks), strict=True)
     for name in restore.plan("seq-1", ["model"]):
-        restore.load(chunks[name].entry, chunks[name].getvalue())
+        restore.load(block_of(chunks[name].entry), chunks[name].getvalue())
     assert torch.equal(live, values)
     lost = data.draw(st.sampled_from(sorted(chunks)))
     twice = {**chunks, "again": chunks[lost]}
@@ -265,7 +268,7 @@ def test_one_type_of_float_into_another(before: torch.dtype, after: torch.dtype)
     live = torch.zeros(11, 6, dtype=after)
     restore = BlockRestore(split(live, LAYOUTS["rows"]), saved(chunks), strict=True)
     for name in restore.plan("seq-1", ["model"]):
-        restore.load(chunks[name].entry, chunks[name].getvalue())
+        restore.load(block_of(chunks[name].entry), chunks[name].getvalue())
     assert torch.equal(live, values.to(after))
 
 

@@ -30,6 +30,7 @@ from tests.unit.chains import (
     write,
     write_chain,
 )
+from tests.unit.entries import fields
 from torchrec_checknrun.codecs import KMeans, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint
@@ -132,14 +133,14 @@ def test_a_damaged_chunk_is_named(root: Folder, threads: int, verify: bool) -> N
     """Name the first of several damaged chunks in reading order, however many threads read."""
     chain = [[Part((0, DIM), list(range(100)), 4)], [Part((0, DIM), list(range(0, 100, 9)), 3)]]
     head = write_chain(root, 100, chain)
-    damaged = [c for c in content_of(root, head).chunks[0] if c.entry["kind"] == "rows"][7:9]
+    damaged = [c for c in content_of(root, head).chunks[0] if fields(c)["kind"] == "rows"][7:9]
     filesystem, path = fsspec.core.url_to_fs(f"{root.url}/{damaged[0].checkpoint}")
     data = bytearray(filesystem.cat_file(f"{path}/{damaged[0].file}"))
     for chunk in damaged:
-        data[chunk.entry["offset"] + 5] ^= 1
+        data[chunk.entry.offset + 5] ^= 1
     filesystem.pipe_file(f"{path}/{damaged[0].file}", bytes(data))
     shards = make_shards(100, [Rectangle(0, 100, 0, DIM)])
-    where = f"{damaged[0].checkpoint}/{damaged[0].file} at offset {damaged[0].entry['offset']}:"
+    where = f"{damaged[0].checkpoint}/{damaged[0].file} at offset {damaged[0].entry.offset}:"
     with pytest.raises(CorruptCheckpoint, match=where):
         restore(root, head, shards, threads, dry_run=verify)
     assert bool((shards[0].weight == -1).all()) == verify
@@ -248,6 +249,6 @@ def test_the_chains_are_not_trivial(root: Folder) -> None:
     """Find random rows, and rows stored exactly among encoded ones, by the plain reader."""
     part = Part((0, DIM), list(range(60)), 60, encoding=TableEncoding(Rowwise(4)))
     head = write_chain(root, 60, [[part]])
-    (chunk,) = [c for c in content_of(root, head).chunks[0] if c.entry["kind"] == "rows"]
-    assert chunk.entry["table"] == TABLE
-    assert 0 < chunk.entry["weight"]["exceptions"]["rows"] < 10
+    (chunk,) = [c for c in content_of(root, head).chunks[0] if fields(c)["kind"] == "rows"]
+    assert fields(chunk)["table"] == TABLE
+    assert 0 < fields(chunk)["weight"]["exceptions"]["rows"] < 10

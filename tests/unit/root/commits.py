@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from tests.unit.chains import Part, write
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
 from torchrec_checknrun.root.checkpoints import committed, has_manifest, read_manifest
@@ -21,7 +23,7 @@ def write_full(root: Folder, before: Manifest | None, **other: Any) -> Manifest:
     """Commit a full checkpoint right after another one."""
     made = write(root, ROWS, part(), before, **other)
     (root / made.id).delete(MANIFEST_NAME)
-    full = Manifest(**{**vars(made), "kind": "full", "parent": None}).sealed()
+    full = replace(made, kind="full", parent=None).sealed()
     (root / made.id).put(MANIFEST_NAME, full.to_bytes())
     return full
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.console import Console
 from tests.unit.root.commits import commit, leftover
@@ -37,7 +38,7 @@ def finish(root: Folder, name: str, like: Manifest) -> Manifest:
     """Commit a leftover after all."""
     for file in like.files:
         (root / name).put(file.name, (root / like.id).read(file.name))
-    late = Manifest(**{**vars(like), "id": name, "sequence": int(name[4:10]), "step": 7}).sealed()
+    late = replace(like, id=name, sequence=int(name[4:10]), step=7).sealed()
     (root / name).put(MANIFEST_NAME, late.to_bytes(), new=True)
     return late
 

@@ -2,10 +2,10 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.small_roots import FILE, TABLES, begin, ids, put, remove
 from torchrec_checknrun.errors import (

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.chains import Part, write
 from tests.unit.root.writers import ELSEWHERE, become, nothing

@@ -1,11 +1,11 @@
 """Track the lineage: parents, forks, and checkpoints that must be full whatever the policy."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.examples import examples
 from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot

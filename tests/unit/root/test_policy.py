@@ -1,11 +1,11 @@
 """Check the decisions of each policy, and the promises of all on bytes and restores."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.examples import examples
 from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot

@@ -1,9 +1,9 @@
 """Pretend to be other processes that ask for a root."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from torchrec_checknrun.root.claims import Claim, Holder
 

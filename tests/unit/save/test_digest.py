@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.entries import fields
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.save.digest import Digest
@@ -71,7 +72,7 @@ def test_what_differs_is_named(one: Any, other: Any, named: list[str]) -> None:
     first, second = chunk_of(one), chunk_of(other)
     mine, theirs = Digest.of(first), Digest.of(second)
     assert mine.whole != theirs.whole
-    assert set(named) >= set(mine.differing(theirs, first.entry["tree"])) != set()
+    assert set(named) >= set(mine.differing(theirs, fields(first)["tree"])) != set()
 
 
 def test_a_digest_is_small() -> None:

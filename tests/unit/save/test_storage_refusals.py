@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.unit.entries import decode_stored
 from tests.unit.plain_states import State, cause, example, load, save
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import (
@@ -17,7 +18,6 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
     UnsupportedState,
 )
-from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk, read_indexes
 from torchrec_checknrun.root.checkpoints import read_manifest
@@ -116,7 +116,7 @@ class TestStatesThatDontFit:
 class TestDamage:
     def chunks(self, root: Folder, name: str) -> list[Any]:
         return [
-            decode_state_chunk(chunk.entry, read_chunk(root, chunk))
+            decode_stored(chunk.entry, read_chunk(root, chunk))
             for chunk in read_indexes(root, read_manifest(root, name))
         ]
 

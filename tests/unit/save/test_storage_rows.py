@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from tests.unit.entries import decode_rows, fields
 from tests.unit.plain_states import cause, load
 from torchrec_checknrun import Quantization
 from torchrec_checknrun.errors import ChainBroken, IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, Link, Manifest
 from torchrec_checknrun.format.reader import read_chunk
-from torchrec_checknrun.format.row_reader import decode_rows
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.chain import resolve
@@ -103,10 +103,10 @@ def read_tables(root: Folder, name: str) -> dict[str, torch.Tensor]:
     tables = {table: torch.full((s.rows, s.dim), torch.nan) for table, s in TABLES.items()}
     for part in read_content(root, resolve(root, name)).chunks:
         for chunk in part:
-            if chunk.entry["kind"] == "rows":
+            if fields(chunk)["kind"] == "rows":
                 rows = decode_rows(chunk.entry, read_chunk(root, chunk))
-                start, stop = chunk.entry["columns"]
-                tables[chunk.entry["table"]][rows.ids, start:stop] = rows.weight
+                start, stop = fields(chunk)["columns"]
+                tables[fields(chunk)["table"]][rows.ids, start:stop] = rows.weight
     return tables
 
 

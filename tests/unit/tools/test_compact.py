@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.examples import examples
 from tests.unit.chains import (
@@ -31,11 +31,11 @@ from tests.unit.chains import (
     write,
     write_chain,
 )
+from tests.unit.entries import decode_stored, fields
 from tests.unit.tools.compacted import WHOLE, assert_restores_alike, compacted, flip, small_chain
 from torchrec_checknrun import compact
 from torchrec_checknrun.codecs import KMeans, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
-from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.root.chain import newest, resolve
@@ -57,11 +57,11 @@ def root(memory_root: Folder) -> Folder:
 def states_of(root: Folder, name: str) -> dict[Any, Any]:
     """Return the states in the last checkpoint of a chain, by name and rank."""
     return {
-        (chunk.entry["name"], chunk.entry["rank"]): decode_state_chunk(
+        (fields(chunk)["name"], fields(chunk)["rank"]): decode_stored(
             chunk.entry, read_chunk(root, chunk)
         )
         for chunk in content_of(root, name).chunks[-1]
-        if chunk.entry["kind"] == "state"
+        if fields(chunk)["kind"] == "state"
     }
 
 
@@ -135,14 +135,14 @@ def test_whole_chunks_are_copied_byte_by_byte(root: Folder) -> None:
     """Copy whole chunks, and skip superseded ones unread."""
     head = small_chain(root, TableEncoding(Rowwise(4), "log8", compress=True))
     content = content_of(root, head)
-    superseded = [c for c in content.chunks[1] if c.entry["kind"] == "rows"][1:]
+    superseded = [c for c in content.chunks[1] if fields(c)["kind"] == "rows"][1:]
     for chunk in superseded:
-        flip(root, chunk.checkpoint, chunk.file, chunk.entry["offset"])
+        flip(root, chunk.checkpoint, chunk.file, chunk.entry.offset)
     report = compacted(root)
-    new = [c for c in content_of(root, report.id).chunks[0] if c.entry["kind"] == "rows"]
+    new = [c for c in content_of(root, report.id).chunks[0] if fields(c)["kind"] == "rows"]
     stored = [bytes(read_chunk(root, chunk)) for chunk in new]
     for chunks, count in ((content.chunks[2], 5), (content.chunks[1], 1), (content.chunks[0], 5)):
-        rows = [c for c in chunks if c.entry["kind"] == "rows" and c not in superseded]
+        rows = [c for c in chunks if fields(c)["kind"] == "rows" and c not in superseded]
         assert sum(bytes(read_chunk(root, c)) in stored for c in rows) == count
     # Of the baseline's ten chunks two lost rows 5 and 15, two are superseded, and one is halved.
     assert len(new) == 5 + 1 + 8
@@ -152,7 +152,7 @@ def test_files_are_bounded(root: Folder) -> None:
     head = small_chain(root)
     report = compacted(root, head, file_bytes=2000)
     manifest = read_manifest(root, report.id)
-    longest = max(c.entry["length"] for c in content_of(root, report.id).chunks[0])
+    longest = max(c.entry.length for c in content_of(root, report.id).chunks[0])
     assert len(manifest.files) > 2
     for file in manifest.files:
         assert file.index_offset <= 2000 + longest
@@ -168,10 +168,10 @@ def test_progress_counts_all_bytes(root: Folder) -> None:
     assert done == sorted(done)
     assert {total for _, total in calls} == {done[-1]}
     content = content_of(root, head)
-    chunks = [c for part in content.chunks for c in part if c.entry["kind"] == "rows"]
-    chunks += [c for c in content.chunks[-1] if c.entry["kind"] != "rows"]
+    chunks = [c for part in content.chunks for c in part if fields(c)["kind"] == "rows"]
+    chunks += [c for c in content.chunks[-1] if fields(c)["kind"] != "rows"]
     assert len(calls) == len(chunks)
-    assert done[-1] == sum(chunk.entry["length"] for chunk in chunks)
+    assert done[-1] == sum(chunk.entry.length for chunk in chunks)
 
 
 def test_a_head_that_a_user_has_named(root: Folder) -> None:

@@ -9,6 +9,7 @@ import fsspec
 import pytest
 
 from tests.unit.chains import Part, content_of, write, write_chain
+from tests.unit.entries import fields
 from tests.unit.tools.compacted import WHOLE, assert_restores_alike, compacted, flip, small_chain
 from torchrec_checknrun import compact
 from torchrec_checknrun.errors import (
@@ -49,8 +50,8 @@ def test_nothing_to_compact(root: Folder) -> None:
 def test_a_damaged_chunk_is_named_and_nothing_committed(root: Folder) -> None:
     head = small_chain(root)
     baseline = content_of(root, head).chunks[0]
-    chunk = [c for c in baseline if c.entry["kind"] == "rows"][-1]
-    flip(root, chunk.checkpoint, chunk.file, chunk.entry["offset"] + 3)
+    chunk = [c for c in baseline if fields(c)["kind"] == "rows"][-1]
+    flip(root, chunk.checkpoint, chunk.file, chunk.entry.offset + 3)
     with pytest.raises(CorruptCheckpoint, match=f"{chunk.checkpoint}/{chunk.file} at offset"):
         compact(root.url, head)
     name = committed(root)[0]
