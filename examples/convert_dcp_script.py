@@ -1,4 +1,4 @@
-"""A script that calls dcp.save every so often, before and after: lines marked `# -` go, `# +` come.
+"""Convert a script that calls dcp.save: delete the lines marked `# -`, add those marked `# +`.
 
 torchrun --nproc-per-node=2 examples/convert_dcp_script.py before /tmp/stock
 torchrun --nproc-per-node=2 examples/convert_dcp_script.py after /tmp/checkpoints
@@ -17,7 +17,7 @@ STEPS, EVERY = 30, 10
 
 
 def before(root: str) -> float:
-    """Save all rows every time, training waits; and find the newest checkpoint by hand."""
+    """Save all rows every time while training waits; find the newest checkpoint by hand."""
     model, optimizer = make_model()
     state = {"model": model, "optimizer": optimizer}  # -
     done = [int(path.parent.name) for path in Path(root).glob("*/.metadata")]  # -
@@ -33,7 +33,7 @@ def before(root: str) -> float:
 
 
 def after(root: str) -> float:
-    """Save modified rows while training goes on; a damaged checkpoint is passed over."""
+    """Save modified rows while training continues; skip damaged checkpoints."""
     model, optimizer = make_model()
     checkpointer = Checkpointer(  # +
         root,
@@ -41,7 +41,7 @@ def after(root: str) -> float:
         state={"optimizer": optimizer},
         every_steps=EVERY,
         policy=Consecutive(),
-        when_busy="wait",  # no due save is skipped, as with dcp.save; the default is "skip"
+        when_busy="wait",  # skips no due save, as dcp.save; the default is "skip"
     )  # +
     checkpointer.restore()  # +
     loss = 0.0

@@ -1,4 +1,4 @@
-"""A codec of your own: fixed-point values, 8 bits, one step for all rows of a block.
+"""Write a codec of your own: fixed-point values, 8 bits, one step for all rows of a block.
 
 Python:  python examples/custom_codec.py /tmp/checkpoints
 Hydra:   python examples/hydra_app.py checkpoint.root=/tmp/checkpoints \\
@@ -16,9 +16,9 @@ from torchrec_checknrun.codecs import Codec, CodecSpec, Encoded, register
 from torchrec_checknrun.elastic import init_process_group
 
 
-@register  # a restore finds the codec by its name, once this module has been imported
+@register  # restores find the codec by name, once this module has been imported
 class FixedPoint(Codec):
-    """Multiples of 1/127 of a block's largest magnitude."""
+    """A codec to multiples of 1/127 of a block's largest magnitude."""
 
     name = "example_fixed_point"
     lossy = True

@@ -1,4 +1,4 @@
-"""A policy of your own: a new full checkpoint when differential ones have grown to a budget.
+"""Write a policy of your own: a full checkpoint once differential ones have used up a budget.
 
 Python:  python examples/custom_policy.py /tmp/checkpoints
 Hydra:   python examples/hydra_app.py checkpoint.root=/tmp/checkpoints \\
@@ -18,18 +18,18 @@ from torchrec_checknrun.policy import Decision, Manifest
 
 @dataclass(frozen=True)
 class Budget:
-    """Rows modified since the last checkpoint, until these add up to a part of the baseline.
+    """Write the rows modified since the last checkpoint until their bytes use up a budget.
 
-    A restore then reads at most the baseline and this part of it, and one checkpoint more.
+    A restore then reads at most the baseline and a budget, and one checkpoint more.
 
     Attributes:
-        fraction: of the full checkpoint's bytes.
+        fraction: the budget, as a fraction of the full checkpoint's bytes.
     """
 
     fraction: float = 1.0
 
     def decide(self, history: Sequence[Manifest]) -> Decision:
-        """Choose what the next checkpoint holds: called on rank 0, for all ranks.
+        """Choose the content of the next checkpoint; called on rank 0, for all ranks.
 
         Args:
             history: the last full checkpoint and those upon it, oldest first.
@@ -41,7 +41,7 @@ class Budget:
 
 
 def main(root: str) -> None:
-    """Train with the policy, and print which kinds of checkpoints were made."""
+    """Train with the policy, and print the kinds of the checkpoints."""
     init_process_group()
     model, optimizer = make_model()
     with Checkpointer(root, model=model, policy=Budget(0.5), callbacks=[print]) as checkpointer:

@@ -1,4 +1,4 @@
-"""A store of your own: an fsspec file system that keeps all files in one SQLite database.
+"""Write a store of your own: an fsspec file system that keeps all files in one SQLite database.
 Python:  python examples/custom_store.py sqlite:///tmp/jobs.db/run-17
 Hydra:   python examples/hydra_app.py imports=[custom_store] checkpoint.root=sqlite:///tmp/jobs.db/a
 """
@@ -12,13 +12,13 @@ from minimal import main
 
 
 class SqliteFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Files at ``sqlite:///folder/name.db/path``, each one row, written whole or not at all."""
+    """A file system at ``sqlite:///folder/name.db``; a file is one row, written whole or not."""
 
     protocol = "sqlite"
 
     def _do(self, path: str, sql: str, *values: object) -> list[Any]:
         database, _, key = self._strip_protocol(path).partition(".db")
-        with sqlite3.connect(f"{database}.db", timeout=60) as rows:  # commits, or rolls back
+        with sqlite3.connect(f"{database}.db", timeout=60) as rows:  # commits or rolls back
             rows.execute("create table if not exists files (k text primary key, data blob)")
             return rows.execute(sql, [key.rstrip("/"), *values]).fetchall()
 
@@ -48,9 +48,9 @@ class SqliteFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]  # fssp
 
 
 class NewFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]  # fsspec has no types
-    """A file that is stored when it is closed."""
+    """A file that is stored when closed."""
 
-    def _upload_chunk(self, final: bool = False) -> bool:  # False: go on collecting
+    def _upload_chunk(self, final: bool = False) -> bool:  # False: keep collecting
         return final and self.fs.pipe_file(self.path, self.buffer.getvalue()) is None
 
 

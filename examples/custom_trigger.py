@@ -1,4 +1,4 @@
-"""A trigger of your own: save when somebody asks for it, by making a file.
+"""Write a trigger of your own: save when a user asks for a checkpoint by making a file.
 
 Python:  python examples/custom_trigger.py /tmp/checkpoints /tmp/save-now
 Hydra:   python examples/hydra_app.py checkpoint.root=/tmp/checkpoints \\
@@ -18,17 +18,17 @@ from torchrec_checknrun.triggers import Moment
 
 @dataclass(frozen=True)
 class WhenAsked:
-    """Due when a file appears, which is taken away: ``touch /tmp/save-now``.
+    """Save when a file appears, and delete the file: ``touch /tmp/save-now``.
 
     Attributes:
         path: the file, on the machine of rank 0.
     """
 
     path: str
-    by_step = False  # the answer does not follow from the step: only rank 0 is asked
+    by_step = False  # depends on more than the step: only rank 0 is asked
 
     def due(self, now: Moment) -> bool:
-        """Tell whether the file is there; one yes is enough, the ranks then agree on a step."""
+        """Return whether the file is there; one yes is enough, the ranks then agree on a step."""
         try:
             Path(self.path).unlink()
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The position in the data, with loader processes: torchdata's StatefulDataLoader in ``state``.
+"""Continue in the data, with loader processes: torchdata's StatefulDataLoader in ``state``.
 
 pip install 'torchrec_checknrun[torchdata]'
 torchrun --nproc-per-node=2 examples/data_position.py /tmp/checkpoints 17
@@ -18,7 +18,7 @@ BATCHES = 40
 
 
 class Numbers(Dataset[int]):
-    """A rank's own numbers of batches."""
+    """A data set of a rank's own batch numbers."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.numbers = range(rank, BATCHES * ranks, ranks)
@@ -31,13 +31,13 @@ class Numbers(Dataset[int]):
 
 
 def main(root: str, stop: int) -> list[int]:
-    """Train until a step, and return the batches' numbers; another run goes on with the next."""
+    """Train until a step; return the batches' numbers. Another run continues with the next one."""
     init_process_group()
     model, optimizer = make_model()
     data = Numbers(dist.get_rank(), dist.get_world_size())
-    # Workers read ahead; the loader's state counts what was handed out, not what was read.
+    # Workers read ahead; the loader's state counts the batches handed out, not those read.
     loader = StatefulDataLoader(data, batch_size=None, num_workers=2, shuffle=True)
-    # Each rank's own: on another number of ranks, PerRank(loader, merge=…) says how to share out.
+    # Each rank has its own: PerRank(loader, merge=…) shares them out on another number of ranks.
     state = {"optimizer": optimizer, "loader": PerRank(loader)}
     with Checkpointer(root, model=model, state=state, triggers=[AtEnd()]) as checkpointer:
         checkpointer.restore()  # before iteration begins

@@ -1,4 +1,4 @@
-"""This package's planners and storage under dcp.save and dcp.load, without a Checkpointer.
+"""Use this package's planners and storage under dcp.save and dcp.load, without a Checkpointer.
 
 torchrun --nproc-per-node=2 examples/dcp_only.py /tmp/checkpoints
 """

@@ -1,4 +1,4 @@
-"""A foreign training loop, as in TorchRec's DLRM examples; lines marked `# +` add checkpoints.
+"""Add checkpoints to a foreign training loop, TorchRec's DLRM example, by the lines marked `# +`.
 
 torchrun --nproc-per-node=2 examples/foreign_dlrm.py /tmp/checkpoints
 """
@@ -18,9 +18,9 @@ EPOCHS, EPOCH_STEPS = 2, 20
 
 
 def main(root: str) -> None:
-    """Train all epochs, from wherever an earlier attempt came to."""
+    """Train all epochs, from the place that an earlier attempt reached."""
     join = dist.init_process_group
-    join = elastic.init_process_group  # + a restart by torchrun finds no dead process's address
+    join = elastic.init_process_group  # + a restarted job never looks for a dead process's address
     join("gloo")
     model, _ = make_model()
     dense = KeyedOptimizerWrapper(
@@ -38,7 +38,7 @@ def main(root: str) -> None:
     )  # +
     checkpointer.restore()  # +
     done, loss = 0, torch.zeros(())
-    done = checkpointer.steps  # + the data go on where the checkpoint was taken
+    done = checkpointer.steps  # + continue the data from the checkpoint's place
     for epoch in range(done // EPOCH_STEPS, EPOCHS):
         pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
         data = batches(done, (epoch + 1) * EPOCH_STEPS)

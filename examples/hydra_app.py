@@ -1,4 +1,4 @@
-"""A Hydra app with the config group ``checkpoint``: everything of your own is named in its config.
+"""Use the config group ``checkpoint`` in a Hydra app; name your own classes in its config.
 
 python examples/hydra_app.py checkpoint.root=/tmp/checkpoints checkpoint.every_steps=10
 """
@@ -14,8 +14,8 @@ from torchrec_checknrun.elastic import init_process_group
 
 CONFIG = {
     "defaults": [{"checkpoint": "check_n_run"}, "_self_"],
-    "steps": 12,  # to train in this run
-    "imports": [],  # modules that register something, such as a file system of your own
+    "steps": 12,  # of this run
+    "imports": [],  # modules that register something, such as your own file system
     "hydra": {"run": {"dir": "."}, "output_subdir": None},
 }
 ConfigStore.instance().store(name="app", node=CONFIG)

@@ -1,4 +1,4 @@
-"""The smallest job: restore, train, save. Run it twice: the second run goes on after the first.
+"""Restore, train, save: the smallest job. Run it twice: the second run continues the first.
 
 torchrun --nproc-per-node=2 examples/minimal.py /tmp/checkpoints
 """
@@ -12,7 +12,7 @@ from torchrec_checknrun.elastic import init_process_group
 
 
 def main(root: str, steps: int = 30) -> None:
-    """Train so many steps more, and save every 10 of them."""
+    """Train a number of further steps, and save every 10 steps."""
     init_process_group()
     model, optimizer = make_model()
     with Checkpointer(

@@ -1,4 +1,4 @@
-"""A small DLRM and its data, which the other examples train: nothing here is about checkpoints."""
+"""Make a small DLRM and its data for the other examples; nothing here is about checkpoints."""
 
 from collections.abc import Iterator
 
@@ -18,9 +18,7 @@ DEVICE = torch.device("cpu")
 
 
 def make_model() -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
-    """Return a sharded model, whose tables are trained in the backward pass, and the optimizer of
-    everything else.
-    """
+    """Return a sharded model and the optimizer of the rest: the backward pass trains the tables."""
     torch.manual_seed(0)
     tables = [
         EmbeddingBagConfig(name=name, embedding_dim=16, num_embeddings=rows, feature_names=[name])
@@ -45,7 +43,7 @@ def batch(number: int, samples: int = 64) -> Batch:
 
 
 def batches(first: int, stop: int) -> Iterator[Batch]:
-    """Yield the batches of numbers from ``first`` until before ``stop``."""
+    """Yield the batches numbered from ``first`` to before ``stop``."""
     return map(batch, range(first, stop))
 
 

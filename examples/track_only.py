@@ -1,4 +1,4 @@
-"""Which rows has training modified? Tracking alone, for uses of your own: no checkpoints.
+"""Track the rows that training modifies, for your own use: no checkpoints.
 
 torchrun --nproc-per-node=2 examples/track_only.py
 """
@@ -20,8 +20,8 @@ def main() -> dict[str, int]:
             train_step(model, optimizer, data)
         counts = {table: len(ids) for table, ids in tracked.modified_rows().items()}
         print(number + 5, counts)
-        tracked.clear()  # the next interval begins
-    tracked.close()  # take the hooks off the model
+        tracked.clear()  # begins the next interval
+    tracked.close()  # removes the hooks from the model
     assert len(counts) == len(ROWS)
     return counts
 

@@ -1,1 +1,1 @@
-"""Jobs that use the package as its users would."""
+"""Run jobs, figures and benchmarks with the package as users do."""

@@ -1,4 +1,4 @@
-"""Install this checkout; the same as `python torchrec_checknrun/install.py`, which see."""
+"""Install this checkout by `python torchrec_checknrun/install.py`, under the earlier name."""
 
 import runpy
 from pathlib import Path

@@ -5,11 +5,11 @@
     python -m recipes.versions --quick                            # only what a stack breaks first
     python -m recipes.versions --markdown recipes/results/versions.json --docs docs/versions.md
 
-For each stack: a scratch environment, a copy of this tree without what was built in it, an
-installation by torchrec_checknrun/install.py with the compiled kernel, the tests that need no GPU.
-A torch that setup.py does not allow is allowed in the copy. Needed are a compiler and 8 GB of disk,
-since most of torch's wheels bring CUDA's libraries; a stack takes a minute of downloads and up to
-20 minutes of tests.
+For each stack: a scratch environment, a copy of this tree without build products, an installation
+by torchrec_checknrun/install.py with the compiled kernel, the tests that need no GPU. A torch that
+setup.py does not allow is allowed in the copy. Needed are a compiler and 8 GB of disk, since most
+of torch's wheels bring CUDA's libraries; a stack takes a minute of downloads and up to 20 minutes
+of tests.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StackError(Exception):
 
 
 def copy_tree(target: Path, stack: Stack) -> None:
-    """Copy the sources; an earlier copy's compiled kernel stays. Allow the stack's torch."""
+    """Copy the sources and allow the stack's torch; keep an earlier copy's compiled kernel."""
     shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(*LEFT_BEHIND), dirs_exist_ok=True)
     if stack.series not in STACKS:
         setup = target / "setup.py"
@@ -80,7 +80,7 @@ def copy_tree(target: Path, stack: Stack) -> None:
 
 
 def install(folder: Path, stack: Stack) -> Path:
-    """Return the interpreter of a scratch environment; what a kept one has stays."""
+    """Return the interpreter of a scratch environment; keep the packages of an existing one."""
     folder.mkdir(parents=True, exist_ok=True)
     interpreter = folder / "env" / "bin" / "python"
     copy_tree(folder / "tree", stack)
@@ -134,7 +134,7 @@ def _test_name(case: ElementTree.Element) -> str:
 def _run(
     folder: Path, log: str, command: list[str], limit: float | None = None, may_fail: bool = False
 ) -> None:
-    """Run a command in the copy, without this process's Python settings; keep what it prints."""
+    """Run a command in the copy, without this process's Python settings; keep its output."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     with (folder / log).open("wb") as output:
         process = subprocess.Popen(
@@ -150,7 +150,7 @@ def _run(
         except subprocess.TimeoutExpired as error:
             raise StackError(f"not finished after {limit:.0f} s: {' '.join(command)}") from error
         finally:
-            if process.poll() is None:  # with the ranks that the tests have started
+            if process.poll() is None:  # kills the ranks that the tests have started as well
                 os.killpg(process.pid, signal.SIGKILL)
     if returncode and not may_fail:
         raise StackError(f"{' '.join(command)} failed:\n{_tail(folder / log)}")
@@ -236,7 +236,7 @@ def put_into(page: Path, text: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Try the stacks that were asked for, or print the table of a file of results."""
+    """Try the requested stacks, or print the table of a file of results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Worker pools for the whole pytest session, one per number of ranks."""
+"""Provide worker pools for the whole pytest session, one per number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.distributed.worker_pool import WorkerPool
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], WorkerPool]]:
-    """``workers(2).run(function, …)`` runs a function on two ranks."""
+    """Yield ``workers``: ``workers(2).run(function, …)`` runs a function on two ranks."""
     pools: dict[int, WorkerPool] = {}
 
     def pool(world_size: int) -> WorkerPool:

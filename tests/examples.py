@@ -1,4 +1,4 @@
-"""The number of examples of property tests: all in `make test-full`, a third in `make test`."""
+"""Set the number of examples of property tests: all in `make test-full`, a third in `make test`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _ALL = os.environ.get("CHECKNRUN_TESTS") == "full"
 
 
 def examples(count: int) -> int:
-    """Return how many of the examples of a whole run this one draws."""
+    """Return the number of examples for this run, given the number for a full run."""
     return count if _ALL else -(-count // 3)

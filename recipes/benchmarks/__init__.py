@@ -1,1 +1,1 @@
-"""Measurements behind the figures that README and docs print."""
+"""Measure the figures that README and docs print."""

@@ -1,8 +1,8 @@
-"""What checkpoints weigh in the store, beside what their rows should weigh.
+"""Compare the bytes of checkpoints in the store with a prediction from their rows.
 
     python -m recipes.benchmarks.bytes [--json out.json]
 
-Trains the recipe's synthetic job with each width and lists the store. The prediction knows only the
+Train the recipe's synthetic job with each width and list the store. The prediction knows only the
 number of stored rows of each table, its width (small tables are exact), the row format and the
 table's size: fused rows (or fp32), four bytes of row-wise optimizer state a row, and for the row
 ids the smaller of one bit for each row of the table and four bytes for each stored row, which is
@@ -30,12 +30,12 @@ _TAIL_BYTES = {8: 8, 4: 4, 3: 4, 2: 4}
 
 
 def row_bytes(bits: int, dim: int) -> int:
-    """Bytes of a stored row's weights."""
+    """Return the bytes of a stored row's weights."""
     return 4 * dim if bits == 32 else dim * bits // 8 + _TAIL_BYTES[bits]
 
 
 def predict(manifest: dict[str, Any]) -> float:
-    """Bytes of table rows, their ids and optimizer state that a checkpoint should have."""
+    """Predict the bytes of table rows, their ids and optimizer state in a checkpoint."""
     total = 0.0
     for table in manifest["tables"].values():
         stored = table["stored_values"] / table["dim"]
@@ -45,7 +45,7 @@ def predict(manifest: dict[str, Any]) -> float:
 
 
 def measure(bits: int | None, dim: int, root: Path, policy: str) -> list[dict[str, Any]]:
-    """Trains with one width; one row per checkpoint, oldest first."""
+    """Train with one width; return one row per checkpoint, oldest first."""
     overrides = [
         "dataset.samples=200_000",
         f"model.embedding_dim={dim}",
@@ -87,9 +87,9 @@ def measure(bits: int | None, dim: int, root: Path, policy: str) -> list[dict[st
 
 
 def main() -> int:
-    """The command; exits with 1 if a prediction is off by more than 5 %."""
+    """Run the command; return 1 if a prediction is off by more than 5 %."""
     parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.bytes", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--dim", type=int, default=64, help="columns of every table")
     parser.add_argument("--policy", default="consecutive", help="checkpoint.policy")
     options = parser.parse_args()

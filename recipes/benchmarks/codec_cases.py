@@ -1,6 +1,6 @@
-"""What the codec benchmark times: calls of ours, FBGEMM's and torch's operators on the same rows.
+"""Define the calls of the codec benchmark: our, FBGEMM's and torch's operators on the same rows.
 
-FBGEMM's operators on the CPU use one thread and allocate what they return; beside the bare operator
+FBGEMM's operators on the CPU use one thread and allocate their results; beside the bare operator
 on all rows stand the one that writes into a given buffer, where there is one, and the bare operator
 on blocks of rows, whose output the allocator keeps warm.
 
@@ -38,9 +38,9 @@ METHODS = ("asymmetric", "symmetric", "greedy", "adaptive")
 GATHERED = ((8, "asymmetric"), (4, "asymmetric"), (2, "asymmetric"), (4, "adaptive"))
 DENSITIES = (0.001, 0.01, 0.1, 0.25, 0.5)
 GATHER_PART = 4
-"""One row in so many is taken out of the table."""
+"""One of so many rows is taken out of the table."""
 SAMPLE_ROWS = 16384
-"""Rows that an error is measured on."""
+"""Rows to measure an error on."""
 BLOCK_ROWS = 4096
 HAS_KMEANS = importlib.util.find_spec("kmeans1d") is not None
 OURS = "this package"
@@ -55,13 +55,13 @@ REFERENCES = (
     TWO_PASSES,
     "only gather",
 )
-"""What others are compared with."""
+"""The calls to compare others with."""
 _DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call to be timed. ``nbytes``: fp32 bytes that it reads or gives."""
+    """A call to be timed. ``nbytes``: fp32 bytes that the call reads or returns."""
 
     part: str
     who: str
@@ -75,19 +75,21 @@ class Case:
 
 
 def gaussian(rows_bytes: int, dim: int) -> torch.Tensor:
-    """Rows ``(n, dim)`` that take so many bytes."""
+    """Draw rows ``(n, dim)`` of ``rows_bytes`` bytes."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows_bytes // (4 * dim), dim, generator=generator).to(_DEVICE)
 
 
 def error_of(rows: torch.Tensor, decoded: torch.Tensor) -> float:
-    """Mean over rows of the l2 norm of the difference over that of the row."""
+    """Average over rows the l2 norm of the difference over the row's."""
     rows = rows.cpu()
     return float(((decoded - rows).norm(dim=1) / rows.norm(dim=1)).mean())
 
 
 def codec_error(codec: Codec, rows: torch.Tensor, context: RowContext) -> tuple[float, str]:
-    """Error of a sample of the rows, and what parameters the codec has found for it."""
+    """Measure the error on a sample of the rows; also return the parameters that the codec has
+    chosen.
+    """
     sample = rows[:SAMPLE_ROWS]
     sampled = {name: state[: len(sample)] for name, state in context.optimizer.items()}
     encoded = codec.encode(sample, context=RowContext(sampled))
@@ -100,8 +102,8 @@ def codec_error(codec: Codec, rows: torch.Tensor, context: RowContext) -> tuple[
 
 
 def codecs(dim: int, rows: int) -> Iterator[tuple[str, int, Codec, RowContext]]:
-    """(method, bits, codec, context of ``rows`` rows) of all that is as fast as memory, or should
-    be.
+    """Yield (method, bits, codec, context of ``rows`` rows) of all codecs that run at memory speed,
+    or should.
     """
     for method in METHODS:
         for bits in WIDTHS:
@@ -119,10 +121,12 @@ def codecs(dim: int, rows: int) -> Iterator[tuple[str, int, Codec, RowContext]]:
 
 
 def encode_cases(rows: torch.Tensor, slow_rows: int) -> Iterator[Case]:
-    """Ours, FBGEMM's, torch's and the fallback's encoders; k-means where its library is."""
+    """Yield our, FBGEMM's, torch's and the fallback's encoders; k-means if its library is
+    installed.
+    """
     dim = rows.shape[1]
     case = partial(Case, "encode")
-    # Touched, and as large as anything here: fp32 rows for memcpy, or importance's mixture.
+    # Touched, and as large as any result here: fp32 rows for memcpy, or importance's mixture.
     buffer = torch.zeros(len(rows) * (4 * dim + 8), dtype=torch.uint8, pin_memory=rows.is_cuda)
     for method, bits, codec, context in codecs(dim, len(rows)):
         error, note = codec_error(codec, rows, context)
@@ -187,7 +191,7 @@ def _prepack_cases(slow: torch.Tensor) -> Iterator[Case]:
 
 
 def decode_cases(rows: torch.Tensor) -> Iterator[Case]:
-    """Ours, the fallback's and FBGEMM's decoders, on the CPU."""
+    """Yield our, the fallback's and FBGEMM's decoders, on the CPU."""
     rows = rows.cpu()
     values = torch.zeros(rows.shape)
     case = partial(Case, "decode", nbytes=rows.nbytes)
@@ -212,7 +216,7 @@ def decode_cases(rows: torch.Tensor) -> Iterator[Case]:
 
 
 def gather_cases(table: torch.Tensor) -> Iterator[Case]:
-    """Some of a table's rows encoded in one pass, and gathered first."""
+    """Encode some of a table's rows in one pass, and gathered first."""
     count, dim = len(table) // GATHER_PART, table.shape[1]
     generator = torch.Generator().manual_seed(2)
     ids = torch.randperm(len(table), generator=generator)[:count].sort().values.to(table.device)
@@ -233,7 +237,7 @@ def gather_cases(table: torch.Tensor) -> Iterator[Case]:
 
 
 def row_id_cases(table_ids: int) -> Iterator[Case]:
-    """Row ids at several densities; ``row_bytes`` is what one id takes."""
+    """Encode row ids at several densities; ``row_bytes`` are an id's."""
     for density in DENSITIES:
         count = round(table_ids * density)
         ids = np.sort(np.random.default_rng(0).choice(table_ids, count, replace=False))
@@ -253,8 +257,9 @@ def row_id_cases(table_ids: int) -> Iterator[Case]:
 
 
 def row_state_cases(rows: int) -> Iterator[Case]:
-    """Row-wise Adagrad's state of so many rows, over the fifty powers of two that it may span; for
-    rowlog8 as many values of pointwise state, those of a row alike.
+    """Encode row-wise Adagrad's state of ``rows`` rows, over its range of fifty powers of two.
+
+    rowlog8 encodes as many values of pointwise state, those of a row alike.
     """
     values = torch.linspace(-53, -4, rows).exp2_()[torch.randperm(rows)]
     copy = torch.zeros_like(values)

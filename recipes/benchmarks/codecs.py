@@ -1,10 +1,10 @@
-"""Speed and error of the codecs, beside FBGEMM's and torch's own operators and memcpy.
+"""Measure speed and error of the codecs, beside FBGEMM's and torch's own operators and memcpy.
 
     python -m recipes.benchmarks.codecs [--json out.json] [--quick] [--dims 64 16 128] [--threads 2]
 
-Gaussian fp32 rows; GB/s are of the fp32 values that go in (decoding: come out), into warm buffers.
-All calls of a part run in the same rounds (`paired`), and ratios are medians of a round's own. Slow
-methods get fewer rows. `codec_cases` says what is called.
+Gaussian fp32 rows; GB/s count the fp32 values that are encoded or decoded, into warm buffers. All
+calls of a part run in the same rounds (`paired`), and ratios are medians of a round's own. Slow
+methods get fewer rows. `codec_cases` defines the calls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torchrec_checknrun.codecs.base import WIDTHS
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured of a case. ``ratios``: its speed over that of others in the same rounds."""
+    """The measurements of a case. ``ratios``: its speed over that of others in the same rounds."""
 
     part: str
     who: str
@@ -60,7 +60,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Target:
-    """What the codecs should reach on two cores at dim 64."""
+    """A speed that the codecs should reach on two cores at dim 64."""
 
     claim: str
     value: float
@@ -74,7 +74,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """The amount of measuring."""
 
     rows_bytes: int
     slow_rows: int
@@ -88,7 +88,7 @@ QUICK = Size(rows_bytes=8 << 20, slow_rows=256, table_ids=1 << 17, rounds=3)
 
 
 def figures(cases: list[Case], dim: int, rounds: int, title: str) -> list[Figure]:
-    """Times the cases of one or more parts together."""
+    """Time the cases of one or more parts together."""
     with tqdm(total=rounds, desc=title, unit="round") as bar:
         seconds = paired({i: c.call for i, c in enumerate(cases)}, rounds, bar.update)
     speeds = [case.nbytes / seconds[i] / 1e9 for i, case in enumerate(cases)]
@@ -118,13 +118,13 @@ def figures(cases: list[Case], dim: int, rounds: int, title: str) -> list[Figure
 
 
 def _comparable(case: Case, other: Case) -> bool:
-    """Encoders of the same width, whatever their method; elsewhere the very same work."""
+    """Return whether two cases compare: encoders of one width; elsewhere the very same work."""
     same_method = case.method == other.method or case.part == "encode" or not other.method
     return case.part == other.part and other.bits in (None, case.bits) and same_method
 
 
 def targets(found: list[Figure]) -> list[Target]:
-    """What is aimed at, with what was measured at dim 64."""
+    """Return the targets, with the measurements at dim 64."""
 
     def of(part: str, method: str, bits: int, who: str = OURS) -> Figure:
         key = (part, who, method, bits)
@@ -154,7 +154,7 @@ def targets(found: list[Figure]) -> list[Target]:
 
 
 def measure(size: Size, dims: list[int]) -> list[Figure]:
-    """All parts."""
+    """Measure all parts."""
     found = []
     for dim in dims:
         rows = gaussian(size.rows_bytes, dim)
@@ -171,11 +171,11 @@ def measure(size: Size, dims: list[int]) -> list[Figure]:
 
 
 def main() -> int:
-    """The command; exits with 1 if a target is missed."""
+    """Run the command; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.benchmarks.codecs", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="few rows and rounds: speeds vary")
     parser.add_argument("--dims", type=int, nargs="+", default=[64], help="columns")
     threads = len(os.sched_getaffinity(0))

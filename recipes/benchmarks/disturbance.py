@@ -1,11 +1,11 @@
-"""What a save behind training costs the training thread: background thread beside process.
+"""Measure the cost of a background save for the training thread: thread beside process.
 
     python -m recipes.benchmarks.disturbance [--json out.json] [--saves 8]
 
-Twice. The worst case for Python's lock: operations of a few microseconds, each of which gives it
-away and has to get it back, for which the system must put the training thread to sleep and wake it
-up again. Then the model's own steps, intervals with a save in turn with others without: where the
-time goes, waiting or computing. The model and the rows of `side_by_side`, one rank, 4 bit rows.
+Twice. First the worst case for Python's lock: operations of a few microseconds, each of which
+releases and retakes the lock, for which the system must put the training thread to sleep and wake
+it up again. Then the model's own steps, intervals with a save in turn with others without: the time
+is either waiting or computing. The model and the rows of `side_by_side`, one rank, 4 bit rows.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from torchrec_checknrun.save.background import BackgroundKind
 KINDS: tuple[BackgroundKind, ...] = ("thread", "process")
 _UNDISTURBED_SECONDS = 1.0
 _OPERATIONS = 200
-"""Before the checkpointer is asked whether its save is done."""
+"""Operations before the checkpointer is asked whether its save is done."""
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Of training by one save.
+    """The cost of one save for training.
 
     Attributes:
         seconds: from the end of the stall until the save is done.
-        lost: seconds that the same operations would have taken less without it.
-        waits: how often training went to sleep.
+        lost: seconds that the same operations would have taken less without the save.
+        waits: number of times that training went to sleep.
     """
 
     seconds: float
@@ -55,12 +55,12 @@ class Disturbance:
 
 @dataclass(frozen=True)
 class Interval:
-    """Of training steps, after the stall if there was one.
+    """Some training steps, after the stall if there was one.
 
     Attributes:
         call: the stall, seconds; None without a save.
-        wall, processor: seconds of the steps, and those in which the training thread ran.
-        waits: how often it went to sleep.
+        wall, processor: seconds of the steps, and of the training thread on a processor.
+        waits: number of times that the thread went to sleep.
     """
 
     call: float | None
@@ -70,7 +70,7 @@ class Interval:
 
 
 def checkpointer_of(job: Job, kind: BackgroundKind, root: Path) -> Checkpointer:
-    """What is measured."""
+    """Make the checkpointer to measure."""
     return Checkpointer(
         root,
         model=job.model,
@@ -83,7 +83,7 @@ def checkpointer_of(job: Job, kind: BackgroundKind, root: Path) -> Checkpointer:
 
 
 def intervals(job: Job, kind: BackgroundKind, saves: int, root: Path) -> list[Interval]:
-    """So many with a save, each after one without."""
+    """Run ``saves`` intervals with a save, each after one without."""
     found = []
     with checkpointer_of(job, kind, root) as checkpointer:
         checkpointer.save()
@@ -104,7 +104,7 @@ def intervals(job: Job, kind: BackgroundKind, saves: int, root: Path) -> list[In
 
 
 def measure(job: Job, kind: BackgroundKind, saves: int, root: Path) -> list[Disturbance]:
-    """So many saves, each beside the same operations without one."""
+    """Run ``saves`` saves, each beside the same operations without one."""
     found = []
     with checkpointer_of(job, kind, root) as checkpointer:
         checkpointer.save()
@@ -119,7 +119,7 @@ def measure(job: Job, kind: BackgroundKind, saves: int, root: Path) -> list[Dist
 
 
 def _train(checkpointer: Checkpointer, seconds: float | None) -> tuple[float, float, int]:
-    """Operations a second, seconds and waits, for so long or until the save is done."""
+    """Return operations a second, seconds and waits, for a given time or until the save is done."""
     matrix = torch.randn(64, 64)
     before, started, done = _waits(), time.perf_counter(), 0
     while True:
@@ -137,9 +137,9 @@ def _waits() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--saves", type=int, default=8)
     parser.add_argument("--rows", type=int, default=Setting.rows, help="of all tables together")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What a figure was taken on: part of every benchmark's JSON, so that figures can be compared."""
+"""Describe the machine of a benchmark: part of every JSON, so that figures can be compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DISTRIBUTIONS = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", 
 
 
 def describe() -> dict[str, Any]:
-    """Device, processor, torch's number of threads, and the versions that matter."""
+    """Return device, processor, torch's number of threads, and the versions that matter."""
     versions = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:

@@ -1,11 +1,11 @@
-"""How much memory a save and a restore take on top of the model, beside the byte budget.
+"""Measure the memory of a save and a restore on top of the model, beside the byte budget.
 
     python -m recipes.benchmarks.memory [--json out.json] [--budget-mib 64] [--times 10]
 
 One rank holds one table of `times` the budget (`Checkpointer(memory_budget=…)`) with row-wise
 Adagrad state. Every measurement has a process of its own: the peak of its resident memory during
-the call, above the level just before, after a first small checkpoint has loaded all code that takes
-part. To a save's peak comes the staging memory that the Checkpointer holds all the time.
+the call, above the level just before, after a first small checkpoint has loaded all code involved.
+To a save's peak comes the staging memory that the Checkpointer holds all the time.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from recipes.dlrm_criteo import sharding
 from torchrec_checknrun import Checkpointer, Consecutive, Quantization
 
 ALLOWED = 1.1
-"""Of the budget: what a save or restore may take."""
+"""Part of the budget that a save or restore may take."""
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A table and how it is saved: in full, then the rows at every `stride`-th position."""
+    """A table and its saves: a full one, then one of the rows at every `stride`-th position."""
 
     dim: int
     bits: int | None
@@ -70,18 +70,18 @@ class Measured:
 
 
 def cases(budget: int, times: int, dims: Sequence[int]) -> list[Case]:
-    """Exact rows and both extremes of quantization; all rows again, or every third of them, which
-    is what row ids take most for (a bitmap).
+    """Return exact rows and both extremes of quantization, with all rows again or every third row,
+    whose row ids take the most bytes (a bitmap).
     """
     choices: list[tuple[int | None, int]] = [(None, 1), (None, 3), (8, 1), (2, 3)]
     return [Case(dim, bits, stride, budget, times) for dim in dims for bits, stride in choices]
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """Bytes of resident memory that a call takes at its peak, above the level before."""
+    """Return the bytes of resident memory at a call's peak, above the level before."""
     ctypes.CDLL(None).malloc_trim(0)
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # starts the high-water mark anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     except OSError:
         return _sampled_peak(call)
     before = _resident("VmRSS")
@@ -90,7 +90,7 @@ def peak_of(call: Callable[[], object]) -> int:
 
 
 def _sampled_peak(call: Callable[[], object]) -> int:
-    """The same where the kernel keeps no high-water mark that can be reset."""
+    """Do the same where the kernel has no high-water mark that can be reset."""
     before = peak = _resident("VmRSS")
     done = threading.Event()
 
@@ -117,7 +117,7 @@ def _resident(field: str) -> int:
 
 
 def _model(rows: int, dim: int) -> DistributedModelParallel:
-    """One table of distinct values; all its memory has been touched."""
+    """Make a model of one table of distinct values, and touch all of its memory."""
     table = EmbeddingBagConfig(
         name="table", embedding_dim=dim, num_embeddings=rows, feature_names=["feature"]
     )
@@ -175,7 +175,7 @@ def _measure_restore(case: Case, root: Path) -> dict[str, int]:
 
 
 def _prepare(case: Case, root: Path) -> None:
-    """Loads all code that takes part, by a small checkpoint of the same kinds."""
+    """Load all code involved, by a small checkpoint of the same kinds."""
     torch.set_num_threads(1)
     rendezvous = root / f"rendezvous-{os.getpid()}"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
@@ -190,7 +190,7 @@ def _prepare(case: Case, root: Path) -> None:
 
 
 def measure(case: Case) -> list[Measured]:
-    """Saves twice in one fresh process, and restores both in another."""
+    """Save twice in one fresh process, and restore both in another."""
     peaks: dict[str, int] = {}
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -211,11 +211,11 @@ def measure(case: Case) -> list[Measured]:
 
 
 def main() -> int:
-    """The command; exits with 1 if a call took more than the budget and 10 %."""
+    """Run the command; return 1 if a call took more than the budget and 10 %."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.benchmarks.memory", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--budget-mib", type=int, default=64, help="memory_budget, in MiB")
     parser.add_argument("--times", type=int, default=10, help="the table's size in budgets")
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64], help="columns")

@@ -1,7 +1,7 @@
-"""Times calls side by side: on a shared machine only what ran at the same time can be compared.
+"""Time calls side by side: on a shared machine only simultaneous measurements are comparable.
 
-Every round runs each call once, in random order. A ratio is taken within each round, and its
-median over the rounds is what counts.
+Every round runs each call once, in random order. A ratio is taken within each round; the result is
+its median over the rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def paired(
     rounds: int,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[K, np.ndarray]:
-    """Seconds of every call in every round, ``(rounds,)``; each has run once before, untimed.
+    """Return every call's seconds in every round, ``(rounds,)``, after one untimed run of each.
 
     Args:
         progress: called after every round.

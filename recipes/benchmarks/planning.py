@@ -1,10 +1,10 @@
-"""What a checkpoint of many tables on many ranks costs rank 0: time, memory, and the manifest.
+"""Measure rank 0's cost of a checkpoint of many tables on many ranks: time, memory, manifest.
 
     python -m recipes.benchmarks.planning [--json out.json] [--tables 1000] [--ranks 1024]
 
-No rows are made: every rank's plan is what a real one would send, of tables that are split by rows
-over all ranks, and rank 0 does with them what it does in a save. Sizes grow up to the largest, each
-in a process of its own, so that the growth is seen: nothing may grow faster than ranks × tables.
+No rows are made: every rank's plan is a real one's, of tables that are split by rows over all
+ranks, and rank 0 handles the plans as in a save. Sizes grow up to the largest, each in a process of
+its own, to show the growth: no cost may grow faster than ranks × tables.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ MOST_MANIFEST_BYTES = 4_000_000
 DIM, ROWS_PER_RANK = 64, 4096
 _STATE_BYTES = 4 << 20
 _SLACK = 1.25
-"""Of proportional growth: what timing on a busy machine may add."""
+"""Factor of proportional growth that timing on a busy machine may add."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much rank 0 has to do."""
+    """The amount of work for rank 0."""
 
     tables: int
     ranks: int
@@ -54,10 +54,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Cost:
-    """What it took.
+    """The costs of a checkpoint for rank 0.
 
     Attributes:
-        received_bytes: of all ranks' plans, as they are sent to rank 0.
+        received_bytes: of all ranks' plans, as sent to rank 0.
         plan_seconds: to check the plans and to make the global one.
         commit_seconds: to make the manifest of all ranks' results and to write it.
         memory_bytes: peak of the process above its level before the first plan came.
@@ -73,7 +73,7 @@ class Cost:
 
 
 def measure(size: Size) -> Cost:
-    """Plans and commits one checkpoint of that size, in this process."""
+    """Plan and commit one checkpoint of a size, in this process."""
     names = [f"model.sparse_arch.embedding_bags.table_{i:04d}" for i in range(size.tables)]
     before = _peak()
     plans, received = [], 0
@@ -92,7 +92,7 @@ def measure(size: Size) -> Cost:
     folder = Folder("memory://planning/run/seq-000001_step-00000001_00000000")
     folder.create()
     files = {summary.file.name: summary.file.size for summary in results}
-    with mock.patch.object(Folder, "sizes", return_value=files):  # there are none without rows
+    with mock.patch.object(Folder, "sizes", return_value=files):  # without rows there are no files
         CheckpointWriter(folder).commit(whole, results)
     done = time.perf_counter()
     manifest = folder.size(MANIFEST_NAME)
@@ -135,7 +135,7 @@ def _summary(names: Sequence[str], rank: int, ranks: int) -> FileSummary:
         codecs=[{"name": "rowwise", "version": 1, "bits": 4, "scheme": "adaptive"}],
     )
     size = len(names) * ROWS_PER_RANK * 40
-    # Rank 0 writes the states as well, so that chunks are as the plan says: it has all of them.
+    # Rank 0 writes the states as well, and so has all chunks of the plan.
     chunks = len(names)
     file = RankFile(f"rank-{rank:05d}.bin", size, size - 9000, 8960, "0123456789abcdef", chunks)
     return FileSummary(file, dict.fromkeys(names, one), 0)
@@ -146,7 +146,7 @@ def _peak() -> int:
 
 
 def sizes(largest: Size) -> list[Size]:
-    """Up to the largest, along each direction."""
+    """Return the sizes up to the largest, along each direction."""
     t, r = largest.tables, largest.ranks
     found = [Size(t // 4, r // 4), Size(t // 2, r // 4), Size(t, r // 4)]
     found += [Size(t // 4, r // 2), Size(t // 4, r), Size(t // 2, r // 2), largest]
@@ -154,7 +154,7 @@ def sizes(largest: Size) -> list[Size]:
 
 
 def judge(costs: Sequence[Cost]) -> list[str]:
-    """What grew faster than it may, or is too large."""
+    """List the costs that grew too fast or are too large."""
     problems = []
     least, largest = costs[0], costs[-1]
     times = largest.size.tables * largest.size.ranks / (least.size.tables * least.size.ranks)
@@ -168,9 +168,9 @@ def judge(costs: Sequence[Cost]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if something grew faster than ranks × tables."""
+    """Run the command; return 1 if a cost grew faster than ranks × tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--tables", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=1024)
     options = parser.parse_args(arguments)

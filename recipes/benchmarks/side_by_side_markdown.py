@@ -1,6 +1,6 @@
 """Print the tables of the docs: ``python -m recipes.benchmarks.side_by_side_markdown [FILE]``.
 
-The same command as ``python -m recipes.benchmarks.side_by_side.markdown``.
+Equivalent to ``python -m recipes.benchmarks.side_by_side.markdown``.
 """
 
 from recipes.benchmarks.side_by_side.markdown import main

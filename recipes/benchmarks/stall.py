@@ -1,4 +1,4 @@
-"""Where the milliseconds of one stall go, beside the bare gather of the same rows.
+"""Break one stall down into its parts, beside the bare gather of the same rows.
 
     python -m recipes.benchmarks.stall [--json out.json] [--intervals 9]
 
@@ -40,17 +40,17 @@ PARTS: dict[str, tuple[object, str]] = {
     "the plan's summary": (background, "summarize"),
     "rows and states are copied": (background.Staging, "run"),
 }
-"""What a stall consists of, and the function that does it."""
+"""The parts of a stall, and the functions that do them."""
 
 
 class Stopwatch:
-    """Sums the seconds of calls by name."""
+    """A stopwatch that sums the seconds of calls by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def around(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
+        """Return a timed version of a function."""
 
         @functools.wraps(act)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class Stopwatch:
 
 
 def measure(setting: Setting, intervals: int, folder: Path) -> list[dict[str, float]]:
-    """Seconds by part, for each of so many checkpoints."""
+    """Measure the seconds of each part, for ``intervals`` checkpoints."""
     job = Job(setting)
     limits = Limits(job, folder, intervals)
     watch = Stopwatch()
@@ -81,7 +81,7 @@ def measure(setting: Setting, intervals: int, folder: Path) -> list[dict[str, fl
         checkpointer.save()
         with _timed(watch):
             for interval in tqdm(range(intervals), desc="stalls", file=sys.stderr):
-                # First, since with all cores it leaves threads behind that spin for a moment.
+                # First, since on all cores the gather leaves threads behind that spin for a moment.
                 gather = limits.gather(interval)
                 for shard, rows in job.modified(interval):
                     checkpointer.mark(shard.table, rows)
@@ -98,14 +98,14 @@ def measure(setting: Setting, intervals: int, folder: Path) -> list[dict[str, fl
 
 
 class _timed:
-    """Puts the stopwatch around every part."""
+    """A patch that puts the stopwatch around every part."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._patches = []
         for name, (owner, attribute) in PARTS.items():
             act = getattr(owner, attribute)
             timed = watch.around(name, act)
-            if attribute == "of":  # bound to its class already
+            if attribute == "of":  # already bound to its class
                 timed = staticmethod(timed)
             self._patches.append(mock.patch.object(owner, attribute, timed))
 
@@ -119,9 +119,9 @@ class _timed:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--intervals", type=int, default=9)
     parser.add_argument("--rows", type=int, default=Setting.rows, help="of all tables together")
     options = parser.parse_args(arguments)

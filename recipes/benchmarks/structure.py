@@ -1,4 +1,4 @@
-"""Measure the package's structure: how many files, rooms and borders there are between two bytes.
+"""Measure the package's structure: the files, rooms and borders on the way of a row.
 
 python -m recipes.benchmarks.structure [--json FILE]
 
@@ -114,7 +114,7 @@ def files(package: Path = PACKAGE) -> dict[str, dict[str, int]]:
 
 
 def imports(package: Path = PACKAGE) -> dict[str, int]:
-    """Return how many imports there are inside the package, and how many cross rooms."""
+    """Count the imports inside the package, and those that cross rooms."""
     names = {
         ".".join((package.name, *path.relative_to(package).with_suffix("").parts))
         for path in package.rglob("*.py")
@@ -136,7 +136,7 @@ def imports(package: Path = PACKAGE) -> dict[str, int]:
 
 
 def functions(package: Path = PACKAGE) -> dict[str, int]:
-    """Return how many functions there are, and those over the limits of lines and complexity."""
+    """Count the functions, and those over the limits of lines and complexity."""
     found = {"functions": 0, f"over_{LONG}_lines": 0}
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

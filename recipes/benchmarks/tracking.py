@@ -1,4 +1,4 @@
-"""What it costs to track modified rows: nothing, ours and TorchRec's tracker in the same run.
+"""Measure the cost of tracking modified rows: none, ours and TorchRec's tracker in the same run.
 
     python -m recipes.benchmarks.tracking [--json out.json] [--rows-cap 1000000] [--steps 1000]
 
@@ -6,13 +6,12 @@ A DLRM with 26 tables (Criteo Kaggle's cardinalities, capped; one-hot, row-wise 
 one thread, synthetic samples with Zipf's law. Two views of the cost:
 
 isolated: the tracker's own work alone, over `steps` batches as the kernels get them, beside the
-median training step; also what memory it holds after them. A training step on a shared machine
-varies by some per cent, more than tracking takes: so this is the figure to go by.
+median training step; also the memory held after them. A training step on a shared machine
+varies by some per cent, more than tracking takes: so this is the figure to trust.
 
 in situ: training steps in short blocks, one block of each tracker a round in changing order; the
 median over rounds of a block's median step against the same round's block without tracking, with
-its 95 % bootstrap interval. TorchRec's trackers start there with what they hold after the isolated
-part.
+its 95 % bootstrap interval. TorchRec's trackers start there with their memory of the isolated part.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ _CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained."""
+    """The settings of the trained model."""
 
     dim: int
     rows_cap: int
@@ -105,16 +104,16 @@ class Job:
 
     @property
     def collection(self) -> ShardedEmbeddingBagCollection:
-        """The sharded tables."""
+        """Return the sharded tables."""
         (found,) = (m for m in self.model.modules() if isinstance(m, ShardedEmbeddingBagCollection))
         return found
 
     def batches(self) -> Iterator[Batch]:
-        """The samples, from the first on."""
+        """Yield the samples, from the first on."""
         return iter(self._reader)
 
     def step(self, batch: Batch) -> None:
-        """One training step."""
+        """Do one training step."""
         self._optimizer.zero_grad()
         loss, _ = self.model(batch)
         loss.backward()
@@ -122,7 +121,7 @@ class Job:
 
     @torch.no_grad()
     def lookups(self, count: int) -> Iterator[list[KeyedJaggedTensor]]:
-        """What the kernels get of so many batches: what a tracker sees."""
+        """Yield the kernels' input of ``count`` batches, which a tracker sees."""
         seen: list[KeyedJaggedTensor] = []
         hooks = [
             kernel.module.register_forward_hook(lambda _module, args, _out: seen.append(args[0]))
@@ -137,7 +136,7 @@ class Job:
 
 
 class Nothing:
-    """No tracking."""
+    """A tracker that does nothing."""
 
     name = "none"
 
@@ -167,7 +166,7 @@ class Ours(Nothing):
     @contextmanager
     def on(self) -> Iterator[None]:
         self._tracked = tracked = track(self._model)
-        tracked.mark_all()  # touches all their memory, which training does once and for all
+        tracked.mark_all()  # touches all of the marks' memory, as training does once
         tracked.clear(Consumer.EVERY)
         try:
             yield
@@ -175,7 +174,7 @@ class Ours(Nothing):
             tracked.close()
 
     def work(self, features: list[KeyedJaggedTensor]) -> float:
-        """Seconds of the hook in the forward pass and the one in the backward pass."""
+        """Return the seconds of the hooks in the forward pass and in the backward pass."""
         assert self._tracked is not None
         outputs = [torch.zeros(1, requires_grad=True) for _ in features]
         started = time.perf_counter()
@@ -192,7 +191,7 @@ class Ours(Nothing):
 
 
 class TorchRecs(Nothing):
-    """TorchRec's ModelDeltaTracker in its cheapest mode, whose ids nobody fetches meanwhile."""
+    """TorchRec's ModelDeltaTracker in its cheapest mode, without fetching the ids."""
 
     def __init__(self, model: DistributedModelParallel, auto_compact: bool) -> None:
         self.name = "TorchRec auto_compact" if auto_compact else "TorchRec ID_ONLY"
@@ -236,7 +235,9 @@ class TorchRecs(Nothing):
 def isolated(
     job: Job, trackers: list[Nothing], steps: int, progress: Callable[[], object]
 ) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
-    """By tracker: seconds of its own work with every batch, and bytes held after it."""
+    """Return, by tracker, the seconds of its own work with every batch, and the bytes held
+    afterwards.
+    """
     seconds: dict[str, list[float]] = {tracker.name: [] for tracker in trackers}
     memory: dict[str, list[int]] = {tracker.name: [] for tracker in trackers}
     ours = [tracker for tracker in trackers if isinstance(tracker, Ours)]
@@ -252,7 +253,7 @@ def isolated(
 def in_situ(
     job: Job, trackers: list[Nothing], rounds: int, progress: Callable[[], object]
 ) -> dict[str, np.ndarray]:
-    """By tracker: the median step of its block in every round."""
+    """Return, by tracker, the median step of its block in every round."""
     batches = cycle(list(islice(job.batches(), 32)))
     for _ in range(3):
         job.step(next(batches))
@@ -274,7 +275,7 @@ def in_situ(
 
 
 def interval(differences: np.ndarray) -> tuple[float, float, float]:
-    """The median, and its 95 % bootstrap interval over rounds."""
+    """Return the median, and its 95 % bootstrap interval over rounds."""
     random = np.random.default_rng(0)
     drawn = random.choice(differences, size=(2000, len(differences)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
@@ -282,7 +283,7 @@ def interval(differences: np.ndarray) -> tuple[float, float, float]:
 
 
 def measure(setting: Setting, steps: int, rounds: int) -> list[Cost]:
-    """All trackers on one model; the default process group must be there."""
+    """Measure all trackers on one model, in the default process group."""
     job = Job(setting)
     trackers: list[Nothing] = [Nothing(), Ours(job.model)]
     trackers += [TorchRecs(job.model, auto_compact) for auto_compact in (False, True)]
@@ -316,22 +317,24 @@ def measure(setting: Setting, steps: int, rounds: int) -> list[Cost]:
 
 
 def meets_target(costs: list[Cost]) -> bool:
-    """Whether this package's tracker is as cheap as it should be."""
+    """Return whether this package's tracker is within the targets."""
     ours = [cost for cost in costs if cost.tracker == Ours.name]
     return all(
-        # The byte more that a table has for ids out of range is no part of its rows.
+        # The additional byte of a table, for ids out of range, belongs to no row.
         c.of_step <= TIME_TARGET and round(c.bytes_per_row, 2) <= MEMORY_TARGET
         for c in ours
     )
 
 
 def main() -> int:
-    """The command; exits with 1 if the target is missed."""
+    """Run the command; return 1 if the target is missed."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.benchmarks.tracking", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--rows-cap", type=int, default=1_000_000, help="rows of a table at most")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--rows-cap", type=int, default=1_000_000, help="largest number of a table's rows"
+    )
     parser.add_argument("--steps", type=int, default=1000, help="batches of the isolated part")
     parser.add_argument("--rounds", type=int, default=40, help="of the part in situ")
     parser.add_argument("--batch", type=int, default=2048)

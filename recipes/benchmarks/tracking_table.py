@@ -9,7 +9,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Cost:
-    """What one tracker costs. Times in seconds, memory in bytes."""
+    """The cost of one tracker. Times in seconds, memory in bytes."""
 
     dim: int
     tracker: str
@@ -19,7 +19,7 @@ class Cost:
     """The tracker's own work, median over the batches."""
     isolated_mean: float
     isolated_last: float
-    """Median over the last tenth of the batches: it grows with some."""
+    """Median over the last tenth of the batches: with some trackers the cost grows."""
     of_step: float
     in_situ: float
     in_situ_low: float

@@ -1,1 +1,1 @@
-"""The main job: a DLRM trained on Criteo data, with checkpoints."""
+"""Train a DLRM on Criteo data with checkpoints: the main job."""

@@ -1,9 +1,10 @@
-"""Criteo preprocessed to numpy files by TorchRec's scripts (torchrec.datasets.scripts).
+"""Read Criteo data preprocessed to numpy files by TorchRec's scripts (torchrec.datasets.scripts).
 
-Per day (or per Kaggle file) there are <name>_dense.npy, already log-transformed, <name>_sparse.npy
-with ids that are still to be taken modulo the table sizes, and <name>_labels.npy. TorchRec's own
-InMemoryBinaryCriteoIterDataPipe divides the rows by rank before batching, so its order depends on
-the number of ranks and it cannot start in the middle; what fits is its mapped access to rows.
+Per day (or per Kaggle file) there are <name>_dense.npy, log-transformed, <name>_sparse.npy with ids
+not yet taken modulo the table sizes, and <name>_labels.npy. TorchRec's own
+InMemoryBinaryCriteoIterDataPipe divides the rows by rank before batching, so the order depends on
+the number of ranks and reading can't start in the middle. Only the pipe's mapped access to rows is
+used here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from recipes.dlrm_criteo.samples import Chunk, ChunkedDataset, Samples
 
 
 class NpyChunk:
-    """The three files of a day, mapped, not loaded."""
+    """The three files of a day, memory-mapped."""
 
     def __init__(self, dense: str, sparse: str, labels: str, num_embeddings: np.ndarray) -> None:
         self.labels_path = labels
@@ -82,7 +83,7 @@ def _map(path: str, columns: int) -> np.ndarray:
 
 
 class CriteoNpy(ChunkedDataset):
-    """Preprocessed Criteo files of a directory, in natural order (day_2 before day_10)."""
+    """The preprocessed Criteo files of a directory, in natural order (day_2 before day_10)."""
 
     def __init__(
         self,

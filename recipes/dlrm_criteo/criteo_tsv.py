@@ -1,10 +1,11 @@
-"""Criteo's raw files: Kaggle's train.txt and the Terabyte log's day_0 to day_23, plain or gzip.
+"""Read Criteo's raw files: Kaggle's train.txt and the Terabyte log's day_0 to day_23, plain or
+gzip.
 
-They are far larger than memory, so they are streamed in blocks; and a rank needs few of the lines,
-so lines are found by their newlines and only the wanted ones are parsed, many at a time with numpy.
-A line has 40 tab-separated columns: the label (0 or 1), 13 integers and 26 hexadecimal ids; all but
-the label may be empty. As in the DLRM reference, a missing or negative integer counts as 0, then
-log(x + 1) is taken. Ids are mapped into the tables by modulo, a missing one to 0.
+The files are far larger than memory, so they are streamed in blocks. A rank needs few of the lines,
+so lines are found by their newlines, and only the wanted ones are parsed, many at a time with
+numpy. A line has 40 tab-separated columns: the label (0 or 1), 13 integers and 26 hexadecimal ids;
+all but the label may be empty. As in the DLRM reference, a missing or negative integer counts as 0,
+then log(x + 1) is taken. Ids are mapped into the tables by modulo, a missing one to 0.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ COLUMN_NAMES = [
     *(f"integer column I{i + 1}" for i in range(INT_FEATURE_COUNT)),
     *(f"category column C{i + 1}" for i in range(CAT_FEATURE_COUNT)),
 ]
-MAX_LINE = 4096  # bytes; those of Criteo have less than 400
+MAX_LINE = 4096  # bytes; Criteo's lines have fewer than 400
 BLOCK = 1 << 20
 _TAB, _NEWLINE, _MINUS, _ZERO, _ONE = b"\t\n-01"
-_MAX_DECIMALS, _MAX_HEX = 18, 16  # what surely fits 64 bits
+_MAX_DECIMALS, _MAX_HEX = 18, 16  # limits that fit 64 bits
 
 _HEX = np.full(256, 255, np.uint8)  # byte -> its hexadecimal value, 255 for none
 for _digit, _byte in enumerate(b"0123456789abcdef"):
@@ -43,7 +44,7 @@ for _digit, _byte in enumerate(b"0123456789abcdef"):
 
 
 class CriteoFormatError(ValueError):
-    """A file is not what Criteo's files are; says where and what to do."""
+    """A file differs from Criteo's format; the error names the place and the remedy."""
 
 
 class Parsed(NamedTuple):
@@ -52,14 +53,14 @@ class Parsed(NamedTuple):
     dense: np.ndarray  # int64 (n, 13)
     sparse: np.ndarray  # uint64 (n, 26)
     labels: np.ndarray  # float32 (n,)
-    faults: dict[int, str]  # line -> what is wrong with it; its values are meaningless
+    faults: dict[int, str]  # line -> its fault; the line's values are meaningless
 
 
 def parse_lines(text: bytes) -> Parsed:
-    """All lines of `text`, which ends in a newline."""
+    """Parse all lines of `text`, which ends in a newline."""
     data = np.frombuffer(text, np.uint8)
     starts, ends, faults, count = _fields(data)
-    # Only lines with the right number of columns from here on; `numbers` says which they are.
+    # From here on only lines with the right number of columns; `numbers` are their line numbers.
     numbers = np.delete(np.arange(count), np.array(list(faults), np.int64))
     label, dense = slice(0, 1), slice(1, 1 + INT_FEATURE_COUNT)
     sparse = slice(1 + INT_FEATURE_COUNT, COLUMNS)
@@ -79,9 +80,9 @@ def parse_lines(text: bytes) -> Parsed:
 
 
 def _fields(data: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, str], int]:
-    """Where the fields of lines with 40 columns start and end, and what else there is.
+    """Find where the fields of lines with 40 columns start and end.
 
-    The other lines come as faults; last the number of all lines.
+    Other lines are returned as faults; the last value is the number of all lines.
     """
     ends = np.flatnonzero((data == _TAB) | (data == _NEWLINE))
     starts = np.concatenate(([0], ends[:-1] + 1))
@@ -99,7 +100,7 @@ def _fields(data: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, str], i
 def _labels(
     data: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The labels in these fields, and which are well-formed."""
+    """Parse the labels in these fields; also return which are well-formed."""
     byte = data[starts]
     ok = (ends - starts == 1) & ((byte == _ZERO) | (byte == _ONE))
     return (byte == _ONE).astype(np.float32), ok
@@ -108,7 +109,7 @@ def _labels(
 def _integers(
     data: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The decimal numbers in these fields, 0 where empty, and which fields are well-formed."""
+    """Parse the decimal numbers in these fields, 0 if empty; also return which are well-formed."""
     negative = (ends > starts) & (data[starts] == _MINUS)
     digits = ends - starts - negative
     ok = (digits <= _MAX_DECIMALS) & (digits >= negative)
@@ -124,7 +125,7 @@ def _integers(
 def _hexadecimals(
     data: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The hexadecimal numbers in these fields, 0 where empty, and which are well-formed."""
+    """Parse the hexadecimal numbers in these fields, 0 if empty; also return which are valid."""
     digits = ends - starts
     ok = digits <= _MAX_HEX
     values = np.zeros(starts.shape, np.uint64)
@@ -167,7 +168,7 @@ def _spread(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
 
 
 class Block(NamedTuple):
-    """Whole lines of a file, each ended by one newline."""
+    """A run of whole lines of a file, each ended by one newline."""
 
     path: str
     first_line: int  # counted from 1
@@ -175,7 +176,7 @@ class Block(NamedTuple):
 
 
 def blocks(path: str) -> Iterator[Block]:
-    """A file in blocks of whole lines: CRLF becomes LF, blank lines at the end are dropped.
+    """Yield a file in blocks of whole lines; CRLF becomes LF, blank lines at the end are dropped.
 
     A line beyond MAX_LINE is cut to a length that is still recognisably too much, so that a file
     without newlines does not fill the memory.
@@ -184,7 +185,7 @@ def blocks(path: str) -> Iterator[Block]:
     rest = b""
     for data in _read(path):
         data = rest + data
-        # Blank lines are held back, with what follows, until it is clear that something follows.
+        # Hold blank lines back until another line follows.
         content = len(data[: data.rfind(b"\n") + 1].rstrip(b"\r\n"))
         if not content and data.rfind(b"\n") > BLOCK:
             content = data.rfind(b"\n")  # so many blank lines are not just the end of a file
@@ -215,7 +216,7 @@ def _read(path: str) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class LazyChunk:
-    """Lines that are parsed when taken; the first malformed one among those is an error."""
+    """Lines that are parsed when taken; the first malformed one of these is an error."""
 
     block: Block
     newlines: np.ndarray
@@ -247,7 +248,7 @@ class LazyChunk:
 
 @dataclass(frozen=True)
 class CheckedChunk:
-    """The well-formed lines of a block, all of them parsed already."""
+    """The well-formed lines of a block, already parsed."""
 
     samples: Samples
 
@@ -267,11 +268,11 @@ def _samples(parsed: Parsed, num_embeddings: np.ndarray) -> Samples:
 
 
 class CriteoTsv(ChunkedDataset):
-    """Raw Criteo files in the given order; those of a pattern in natural order (day_2, day_10).
+    """The raw Criteo files in the given order; files of a pattern in natural order (day_2, day_10).
 
     on_bad_line="raise": a rank parses its own samples only, and a malformed line among them is a
-    CriteoFormatError. "skip": malformed lines are left out, logged and counted in `bad_lines`; so
-    that all ranks agree on the numbering, each of them parses every line, which is slower.
+    CriteoFormatError. "skip": malformed lines are left out, logged and counted in `bad_lines`; all
+    ranks parse every line to agree on the numbering, which is slower.
     """
 
     def __init__(
@@ -295,7 +296,7 @@ class CriteoTsv(ChunkedDataset):
 
     @property
     def bad_lines(self) -> int:
-        """The malformed lines met so far, each counted once however often it was read."""
+        """Return the number of malformed lines so far; lines that were read again count once."""
         return sum(self._bad_lines.values())
 
     def chunks(self) -> Iterator[Chunk]:
@@ -336,7 +337,7 @@ class CriteoTsv(ChunkedDataset):
 
 
 def find_files(path: str | Sequence[str], option: str) -> list[str]:
-    """The files that `path` names: a file, a pattern, or a list of such."""
+    """List the files that `path` names: a file, a pattern, or a list of such."""
     wanted = [path] if isinstance(path, str) else [str(p) for p in path]
     files = [file for name in wanted for file in _matches(os.path.expanduser(name), option)]
     if not files:
@@ -367,5 +368,5 @@ def _matches(name: str, option: str) -> list[str]:
 
 
 def natural_order(name: str) -> list[int | str]:
-    """Sorts numbers in names by value: day_2 before day_10."""
+    """Split a name so that numbers sort by value: day_2 before day_10."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""The main job, shown: a rank is killed, training resumes, and ends where it would have ended.
+"""Show the main job: kill a rank, resume training, and reach the state of an uninterrupted run.
 
     python -m recipes.dlrm_criteo.demo [--data train.txt] [--bits 8]
 
@@ -30,7 +30,7 @@ KILLED_RANK = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """How long the runs are, and where the kill falls: between two checkpoints."""
+    """The lengths of the runs, and the step of the kill: between two checkpoints."""
 
     steps: int
     interval: int
@@ -44,7 +44,7 @@ SYNTHETIC = Plan(
     kill_at=70,
     overrides=("dataset=synthetic", "dataset.samples=200_000", "trainer.batch_size=1024"),
 )
-# A small file is read over and over, and its few different ids go into smaller tables.
+# A small file is read repeatedly; its few different ids need only small tables.
 TSV = Plan(
     steps=66,
     interval=12,
@@ -61,7 +61,7 @@ TSV = Plan(
 
 @dataclass
 class Run:
-    """What was seen of a run."""
+    """The observations of a run."""
 
     directory: Path
     checkpoints: list[Event] = field(default_factory=list)
@@ -80,13 +80,13 @@ class Unmet(AssertionError):
 
 
 def check(holds: bool, claim: str) -> None:
-    """Raises `Unmet` unless a claim holds."""
+    """Raise `Unmet` unless a claim holds."""
     if not holds:
         raise Unmet(claim)
 
 
 def train(name: str, root: Path, plan: Plan, overrides: list[str], module: str, kill: bool) -> Run:
-    """Runs the job to its end; with `kill`, one rank dies on the way."""
+    """Run the job to its end; with `kill`, kill one rank on the way."""
     run = Run(root / name)
     settings = [
         *plan.overrides,
@@ -96,7 +96,7 @@ def train(name: str, root: Path, plan: Plan, overrides: list[str], module: str, 
         "checkpoint=check_n_run",
         "checkpoint.policy=consecutive",
         f"checkpoint.every_steps={plan.interval}",
-        # On steps this short a checkpoint may still be on its way when the next is due.
+        # Steps are so short that a checkpoint may be unfinished when the next is due.
         "checkpoint.when_busy=wait",
         "checkpoint.keep=null",  # all are compared with the store at the end
         *overrides,
@@ -114,7 +114,8 @@ def train(name: str, root: Path, plan: Plan, overrides: list[str], module: str, 
             elif what == "step":
                 bar.update(event["step"] - bar.n)
                 if len(run.starts) == 1:
-                    # Also what is read after the kill: the worker may have logged it before.
+                    # Applies to events read after the kill, too: the worker may have logged them
+                    # before.
                     run.step_at_kill = event["step"] + 1
                 differential = [c for c in run.checkpoints if c["kind"] == "differential"]
                 due = event["step"] >= plan.kill_at and len(differential) >= 2
@@ -129,7 +130,7 @@ def train(name: str, root: Path, plan: Plan, overrides: list[str], module: str, 
 
 
 def check_resumed(run: Run) -> None:
-    """The kill was real, and training resumed from a checkpoint before it."""
+    """Check that the kill was real, and that training resumed from an earlier checkpoint."""
     assert run.killed_pid is not None
     deadline = time.monotonic() + 10
     while is_alive(run.killed_pid) and time.monotonic() < deadline:
@@ -154,11 +155,11 @@ def check_resumed(run: Run) -> None:
 
 
 def check_samples(run: Run) -> int:
-    """No sample was lost or trained twice, over all attempts; returns how many were trained.
+    """Check that no sample was lost or trained twice over all attempts; return the number trained.
 
-    What an attempt trained after the step that a later one resumed from did not happen.
+    Training beyond the step from which a later attempt resumed does not count.
     """
-    # By attempt: one that died before it had restored anything has no start, and trained nothing.
+    # By attempt: one that died before restoring has no start, and trained nothing.
     kept_until: dict[int, int] = {}
     resumed_from = sys.maxsize
     for start in reversed(run.starts):
@@ -180,7 +181,7 @@ def check_samples(run: Run) -> int:
 
 
 def check_bytes(run: Run) -> None:
-    """The reported bytes are those that a listing of the store finds."""
+    """Check the reported bytes against a listing of the store."""
     for event in run.checkpoints:
         folder = run.directory / "checkpoints" / event["id"]
         listed = sum(path.stat().st_size for path in folder.iterdir())
@@ -191,7 +192,7 @@ def check_bytes(run: Run) -> None:
 
 
 def table(run: Run) -> Table:
-    """What the checkpoints of a run cost."""
+    """Make a table of the costs of a run's checkpoints."""
     result = Table(title=f"checkpoints of {run.directory}", title_justify="left")
     for name in ("step", "seq", "kind", "parent", "modified", "tables+ids", "dense", "manifest"):
         result.add_column(name, justify="left" if name in ("kind", "parent") else "right")
@@ -219,7 +220,7 @@ def table(run: Run) -> Table:
 
 
 def demonstrate(root: Path, plan: Plan, overrides: list[str], module: str, exact: bool) -> str:
-    """Makes all runs and checks every claim; returns the figures for the last line."""
+    """Make all runs and check every claim; return the figures for the last line."""
     console = Console(width=140)
     first = train("uninterrupted", root, plan, overrides, module, kill=False)
     if exact:
@@ -233,7 +234,7 @@ def demonstrate(root: Path, plan: Plan, overrides: list[str], module: str, exact
 
 
 def check_runs(first: Run, killed: Run, exact: bool) -> str:
-    """Checks the killed run, and that it ends as the uninterrupted one; returns the figures."""
+    """Check the killed run, and compare its end with the uninterrupted one; return the figures."""
     check_resumed(killed)
     trained = check_samples(killed)
     check(trained == check_samples(first), "both runs trained the same samples")
@@ -264,7 +265,7 @@ def check_runs(first: Run, killed: Run, exact: bool) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m recipes.dlrm_criteo.demo", description=__doc__)
     parser.add_argument("--data", type=Path, help="a Criteo TSV file; synthetic data without it")
     parser.add_argument("--bits", type=int, choices=(8, 4, 3, 2), help="quantize; exact without it")

@@ -1,9 +1,9 @@
-"""The process group of a job that is killed and restarted: clean exit, quick failure.
+"""Set up the process group of a job that is killed and restarted: clean exit, quick failure.
 
-Two things go wrong with torchrun and gloo out of the box, and each looks like a hang: a rank that
-fails can wait, while it exits, for transfers that its peers will never finish; and a rank that
-finishes early tears down connections that the others still use. A third, which restarts meet, is
-solved by ``torchrec_checknrun.elastic``.
+Out of the box, two faults of torchrun and gloo look like a hang. A rank that fails can wait, while
+exiting, for transfers that its peers will never finish; and a rank that finishes early tears down
+connections that the others still use. A third fault, upon restarts, is solved by
+``torchrec_checknrun.elastic``.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torchrec_checknrun.elastic import init_process_group
 
 @dataclass(frozen=True)
 class Worker:
-    """Who this process is in the job."""
+    """The role of this process in the job."""
 
     rank: int
     world_size: int
-    attempt: int  # how often torchrun has restarted the workers
+    attempt: int  # number of restarts by torchrun
     device: torch.device
 
 
 @contextmanager
 def process_group(timeout_seconds: float) -> Iterator[Worker]:
-    """The default process group, for torchrun's workers or for one process without torchrun.
+    """Join the default process group, as torchrun's worker or as one process without torchrun.
 
-    When the body raises, a worker prints the error and exits at once, waiting for nobody; torchrun
+    When the body raises, a worker prints the error and exits at once, waiting for no peer; torchrun
     ends the others. A SystemExit (SIGTERM's, say) gives the exit status.
     """
     worker = _init_process_group(timedelta(seconds=timeout_seconds))
@@ -54,7 +54,7 @@ def process_group(timeout_seconds: float) -> Iterator[Worker]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # interpreter shutdown would join gloo's threads, which wait for the peers
-    # Nobody leaves while a peer may still need its connections.
+    # Stay until no peer needs this rank's connections.
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""How good the model is on samples that it was not trained on: logloss and AUC over all ranks.
+"""Evaluate the model on held-out samples: logloss and AUC over all ranks.
 
 The AUC is exact: rank 0 collects every prediction. Evaluation sets are bounded by
 `trainer.eval_samples`, so this stays small.
@@ -20,7 +20,7 @@ from recipes.dlrm_criteo.pipeline import Pipeline, outputs
 
 
 class Score(NamedTuple):
-    """Quality on held-out samples."""
+    """The quality of predictions on held-out samples."""
 
     eval_samples: int
     logloss: float
@@ -29,7 +29,7 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def evaluate(model: nn.Module, pipeline: Pipeline, batches: Iterator[Batch]) -> Score | None:
-    """The score, on rank 0; None on the other ranks, and where there are no batches.
+    """Return the score on rank 0; None on the other ranks, and where there are no batches.
 
     All ranks must give equally many samples.
     """
@@ -46,8 +46,9 @@ def evaluate(model: nn.Module, pipeline: Pipeline, batches: Iterator[Batch]) -> 
 
 
 def score(logits: torch.Tensor, labels: torch.Tensor) -> Score:
-    """The quality of predictions."""
-    # Ranks, since torchmetrics wants 0 to 1, and sigmoid() can make equal logits unequal by a bit.
+    """Compute the quality of predictions."""
+    # As ranks, since torchmetrics wants 0 to 1, and sigmoid() can make equal logits differ by a
+    # bit.
     order = torch.unique(logits, return_inverse=True)[1].double() / len(logits)
     one_sided = labels.min() == labels.max()
     return Score(
@@ -58,7 +59,7 @@ def score(logits: torch.Tensor, labels: torch.Tensor) -> Score:
 
 
 def _gather(values: torch.Tensor) -> torch.Tensor | None:
-    """The ranks' values side by side, on rank 0."""
+    """Join the ranks' values on rank 0."""
     if dist.get_rank() != 0:
         dist.gather(values, None, dst=0)
         return None

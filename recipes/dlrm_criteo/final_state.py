@@ -1,12 +1,12 @@
-"""The whole state of a job at its end, without any of the package's code, compared bit for bit.
+"""Write the whole state of a job at its end without the package's code, and compare bit for bit.
 
-This is how a resumed run is shown to be equal to one that was never interrupted:
+The comparison shows that a resumed run equals one that was never interrupted:
 
     python -m recipes.dlrm_criteo.final_state runs/a/final runs/b/final
 
-The state is read from TorchRec's kernels and PyTorch's optimizer, not from what a checkpoint would
-see, so that an error there cannot hide itself. Tables are put together from the ranks' shards: the
-two runs may have had different plans and numbers of ranks.
+The state is read from TorchRec's kernels and PyTorch's optimizer, not through a checkpoint's view,
+so that an error in that view cannot hide. Tables are put together from the ranks' shards: the two
+runs may have had different plans and numbers of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-MOST_SHOWN = 10  # differences that are listed; all are counted
+MOST_SHOWN = 10  # differences to list; all are counted
 Tensors = dict[str, torch.Tensor]
 
 
@@ -36,7 +36,7 @@ def save(
     optimizer: KeyedOptimizer,
     progress: Mapping[str, int],
 ) -> None:
-    """Writes this rank's part of the state, `rank<r>.pt`."""
+    """Write this rank's part of the state, `rank<r>.pt`."""
     directory.mkdir(parents=True, exist_ok=True)
     state = {
         "world_size": dist.get_world_size(),
@@ -48,12 +48,12 @@ def save(
 
 
 def shards_of(model: DistributedModelParallel) -> Iterator[dict[str, Any]]:
-    """This rank's shards of the split tables, each with its optimizer state."""
+    """Yield this rank's shards of the split tables, each with its optimizer state."""
     for kernel in _kernels(model):
         weights = kernel.split_embedding_weights()
         if any(table.local_metadata is None for table in kernel.config.embedding_tables):
             continue  # data-parallel tables: ordinary parameters, see dense_of
-        kernel.flush()  # rows that a GPU holds in its cache
+        kernel.flush()  # writes back the rows in a GPU's cache
         states = kernel.emb_module.get_optimizer_state() or [{}] * len(weights)
         for table, weight, state in zip(
             kernel.config.embedding_tables, weights, states, strict=True
@@ -78,7 +78,7 @@ def _kernels(model: DistributedModelParallel) -> Iterator[Any]:
 
 
 def dense_of(model: DistributedModelParallel, optimizer: KeyedOptimizer) -> Tensors:
-    """Every parameter that the dense optimizer trains, and its state."""
+    """Return every parameter that the dense optimizer trains, and its state."""
     states = optimizer.state_dict()["state"]
     dense = {}
     for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
@@ -90,7 +90,7 @@ def dense_of(model: DistributedModelParallel, optimizer: KeyedOptimizer) -> Tens
 
 @dataclass
 class Comparison:
-    """What two states have in common; `differences` lists the first few of those found."""
+    """A comparison of two states; `differences` lists the first few differences."""
 
     tables: int = 0
     rows: int = 0
@@ -127,7 +127,7 @@ class Comparison:
 
 
 def compare(a: Path, b: Path) -> Comparison:
-    """Compares two directories written by `save`, bit for bit."""
+    """Compare two directories written by `save`, bit for bit."""
     result = Comparison()
     states = [_load(a), _load(b)]
     for directory, ranks in zip((a, b), states, strict=True):
@@ -161,7 +161,7 @@ def _load(directory: Path) -> list[dict[str, Any]]:
 
 
 def _tables(ranks: list[dict[str, Any]]) -> dict[str, Tensors]:
-    """The whole tables: their weight and states, put together from the shards."""
+    """Join the shards of whole tables: weights and states."""
     tables: dict[str, Tensors] = {}
     covered: dict[str, int] = {}
     for shard in (shard for state in ranks for shard in state["shards"]):
@@ -190,7 +190,7 @@ def _tables(ranks: list[dict[str, Any]]) -> dict[str, Tensors]:
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """A row of bytes per row of values: equality of bits, also for NaN and negative zero."""
+    """View values as a row of bytes per row: equal bits, also for NaN and negative zero."""
     rows = values.shape[0] if values.dim() else 1
     return values.contiguous().reshape(rows, -1).view(torch.uint8)
 
@@ -205,10 +205,10 @@ def _kind(values: torch.Tensor) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 equal, 1 different, 2 no comparison possible."""
+    """Compare two states; return 0 if equal, 1 if different, 2 if no comparison was possible."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.dlrm_criteo.final_state",
-        description="Compares two final states bit for bit; exit status 1 if they differ.",
+        description="Compare two final states bit for bit; exit with status 1 if they differ.",
     )
     parser.add_argument("a", type=Path, help="trainer.final_state of one run")
     parser.add_argument("b", type=Path, help="trainer.final_state of the other")

@@ -1,4 +1,4 @@
-"""A training job seen from outside: a torchrun process, its events, and a hand to kill a rank."""
+"""Watch a training job from outside: start torchrun, follow its events, kill a rank."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _POLL_SECONDS = 0.002
 
 
 class JobFailed(RuntimeError):
-    """The job ended with an error, or didn't do what was expected of it."""
+    """The job ended with an error or broke an expectation."""
 
 
 class Job:
     """One `torchrun` of the trainer; as a context manager it leaves no process behind.
 
     Args:
-        run_dir: where the trainer writes (`run_dir=`), and its output (`output.log`).
+        run_dir: directory of the trainer (`run_dir=`) and of its output (`output.log`).
         overrides: Hydra overrides of the trainer.
         ranks: worker processes.
-        max_restarts: how often torchrun restarts the workers after one has died.
-        module: the trainer; tests put a sabotaged one in its place.
+        max_restarts: number of torchrun's restarts after the death of a worker.
+        module: the trainer; tests replace it by a sabotaged one.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Job:
         self._output.close()
 
     def events(self) -> Iterator[Event]:
-        """The lines of `train.jsonl` as they appear, until the job has ended well.
+        """Yield the lines of `train.jsonl` as they appear, until the job has succeeded.
 
         Raises:
-            JobFailed: it ended with an error; shows the end of its output.
+            JobFailed: the job ended with an error; shows the end of its output.
         """
         path = self.run_dir / "train.jsonl"
         while not path.exists():
@@ -94,7 +94,7 @@ class Job:
             while True:
                 ended = self._process.poll() is not None
                 line += lines.readline()
-                if line.endswith("\n"):  # else it is still being written
+                if line.endswith("\n"):  # an incomplete line is still being written
                     event = json.loads(line)
                     if event["event"] == "start":
                         self._pids = event["pids"]
@@ -107,7 +107,7 @@ class Job:
         self._check_exit()
 
     def kill(self, rank: int) -> int:
-        """Sends SIGKILL to a rank's process; returns its pid."""
+        """Send SIGKILL to a rank's process; return its pid."""
         pid = self._pids[rank]
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -122,7 +122,7 @@ class Job:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and not a zombie that only waits to be reaped."""
+    """Return whether a process runs and is not a zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,9 +1,9 @@
-"""The DLRM of the job, from `configs/model/`, with starting weights that depend on the seed alone.
+"""Build the job's DLRM from `configs/model/`, with starting weights that depend on the seed alone.
 
 Two runs can only be compared if they start from the same bits, also on another number of ranks and
 with another sharding plan. Therefore every table's content is a function of (seed, table, global
-row, column), written into whatever rectangle of the table a rank happens to hold, and every dense
-parameter one of (seed, name).
+row, column), written into the rectangle of the table that a rank holds, and every dense parameter
+is a function of (seed, name).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 SMALLEST_TABLE = 3  # the smallest cardinality in Criteo's data
 CHUNK_ROWS = (
-    65536  # rows drawn from one random stream; changing it changes every table's starting weights
+    # Rows drawn from one random stream; another number changes every table's starting weights
+    65536
 )
 
 
@@ -46,7 +47,7 @@ class Architecture:
     bottom_mlp: Sequence[int]
     top_mlp: Sequence[int]
     cross: CrossNetwork | None = None
-    scale: float = 1.0  # of the cardinalities, for smaller models of the same shape
+    scale: float = 1.0  # factor of the cardinalities, for smaller models of the same shape
 
     def __post_init__(self) -> None:
         if len(self.cardinalities) != CAT_FEATURE_COUNT or min(self.cardinalities) < 1:
@@ -72,9 +73,9 @@ class Architecture:
         return [max(SMALLEST_TABLE, round(n * self.scale)) for n in self.cardinalities]
 
     def build(self, dense_device: torch.device) -> DLRMTrain:
-        """The model with its loss.
+        """Build the model with its loss.
 
-        The tables are on the meta device: sharding allocates what a rank holds of them.
+        The tables are on the meta device: sharding allocates a rank's parts.
         """
         tables = EmbeddingBagCollection(
             tables=[
@@ -115,7 +116,7 @@ class Architecture:
 
 @torch.no_grad()
 def initialise_dense(model: nn.Module, seed: int) -> None:
-    """Starting values of everything that is not on the meta device, as in the DLRM reference.
+    """Initialise everything that is not on the meta device, as in the DLRM reference.
 
     Matrices (m, n): N(0, sqrt(2 / (m + n))); biases of m values: N(0, sqrt(1 / m)), but zero in a
     cross network.
@@ -133,7 +134,7 @@ def initialise_dense(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def initialise_tables(model: DistributedModelParallel, seed: int) -> None:
-    """Starting values U(-1 / sqrt(rows), 1 / sqrt(rows)) of this rank's part of every table."""
+    """Initialise this rank's part of every table by U(-1 / sqrt(rows), 1 / sqrt(rows))."""
     for name, shape, part, (row, column) in _table_parts(model):
         for first, values in table_values(seed, name, shape, row, part.shape[0]):
             rows = slice(first - row, first - row + len(values))
@@ -143,7 +144,7 @@ def initialise_tables(model: DistributedModelParallel, seed: int) -> None:
 def table_values(
     seed: int, name: str, shape: Sequence[int], row: int, rows: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The starting values of `rows` rows from `row` on, as (first row, values of whole rows)."""
+    """Yield the starting values of `rows` rows from `row` on, as (first row, values)."""
     if not rows:
         return
     bound = 1 / math.sqrt(shape[0])
@@ -157,7 +158,7 @@ def table_values(
 def _table_parts(
     model: DistributedModelParallel,
 ) -> Iterator[tuple[str, Sequence[int], torch.Tensor, Sequence[int]]]:
-    """(name, shape of the whole table, this rank's part, its first row and column)."""
+    """Yield (name, shape of the whole table, this rank's part, its first row and column)."""
     for name, value in model.state_dict().items():
         if ".embedding_bags." not in name:
             continue
@@ -169,6 +170,6 @@ def _table_parts(
 
 
 def _random(seed: int, *name: object) -> np.random.Generator:
-    """A random stream of its own for everything that has a name."""
+    """Return an independent random stream for a name."""
     digest = hashlib.blake2b(repr((seed, *name)).encode(), digest_size=16).digest()
     return np.random.default_rng(np.frombuffer(digest, np.uint32))

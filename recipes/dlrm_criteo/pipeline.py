@@ -1,7 +1,7 @@
-"""Training steps as a stream: TorchRec's pipelines, with the ends that they leave to their caller.
+"""Run training steps as a stream, by TorchRec's pipelines.
 
-TorchRec's pipelines read ahead: they hold batches that were read and not yet trained. Whoever
-counts progress must therefore count what comes out here, once per optimizer step, and not what was
+TorchRec's pipelines read ahead: they hold batches that were read and not yet trained. Progress must
+therefore be counted by the outputs of this stream, one per optimizer step, and not by the batches
 read.
 """
 
@@ -19,7 +19,7 @@ Pipeline: TypeAlias = TrainPipelineBase[Batch, Any] | TrainPipelineSparseDist[Ba
 
 
 class Output(NamedTuple):
-    """What one batch gave on this rank."""
+    """The result of one batch on this rank."""
 
     loss: torch.Tensor
     logits: torch.Tensor
@@ -29,7 +29,7 @@ class Output(NamedTuple):
 def make_pipeline(
     kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> Pipeline:
-    """TorchRec's pipeline of that name.
+    """Make TorchRec's pipeline of a name.
 
     `base` runs one batch at a time, `sparse_dist` meanwhile distributes the ids of the next one;
     `auto` decides by the device.
@@ -44,7 +44,7 @@ def make_pipeline(
 
 
 def outputs(pipeline: Pipeline, batches: Iterator[Batch]) -> Iterator[Output]:
-    """One output per batch, until the batches end and none is in flight.
+    """Yield one output per batch, until the batches end and none is in flight.
 
     Trains if the model is in training mode.
     """

@@ -1,8 +1,8 @@
-"""The reader: feeds a rank its batches and remembers how many samples have been trained.
+"""Feed a rank its batches, and count the trained samples.
 
-Its position is one number for the whole job, so it is valid on any number of ranks. It counts what
-went through the optimizer, not what was read: a pipeline holds batches in flight, and those must be
-read again after a restart.
+The position is one number for the whole job, so it is valid on any number of ranks. The position
+counts samples that went through the optimizer, not those read: a pipeline holds batches in flight,
+which must be read again after a restart.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from recipes.dlrm_criteo.samples import Dataset, Samples, local_batch
 
 
 class Reader:
-    """Iterates over this rank's batches from `position` on; Stateful: a checkpoint can hold it.
+    """An iterator over this rank's batches from `position` on; Stateful, for checkpoints.
 
-    Iterating does not move the position, `trained()` does. An iterator that already runs does not
-    notice `load_state_dict`: ask for a new one.
+    Iterating does not move the position, `trained()` does. A running iterator does not notice
+    `load_state_dict`: ask for a new one.
     """
 
     def __init__(
@@ -33,7 +33,8 @@ class Reader:
         world_size: int,
         device: torch.device | str,
     ) -> None:
-        local_batch(global_batch, rank, world_size)  # raises if the ranks cannot share it equally
+        # Raises if the ranks can't share a batch equally
+        local_batch(global_batch, rank, world_size)
         self.dataset = dataset
         self.global_batch = global_batch
         self.rank = rank
@@ -46,7 +47,7 @@ class Reader:
         return (to_batch(s, self.device) for s in samples)
 
     def trained(self) -> None:
-        """One global batch went through the optimizer."""
+        """Count one global batch that went through the optimizer."""
         self.position += self.global_batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,7 +64,7 @@ class Reader:
 
 
 def to_batch(samples: Samples, device: torch.device) -> Batch:
-    """Samples as TorchRec's models take them: one id per sample and feature, feature by feature."""
+    """Convert samples for TorchRec's models: one id per sample and feature, feature by feature."""
     stride = len(samples.labels)
     features = KeyedJaggedTensor(
         keys=DEFAULT_CAT_NAMES,

@@ -1,9 +1,8 @@
-"""What a run shows to those who watch it: JSON lines, TensorBoard scalars, a progress bar.
+"""Show a run to its users: JSON lines, TensorBoard scalars, a progress bar.
 
-`train.jsonl` is appended to over restarts and each line is one write to the file, so that another
-process can follow it, and a killed worker leaves no torn line. `samples-rank*.jsonl` is written
-from what the dataset really handed out, not from the position that the reader believes in: it is
-there to find out when the two differ.
+`train.jsonl` is appended to over restarts. Each line is one write to the file, so that another
+process can follow the file, and a killed worker leaves no torn line. `samples-rank*.jsonl` lists
+the samples that the dataset really handed out, and so shows an error in the reader's position.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from recipes.dlrm_criteo.samples import Dataset, Samples
 
 
 class Report(Protocol):
-    """What a checkpointer tells about a checkpoint or a restore."""
+    """The attributes of a checkpointer's report of a save or a restore."""
 
     def to_json(self) -> dict[str, Any]: ...
 
 
 class JsonLines:
-    """A file that events are appended to, one line each."""
+    """A file of events, one per line."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -57,7 +56,7 @@ _CHECKPOINT_SCALARS = (
 
 
 class RunLog:
-    """The events of a run; only rank 0 writes them down, calls on the other ranks do nothing."""
+    """The events of a run; only rank 0 logs, calls on the other ranks do nothing."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.enabled = rank == 0
@@ -90,11 +89,11 @@ class RunLog:
     ) -> None:
         if not self.enabled:
             return
-        # What an earlier attempt logged after the restored step did not happen.
+        # Drop events that an earlier attempt logged after the restored step.
         self._scalars = SummaryWriter(
             str(self._run_dir / "tensorboard"), purge_step=step if restored else None
         )
-        # disable=None: no bar where nobody watches (stderr is not a terminal)
+        # disable=None: no bar without a terminal
         self._bar = tqdm(initial=step, total=steps, unit="step", disable=None, mininterval=0.5)
         self._resources.callback(self._scalars.close)
         self._resources.callback(self._bar.close)
@@ -119,7 +118,7 @@ class RunLog:
         self._bar.update(step - self._bar.n)
 
     def checkpoint(self, report: Report) -> None:
-        """A callback for the checkpointer."""
+        """Log a report; a callback for the checkpointer."""
         if not self.enabled:
             return
         values = report.to_json()
@@ -152,7 +151,7 @@ class RunLog:
 
 
 class LoggedDataset:
-    """A dataset that writes down which of the samples it handed out were trained."""
+    """A dataset that logs which of the samples it handed out were trained."""
 
     def __init__(self, dataset: Dataset, run_dir: Path, rank: int, attempt: int) -> None:
         self._dataset = dataset
@@ -175,6 +174,6 @@ class LoggedDataset:
         return self._dataset.read_eval(limit, batch, rank, world_size)
 
     def trained(self, step: int) -> None:
-        """The oldest batch in flight was trained as this step."""
+        """Log the oldest batch in flight as trained by this step."""
         first, count = self._read.popleft()
         self._lines.write({"attempt": self._attempt, "step": step, "first": first, "count": count})

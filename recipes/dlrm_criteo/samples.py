@@ -1,9 +1,9 @@
-"""What a sample is, and how one stream of samples is shared out.
+"""Define samples, and share out one stream of samples.
 
 Every dataset of this recipe obeys the same three rules, kept in one place so that a position saved
 on two ranks means the same on three: which samples are held out for evaluation, which slice of a
-global batch belongs to a rank, and where a stream ends. A dataset itself only says how to get at
-numbered samples, as a sequence of chunks.
+global batch belongs to a rank, and where a stream ends. A dataset itself only provides numbered
+samples, as a sequence of chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrec.datasets.criteo import CAT_FEATURE_COUNT
 
 
 class Samples(NamedTuple):
-    """n samples, ready for the model."""
+    """A number of samples, ready for the model."""
 
     dense: np.ndarray  # float32 (n, 13), already log-transformed
     sparse: np.ndarray  # int64 (n, 26), column f below num_embeddings_per_feature[f]
@@ -31,33 +31,36 @@ class Dataset(Protocol):
     def read(
         self, position: int, global_batch: int, rank: int, world_size: int
     ) -> Iterator[Samples]:
-        """This rank's contiguous slice of every whole global batch, from sample `position` on.
+        """Yield this rank's contiguous slice of every whole global batch, from sample `position`
+        on.
 
         A rest smaller than `global_batch` at the end of the stream is not trained.
         """
         ...
 
     def read_eval(self, limit: int, batch: int, rank: int, world_size: int) -> Iterator[Samples]:
-        """At most `limit` held-out samples over all ranks, at most `batch` per rank and batch.
+        """Yield at most `limit` held-out samples over all ranks, at most `batch` per rank and
+        batch.
 
         The same every time. All ranks yield equally many batches of equal sizes, therefore up to
-        world_size - 1 samples at the end are left out; nothing comes if nothing is held out.
+        world_size - 1 samples at the end are left out; without held-out samples there are no
+        batches.
         """
         ...
 
 
 class Chunk(Protocol):
-    """Some consecutive samples of a dataset, which may be expensive to look into."""
+    """A run of consecutive samples of a dataset, which may be expensive to read."""
 
     def __len__(self) -> int: ...
 
     def take(self, rows: np.ndarray) -> Samples:
-        """The samples with these numbers, counted from the start of the chunk, ascending."""
+        """Return the samples with these numbers, counted from the start of the chunk, ascending."""
         ...
 
 
 def local_batch(global_batch: int, rank: int, world_size: int) -> int:
-    """The number of samples that each rank takes of a global batch."""
+    """Return the number of samples that each rank takes of a global batch."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank}; expected 0 to {world_size - 1}, for {world_size} ranks")
     if global_batch < 1 or global_batch % world_size:
@@ -70,7 +73,7 @@ def local_batch(global_batch: int, rank: int, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Holdout:
-    """Of every `every` raw samples the last is held out for evaluation; 0 holds out none."""
+    """A split that holds out the last of every `every` raw samples; 0 holds out none."""
 
     every: int
 
@@ -78,7 +81,7 @@ class Holdout:
         if self.every < 0 or self.every == 1:
             raise ValueError(
                 f"dataset.holdout_every is {self.every}; expected 0 (hold out none) or at least 2 "
-                "(hold out every so many-th sample)"
+                "(hold out every n-th sample)"
             )
 
     def trained_before(self, raw: int) -> int:
@@ -88,12 +91,12 @@ class Holdout:
         return raw // self.every if self.every else 0
 
     def trained(self, first: int, last: int) -> np.ndarray:
-        """The raw numbers of training samples `first` to `last` (excluded)."""
+        """Return the raw numbers of training samples `first` to `last` (excluded)."""
         numbers = np.arange(first, last, dtype=np.int64)
         return numbers + numbers // (self.every - 1) if self.every else numbers
 
     def held_out(self, first: int, last: int) -> np.ndarray:
-        """The raw numbers of held-out samples `first` to `last` (excluded)."""
+        """Return the raw numbers of held-out samples `first` to `last` (excluded)."""
         return np.arange(first, last, dtype=np.int64) * self.every + (self.every - 1)
 
 
@@ -138,10 +141,10 @@ class ChunkedDataset(ABC):
 
     @abstractmethod
     def chunks(self) -> Iterator[Chunk]:
-        """One pass over the raw samples."""
+        """Yield the raw samples in one pass."""
 
     def eval_chunks(self) -> Iterator[Chunk] | None:
-        """One pass over samples for evaluation only; None: some of `chunks()` are held out."""
+        """Yield samples for evaluation only in one pass; None: some of `chunks()` are held out."""
         return None
 
     def read(
@@ -182,13 +185,13 @@ class ChunkedDataset(ABC):
                 yield self._training_span(chunk, raw, epoch * length)
                 raw += len(chunk)
             length = self.holdout.trained_before(raw)
-            # Position far down the stream: the epochs in between need not be read again.
+            # The position may be far down the stream: skip the epochs in between.
             epoch = max(epoch + 1, min(position // max(length, 1), self.epochs))
         total = self.epochs * length
         if total < global_batch or position > total:
             raise ValueError(
                 f"{self.describe()} has {total} training samples in {self.epochs} epoch(s), but "
-                f"training goes on from sample {position} with global batches of {global_batch}; "
+                f"training continues at sample {position} with global batches of {global_batch}; "
                 "give more data, a smaller batch, or a checkpoint that belongs to this data"
             )
 
@@ -214,7 +217,7 @@ class ChunkedDataset(ABC):
         return _Span(first, last, lambda a, b: chunk.take(holdout.held_out(a, b) - raw))
 
     def _count_held_out(self, limit: int) -> int:
-        """min(limit, number of held-out samples), which decides the size of the last batch."""
+        """Return the number of samples held out, at most `limit`: the last batch's size follows."""
         if limit not in self._held_out_counts:
             count = 0
             if limit > 0 and (self.holdout.every or self.eval_chunks() is not None):
@@ -226,12 +229,12 @@ class ChunkedDataset(ABC):
         return self._held_out_counts[limit]
 
     def describe(self) -> str:
-        """What an error calls this dataset."""
+        """Describe this dataset for errors."""
         return "the dataset"
 
 
 def _collect(spans: Iterable[_Span], wanted: Iterator[_Wanted]) -> Iterator[Samples]:
-    """The wanted ranges, each as soon as the spans, one after the other, reach what it needs."""
+    """Yield the wanted ranges, each as soon as the spans reach its end."""
     pieces: list[Samples] = []
     want = next(wanted, None)
     for span in spans:

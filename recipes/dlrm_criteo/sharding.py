@@ -1,8 +1,8 @@
-"""Which rank holds which part of which table: TorchRec's planner, or one way for all tables.
+"""Place the tables on the ranks: by TorchRec's planner, or one way for all tables.
 
 The fixed plans are made with TorchRec's plan constructors, which also make plans that its planner
-does not consider on a CPU (row-wise). A plan that cannot be made is an error on every rank:
-TorchRec's own collective planning raises on rank 0 only, and leaves the others waiting.
+does not consider on a CPU (row-wise). An impossible plan is an error on every rank: TorchRec's own
+collective planning raises on rank 0 only, and leaves the others waiting.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLUMN_MULTIPLE = 4  # FBGEMM's kernels take widths that are a multiple of four 
 
 
 class Sharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder, which on a CPU also offers the planner what it offers on a GPU."""
+    """TorchRec's sharder, with a GPU's choices for the planner on a CPU as well."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return super().sharding_types("cuda")
@@ -39,7 +39,7 @@ class Sharder(EmbeddingBagCollectionSharder):
 def planner(
     model: nn.Module, device: torch.device, sharding_types: Sequence[str] | None = None
 ) -> ShardingPlan:
-    """The plan of TorchRec's planner, made on rank 0 and the same on all ranks."""
+    """Make a plan by TorchRec's planner on rank 0, the same on all ranks."""
     known = [sharding_type.value for sharding_type in ShardingType]
     if unknown := set(sharding_types or ()) - set(known):
         raise ValueError(
@@ -49,12 +49,12 @@ def planner(
 
 
 def row_wise(model: nn.Module, device: torch.device) -> ShardingPlan:
-    """Every rank holds a block of rows of every table."""
+    """Give every rank a block of rows of every table."""
     return _every_table(model, device, lambda name, table: by_rows())
 
 
 def table_wise(model: nn.Module, device: torch.device) -> ShardingPlan:
-    """Every table is on one rank; the largest are placed first, on the emptiest rank."""
+    """Put every table on one rank; the largest first, each on the emptiest rank."""
     loads = [0] * dist.get_world_size()
     ranks: dict[str, int] = {}
     for name, table in sorted(_tables(model).items(), key=lambda t: -t[1].numel()):
@@ -64,7 +64,7 @@ def table_wise(model: nn.Module, device: torch.device) -> ShardingPlan:
 
 
 def column_wise(model: nn.Module, device: torch.device) -> ShardingPlan:
-    """Every table is split by columns over as many ranks as its width allows."""
+    """Split every table by columns over as many ranks as its width allows."""
     world_size = dist.get_world_size()
     turn = 0  # where the next table starts: narrow tables must not all end up on the first ranks
 
@@ -144,7 +144,7 @@ def _same_on_all_ranks(make: Callable[[], ShardingPlan]) -> ShardingPlan:
     if dist.get_rank() == 0:
         try:
             outcome = [make()]
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # the other ranks must hear of any error
             outcome = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
     (plan,) = outcome

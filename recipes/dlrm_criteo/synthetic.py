@@ -1,9 +1,9 @@
-"""Samples in Criteo's format for machines that do not have Criteo's data.
+"""Generate samples in Criteo's format for machines without Criteo's data.
 
-Every value is computed from (seed, sample number, column) by a counter-based hash, so any sample
-can be had without those before it, on any rank, after any restart. Ids follow Zipf's law and spread
-over the whole table; a table's vocabulary grows while the stream goes on; labels are drawn from a
-planted teacher of the kind a DLRM can learn, so that loss and AUC mean something.
+Every value is computed from (seed, sample number, column) by a counter-based hash, so any sample is
+available without those before it, on any rank, after any restart. Ids follow Zipf's law and spread
+over the whole table; a table's vocabulary grows with the stream; labels are drawn from a planted
+teacher of a kind that a DLRM can learn, so that loss and AUC are meaningful.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from torchrec.datasets.criteo import CAT_FEATURE_COUNT, INT_FEATURE_COUNT
 
 from recipes.dlrm_criteo.samples import Chunk, ChunkedDataset, Samples
 
-BASE_RATE = 0.25  # of the labels; about Kaggle's
-LOGIT_STD = 2.0  # of the teacher: how much of a label is not chance
+BASE_RATE = 0.25  # of the labels; near Kaggle's
+LOGIT_STD = 2.0  # of the teacher: the part of a label that is not chance
 SHARES = (0.5, 0.3, 0.2)  # of the logit's variance: single ids, pairs of ids, dense features
 RANK = 3  # of the teacher's interactions of ids
 TAIL = np.linspace(1.2, 2.0, INT_FEATURE_COUNT)  # Pareto exponents of the dense counts
 SCALE = np.geomspace(1.0, 50.0, INT_FEATURE_COUNT)  # and their scales
-PERMANENT = 100  # ids of each table that exist from the start, whatever vocabulary_start is
+PERMANENT = 100  # ids of each table that exist from the start, for any vocabulary_start
 _CALIBRATION = 8192  # samples that set the teacher's scale and base rate
 _BLOCK = 4096  # samples computed at once: keeps the intermediate arrays in the cache
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64: neighbouring numbers become independent-looking ones."""
+    """Apply the finalizer of splitmix64: neighbouring numbers become independent-looking ones."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def keys(seed: int, purpose: int, count: int) -> np.ndarray:
-    """One 64-bit key per column; each purpose (and seed) has keys of its own."""
+    """Return one 64-bit key per column, different for each purpose and seed."""
     start = np.array([seed % 2**64], np.uint64)
     counter = np.arange(1, count + 1, dtype=np.uint64) + np.uint64(purpose << 32)
     return mix(mix(start + np.uint64(0x9E3779B97F4A7C15)) ^ mix(counter))
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:
-    """Hashes as numbers in (0, 1)."""
+    """Convert hashes to numbers in (0, 1)."""
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
 class Synthetic(ChunkedDataset):
-    """`samples` raw samples, of which `holdout_every` takes out some for evaluation.
+    """A stream of `samples` raw samples, some of them held out by `holdout_every`.
 
     In raw sample i, feature f has rank r = 0, 1, ... in order of popularity, with a probability
     proportional to the integral of x^-zipf over [r + 1, r + 2], among the v(i) ids that exist then:
@@ -93,16 +93,16 @@ class Synthetic(ChunkedDataset):
         return "the synthetic dataset (dataset.samples)"
 
     def generate(self, raw: np.ndarray) -> Samples:
-        """The samples with these raw numbers."""
+        """Generate the samples with these raw numbers."""
         blocks = [self._block(raw[i : i + _BLOCK]) for i in range(0, len(raw), _BLOCK)]
         return Samples(*(np.concatenate(arrays) for arrays in zip(*blocks, strict=True)))
 
     def probability(self, raw: np.ndarray) -> np.ndarray:
-        """The teacher's probability of label 1: no model can know more about a sample."""
+        """Return the teacher's probability of label 1, the best prediction of any model."""
         return self._teacher.probability(*self._features(raw)[:2])
 
     def vocabulary(self, raw: np.ndarray) -> np.ndarray:
-        """How many ids of each feature exist at these samples, (n, 26)."""
+        """Return the number of ids of each feature that exist at these samples, (n, 26)."""
         start = self.vocabulary_start
         share = start + (1 - start) * (raw[:, None] / self.samples)
         permanent = np.minimum(self.num_embeddings, PERMANENT)
@@ -114,7 +114,7 @@ class Synthetic(ChunkedDataset):
         return Samples(dense.astype(np.float32), ids, labels.astype(np.float32))
 
     def _features(self, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Dense values, ids, and the random number that decides the label."""
+        """Return dense values, ids, and the random numbers that decide the labels."""
         sample = mix(raw.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self._stream)
         values = uniform(mix(sample[:, None] ^ self._columns))
         categories, counts, chance = np.split(
@@ -126,7 +126,7 @@ class Synthetic(ChunkedDataset):
         return dense, ids, chance[:, 0]
 
     def _ranks(self, u: np.ndarray, vocabulary: np.ndarray) -> np.ndarray:
-        """The inverse of the ranks' distribution function."""
+        """Invert the ranks' distribution function."""
         log_last, flat = np.log1p(vocabulary), 1 - self.zipf
         if abs(flat) < 1e-9:
             log_rank = u * log_last
@@ -149,10 +149,10 @@ class _Whole:
 
 
 class Teacher:
-    """Knows how probable a click is.
+    """A teacher that knows the probability of a click.
 
-    Its logit is the sum of what each id adds, of low-rank interactions between the ids of a sample
-    (as in a factorization machine), and of a linear function of the dense values.
+    The logit is the sum of the ids' own effects, of low-rank interactions between the ids of a
+    sample (as in a factorization machine), and of a linear function of the dense values.
     """
 
     def __init__(self, seed: int) -> None:
@@ -164,7 +164,7 @@ class Teacher:
         self._bias = 0.0
 
     def calibrate(self, dense: np.ndarray, ids: np.ndarray) -> None:
-        """Gives the three parts their shares of the variance, and the labels their base rate."""
+        """Give the three parts their shares of the variance, and the labels their base rate."""
         parts = self._parts(dense, ids)
         self._means = parts.mean(axis=1)
         self._scales = LOGIT_STD * np.sqrt(SHARES) / np.maximum(parts.std(axis=1), 1e-9)
@@ -198,7 +198,7 @@ class Teacher:
 
 
 def _row_sums(values: np.ndarray) -> np.ndarray:
-    """Sums whose bits do not depend on how many samples are summed together (a BLAS's would)."""
+    """Sum values with bits that are independent of the number of samples (unlike a BLAS's)."""
     return values.sum(axis=1)
 
 
@@ -207,7 +207,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def _scatter(rows: int) -> int:
-    """The first number from the golden section of `rows` on that has no divisor in common with it.
+    """Return the first number from the golden section of `rows` on that is coprime to `rows`.
 
     Multiplying by it modulo `rows` is therefore a bijection.
     """

@@ -1,4 +1,4 @@
-r"""The main job: trains a DLRM on Criteo data, with checkpoints, and goes on after a restart.
+r"""Train a DLRM on Criteo data with checkpoints, and continue after a restart: the main job.
 
     torchrun --nproc_per_node 2 -m recipes.dlrm_criteo.train \
         dataset=criteo_tsv dataset.path=train.txt model=dlrm_kaggle checkpoint=check_n_run
@@ -51,7 +51,7 @@ def main(cfg: DictConfig) -> None:
     with process_group(cfg.trainer.timeout_seconds) as worker:
         if worker.rank != 0:
             logging.disable(logging.INFO)
-        # About TorchRec's own calls, on every rank.
+        # Concerns TorchRec's own calls, on every rank.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
         Training(cfg, worker).run()
@@ -60,10 +60,10 @@ def main(cfg: DictConfig) -> None:
 def build(
     cfg: DictConfig, architecture: Architecture, device: torch.device
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """The sharded model and its optimizer, at their start."""
+    """Build the sharded model and its optimizer in their starting state."""
     model = architecture.build(device)
     initialise_dense(model, cfg.seed)
-    # Of the tables' optimizer only the class and its settings: FBGEMM runs it in their backward.
+    # Only the class and the settings of the tables' optimizer: FBGEMM runs it in their backward.
     tables: partial[torch.optim.Optimizer] = instantiate(cfg.optimizer.tables)
     apply_optimizer_in_backward(
         tables.func, model.model.sparse_arch.parameters(), dict(tables.keywords)
@@ -76,9 +76,9 @@ def build(
         sharders=[Sharder()],
         data_parallel_wrapper=DefaultDataParallelWrapper(
             static_graph=False,
-            # Else DDP reorders its buckets after an attempt's first step, and with them the order
-            # in which more than two ranks' gradients are added up: a resumed run would not repeat
-            # the bits of an uninterrupted one.
+            # Otherwise DDP reorders its buckets after an attempt's first step, and so changes the
+            # order in which more than two ranks' gradients are added up: a resumed run would not
+            # repeat the bits of an uninterrupted one.
             find_unused_parameters=dist.get_world_size() > 2,
         ),
     )
@@ -99,7 +99,7 @@ def check(settings: DictConfig) -> None:
 
 
 class Training:
-    """One attempt at the job: from the newest checkpoint, or the start, to the last step."""
+    """An attempt at the job: from the newest checkpoint, or the start, to the last step."""
 
     def __init__(self, cfg: DictConfig, worker: Worker) -> None:
         check(cfg.trainer)
@@ -119,7 +119,7 @@ class Training:
             self.dataset = self.logged_dataset = LoggedDataset(
                 self.dataset, self.run_dir, worker.rank, worker.attempt
             )
-        # On the CPU: the pipeline moves a batch to the GPU while the one before is being trained.
+        # On the CPU: the pipeline moves a batch to the GPU while the previous one is being trained.
         self.reader = Reader(
             self.dataset, cfg.trainer.batch_size, worker.rank, worker.world_size, "cpu"
         )
@@ -129,7 +129,7 @@ class Training:
         )
 
     def run(self) -> None:
-        """Restore, train, evaluate, and leave the final state where it is asked for."""
+        """Restore, train, evaluate, and write the final state if requested."""
         with self.log:
             if self.worker.rank == 0:
                 OmegaConf.save(self.cfg, self.run_dir / "config.yaml", resolve=True)
@@ -158,13 +158,13 @@ class Training:
         if restored is None:
             logger.info("starting from the beginning")
         else:
-            logger.info("restored step %d: going on at sample %d", step, samples)
+            logger.info("restored step %d: continuing at sample %d", step, samples)
         pids = [0] * self.worker.world_size
         dist.all_gather_object(pids, os.getpid())
         self.log.start(pids, self.worker.attempt, restored, step, self.cfg.trainer.steps, samples)
 
     def _train(self, checkpointer: Any) -> None:
-        """Until `trainer.steps` steps are done, counted over all attempts, or the dataset ends."""
+        """Train until `trainer.steps` steps are done, over all attempts, or the dataset ends."""
         last = sys.maxsize if self.cfg.trainer.steps is None else self.cfg.trainer.steps
         batches = iter(self.reader)
         while checkpointer.steps < last:
@@ -172,7 +172,8 @@ class Training:
             until = min(last, self._next_evaluation(checkpointer.steps))
             for output in outputs(self.pipeline, islice(batches, until - checkpointer.steps)):
                 self.reader.trained()
-                # Before the checkpointer can make the step durable: a kill must not hide it.
+                # Log before the checkpointer can make the step durable: a kill must not hide the
+                # step.
                 self._log_step(checkpointer.steps + 1, output.loss)
                 checkpointer.step()
             if checkpointer.steps < until:

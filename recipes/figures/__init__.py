@@ -1,1 +1,1 @@
-"""The paper's figures, drawn from this package's own runs: one recipe each."""
+"""Draw the paper's figures from this package's own runs: one recipe each."""

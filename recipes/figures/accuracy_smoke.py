@@ -1,22 +1,22 @@
-"""What restoring from quantized rows costs in accuracy: a small version of the paper's Figure 14.
+"""Measure the accuracy lost by restoring quantized rows: a small version of the paper's figure 14.
 
     python -m recipes.figures.accuracy_smoke [--json out.json] [--png out.png] [--quick]
 
 Two runs of a job differ by more than a restore does, so branches are compared in pairs. At a branch
-point the job goes on from one state with the same samples, restored and not restored. Restored:
+point the job continues from one state with the same samples, restored and not restored. Restored:
 `Checkpointer.save()` and `restore()`, some steps of training, and again, up to 20 times. After the
 1st, 3rd, 10th and 20th restore both branches are evaluated on the same held-out samples: at once,
-and after 100 more steps without restores. What is reported is the relative change of logloss and
-AUC, averaged over several branch points, with the lowest and highest.
+and after 100 more steps without restores. The result is the relative change of logloss and AUC,
+averaged over several branch points, with the lowest and highest.
 
 `noise` is the floor: a branch whose table values change by a part in 10^7 wherever others are
-restored. One in 10^5 is shown, too: at once it makes no difference, but some steps later it can,
-since a gradient that is zero or not decides whether Adagrad takes a first step, which is large. No
-smaller change than that can be told from chance. `exact`, restored from fp32 rows, must not change
-anything, and shows that pairs are pairs.
+restored. One in 10^5 is shown, too: harmless at once, but not always some steps later, since a
+gradient that is zero or not decides whether Adagrad takes a first step, which is large. Smaller
+changes than that are indistinguishable from chance. `exact`, restored from fp32 rows, must not
+change anything, and so proves that the pairs match.
 
-Importance-weighted width gets the largest budget at which its bytes are no more than those of a
-fixed width, over all rows and over those ever trained. Tables of every size are quantized.
+Importance-weighted width gets the largest budget that takes no more bytes than a fixed width, over
+all rows and over all rows ever trained. Tables of every size are quantized.
 """
 
 from __future__ import annotations
@@ -49,35 +49,36 @@ from torchrec_checknrun.codecs.budget import ImportanceSurvey
 
 METHODS = ("asymmetric", "adaptive")
 BUDGETS = (3, 4, 8)
-"""Fixed widths whose bytes importance-weighted rows may take; 2 bit leave it no choice."""
+"""Fixed widths whose bytes importance-weighted rows may take; 2 bit leave no choice."""
 MARGIN = 0.99
-"""Of those bytes: which rows checkpoints will hold is not known when the budget is chosen."""
+"""Part of those bytes to use: the rows of later checkpoints are unknown when the budget is chosen.
+"""
 NOISES = (1e-7, 1e-5)
 """Relative changes of every table value that have no meaning."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long everything is, in steps."""
+    """The lengths of all parts, in steps."""
 
     points: tuple[int, ...]
-    """After so many steps the job branches."""
+    """Steps after which the job branches."""
     restores: tuple[int, ...]
     gap: int
-    """Between two restores."""
+    """Steps between two restores."""
     after: int
-    """Until a branch is evaluated again."""
+    """Steps until a branch is evaluated again."""
     batch: int
     eval_samples: int
 
     @property
     def length(self) -> int:
-        """Of a branch."""
+        """Return the steps of a branch."""
         return (self.restores[-1] - 1) * self.gap + self.after
 
     @property
     def trained(self) -> int:
-        """Steps of one branch with all that is tried on the way."""
+        """Return the steps of one branch with everything tried on the way."""
         return (self.restores[-1] - 1) * self.gap + len(self.restores) * self.after
 
 
@@ -98,7 +99,7 @@ class Scheme:
 
     method: str
     quantization: Quantization | None
-    """None: no checkpoint, the values are disturbed instead."""
+    """None: no checkpoint, disturbed values instead."""
     bits: int | None = None
     noise: float = 0.0
 
@@ -111,7 +112,9 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Change:
-    """A restored branch against the one that was not. ``logloss``, ``auc``: relative, 0 is none."""
+    """A restored branch against the one without restores. ``logloss``, ``auc``: relative, 0 is
+    none.
+    """
 
     scheme: str
     point: int
@@ -123,7 +126,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of the tables' weights that a branch has stored."""
+    """Bytes of the tables' weights that a branch has stored."""
 
     scheme: str
     point: int
@@ -133,7 +136,7 @@ class Bytes:
 
 
 def schemes(job: SmallJob) -> Iterator[Scheme]:
-    """All that are compared, in the job's present state."""
+    """Yield all schemes to compare, in the job's present state."""
     for level in NOISES:
         yield Scheme("noise", None, noise=level)
     yield Scheme("exact", Quantization())
@@ -148,7 +151,7 @@ def schemes(job: SmallJob) -> Iterator[Scheme]:
 
 
 def mean_bits_within(job: SmallJob, bits: int) -> float:
-    """The budget of importance-weighted rows that take no more bytes than rows of ``bits``."""
+    """Return the budget at which importance-weighted rows take no more bytes than ``bits``."""
     tables = [(s.weight.detach(), s.optimizer["momentum1"].detach()) for s in job.shards]
     trained = [(w[state > 0], state[state > 0]) for w, state in tables]
 
@@ -183,12 +186,13 @@ def branch(
     restore: Callable[[], object],
     progress: Callable[[], object],
 ) -> dict[tuple[int, int], Score]:
-    """Scores by (number of restores, steps after the last one); ends anywhere.
+    """Return scores by (number of restores, steps after the last one); the job's end state is
+    undefined.
 
     Args:
         start: where the branch begins.
-        batches: what it trains, ``plan.length`` of them.
-        restore: saves and restores, or does what takes its place.
+        batches: to train, ``plan.length`` of them.
+        restore: saves and restores, or does the replacement of that.
     """
     job.put_back(start)
     scores = {}
@@ -200,7 +204,7 @@ def branch(
             here = job.keep()
             job.train(batches[done : done + plan.after], progress)
             scores[number, plan.after] = job.evaluate()
-            # What was trained is marked as modified, and stays so: more rows than need be.
+            # Trained rows stay marked as modified: more rows than needed.
             job.put_back(here)
         if number < plan.restores[-1]:
             job.train(batches[done : done + plan.gap], progress)
@@ -215,7 +219,7 @@ def restored_branch(
     plan: Plan,
     progress: Callable[[], object],
 ) -> tuple[dict[tuple[int, int], Score], list[int]]:
-    """A branch's scores, and the bytes of the tables' weights in its checkpoints."""
+    """Return a branch's scores, and the bytes of the tables' weights in its checkpoints."""
     if scheme.quantization is None:
         source = torch.Generator(device=job.shards[0].weight.device).manual_seed(0)
         return branch(
@@ -240,7 +244,7 @@ def restored_branch(
 
 @torch.no_grad()
 def disturb(job: SmallJob, level: float, generator: torch.Generator) -> None:
-    """Changes every table value by about so small a part of it."""
+    """Change every table value by a random part of about ``level``."""
     for shard in job.shards:
         size, device = shard.weight.shape, shard.weight.device
         noise = torch.randn(size, generator=generator, device=device)
@@ -248,7 +252,7 @@ def disturb(job: SmallJob, level: float, generator: torch.Generator) -> None:
 
 
 def measure(job: SmallJob, plan: Plan) -> tuple[list[Change], list[Bytes]]:
-    """All schemes at all branch points."""
+    """Measure all schemes at all branch points."""
     changes, stored = [], []
     branches = 2 + len(NOISES) + len(METHODS) * len(WIDTHS) + len(BUDGETS)
     total = plan.points[-1] + len(plan.points) * branches * plan.trained
@@ -275,14 +279,14 @@ def measure(job: SmallJob, plan: Plan) -> tuple[list[Change], list[Bytes]]:
 
 
 def relative(score: Score, control: Score) -> tuple[float, float]:
-    """Relative changes of logloss and AUC."""
+    """Return the relative changes of logloss and AUC."""
     assert score.auc is not None, "held-out labels are all the same"
     assert control.auc is not None
     return score.logloss / control.logloss - 1, score.auc / control.auc - 1
 
 
 def summary(changes: list[Change], stored: list[Bytes]) -> list[dict[str, Any]]:
-    """Per scheme, number of restores and steps after: means over the branch points."""
+    """Average over the branch points, by scheme, number of restores and steps after."""
     rows = []
     for scheme, restores, after in dict.fromkeys((c.scheme, c.restores, c.after) for c in changes):
         key = (scheme, restores, after)
@@ -300,11 +304,11 @@ def summary(changes: list[Change], stored: list[Bytes]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """The command; exits with 1 if restoring exact rows changed anything."""
+    """Run the command; return 1 if restoring exact rows changed anything."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.figures.accuracy_smoke", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--png", type=Path, help="draw them there")
     parser.add_argument("--quick", action="store_true", help="one branch point, few steps")
     parser.add_argument("--dim", type=int, default=16, help="columns of every table")

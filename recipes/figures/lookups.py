@@ -1,7 +1,7 @@
-"""Which rows a stream of samples looks up, and so modifies, between any two moments of it.
+"""Find the rows that a stream of samples looks up, and so modifies, between any two moments.
 
 A row that a sample looks up is updated by its step, so that the modified rows follow from the
-samples alone: no model has to be trained.
+samples alone, without training a model.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _CHUNK_ROWS = 1 << 16
 
 @dataclass(frozen=True)
 class Window:
-    """What is modified of one table from some slot on.
+    """The modified rows of one table from some slot on.
 
     Attributes:
         count: rows.
-        ids_bytes: that a checkpoint takes to say which.
+        ids_bytes: of the row ids in a checkpoint.
     """
 
     count: int
@@ -33,9 +33,10 @@ class Window:
 
 
 class Lookups:
-    """Remembers for every row when it was looked up last, in slots: equal parts of the stream.
+    """The slot of each row's last lookup; slots are equal parts of the stream.
 
-    That alone tells what any window up to now has modified: the rows last looked up in it.
+    From these follow the modified rows of any window that ends now: the rows looked up last within
+    the window.
 
     Args:
         num_embeddings: rows of each table.
@@ -48,35 +49,35 @@ class Lookups:
         self._last = np.full(int(ends[-1]), -1, np.int32)
         self._windows: dict[int, list[Window]] = {}
         self.slots = 0
-        """So many have ended."""
+        """Slots that have ended."""
 
     @property
     def rows(self) -> int:
-        """Of all tables."""
+        """Return the rows of all tables."""
         return len(self._last)
 
     def add(self, sparse: np.ndarray) -> None:
-        """Samples ``(n, tables)`` of the slot that is running: a row of each table."""
+        """Add samples ``(n, tables)`` to the current slot: a row of each table."""
         self._last[sparse + self._starts] = self.slots
 
     def end_slot(self) -> None:
-        """The next samples belong to the next slot."""
+        """End a slot: the next samples belong to the next slot."""
         self.slots += 1
         self._windows = {}
 
     @property
     def modified_fraction(self) -> float:
-        """The part of all rows that was ever looked up."""
+        """Return the part of all rows that was ever looked up."""
         return float(np.mean(self._last >= 0))
 
     def fractions(self) -> np.ndarray:
-        """``(slots,)``: the part of all rows that was modified from each slot on until now."""
+        """Return ``(slots,)``: the part of all rows modified from each slot on until now."""
         counts = np.bincount(self._last + 1, minlength=self.slots + 1)[1:]
         fractions: np.ndarray = counts[::-1].cumsum()[::-1] / self.rows
         return fractions
 
     def since(self, slot: int) -> list[Window]:
-        """By table, what was modified from a slot on until now."""
+        """Return, by table, the rows modified from a slot on until now."""
         if slot not in self._windows:
             tables = np.split(self._last, self._starts[1:])
             self._windows[slot] = [_window(np.flatnonzero(last >= slot)) for last in tables]
@@ -91,8 +92,8 @@ def _window(ids: np.ndarray) -> Window:
 def read_slots(
     dataset: Dataset, batch: int, batches: int, limit: int
 ) -> Iterator[list[np.ndarray]]:
-    """The lookups ``(batch, tables)`` of each whole slot: so many batches, at most ``limit`` of
-    them in all.
+    """Yield the lookups ``(batch, tables)`` of each whole slot of ``batches`` batches, at most
+    ``limit`` batches in all.
     """
     stream = islice((samples.sparse for samples in dataset.read(0, batch, 0, 1)), limit)
     while len(slot := list(islice(stream, batches))) == batches:
@@ -102,10 +103,10 @@ def read_slots(
 def batches_until(
     dataset: Dataset, num_embeddings: Sequence[int], batch: int, fraction: float
 ) -> int:
-    """After how many batches from the start a part of all rows was modified.
+    """Count the batches from the start until a part of all rows was modified.
 
     Raises:
-        ValueError: the samples end before.
+        ValueError: there are too few samples.
     """
     lookups = Lookups(num_embeddings)
     reached, number = 0.0, 0

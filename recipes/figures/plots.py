@@ -1,4 +1,4 @@
-"""Draws what the other recipes have measured; knows matplotlib, and nothing of how it was done."""
+"""Draw the measurements of the other recipes with matplotlib, knowing only their numbers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 NAMES = ("fig09", "fig10", "fig11", "fig12", "fig13", "shannon")
 POLICY_NAMES = ("fig05", "fig06", "fig15", "fig16")
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
-"""Paul Tol's bright scheme, which the colour-blind can tell apart."""
+"""Paul Tol's bright scheme, which colour-blind people can tell apart."""
 _MARKERS = "osD^vP*"
 _STYLES = {"asymmetric": ":", "adaptive": "--"}
 
 
 def require_matplotlib() -> None:
-    """Ends the program with a hint if there is nothing to draw with."""
+    """End the program with a hint if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -32,7 +32,7 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def figure(path: Path, panels: int = 1, width: float = 6.4) -> Iterator[list[Axes]]:
-    """Axes side by side, which become a PNG."""
+    """Yield axes side by side, and write them to a PNG."""
     from matplotlib import pyplot
 
     drawn, axes = pyplot.subplots(1, panels, figsize=(width, 4.2), squeeze=False, sharey=True)
@@ -49,7 +49,7 @@ def figure(path: Path, panels: int = 1, width: float = 6.4) -> Iterator[list[Axe
 
 
 def draw(numbers: dict[str, Any], folder: Path) -> None:
-    """All figures, as PNG files in a folder."""
+    """Draw all figures as PNG files into a folder."""
     with figure(folder / "fig09.png", width=9) as (ax,):
         _errors(ax, numbers)
     for name, sweep, x, y in (
@@ -126,7 +126,7 @@ def _rate_distortion(ax: Axes, numbers: dict[str, Any], rows: str) -> None:
             linewidth=1,
             label=method,
         )
-    # Centroids of 8 bit are more than the rows themselves: far outside.
+    # Centroids of 8 bit take more than the rows themselves: far outside.
     bits = np.array([1.0, 12.0])
     ax.set_xlim(*bits)
     ax.set_ylim(2.0**-12, 1)
@@ -140,9 +140,9 @@ def _rate_distortion(ax: Axes, numbers: dict[str, Any], rows: str) -> None:
 
 
 def draw_accuracy(summary: list[dict[str, Any]], path: Path) -> None:
-    """Change of logloss by the number of restores, from `accuracy_smoke`'s summary.
+    """Draw the change of logloss by the number of restores, from `accuracy_smoke`'s summary.
 
-    Mean and range over the branch points; dotted: 0.01 %, what the paper allows.
+    Mean and range over the branch points; dotted: 0.01 %, the paper's limit.
     """
     afters = sorted({row["after"] for row in summary})
     with figure(path, panels=len(afters), width=11) as axes:
@@ -188,7 +188,7 @@ def _changes(ax: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def draw_policies(numbers: dict[str, Any], folder: Path) -> None:
-    """The figures of `policies`, as PNG files in a folder."""
+    """Draw the figures of `policies` as PNG files into a folder."""
     for name, curves in (("fig05", _growth(numbers)), ("fig06", _per_interval(numbers))):
         with figure(folder / f"{name}.png", width=7.5) as (ax,):
             for i, (label, xs, ys) in enumerate(curves):
@@ -239,7 +239,7 @@ def _written(ax: Axes, runs: list[dict[str, Any]]) -> None:
         ys = [100 * checkpoint["fraction"] for checkpoint in run["checkpoints"]]
         ax.plot(ys, color=_COLOURS[i], marker=_MARKERS[i], markersize=4, label=run["policy"])
         if run["policy"] == "Intermittent":
-            decided = run["baselines"][1:]  # the first one is full without asking
+            decided = run["baselines"][1:]  # the first one is full in any case
             ax.plot(
                 decided,
                 [ys[at] for at in decided],

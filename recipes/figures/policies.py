@@ -1,19 +1,19 @@
-"""The paper's figures on what changes and on policies (Check-N-Run, 5, 6, 15 and 16).
+"""Draw the paper's figures on modified rows and on policies (Check-N-Run, 5, 6, 15 and 16).
 
     python -m recipes.figures.policies [--data train.txt] [--out figures] [--quick]
 
 fig05: the part of all rows that training has modified, by the samples since several starting
 points. fig06: the part modified in each interval, for several lengths. fig15: bytes of every
-checkpoint under each policy, and where Intermittent decided on a new baseline. fig16: bytes that
-have to be kept to restore the newest one; dotted, with the one before until it is written. A PNG of
-each, and `policies.json` with all numbers.
+checkpoint under each policy, and where Intermittent decided on a new baseline. fig16: bytes to keep
+for a restore of the newest one; dotted, with the previous one during its writing. A PNG of each,
+and `policies.json` with all numbers.
 
-Which rows are modified follows from the samples: synthetic ones (all ids may come at any time, as
-in shuffled data; see --vocabulary-start) or any file in Criteo's format. An interval is as long as
-it takes to modify 26 % of the rows, the paper's figure. Decisions are made by the package's
-policies. A checkpoint's bytes are those of the tables: rows and their row-wise optimizer state at
-what the package's encoders make of a thousand rows at each width, and row ids as they are encoded.
-Dense part, chunk indexes and manifests are left out.
+The modified rows follow from the samples: synthetic ones (all ids may come at any time, as in
+shuffled data; see --vocabulary-start) or any file in Criteo's format. An interval is as long as it
+takes to modify 26 % of the rows, the paper's figure. Decisions are made by the package's policies.
+A checkpoint's bytes are those of the tables: rows and their row-wise optimizer state as the package
+encodes a thousand rows at each width, and encoded row ids. Dense part, chunk indexes and manifests
+are left out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ POLICIES: dict[str, Policy] = {
     "Intermittent": Intermittent(),
 }
 SLOTS = 4
-"""Parts of an interval: what is counted is counted after each."""
+"""Parts of an interval: rows are counted after each."""
 LENGTHS = (1, 2, 4, 8)
 """Intervals of fig06, in slots."""
 STARTS = 4
@@ -64,11 +64,11 @@ _MANY = 1 << 40
 
 @dataclass(frozen=True)
 class Size:
-    """Of the synthetic trace."""
+    """The size of the synthetic trace."""
 
     samples: int
     scale: float
-    """Of Kaggle's tables."""
+    """Factor of Kaggle's tables."""
 
 
 FULL = Size(samples=12_000_000, scale=0.05)
@@ -101,8 +101,8 @@ def simulate(
         for bits in widths
         for name, policy in POLICIES.items()
     }
-    total = None if limit >= _MANY else limit // batches  # of a file it is not known
-    fractions: list[np.ndarray] = []  # of each slot's end, by the slot since when
+    total = None if limit >= _MANY else limit // batches  # unknown for a file
+    fractions: list[np.ndarray] = []  # of each slot's end, by the first slot
     slots = read_slots(dataset, batch, batches, limit)
     for sparse in tqdm(slots, desc="reading", unit="slot", total=total):
         for part in sparse:
@@ -143,7 +143,7 @@ def _with_summary(checkpoints: list[Checkpoint]) -> dict[str, Any]:
 
 
 def _growth(fractions: list[np.ndarray], slot: int, start: int) -> dict[str, Any]:
-    """Modified since a starting point."""
+    """Return the rows modified since a starting point."""
     later = fractions[start:]
     return {
         "start": start * slot,
@@ -153,7 +153,7 @@ def _growth(fractions: list[np.ndarray], slot: int, start: int) -> dict[str, Any
 
 
 def _per_interval(fractions: list[np.ndarray], slot: int, length: int) -> dict[str, Any]:
-    """Modified in each interval of so many slots."""
+    """Return the rows modified in each interval of ``length`` slots."""
     ends = range(length, len(fractions) + 1, length)
     return {
         "interval_samples": length * slot,
@@ -163,7 +163,7 @@ def _per_interval(fractions: list[np.ndarray], slot: int, length: int) -> dict[s
 
 
 def _summary(checkpoints: list[Checkpoint]) -> dict[str, Any]:
-    """Means from baseline to baseline, where there is a second one; else of what there is."""
+    """Average from baseline to baseline if there are two; otherwise over all checkpoints."""
     full = [i for i, checkpoint in enumerate(checkpoints) if checkpoint.kind == "full"]
     cycle = checkpoints[: full[-1]] if len(full) > 1 else checkpoints
     return {
@@ -175,12 +175,14 @@ def _summary(checkpoints: list[Checkpoint]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.figures.policies", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--data", help="a file in Criteo's format, or a pattern; else synthetic")
-    parser.add_argument("--samples", type=int, help="at most so many; all of a file without")
+    parser.add_argument(
+        "--samples", type=int, help="samples to read at most; default: all of a file"
+    )
     parser.add_argument("--scale", type=float, help="of Kaggle's tables; 1 for a file")
     parser.add_argument("--interval", type=int, help="in samples, in place of --fraction")
     parser.add_argument(
@@ -190,7 +192,7 @@ def main() -> int:
         "--vocabulary-start",
         type=float,
         default=1.0,
-        help="share of the synthetic ids that exist from the start; the others come by and by",
+        help="share of the synthetic ids that exist from the start; the others appear later",
     )
     parser.add_argument("--dim", type=int, default=64, help="columns of every table")
     parser.add_argument(
@@ -244,7 +246,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
 def _slot(
     dataset: Dataset, tables: Sequence[int], samples: int, options: argparse.Namespace
 ) -> tuple[int, int]:
-    """Samples that are read together, and how often that is a slot."""
+    """Return the samples to read together, and the number of such batches in a slot."""
     if options.interval is not None:
         slot = max(1, options.interval // SLOTS)
     else:

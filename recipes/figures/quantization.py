@@ -1,21 +1,22 @@
-"""The paper's figures on quantization (Check-N-Run, 9 to 13), on rows of a trained model.
+"""Draw the paper's figures on quantization (Check-N-Run, 9 to 13), on rows of a trained model.
 
     python -m recipes.figures.quantization [--rows rows.pt] [--out figures] [--quick]
 
-fig09: mean l2 error of every method at 2, 3, 4 and 8 bit. fig10, fig11: what the paper's greedy
-search gains over asymmetric quantization, by its number of bins, and by its ratio at the bins that
-are chosen. fig12, fig13: the time of both. shannon: the error over all bits that a method stores.
-A PNG of each, and `quantization.json` with all numbers and what they were taken on.
+fig09: mean l2 error of every method at 2, 3, 4 and 8 bit. fig10, fig11: the gain of the paper's
+greedy search over asymmetric quantization, by its number of bins, and by its ratio at the chosen
+bins. fig12, fig13: the time of both. shannon: the error over all bits that a method stores. A PNG
+of each, and `quantization.json` with all numbers and the machine.
 
-Rows are those that training has changed in the recipe's synthetic job, or a file's: a tensor
+The rows are the modified ones of the recipe's synthetic job, or a file's: a tensor
 `(n, dim)`, or a dict or list of such, of one dim, saved by `torch.save`.
 
 The limit in fig09 and shannon is rate-distortion theory's: no code of R bits per value on average
 represents independent Gaussian values of variance s^2 with a mean squared error below s^2 / 4^R, so
 a relative l2 error of 2^-R is the best possible. R counts all bits stored, scales, biases and
-centroids too. For Gaussian rows (also measured) it can't be beaten, but for the spread of the rows'
-norms, which a mean of rows' own relative errors leaves out and `rms` does not. Trained rows are not
-Gaussian: the Gaussian is the hardest distribution of its variance, so there 2^-R is a yardstick.
+centroids too. For Gaussian rows (also measured) the limit can't be beaten, except by the spread of
+the rows' norms, which a mean of rows' own relative errors leaves out and `rms` does not. Trained
+rows are not Gaussian: the Gaussian is the hardest distribution of its variance, so there 2^-R is a
+yardstick.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ KMEANS_BLOCK = 1024
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """The amount of measuring."""
 
     steps: int
     rows: int
-    """Rows that errors are measured on."""
+    """Rows to measure errors on."""
     timed_bytes: int
     rounds: int
 
@@ -67,13 +68,13 @@ QUICK = Size(steps=40, rows=512, timed_bytes=1 << 20, rounds=3)
 
 @dataclass(frozen=True)
 class Error:
-    """What one method makes of some rows. ``l2`` is a row's absolute error, the paper's figure."""
+    """The error of one method on rows. ``l2`` is a row's absolute error, the paper's figure."""
 
     rows: str
     method: str
     bits: int
     total_bits: float
-    """Per value, with all that is stored."""
+    """Bits per value, with everything stored."""
     l2: float
     relative: float
     """Mean over rows of the error's l2 norm over the row's."""
@@ -91,12 +92,12 @@ class Sweep:
     num_bins: int
     ratio: float
     improvement: float
-    """By which part its mean relative l2 error is less than asymmetric quantization's."""
+    """Relative reduction of asymmetric quantization's mean relative l2 error."""
     seconds_per_gb: float
 
 
 def trained_rows(steps: int, dim: int) -> torch.Tensor:
-    """All rows ``(n, dim)`` that so many steps of the synthetic job have changed."""
+    """Train ``steps`` steps of the synthetic job; return all changed rows ``(n, dim)``."""
     overrides = [
         f"model.embedding_dim={dim}",
         f"model.bottom_mlp=[64,{dim}]",
@@ -110,10 +111,10 @@ def trained_rows(steps: int, dim: int) -> torch.Tensor:
 
 
 def load_rows(path: Path) -> torch.Tensor:
-    """Rows of a file.
+    """Load rows from a file.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: the file holds something else.
     """
     content = torch.load(path, weights_only=True, map_location="cpu")
     parts = list(content.values()) if isinstance(content, dict) else content
@@ -126,7 +127,7 @@ def load_rows(path: Path) -> torch.Tensor:
 
 
 def sample(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """So many of the rows, or all if there are fewer; none that is all zero or not finite."""
+    """Choose ``count`` of the rows, or all; none that is all zero or not finite."""
     norms = rows.norm(dim=1)
     usable = ((norms > 0) & norms.isfinite()).nonzero().view(-1)
     order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(0))
@@ -134,7 +135,7 @@ def sample(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def methods(dim: int) -> Iterator[tuple[str, int, Codec]]:
-    """(method, bits, codec) of all that is compared."""
+    """Yield (method, bits, codec) of all methods to compare."""
     for bits in WIDTHS:
         for method in ("symmetric", "asymmetric", "greedy", "adaptive"):
             yield method, bits, Rowwise(bits, method)
@@ -143,11 +144,11 @@ def methods(dim: int) -> Iterator[tuple[str, int, Codec]]:
 
 
 def error_of(name: str, rows: torch.Tensor, method: str, bits: int, codec: Codec) -> Error:
-    """A method's error on rows, and what it stores for them."""
+    """Measure a method's error on rows, and the bits stored for them."""
     encoded = codec.encode(rows)
     decoded = torch.empty_like(rows)
     codec.decode(encoded.data.view(-1), encoded.parameters, len(rows), 0, decoded)
-    exact = rows[encoded.exceptions]  # stored with their positions, beside what is encoded
+    exact = rows[encoded.exceptions]  # stored with their positions, beside the encoded rows
     decoded[encoded.exceptions] = exact
     errors, norms = (decoded - rows).double().norm(dim=1), rows.double().norm(dim=1)
     total_bits = 8 * (encoded.data.numel() + exact.nbytes + 4 * len(exact)) / rows.numel()
@@ -164,7 +165,7 @@ def error_of(name: str, rows: torch.Tensor, method: str, bits: int, codec: Codec
 
 
 def all_errors(rows: torch.Tensor) -> list[Error]:
-    """Every method on these rows and on as many Gaussian ones."""
+    """Measure every method on these rows and on as many Gaussian ones."""
     gaussian = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
     kinds = {"given": rows, "gaussian": gaussian}
     cases = [(name, values, *m) for name, values in kinds.items() for m in methods(rows.shape[1])]
@@ -172,8 +173,8 @@ def all_errors(rows: torch.Tensor) -> list[Error]:
 
 
 def sweeps(rows: torch.Tensor, size: Size) -> dict[str, Any]:
-    """The greedy search by number of bins (at ratio 1), and by ratio (at the bins chosen); its
-    choice; and asymmetric and adaptive quantization, timed in the same rounds.
+    """Sweep the greedy search by number of bins (at ratio 1), and by ratio (at the chosen bins);
+    time the choice, asymmetric and adaptive quantization in the same rounds.
     """
     chosen = {bits: choose_greedy(rows, None, bits) for bits in SEARCHED}
     by_bins = [(bits, bins, 1.0) for bits in SEARCHED for bins in BINS]
@@ -191,7 +192,7 @@ def sweeps(rows: torch.Tensor, size: Size) -> dict[str, Any]:
     }
     with tqdm(total=size.rounds, desc="times", unit="round") as bar:
         seconds = paired({**calls, **others}, size.rounds, bar.update)
-    # The fastest round: what else a machine does can only add to it.
+    # The fastest round: other work on the machine can only add time.
     per_gb = {key: float(s.min()) / (many.nbytes / 1e9) for key, s in seconds.items()}
 
     def error(codec: Rowwise) -> float:
@@ -220,7 +221,7 @@ def sweeps(rows: torch.Tensor, size: Size) -> dict[str, Any]:
 
 
 def measure(rows: torch.Tensor, size: Size) -> dict[str, Any]:
-    """All numbers of the figures, from rows ``(n, dim)`` of a trained model."""
+    """Compute all numbers of the figures from rows ``(n, dim)`` of a trained model."""
     rows = sample(rows, size.rows)
     return {
         **describe(),
@@ -233,12 +234,12 @@ def measure(rows: torch.Tensor, size: Size) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.figures.quantization", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--rows", type=Path, help="rows of a trained model; trains one without")
-    parser.add_argument("--dim", type=int, default=64, help="columns of the model that is trained")
+    parser.add_argument("--rows", type=Path, help="rows of a trained model; default: train one")
+    parser.add_argument("--dim", type=int, default=64, help="columns of the model to train")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder of the figures")
     parser.add_argument("--quick", action="store_true", help="few steps, rows and rounds")
     threads = len(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
-"""A job's checkpoints without the job: what each of them would hold and weigh under a policy.
+"""Simulate a job's checkpoints without the job: their content and size under a policy.
 
-The package's own policies and lineage decide, its encoders say what a row weighs, and a manifest is
-made of that as of a real checkpoint.
+The package's own policies and lineage decide, its encoders determine a row's bytes, and the
+manifests are those of real checkpoints.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Checkpoint:
     """One checkpoint of a simulated run.
 
     Attributes:
-        samples: trained when it was taken.
+        samples: trained when the checkpoint was taken.
         modified_fraction: its rows over all.
         fraction: its bytes over the last full one's, the paper's S.
         kept_bytes: of the chain that a restore of it needs.
-        peak_bytes: of that and of what was kept before, which is dropped when this one is written.
+        peak_bytes: of that chain and of the previous one, which is dropped when this one is
+            written.
     """
 
     samples: int
@@ -53,7 +54,7 @@ class RowCost:
 
     @staticmethod
     def of(encoding: TableEncoding, dim: int) -> RowCost:
-        """What the package's encoder makes of rows with row-wise optimizer state."""
+        """Encode rows with row-wise optimizer state by the package's encoder; return their cost."""
         generator = torch.Generator().manual_seed(0)
         rows = RowBlock(
             table="t",
@@ -71,7 +72,7 @@ class RowCost:
 
 
 class Run:
-    """A job with one policy at one width, as far as its checkpoints are concerned."""
+    """The checkpoints of a job with one policy at one width."""
 
     def __init__(
         self, policy: Policy, bits: int | None, num_embeddings: Sequence[int], dim: int
@@ -87,10 +88,10 @@ class Run:
         costs = {encoding: RowCost.of(encoding, dim) for encoding in set(encodings.values())}
         self._costs = {name: costs[encoding] for name, encoding in encodings.items()}
         self._lineage = Lineage()
-        self._slots: list[int] = []  # when the checkpoints of the lineage's history were taken
+        self._slots: list[int] = []  # slots of the checkpoints in the lineage's history
 
     def save(self, lookups: Lookups, samples: int) -> None:
-        """A checkpoint after the slots so far, of whatever the policy decides."""
+        """Take a checkpoint after the slots so far, full or differential as the policy decides."""
         sequence = len(self.checkpoints) + 1
         proposal = self._lineage.propose(
             self._policy, self._bits, self._widths, samples, sequence, 0
@@ -155,7 +156,7 @@ class Run:
         ).sealed()
 
     def _kept_bytes(self) -> int:
-        """Of the newest checkpoint and those that a restore of it reads besides."""
+        """Return the bytes of the newest checkpoint and of the others that its restore reads."""
         by_id = {manifest.id: manifest for manifest in self._lineage.history}
         manifest, kept = self._lineage.previous, 0
         while manifest is not None:

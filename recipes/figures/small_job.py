@@ -1,7 +1,8 @@
-"""The main job in this process, a few steps at a time: what the figures are taken on.
+"""Run the main job in this process, a few steps at a time, for the figures.
 
 The same model, samples and optimizers as `recipes.dlrm_criteo.train`, without its checkpoints and
-logs; instead its state can be kept aside and put back, so that one state can go several ways.
+logs; instead its state can be kept and put back, so that one state can be continued in several
+ways.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torchrec_checknrun.shards import LocalShard
 
 @dataclass(frozen=True)
 class State:
-    """Everything that training changes, as copies."""
+    """A copy of everything that training changes."""
 
     tables: list[torch.Tensor]
     """Weights and fused optimizer states, in the order of ``SmallJob.shards``."""
@@ -68,24 +69,24 @@ class SmallJob:
         self._dense = {n: p for n, p in self.model.named_parameters() if n not in tables}
 
     def batches(self, count: int) -> list[Batch]:
-        """The next so many, to be trained once or several times."""
+        """Return the next batches, to be trained once or several times."""
         return list(islice(iter(self.reader), count))
 
     def train(self, batches: Sequence[Batch], each: Callable[[], object] = lambda: None) -> None:
-        """Trains these batches; ``each`` is called after every step."""
+        """Train these batches; ``each`` is called after every step."""
         for _ in outputs(self._pipeline, iter(batches)):
             self.reader.trained()
             each()
 
     def evaluate(self) -> Score:
-        """Logloss and AUC on the held-out samples."""
+        """Return logloss and AUC on the held-out samples."""
         score = evaluate(self.model, self._pipeline, iter(self._held_out))
         assert score is not None, "no held-out samples"
         return score
 
     @torch.no_grad()
     def keep(self) -> State:
-        """A copy of the state as it is."""
+        """Copy the present state."""
         return State(
             tables=[tensor.clone() for shard in self.shards for tensor in shard.tensors],
             dense={name: parameter.clone() for name, parameter in self._dense.items()},
@@ -95,10 +96,10 @@ class SmallJob:
 
     @torch.no_grad()
     def put_back(self, state: State) -> None:
-        """Goes on from a state that was kept."""
+        """Continue from a kept state."""
         own = [tensor for shard in self.shards for tensor in shard.tensors]
         for tensor, kept in zip(own, state.tables, strict=True):
-            # Unnoticed by trackers: what differs was trained since, and so is marked already.
+            # Unnoticed by trackers: rows that differ were trained since, and so are marked already.
             tensor.data.copy_(kept)
         for name, parameter in self._dense.items():
             parameter.copy_(state.dense[name])
@@ -107,22 +108,23 @@ class SmallJob:
 
     @property
     def _dense_optimizer(self) -> torch.optim.Optimizer:
-        # The tables' own has no state but what is in the shards (row-wise Adagrad and SGD).
+        # The tables' own optimizer has no state outside of the shards (row-wise Adagrad and SGD).
         return self.optimizer.optimizers[1][1]
 
 
 @contextmanager
 def small_job(overrides: Sequence[str]) -> Iterator[SmallJob]:
-    """The job with some settings changed (`configs/train.yaml`), in a process group of its own.
+    """Make the job with changed settings (`configs/train.yaml`), in a process group of its own.
 
-    One thread of torch: on steps this small more cost more than they gain, and the bits of a run
-    don't depend on the machine's number of cores.
+    One thread of torch: on such small steps more threads cost more than they gain, and the bits of
+    a run don't depend on the machine's number of cores.
     """
     with initialize_config_dir(str(CONFIGS), version_base=None):
         cfg = compose("train", list(overrides))
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)  # warns that TorchRec traces the model
+    # Hides warnings that TorchRec traces the model
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,5 +1,5 @@
-"""A campaign against the package: kills, storage faults, damage and hostile input, thousands each.
+"""Test the package by kills, storage faults, damage and hostile input, thousands of trials each.
 
-``python -m tests.campaign --json recipes/results/campaign.json`` runs all of it. Every trial is
-drawn from a seed and a number; what a failure prints is the command that repeats it.
+``python -m tests.campaign --json recipes/results/campaign.json`` runs all parts. A seed and a
+number determine every trial; a failure prints the command that repeats the trial.
 """

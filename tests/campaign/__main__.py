@@ -23,20 +23,22 @@ def main(arguments: list[str] | None = None) -> int:
         "--part", action="append", help="kills, faults, damage, hostile, or one name"
     )
     parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument("--trials", type=int, help="so many of each part, instead of all")
+    parser.add_argument("--trials", type=int, help="trials of each part, instead of all of them")
     parser.add_argument("--first", type=int, default=0, help="the number of the first trial")
-    parser.add_argument("--trial", type=int, help="only this one, with all it prints")
+    parser.add_argument(
+        "--trial", type=int, help="run only this trial, and print all of its output"
+    )
     parser.add_argument("--slice", action="store_true", help="what `make test` runs")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument(
-        "--json", type=Path, help="where the results go, beside those of other parts"
+        "--json", type=Path, help="write the results here, beside those of other parts"
     )
     parser.add_argument("--markdown", type=Path, help="print the table of a file of results")
     parser.add_argument("--docs", type=Path, help="with --markdown: put the table into this page")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    # One thread each, decided before anything loads a library that has threads.
+    # Use one thread per library; set before any of these libraries is loaded.
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = "1"
     from tests.campaign import results
@@ -53,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = given.part or ["kills", "faults", "damage", "hostile"]
     parts = [name for name in PARTS if any(name == c or name.startswith(f"{c}-") for c in chosen)]
     if given.part and not parts:
-        parser.error(f"no such part: {given.part}; there are {', '.join(PARTS)}")
+        parser.error(f"unknown part: {given.part}; expected one of {', '.join(PARTS)}")
     started = time.monotonic()
     campaign = Campaign(given.seed, parts, given.processes)
     try:
@@ -74,4 +76,4 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # without the leak report of a library that nobody asked
+    os._exit(code)  # skip the leak report that a library prints at exit

@@ -1,4 +1,4 @@
-"""Memory that a trial's processes share and that outlives each of them."""
+"""Share memory between a trial's processes that outlives each of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIELDS = ("pid", "phase", "steps", "restored", "durable", "failed", "told", "re
 
 
 class Board:
-    """What the ranks of one life have come to. To be made before they are forked.
+    """The progress of the ranks of one life; must be made before the ranks are forked.
 
     Attributes:
         agent: process number of the ranks' parent.
@@ -44,15 +44,15 @@ class Board:
         self._all[1] = fired
 
     def get(self, rank: int, field: str) -> int:
-        """Return a number of a rank's."""
+        """Return one of a rank's numbers."""
         return int(self._ranks[rank, _FIELDS.index(field)])
 
     def set(self, rank: int, field: str, value: int) -> None:
-        """Set a number of a rank's."""
+        """Set one of a rank's numbers."""
         self._ranks[rank, _FIELDS.index(field)] = value
 
     def reached(self, rank: int, phase: Phase, steps: int) -> bool:
-        """Return whether a rank has come so far, or further."""
+        """Return whether a rank has reached a phase and step, or passed them."""
         now = self.get(rank, "phase")
         return now > phase or (
             now == phase and (phase is not Phase.TRAIN or self.get(rank, "steps") >= steps)
@@ -63,7 +63,7 @@ class Board:
         return max(self.get(rank, field) for rank in range(RANKS))
 
     def pids(self, victims: Iterable[int]) -> list[int]:
-        """Return the processes that these victims are; of those there are."""
+        """Return the process numbers of the victims that are alive."""
         found = []
         for victim in victims:
             if victim == AGENT:

@@ -1,4 +1,4 @@
-"""Runs the parts' pieces in forked processes, and adds up what they come to."""
+"""Run the parts' pieces in forked processes, and add up their outcomes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.campaign.parts import PARTS, Piece, Prepared, pieces
 from tests.campaign.warm import warm
 
 _SPARE_SECONDS = 120.0
-"""That a piece may take beside its trials: the first use of everything, on a busy machine."""
+"""Time that a piece may take beside its trials: the first use of everything, on a busy machine."""
 
 
 class Campaign:
-    """Everything is imported, warm and prepared once, here.
+    """The process that runs the parts; imports, warms up and prepares everything once.
 
     Args:
-        parts: names of those that will be run.
+        parts: names of the parts to run.
         processes: pieces that run at once.
     """
 
@@ -37,13 +37,13 @@ class Campaign:
     def run(
         self, file: Path | None, first: int, trials: int | None, slice: bool = False
     ) -> dict[str, results.Row]:
-        """Run all parts, one after the other; after each its row is written.
+        """Run all parts, one after the other, and write each part's row when the part has ended.
 
         Args:
             file: of results, which keeps the rows of other parts.
-            first: number of the first trial of each part. A row that ends there goes on.
-            trials: of each part at most; None: all from that one on.
-            slice: the small choice of `make test`.
+            first: number of the first trial of each part. A row that ends there is continued.
+            trials: of each part at most; None: all from ``first`` on.
+            slice: run the small choice of `make test`.
         """
         rows: dict[str, results.Row] = {}
         for part in self._parts:
@@ -82,11 +82,11 @@ class Campaign:
         return {part: row}
 
     def close(self) -> None:
-        """Remove what was prepared."""
+        """Remove the prepared folders."""
         self._prepared.remove()
 
     def _slice(self, part: str, whole: int) -> list[Piece]:
-        """Choose a few trials: of a list of different ones, some from everywhere."""
+        """Choose a few trials of a part; spread the choice where the trials differ."""
         wanted = PARTS[part].slice
         if PARTS[part].trials is not None:
             size = -(-wanted // self._processes) if part != "kills-thread" else 1
@@ -119,6 +119,6 @@ class Campaign:
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU time of all processes that were waited for."""
+    """Return the CPU time of all child processes that were waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

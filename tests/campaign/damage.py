@@ -1,8 +1,8 @@
-"""Every file of a root, control records included, damaged in every way; what readers make of it.
+"""Damage every file of a root in every way, control records included, and use all readers.
 
-Allowed: an error, or an older checkpoint that is restored with a word, and ``verify`` tells; or
-nothing has happened to what is restored. Never a fresh start, never other rows, and a pruning never
-takes the only good checkpoint.
+Allowed: an error, or the restore of an older checkpoint with a warning, and ``verify`` reports the
+damage; or the restored state is unaffected. Never a fresh start, never other rows, and pruning
+never deletes the only good checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torchrec_checknrun.tools.verify import verify
 
 
 class Blocks:
-    """State that is split over the ranks: a tensor of seven rows."""
+    """Some state that is split over the ranks: a tensor of seven rows."""
 
     def __init__(self) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -66,7 +66,7 @@ class BlocksRun(Run):
     """A run with blocks among its states."""
 
     def states(self) -> dict[str, Any]:
-        """Return the state objects, the blocks as well."""
+        """Return the state objects, including the blocks."""
         self.blocks = Blocks()
         return {**super().states(), "blocks": self.blocks}
 
@@ -127,7 +127,7 @@ def _write(
         run.saver.step()
         record.note(run.job.steps, run.values())
         run.saver.save()
-    if rank == 0:  # claims as they are while their holder lives
+    if rank == 0:  # leave the claims as they are while their holder lives
         (folder / "other" / "older").mkdir(parents=True, exist_ok=True)
         for claim in (folder / name / "writers").iterdir():
             shutil.copy(claim, folder / "other" / "older" / claim.name)
@@ -136,12 +136,12 @@ def _write(
 
 
 def count(prepared: Path) -> int:
-    """Return how many damages there are."""
+    """Return the number of damages."""
     return sum(1 for _ in all_damages(prepared / "root"))
 
 
 def run(seed: int, first: int, number: int, folder: Path, prepared: Path) -> Outcome:
-    """Try some of the damages."""
+    """Try a range of the damages."""
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -158,7 +158,7 @@ def run(seed: int, first: int, number: int, folder: Path, prepared: Path) -> Out
 
 
 class _Bench:
-    """A reader, and the record of what it must come to."""
+    """A reader, and the record of the states that are right."""
 
     def __init__(self, seed: int, folder: Path, prepared: Path) -> None:
         self._seed = seed
@@ -173,7 +173,7 @@ class _Bench:
         self._reader = BlocksRun(_with(_trial(seed), "consecutive"), str(self._root), 1)
 
     def try_one(self, number: int, damage: Damage, outcome: Outcome) -> None:
-        """Do one damage to a copy, and look at it in every way."""
+        """Damage a copy of the root in one way, and use every reader."""
         for name, path in (("root", self._root), ("other", self._other)):
             shutil.rmtree(path, ignore_errors=True)
             shutil.copytree(self._prepared / name, path, symlinks=True)
@@ -187,7 +187,7 @@ class _Bench:
         told = self._verify(fail)
         at, words = self._restore(fail, outcome)
         self._judge(damage, told, at, words, fail, outcome)
-        # A pruning reads no rank files: with one that looks whole, another one must be kept.
+        # Pruning reads no rank files: keep another checkpoint beside one that only looks complete.
         keep = 2 if damage.of_checkpoint and not damage.path.endswith(MANIFEST_NAME) else 1
         try:
             prune(Folder(self._root), Retention(keep))
@@ -213,7 +213,7 @@ class _Bench:
     def _restore(
         self, fail: Callable[[str, str], None], outcome: Outcome
     ) -> tuple[str | None, str]:
-        """Restore the newest; return its id, if any, and what was said."""
+        """Restore the newest checkpoint; return its id, if any, and the warnings."""
         reader = self._reader
         scramble(reader.job)
         reader.history.steps = []
@@ -278,7 +278,7 @@ class _Bench:
         return any(parent is not None and parent.id == id for parent in parents)
 
     def _some_left(self, owner: str) -> bool:
-        """Return whether a checkpoint can be restored once the damage is made good."""
+        """Return whether a checkpoint can be restored once the damage is undone."""
         sound, damaged = self._prepared / "root" / owner, self._root / owner
         if owner and (owner == "writers" or damaged.exists()):
             if damaged.is_symlink() or damaged.is_file():

@@ -1,4 +1,4 @@
-"""Every kind of damage to every file and directory of a root, in a list that can be counted."""
+"""List every kind of damage to every file and directory of a root, in a fixed order."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ import msgspec
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, parse_manifest
 
 FLIPS = 48
-"""In a file of a checkpoint: at its ends, and evenly between."""
+"""Flipped bits of a checkpoint's file: at both ends, and evenly spread between."""
 CLAIM_FLIPS, PIN_FLIPS = 600, 150
-"""In control records: at every byte, at some twice."""
+"""Flipped bits of control records: one in every byte, two in some."""
 _LENGTHS = ("0", "1", "half", "all but one")
 _FILE_KINDS = (
     *("one byte more", "a page more", "zeros", "a page of zeros", "swapped", "older version"),
     *("deleted", "a directory in its place", "a link in its place", "a dangling link"),
-    *("copied beside", "emptied and made anew", "another encoding", "moved away"),
+    *("copied beside", "replaced by random bytes", "another encoding", "moved away"),
 )
+_PLACE_KINDS = (
+    *("deleted", "moved away", "a directory in its place", "a link in its place"),
+    *("a dangling link", "copied beside", "replaced by random bytes"),
+)
+"""Kinds that change a directory entry, not a file's content."""
 _DIRECTORY_KINDS = (
     *("deleted", "duplicated", "renamed", "a file in its place", "a link in its place"),
     *("a directory in it", "a link in it", "emptied"),
@@ -38,11 +43,11 @@ _ROOT_KINDS = (
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to a copy of a root.
+    """A change to a copy of a root.
 
     Attributes:
         path: within the root; empty for the root itself.
-        at: for flips: where, as a part of the file.
+        at: position of a flip, as a fraction of the file.
     """
 
     path: str
@@ -54,20 +59,20 @@ class Damage:
 
     @property
     def of_checkpoint(self) -> bool:
-        """Whether it is done to a file that a checkpoint consists of."""
+        """Return whether the damaged file belongs to a checkpoint."""
         name = self.path.rpartition("/")[2]
         return name == MANIFEST_NAME or name.startswith("rank-")
 
     @property
     def uncommits(self) -> bool:
-        """Whether it takes away what tells that there was a checkpoint."""
+        """Return whether the damage removes every sign that a checkpoint was committed."""
         if self.how in ("deleted", "moved away", "renamed", "emptied"):
             return "/" not in self.path or self.path.endswith(MANIFEST_NAME)
         return self.how in ("a file in its place",) and "/" not in self.path
 
 
 def all_damages(root: Path) -> Iterator[Damage]:
-    """List what can be done to a root."""
+    """List all damages to a root."""
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         for file in sorted(folder.iterdir()):
             path = f"{folder.name}/{file.name}"
@@ -87,7 +92,7 @@ def all_damages(root: Path) -> Iterator[Damage]:
 
 
 def apply(damage: Damage, root: Path, other: Path, rng: random.Random) -> None:
-    """Do it.
+    """Damage a copy of a root.
 
     Args:
         root: the copy.
@@ -103,54 +108,68 @@ def apply(damage: Damage, root: Path, other: Path, rng: random.Random) -> None:
 
 
 def _apply_to_file(damage: Damage, path: Path, other: Path, rng: random.Random) -> None:
-    how, data = damage.how, bytearray(path.read_bytes())
-    outside = other / "outside"
-    if how == "flip":
-        data[round(damage.at * (len(data) - 1))] ^= 1 << rng.randrange(8)
-        path.write_bytes(data)
-    elif how.startswith("cut to "):
-        lengths = dict(zip(_LENGTHS, (0, 1, len(data) // 2, len(data) - 1), strict=True))
-        path.write_bytes(data[: max(0, lengths[how.removeprefix("cut to ")])])
-    elif how == "one byte more":
-        path.write_bytes(data + b"\0")
-    elif how == "a page more":
-        path.write_bytes(data + rng.randbytes(4096))
-    elif how == "zeros":
-        path.write_bytes(bytes(len(data)))
-    elif how == "a page of zeros":
-        start = rng.randrange(max(1, len(data) // 2))
-        data[start : start + 512] = bytes(len(data[start : start + 512]))
-        path.write_bytes(data)
-    elif how == "swapped":
-        siblings = [p for p in path.parent.parent.glob(f"*/{path.name}") if p != path]
-        siblings += [p for p in path.parent.iterdir() if p != path]
-        source = rng.choice(sorted(siblings) or [path])
-        path.write_bytes(source.read_bytes())
-    elif how == "older version":
-        path.write_bytes(_older(path, other))
-    elif how in ("deleted", "moved away"):
-        if how == "moved away":
-            (path.parent / f"{path.name}.bak").write_bytes(data)
-        path.unlink()
+    if damage.how in _PLACE_KINDS:
+        _replace_file(damage.how, path, other, rng)
+    else:
+        path.write_bytes(_changed(damage, path, other, rng))
+
+
+def _replace_file(how: str, path: Path, other: Path, rng: random.Random) -> None:
+    """Remove a file, put something else in its place, or put a copy beside it."""
+    data, outside = path.read_bytes(), other / "outside"
+    if how == "copied beside":
+        (path.parent / f"copy-of-{path.name}").write_bytes(data)
+        return
+    path.unlink()
+    if how == "moved away":
+        (path.parent / f"{path.name}.bak").write_bytes(data)
     elif how == "a directory in its place":
-        path.unlink()
         path.mkdir()
     elif how in ("a link in its place", "a dangling link"):
         outside.write_bytes(data)
-        path.unlink()
         path.symlink_to(outside if how.startswith("a link") else other / "nowhere")
-    elif how == "copied beside":
-        (path.parent / f"copy-of-{path.name}").write_bytes(data)
-    elif how == "emptied and made anew":
-        path.unlink()
+    elif how == "replaced by random bytes":
         path.write_bytes(rng.randbytes(len(data)))
     else:
-        assert how == "another encoding", how
-        path.write_bytes(bytes(data).decode("latin-1").encode("utf-16"))
+        assert how == "deleted", how
+
+
+def _changed(damage: Damage, path: Path, other: Path, rng: random.Random) -> bytes:
+    """Return the damaged content of a file."""
+    how, data = damage.how, bytearray(path.read_bytes())
+    if how == "flip":
+        data[round(damage.at * (len(data) - 1))] ^= 1 << rng.randrange(8)
+        return bytes(data)
+    if how.startswith("cut to "):
+        lengths = dict(zip(_LENGTHS, (0, 1, len(data) // 2, len(data) - 1), strict=True))
+        return bytes(data[: max(0, lengths[how.removeprefix("cut to ")])])
+    if how == "one byte more":
+        return bytes(data + b"\0")
+    if how == "a page more":
+        return bytes(data + rng.randbytes(4096))
+    if how == "zeros":
+        return bytes(len(data))
+    if how == "a page of zeros":
+        start = rng.randrange(max(1, len(data) // 2))
+        data[start : start + 512] = bytes(len(data[start : start + 512]))
+        return bytes(data)
+    if how == "swapped":
+        return _sibling(path, rng).read_bytes()
+    if how == "older version":
+        return _older(path, other)
+    assert how == "another encoding", how
+    return bytes(data).decode("latin-1").encode("utf-16")
+
+
+def _sibling(path: Path, rng: random.Random) -> Path:
+    """Choose a file of the same name, or of the same checkpoint."""
+    siblings = [p for p in path.parent.parent.glob(f"*/{path.name}") if p != path]
+    siblings += [p for p in path.parent.iterdir() if p != path]
+    return rng.choice(sorted(siblings) or [path])
 
 
 def _older(path: Path, other: Path) -> bytes:
-    """Return what is sound in itself, and of the same file by its name, but not this one."""
+    """Return a valid file of the same name from another checkpoint or an earlier time."""
     control = other / "older" / path.name
     if control.exists():
         return control.read_bytes()

@@ -1,6 +1,6 @@
-"""Storage with faults of many kinds: errors, delays, short and lost writes, stale reads.
+"""Inject faults into storage: errors, delays, short and lost writes, stale reads.
 
-Builds on the storage of the sweeps, which counts what the package asks for: in memory, like an
+Builds on the storage of the sweeps, which counts the package's operations: in memory, like an
 object store, or the local disk.
 """
 
@@ -25,7 +25,7 @@ HANG_SECONDS = 0.05
 
 
 class Kind(Enum):
-    """What happens to an operation."""
+    """The faults of an operation."""
 
     NO_SPACE = "no space left"
     DENIED = "permission denied"
@@ -49,7 +49,7 @@ class Kind(Enum):
 
     @property
     def lags(self) -> bool:
-        """Whether a reader can't know what it was not shown."""
+        """Return whether a fault hides from the reader what others have written."""
         return self in (Kind.STALE_LIST, Kind.EMPTY_LIST, Kind.STALE_READ)
 
 
@@ -63,16 +63,16 @@ _BEFORE = {
 }
 _LOSABLE = ("put", "write", "delete", "rename", "link")
 IN_MEMORY_ONLY = (Kind.SHORT_SILENT, Kind.LOST, Kind.STALE_READ, Kind.FLIPPED_READ, Kind.SHORT_READ)
-"""A local disk does none of that."""
+"""Faults that a local disk does not have."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One that is to come.
+    """A fault to inject.
 
     Attributes:
-        at: which of the operations that it can happen to, counted from 1.
-        length: how many of them it happens to.
+        at: number of the first affected operation, among those that the fault can affect, from 1.
+        length: number of affected operations.
     """
 
     kind: Kind
@@ -81,28 +81,29 @@ class Fault:
 
 
 class Injector(Faults):
-    """Makes the chosen operations unsound.
+    """An injector of the chosen faults.
 
     Attributes:
-        happened: kinds and operations of the faults that took place.
+        happened: kinds and operations of the injected faults.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.happened: list[tuple[Kind, str]] = []
         self.older = threading.local()
-        """``value``: what an object that is being read was before, None if it was not there."""
+        """``value``: the earlier content of an object that is being read, None if it was not there.
+        """
         self._faults: list[Fault] = []
         self._seen: dict[Fault, int] = {}
         self._listings: dict[str, Any] = {}
 
     def set(self, faults: list[Fault]) -> None:
-        """Have these from now on; none: all is sound again."""
+        """Replace the faults to inject; an empty list makes the storage sound."""
         with self._lock:
             self._faults, self._seen, self._armed = faults, dict.fromkeys(faults, 0), bool(faults)
 
     def clear(self) -> None:
-        """Forget what has happened, and the storage's history."""
+        """Forget the injected faults and the storage's history."""
         with self._lock:
             self.happened = []
             self._listings.clear()
@@ -161,10 +162,16 @@ class Injector(Faults):
             act()
             return act()
         if kind is Kind.STALE_READ:
-            if self.older.value is None:
-                raise FileNotFoundError(errno.ENOENT, "not there yet, says the test")
-            return self.older.value
-        result: Any = act()
+            return self._stale_read()
+        return self._altered(kind, name, act())
+
+    def _stale_read(self) -> Any:
+        if self.older.value is None:
+            raise FileNotFoundError(errno.ENOENT, "not there yet, says the test")
+        return self.older.value
+
+    def _altered(self, kind: Kind, name: str, result: Any) -> Any:
+        """Return the wrong result of an operation that was done."""
         if kind is Kind.SHORT_READ:
             return result[: len(result) // 2]
         if kind is Kind.FLIPPED_READ:
@@ -204,7 +211,7 @@ def _parent(entries: list[Any]) -> str:
 
 
 class UnsoundStore(FaultyStore):
-    """Objects in memory that keep their versions, for stale reads."""
+    """An object store in memory that keeps its objects' versions, for stale reads."""
 
     protocol = PROTOCOL
     store: ClassVar[dict[str, Any]] = {}
@@ -223,7 +230,7 @@ class UnsoundStore(FaultyStore):
         return super().cat_file(path, start, end, **options)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        """Keep the version as well; a put by half stores half of it."""
+        """Store an object and keep its version; half a put stores half of the object."""
 
         def half() -> int:
             part = value[: len(value) // 2]
@@ -238,7 +245,7 @@ class UnsoundStore(FaultyStore):
 
     @classmethod
     def clear(cls) -> None:
-        """Forget everything that was stored."""
+        """Forget all objects, versions and faults."""
         super().clear()
         cls._versions.clear()
         cls.injector.clear()

@@ -1,8 +1,7 @@
-"""Faults of the storage while a job saves, restores, prunes and compacts.
+"""Inject storage faults while a job saves, restores, prunes and compacts.
 
-What is allowed: an error that tells, after which nothing durable is gone and the next save has all
-rows; or success, and a restore that is exact. A trial ends with a save and a restore on sound
-storage.
+Allowed: a documented error, after which everything durable is still there and the next save holds
+all rows; or success, and an exact restore. A trial ends with a save and a restore on sound storage.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ T = TypeVar("T")
 
 SAVES = 3
 _OPERATIONS = {"save": 150, "restore": 40, "prune": 50, "compact": 60}
-"""That a stage asks for, about; with those that a fault of some kind can happen to, fewer."""
+"""Approximate number of a stage's operations; fewer of them can have a given kind of fault."""
 
 
 def run(seed: int, first: int, count: int, folder: Path, ranks: int = 1) -> Outcome:
-    """Run trials in this process, or in two of its own."""
+    """Run trials in this process, or on two ranks in processes of their own."""
     if ranks == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return _run_here(seed, first, count, folder)
@@ -92,7 +91,7 @@ def _run_here(seed: int, first: int, count: int, folder: Path) -> Outcome:
 
 
 class _Bench:
-    """A job and a reader that all trials use."""
+    """The job and the reader of all trials."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -106,7 +105,7 @@ class _Bench:
 
     @contextmanager
     def storage(self, number: int, on_disk: bool) -> Iterator[tuple[str, Injector]]:
-        """Make a root in one of the kinds of storage."""
+        """Make a root in memory or on disk."""
         if not on_disk:
             UnsoundStore.clear()
             yield f"{PROTOCOL}://run/{number}", UnsoundStore.injector
@@ -140,7 +139,7 @@ class _Bench:
 
 
 class _Trial:
-    """One run of all stages, one of them with faults."""
+    """A run of all stages, one of them with faults."""
 
     def __init__(self, bench: _Bench, number: int, rng: random.Random) -> None:
         self._bench = bench
@@ -178,10 +177,10 @@ class _Trial:
             finally:
                 injector.set([])
 
-        def prune_it() -> None:
+        def prune_root() -> None:
             prune(Folder(root), Retention(1))
 
-        def compact_it() -> None:
+        def compact_root() -> None:
             compact(root)
 
         try:
@@ -199,14 +198,17 @@ class _Trial:
                 with unsound("restore"):
                     self._restore(root)
             if stage in ("prune", "compact"):
-                work = {"prune": prune_it, "compact": compact_it}
+                work = {"prune": prune_root, "compact": compact_root}
                 with unsound(stage):
                     self._told(lambda: self._on_rank_0(work[stage]))
             self._restored(root, f"after {stage}")
             self._end(root)
         except Exception as error:
             self._fail("error", f"{type(error).__name__}: {error}\n{_where(error)}")
-        happened = injector.happened
+        self._count(injector.happened)
+
+    def _count(self, happened: list[tuple[Kind, str]]) -> None:
+        """Count the faults of all ranks."""
         if not self._bench.alone:
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, happened)
@@ -273,7 +275,7 @@ class _Trial:
             report = reader.restore()
         for problem in () if report is None else report.passed_over:
             if not self._is_torn(problem):
-                self._fail("lost", f"{when}: passed over {problem}")
+                self._fail("lost", f"{when}: skipped {problem}")
         self._compare(None if report is None else report.step, when, False)
         problems = self._on_rank_0(lambda: [p for v in verify(root) for p in v.problems])
         for problem in problems:
@@ -281,9 +283,9 @@ class _Trial:
                 self._fail("lost", f"{when}: verify: {problem}")
 
     def _is_torn(self, problem: str) -> bool:
-        """Return whether a problem is about half a manifest of a save that failed and said so.
+        """Return whether a problem is half a manifest that a reported failed save has left.
 
-        It can be left where a store isn't atomic, which local disks and S3 are.
+        Only a store without atomic puts can leave one; local disks and S3 have them.
         """
         torn = Kind.HALF in self._kinds and not self._on_disk and "is not a manifest" in problem
         return torn and any(f"step-{step:08d}_" in problem for step in self._failed)
@@ -304,7 +306,7 @@ class _Trial:
             self._fail("silent", f"{when}: step {step}: {difference}")
 
     def _end(self, root: str) -> None:
-        """Go on from what was restored: save, and restore that."""
+        """Continue from the restored state: save once more, and restore that save."""
         job = self._bench.job
         with self._closing(self._checkpointer(root, job)) as saver:
             report = saver.restore()
@@ -323,7 +325,7 @@ class _Trial:
             self._fail("error", "too many checkpoints are left")
 
     def _told(self, act: Callable[[], T]) -> tuple[bool, T | None]:
-        """Do something that may fail with a documented error, and the same on all ranks."""
+        """Call a function that may raise a documented error, the same one on all ranks."""
         result, error = None, ""
         try:
             result = act()
@@ -334,7 +336,7 @@ class _Trial:
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, error)
             if len(set(everyone)) > 1:
-                self._fail("error", f"the ranks are told different things: {everyone}")
+                self._fail("error", f"the ranks report different errors: {everyone}")
         return not error, result
 
     def _on_rank_0(self, act: Callable[[], Any]) -> Any:
@@ -370,7 +372,7 @@ class _Trial:
 
 
 def _where(error: BaseException) -> str:
-    """Return the last lines that an error came through."""
+    """Return the last lines of an error's traceback."""
     import traceback
 
     return "".join(traceback.format_tb(error.__traceback__)[-4:])

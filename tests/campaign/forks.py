@@ -1,7 +1,7 @@
-"""A process that has imported and warmed up everything forks a child for each piece of work.
+"""Fork a child for each piece of work from a process that has imported and warmed up everything.
 
-Importing TorchRec takes seconds, a fork milliseconds. Who forks has no threads and no process
-groups of its own.
+Importing TorchRec takes seconds, forking takes milliseconds. The forking process must have no
+threads and no process groups.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TAIL = 3000
-"""Characters of a child's output that are shown when it fails."""
+"""Characters of a child's output to show when the child fails."""
 
 
 def child(act: Callable[[], object], log: Path) -> int:
@@ -78,7 +78,7 @@ def tail(log: Path) -> str:
 
 @dataclass
 class _Running(Generic[T]):
-    """A child at work on a piece."""
+    """A running child and its piece."""
 
     piece: T
     pid: int
@@ -97,8 +97,8 @@ def run_all(
     """Run every piece in a process of its own, several at once; yield them as they end.
 
     Args:
-        act: called in the child with the piece and an empty folder; returns a JSON value.
-        seconds: how long a piece may take; then it and all it has started is killed.
+        act: called in the child with the piece and an empty folder; must return a JSON value.
+        seconds: time limit of a piece, after which its process and descendants are killed.
 
     Yields:
         The piece, what ``act`` returned (None if it did not), and what went wrong, if anything.
@@ -173,7 +173,7 @@ def _kill_session(pid: int) -> None:
 
 
 def warm_up(act: Callable[[], object]) -> None:
-    """Do once what is slow the first time in a process, and freeze what that has made.
+    """Run slow first uses once in this process, and freeze the objects made by them.
 
     Args:
         act: runs with a process group of one rank that has no threads.

@@ -1,4 +1,4 @@
-"""An audit of readers of hostile input: nothing unpickled, run, sent or written elsewhere."""
+"""Audit readers of hostile input: nothing may be unpickled, run, sent or written elsewhere."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _CHANGING = frozenset(
 
 
 class Guard:
-    """Listens while ``on``; can't be taken away again: for a process of its own.
+    """An audit hook that listens while ``on``; needs a process of its own, as hooks stay.
 
     Args:
         allowed: the folder that may be written to.
 
     Attributes:
-        found: what was done that must not be.
+        found: forbidden actions.
     """
 
     def __init__(self, allowed: str) -> None:
@@ -38,7 +38,7 @@ class Guard:
         if not self.on:
             return
         if event == "pickle.find_class" and given[0] == "torchrec_checknrun.errors":
-            return  # an error of our own that was made in another thread: no input's
+            return  # ignore this package's own errors from other threads: no input caused them
         if event in _FORBIDDEN:
             if event == "shutil.rmtree" and self._inside(given[0]):
                 return
@@ -52,7 +52,7 @@ class Guard:
             self.found.append(f"{event} {given!r:.300}")
 
     def _leads_inside(self, path: Any) -> bool:
-        """Return whether a directory is within the allowed one, or one that leads to it."""
+        """Return whether a directory is the allowed one, within it or above it."""
         if self._inside(path) or not os.path.isabs(str(path)):
             return str(path) != ".."
         return f"{self._allowed}/".startswith(os.path.realpath(path).rstrip("/") + "/")
@@ -66,7 +66,7 @@ class Guard:
 
 
 def _is_new_and_plain(given: tuple[Any, ...]) -> bool:
-    """Return whether a file is made in a directory that is open: events don't tell which."""
+    """Return whether a plain name is made in an open directory, which events don't name."""
     name, _, flags = given
     made = isinstance(flags, int) and flags & os.O_EXCL and flags & os.O_NOFOLLOW
     return bool(made) and isinstance(name, str) and "/" not in name and name not in (".", "..")

@@ -1,7 +1,7 @@
-"""Hostile manifests, indexes, payloads, claims, pins and state trees, to all that reads them.
+"""Feed hostile manifests, indexes, payloads, claims, pins and state trees to all readers.
 
-Allowed: it is read, or refused by a documented error, in bounded memory and time. Nothing may be
-unpickled or run, and nothing written outside of the folder that is asked for.
+Allowed: an input is read, or refused by a documented error, in bounded memory and time. No input
+may cause anything to be unpickled, run, or written outside of the given folder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 from torchrec_checknrun.tools.verify import verify
 
 CPU_SECONDS = 5.0
-"""That no input may take."""
+"""CPU time limit of an input."""
 _KINDS = {
     "chain": 10,
     "bytes": 8,
@@ -59,12 +59,12 @@ _KINDS = {
     "index": 8,
     "manifest": 12,
 }
-"""Of inputs, and how often each is drawn."""
+"""Kinds of inputs, each with its weight in the draw."""
 _numbers = itertools.count()
 
 
 def run(seed: int, first: int, count: int, folder: Path, prepared: Path | None = None) -> Outcome:
-    """Try inputs in this process, which must be one of its own.
+    """Try inputs in this process, which must run nothing else.
 
     Args:
         prepared: a folder with the root of a real run in it.
@@ -85,7 +85,7 @@ def run(seed: int, first: int, count: int, folder: Path, prepared: Path | None =
 
 
 class _Bench:
-    """Valid chains, and all that reads them."""
+    """The valid chains to change, and all readers."""
 
     def __init__(self, folder: Path, prepared: Path | None) -> None:
         self._folder = folder
@@ -110,7 +110,8 @@ class _Bench:
         self._sound = [self._seal_sound(chain) for chain in chains]
         self._guard = Guard(str(folder))
         tempfile.tempdir = str(folder)
-        # An audit event of a file opened by a directory's descriptor has its plain name alone.
+        # Change the directory: an audit event of a file opened relative to a directory's descriptor
+        # has the bare name alone.
         os.chdir(folder)
 
     def _seal_sound(self, chain: list[Forged]) -> tuple[str, dict[str, bytes]]:
@@ -122,7 +123,7 @@ class _Bench:
         return head, found
 
     def warm_up(self) -> None:
-        """Have a sound chain read in every way: modules are loaded at first use."""
+        """Read a valid chain in every way: modules are loaded at first use."""
         for chain in self._chains:
             root = self._root()
             head = seal(root, copy.deepcopy(chain))
@@ -131,7 +132,7 @@ class _Bench:
             self._forget(root)
 
     def try_one(self, rng: random.Random, number: int, outcome: Outcome) -> None:
-        """Make an input, and have it read."""
+        """Make an input and read it."""
         kind = rng.choices(list(_KINDS), weights=list(_KINDS.values()))[0]
         began = time.process_time()
         self._guard.found.clear()
@@ -159,7 +160,7 @@ class _Bench:
             outcome.fail(number, "error", f"{kind}, {readers}: it did: {what}")
 
     def _chain(self, rng: random.Random, readers: list[str]) -> None:
-        """A chain whose documents were changed; checksums fit."""
+        """Try a chain with changed documents and matching checksums."""
         chain = copy.deepcopy(rng.choice(self._chains))
         Mutator(rng).chain(chain)
         root = self._root()
@@ -169,13 +170,13 @@ class _Bench:
             self._forget(root)
 
     def _bytes(self, rng: random.Random, readers: list[str]) -> None:
-        """A root with one file whose bytes were changed."""
+        """Try a root that has one file with changed bytes."""
         head, files = rng.choice(self._sound)
         name = rng.choice(sorted(files))
         self._read_files(head, {**files, name: Mutator(rng).data(files[name])}, rng, readers)
 
     def _control(self, rng: random.Random, readers: list[str]) -> None:
-        """A root with a control record that was changed."""
+        """Try a root with a changed control record."""
         head, files = rng.choice(self._sound)
         name, data = rng.choice(self._controls)
         if name.endswith("pinned"):
@@ -183,7 +184,7 @@ class _Bench:
         self._read_files(head, {**files, name: Mutator(rng).control(data)}, rng, readers)
 
     def _state(self, rng: random.Random, readers: list[str]) -> None:
-        """A state's tree or content, changed."""
+        """Try a state with a changed tree or content."""
         tree, pieces = rng.choice(self._trees)
         payload, mutator = b"".join(bytes(piece) for piece in pieces), Mutator(rng)
         entry: dict[str, Any] = {"kind": "state", "name": "s", "rank": None}
@@ -199,7 +200,7 @@ class _Bench:
         decode_stored(entry, payload)
 
     def _rows(self, rng: random.Random, readers: list[str]) -> None:
-        """A chunk of rows, its entry or its payload changed."""
+        """Try a chunk of rows with a changed entry or payload."""
         entry, data = rng.choice(self._states)
         if entry["kind"] != "rows":
             return self._state(rng, readers)
@@ -213,7 +214,7 @@ class _Bench:
         decode_rows(entry, payload)
 
     def _index(self, rng: random.Random, readers: list[str]) -> None:
-        """An index, changed."""
+        """Try a changed index."""
         chain = rng.choice(self._chains)
         file = rng.choice(list(rng.choice(chain).files.values()))
         index, mutator = copy.deepcopy(file.index), Mutator(rng)
@@ -230,7 +231,7 @@ class _Bench:
         parse_index(data, RankFile("rank-00000.bin", end + 99, end, 59, "0" * 16, count), "here")
 
     def _manifest(self, rng: random.Random, readers: list[str]) -> None:
-        """A manifest, changed."""
+        """Try a changed manifest."""
         _, files = rng.choice(self._sound)
         name = rng.choice([name for name in sorted(files) if name.endswith(MANIFEST_NAME)])
         readers.append("parse_manifest")
@@ -258,7 +259,7 @@ class _Bench:
             fsspec.filesystem("memory").rm(root.url, recursive=True)
 
     def _read(self, root: Folder, head: str, rng: random.Random, readers: list[str]) -> None:
-        """Have a root read in a way or two."""
+        """Read a root with one or two of the readers."""
         weights = [weight for _, weight in _READERS.values()]
         chosen = rng.choices(list(_READERS), weights=weights, k=rng.choice([1, 2]))
         for name in chosen:
@@ -313,11 +314,11 @@ _READERS: dict[str, tuple[_Reader, int]] = {
     "export for DCP": (_export(export_dcp), 1),
     "compact": (lambda root, head, folder: compact(root.url, head), 1),
 }
-"""By name: what reads a root, and how often it is drawn."""
+"""Readers of a root by name, each with its weight in the draw."""
 
 
 def _values() -> list[Any]:
-    """Return states with all that a state may hold."""
+    """Return states with every type that a state may hold."""
     return [
         {"a": 1, "b": [1.5, None, True, "text", b"bytes", (1, 2)], "c": {"d": {}}},
         {"t": torch.arange(6.0).reshape(2, 3), "u": torch.zeros(0, dtype=torch.int64)},
@@ -327,7 +328,7 @@ def _values() -> list[Any]:
 
 
 def _where(error: BaseException) -> str:
-    """Return the last lines that an error came through."""
+    """Return the last lines of an error's traceback."""
     import traceback
 
     return "\n" + "".join(traceback.format_tb(error.__traceback__)[-3:])

@@ -1,4 +1,4 @@
-"""What is killed when, drawn from a seed: a trial is one run of several lives."""
+"""Draw from a seed who is killed when: a trial is one run of several lives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPEC = ModelSpec(
     (CollectionSpec("c", (TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 23, 4, ("f1", "f0")))),)
 )
 LIFE_STEPS = 4
-"""Of training, that a life has to go unless it is killed."""
+"""Steps that a life trains unless killed."""
 POLICIES: dict[str, Callable[[], Policy]] = {
     "full": Full,
     "one-shot": OneShot,
@@ -25,15 +25,15 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "intermittent": Intermittent,
 }
 AGENT = -1
-"""Among victims: the parent of the ranks."""
+"""The victim that stands for the ranks' parent."""
 WRITERS = (10, 11)
-"""Among victims: the ranks' write processes."""
+"""The victims that stand for the ranks' write processes."""
 _OPERATIONS = 180
-"""Of the storage, that a rank asks for in a life: a little more than there are."""
+"""Storage operations of a rank in a life, rounded up."""
 
 
 class Phase(IntEnum):
-    """What a rank is at."""
+    """The phases of a rank's life."""
 
     BUILD = 0
     RESTORE = 1
@@ -44,17 +44,17 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Kill:
-    """How a life ends.
+    """The end of a life.
 
     Attributes:
         victims: ranks, ``AGENT`` or one of ``WRITERS``.
-        kind: ``moment``: some time after a rank has come so far; ``operation``: when a rank asks
-            the storage for the ``number``-th time for something named like ``target``.
-        rank: whose progress or operations count.
-        phase, step: how far: in training, after so many steps of this life.
-        delay: seconds after that.
-        how: ``before``, ``half`` or ``after``: of the operation.
-        grace: seconds until the agent kills the ranks that are left.
+        kind: ``moment``: some time after a rank has reached a phase and step; ``operation``: at a
+            rank's ``number``-th storage operation on a name like ``target``.
+        rank: the rank that triggers the kill.
+        phase, step: to be reached: a phase, and the steps trained in this life.
+        delay: seconds from there to the kill.
+        how: ``before``, ``half`` or ``after``: relative to the operation.
+        grace: seconds until the agent kills the remaining ranks.
     """
 
     victims: tuple[int, ...]
@@ -71,13 +71,14 @@ class Kill:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run.
+    """A run of several lives.
 
     Attributes:
         kills: one for each life but the last.
-        torchrun: lives know, by torchrun's variables, that they follow each other.
-        elastic: the agent is one of torchrun's.
-        wait_for_orphans: the life after that of a killed agent begins when its ranks have ended.
+        torchrun: tell the lives, by torchrun's variables, that they follow each other.
+        elastic: use torchrun's own agent.
+        wait_for_orphans: begin the life after a killed agent only when the agent's ranks have
+            ended.
     """
 
     seed: str
@@ -106,17 +107,17 @@ class Trial:
         )
 
     def plan(self, ranks: int) -> dict[str, str]:
-        """Return how the tables are split."""
+        """Return the sharding type of each table."""
         return uniform_plan(SPEC, self.sharding, ranks)
 
 
 def draw(seed: str, kills: int, variant: str = "thread") -> Trial:
-    """Draw a run that is killed so many times.
+    """Draw a run with a given number of kills.
 
     Args:
-        variant: ``process``: with ``background="process"``, whose start takes seconds; then write
-            processes are among the victims. ``agent``: under an agent of torchrun, which is the
-            victim more often than not.
+        variant: ``process``: with ``background="process"``, which takes seconds to start; the write
+            processes may be victims. ``agent``: under torchrun's agent, which is the victim more
+            often than not.
     """
     rng = random.Random(seed)
     process = variant == "process"

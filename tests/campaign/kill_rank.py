@@ -1,4 +1,4 @@
-"""A rank of a run that is killed: restores, compares, trains, records, saves."""
+"""Run a rank that may be killed: restore, compare, train, record, save."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass
 class Dice:
-    """State that each rank has of its own: a generator."""
+    """A generator, as a state of one rank."""
 
     generator: torch.Generator = field(default_factory=torch.Generator)
 
@@ -46,7 +46,7 @@ class Dice:
 
 @dataclass
 class History:
-    """State that all ranks have alike, and that grows."""
+    """A list that grows, as a state that all ranks share."""
 
     steps: list[int] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class Run:
     """A job with all its state.
 
     Args:
-        ranks: of the process group.
+        ranks: number of ranks in the process group.
     """
 
     def __init__(self, trial: Trial, root: str, ranks: int) -> None:
@@ -75,7 +75,7 @@ class Run:
         )
 
     def states(self) -> dict[str, Any]:
-        """Return the state objects, as they are declared."""
+        """Return the state objects as the Checkpointer gets them."""
         return {
             "optimizer": self.job.optimizer,
             "job": self.job,
@@ -99,7 +99,7 @@ class Run:
 
 
 def join(rank: int, ranks: int, listener: socket.socket) -> None:
-    """Join the process group; rank 0 keeps its store."""
+    """Join the process group; rank 0 holds its store."""
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         "127.0.0.1",
@@ -116,10 +116,10 @@ def join(rank: int, ranks: int, listener: socket.socket) -> None:
 
 
 class Bomb(Faults):
-    """Kills at the chosen storage operation of this process.
+    """A kill at the chosen storage operation of this process.
 
     Args:
-        explode: does it; called with the operation's name.
+        explode: kills; called with the operation's name.
     """
 
     def __init__(self, kill: Kill, explode: Callable[[str], None]) -> None:
@@ -154,7 +154,7 @@ class Bomb(Faults):
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """Have it in all operations on the local disk."""
+        """Watch all operations on the local disk."""
         with ExitStack() as patches:
             patches.enter_context(faulty_disk(self))
             for method in ("put", "delete", "read", "read_into"):
@@ -184,11 +184,11 @@ def _kind_of_file(name: str) -> str:
 
 @dataclass
 class Life:
-    """What a rank of one life is given.
+    """A rank's assignment for one life.
 
     Attributes:
         number: of the life, from 0.
-        kill: how it ends; None: in peace.
+        kill: ends the life; None: the life ends normally.
     """
 
     trial: Trial
@@ -203,7 +203,7 @@ class Life:
         return str(self.folder / "root")
 
     def problem(self, text: str) -> None:
-        """Note what is not as it should be, in a file that outlives this process."""
+        """Write a violation to a file that outlives this process."""
         self.note("problems", f"life {self.number}: {text}")
 
     def note(self, file: str, value: object) -> None:
@@ -212,7 +212,7 @@ class Life:
             lines.write(json.dumps(value) + "\n")
 
     def run_rank(self, rank: int) -> None:
-        """Live as a rank."""
+        """Run one life of a rank."""
         torch.set_num_threads(1)
         logging.disable(logging.ERROR)
         self.board.set(rank, "pid", os.getpid())
@@ -230,7 +230,7 @@ class Life:
         self.board.fired = True
         self.note("points", where)
         pids = self.board.pids(self.kill.victims)
-        for pid in sorted(pids, key=lambda pid: pid == os.getpid()):  # itself last
+        for pid in sorted(pids, key=lambda pid: pid == os.getpid()):  # this process last
             os.kill(pid, signal.SIGKILL)
 
     def _live(self, rank: int) -> None:

@@ -1,8 +1,8 @@
-"""SIGKILL to ranks, their agent and their write processes, and what the next life restores.
+"""Kill ranks, their agent and their write processes, and check what the next life restores.
 
 A trial is a run on two ranks that is killed and started again several times. Every life compares
-what it has restored with the record of that step, bit for bit, and must be at least where the last
-report of a durable checkpoint was. In the end every checkpoint that is listed is restored.
+its restored state with the record of that step, bit for bit; the step must not precede the last one
+reported durable. At the end of a trial every listed checkpoint is restored.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
 KILLS = 4
-"""In a trial."""
+"""Kills per trial."""
 LIFE_SECONDS = 150.0
 TRIAL_SECONDS = 600.0
 
 
 def run(seed: int, number: int, folder: Path, variant: str = "thread") -> Outcome:
-    """Run a trial in this process, which must be one of its own.
+    """Run a trial in this process, which must run nothing else.
 
     Args:
-        variant: ``thread`` or ``process``: who writes in the background; ``agent``: ranks under an
-            agent of torchrun.
+        variant: ``thread`` or ``process``: the background that writes; ``agent``: ranks under
+            torchrun's agent.
     """
     forks.adopt_orphans()
     trial = draw(f"{seed}/{number}/{variant}", KILLS, variant)
@@ -116,7 +116,7 @@ class _Trial:
         self._outcome.counts[f"kills in {phase}, by {kill.kind}"] += 1
 
     def _until_end(self, agent: int, board: Board, kill: Kill | None) -> bool:
-        """Wait for a life's end, and see to it; return whether something was killed."""
+        """Wait for a life's end and kill its victims; return whether something was killed."""
         deadline = time.monotonic() + LIFE_SECONDS
         waiting = kill is not None and kill.kind == "moment"
         killed = False
@@ -159,7 +159,7 @@ class _Trial:
         if board.most("refused"):
             self._outcome.counts["lives refused beside orphans"] += 1
             if not beside:
-                self._fail("error", f"life {number} was refused, and nobody else was there")
+                self._fail("error", f"life {number} was refused, and no other process was there")
             self._wait_for_orphans()
             return
         if not killed and any(board.get(r, "phase") != Phase.DONE for r in range(RANKS)):
@@ -176,7 +176,7 @@ class _Trial:
                 self._fail("silent", f"life {number} restored step {restored}, not {newest.id}")
 
     def _newest(self) -> Manifest | None:
-        """Look for manifests, without asking what counts."""
+        """Find the newest manifest, whether or not its checkpoint counts."""
         root = Folder(self._folder / "root")
         names = [name for name in committed(root) if (root / name).size("manifest.json")]
         return read_manifest(root, names[0]) if names else None
@@ -185,7 +185,7 @@ class _Trial:
         return any(_is_alive(pid) for pid in self._orphans)
 
     def _wait_for_orphans(self) -> None:
-        """Let them come to their end, which they must."""
+        """Wait until the ranks without an agent have ended, as they must."""
         deadline = time.monotonic() + LIFE_SECONDS
         while self._alive_orphans() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -198,12 +198,12 @@ class _Trial:
         self._orphans = []
 
     def _look_at_all(self) -> None:
-        """Restore every checkpoint that is listed, on one rank."""
+        """Restore every listed checkpoint, on one rank."""
         log = self._folder / "log-look"
         pid = forks.child(lambda: _look(self._trial, self._folder), log)
         _, status = os.waitpid(pid, 0)
         if status:
-            self._fail("error", f"looking at all checkpoints: {forks.tail(log)}")
+            self._fail("error", f"restoring all checkpoints: {forks.tail(log)}")
 
     def _read_notes(self) -> None:
         counts = self._outcome.counts
@@ -216,9 +216,9 @@ class _Trial:
             counts["listed checkpoints compared"] += int(compared)
         counts["saves that failed and said so"] += len(self._lines("failed"))
         for number, problems in self._lines("passed-over"):
-            # Ranks that have lost their agent go on deleting what is old.
+            # Ranks that have lost their agent continue to delete old checkpoints.
             if number not in self._beside:
-                self._fail("lost", f"life {number} passed over {problems}")
+                self._fail("lost", f"life {number} skipped {problems}")
 
     def _lines(self, file: str) -> list[Any]:
         path = self._folder / file
@@ -259,7 +259,7 @@ def _torchrun_agent(life: Life, logs: list[Path]) -> None:
 
     def run_rank() -> None:
         life.run_rank(int(os.environ["RANK"]))
-        # A function that has returned waits in torch for its agent to hear of it, for ever.
+        # In torch, a function that has returned waits forever for its agent.
         threading.Thread(target=_end_without, args=(agent,), daemon=True).start()
 
     elastic_launch(config, run_rank)()
@@ -273,7 +273,7 @@ def _end_without(parent: int) -> None:
 
 
 def _look(trial: Trial, folder: Path) -> None:
-    """Verify and restore all that a trial has left; on one rank, from the ranks' records."""
+    """Verify and restore all checkpoints of a trial on one rank, against the ranks' records."""
     torch.set_num_threads(1)
     life = Life(trial, folder, Board(), len(trial.kills) + 1, None, socket.socket())
     root = Folder(life.root)
@@ -316,7 +316,7 @@ def _name(victims: tuple[int, ...]) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that has ended and is this process's child is reaped."""
+    """Return whether a process runs; reap an ended child of this process."""
     if pid <= 0:
         return False
     with suppress(ChildProcessError):
@@ -329,7 +329,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _kill(pid: int) -> bool:
-    """Kill a process of this trial, if it is still one."""
+    """Kill a process of this trial, if it still belongs to the trial."""
     with suppress(ProcessLookupError, OSError):
         if os.getpgid(pid) == os.getpgid(0) and _is_running(pid):
             os.kill(pid, signal.SIGKILL)

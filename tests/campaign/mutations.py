@@ -1,4 +1,4 @@
-"""Changes to valid documents and bytes, drawn from a seed: what hostile inputs are made by."""
+"""Change valid documents and bytes at random, from a seed, to make hostile inputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _KEYS = ["x", "n", "d", "l", "t", "s", "bytes", "raw", "shape", "dtype", "offset
 
 
 class Mutator:
-    """Changes things at random."""
+    """A source of random changes."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def value(self, depth: int = 2) -> Any:
-        """Return something that may be anywhere but where it belongs."""
+        """Return a value that may be valid anywhere but in its place."""
         rng = self._rng
         what = rng.randrange(11 if depth else 8)
         if what < 3:
@@ -47,7 +47,7 @@ class Mutator:
         return nested
 
     def tree(self, tree: Any) -> None:
-        """Change a document somewhere, in place."""
+        """Change a document in one place."""
         rng = self._rng
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             path: list[Any] = []
@@ -63,7 +63,7 @@ class Mutator:
             apply(tree, (path, "set" if what == "near" else what, value))
 
     def near(self, value: Any) -> Any:
-        """Return something like a value, as an attacker would choose it."""
+        """Return a value close to another one, as an attacker would choose."""
         rng = self._rng
         if isinstance(value, bool):
             return not value
@@ -103,7 +103,7 @@ class Mutator:
         return bytes(changed)
 
     def chain(self, chain: list[Forged]) -> None:
-        """Change a chain in one to three places, in place; checksums will fit."""
+        """Change a chain in one to three places, and make its checksums match."""
         for _ in range(self._rng.choice([1, 1, 2, 3])):
             self._part(self._rng.choice(chain))
 
@@ -121,7 +121,7 @@ class Mutator:
             self.tree(changed)
 
             def put(document: dict[str, Any]) -> None:
-                # What was changed; of the rest, what was made to fit.
+                # Apply the change to the record; elsewhere update only what must match.
                 for key in [*document]:
                     if key not in changed:
                         del document[key]
@@ -136,7 +136,7 @@ class Mutator:
             file.raw_index = self.data(json.dumps(file.index).encode())
 
     def control(self, data: bytes) -> bytes:
-        """Return a control record that was changed; its checksum, if it has one, fits."""
+        """Return a changed control record; its checksum, if any, matches."""
         document = json.loads(data)
         kinds = [key for key in document if key != "checksum"]
         sealed = "checksum" in document and len(kinds) == 1

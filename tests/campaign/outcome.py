@@ -1,4 +1,4 @@
-"""What trials come to: counts that add up, and failures that can be repeated."""
+"""Count the outcomes of trials, and keep failures that can be repeated."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 KINDS = ("lost", "silent", "error", "hung")
-"""Of failures: something durable is gone; wrong state without a word, or an older one; an error
-that isn't documented, or comes where none should; it did not end."""
+"""Kinds of failures. lost: something durable is gone; silent: a wrong or older state without a
+word; error: an undocumented or unexpected error; hung: the trial did not end.
+"""
 
 
 @dataclass
 class Failure:
-    """Something that is not as promised.
+    """A broken promise.
 
     Attributes:
-        trial: its number.
+        trial: number of the trial.
     """
 
     trial: int
@@ -26,22 +27,22 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """Of some trials.
+    """The outcome of some trials.
 
     Attributes:
-        counts: of whatever was done and found, by name.
+        counts: of actions and findings, by name.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
 
     def fail(self, trial: int, kind: str, what: str) -> None:
-        """Note a failure."""
+        """Add a failure."""
         assert kind in KINDS, kind
         self.failures.append(Failure(trial, kind, what))
 
     def add(self, other: Outcome) -> None:
-        """Add other trials'."""
+        """Add the outcome of other trials."""
         self.counts.update(other.counts)
         self.failures += other.failures
 

@@ -1,4 +1,4 @@
-"""The parts of the campaign: what each tries, how much of it, and how it is cut into pieces."""
+"""Define the parts of the campaign: their attacks, their sizes and their pieces."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.campaign.outcome import Outcome
 
 @dataclass(frozen=True)
 class Piece:
-    """Trials that one process does.
+    """The trials of one process.
 
     Attributes:
-        first: number of the first one.
+        first: number of the first trial.
     """
 
     part: str
@@ -28,16 +28,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of attack.
+    """A kind of attack.
 
     Attributes:
-        act: called with seed, first number, count, an empty folder and what ``prepare`` has made.
+        act: called with seed, first number, count, an empty folder and the prepared folder.
         trials: of the whole campaign; None: all there are.
-        piece: how many trials a process does.
-        seconds: that a trial may take at most, on a busy machine.
+        piece: trials per process.
+        seconds: time limit of a trial, on a busy machine.
         unit: the count that the table shows, and its name there.
-        goal: of that count, what the campaign promises.
-        says: what is tried, for the table.
+        goal: value of that count that the campaign promises.
+        says: description of the attack, for the table.
         slice: trials in `make test`.
     """
 
@@ -116,7 +116,7 @@ PARTS: dict[str, Part] = {
 
 
 class Prepared:
-    """A folder with what some parts need, made once and removed in the end."""
+    """A folder with the inputs of some parts, made once and removed at the end."""
 
     def __init__(self, seed: int, parts: list[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="campaign-prepared-"))
@@ -126,12 +126,12 @@ class Prepared:
             self.damages = damage.count(self.folder)
 
     def trials(self, part: str) -> int:
-        """Return how many trials a part has."""
+        """Return the number of a part's trials."""
         trials = PARTS[part].trials
         return self.damages if trials is None else trials
 
     def remove(self) -> None:
-        """Remove it."""
+        """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -1,7 +1,7 @@
-"""What a job's whole state was after each step, in files beside the package: the oracle of kills.
+"""Record a job's whole state after each step, independently of the package: the oracle of kills.
 
-It is read from TorchRec's own state dicts and from the state objects themselves, before the package
-is asked to save anything. A second run over the same step must come to the same bytes.
+The state is read from TorchRec's own state dicts and from the state objects before the package
+saves anything. A second run over the same step must produce the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from tests.distributed.models import Part, State
 
 Values = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.ndarray]]
-"""By name and offset: the whole tensor's size, and this rank's piece of it."""
+"""Pieces of tensors by name and offset: the whole tensor's size, and this rank's piece."""
 
 
 def values_of(parts: Iterable[Part]) -> Values:
@@ -28,7 +28,7 @@ class Record:
     """The states of one rank, a file for each step.
 
     Args:
-        folder: all ranks' and lives'.
+        folder: shared by all ranks and lives.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -36,13 +36,13 @@ class Record:
         self._rank = rank
 
     def note(self, step: int, found: Values) -> list[str]:
-        """Keep a step's state; return how it differs from what an earlier life came to there."""
+        """Keep a step's state; return its differences from an earlier life's."""
         file = self._file(step, self._rank)
         if file.exists():
             return self.differences(step, found)
         temporary = file.with_suffix(f".{os.getpid()}")
         temporary.write_bytes(pickle.dumps(found))
-        temporary.rename(file)  # a process may be killed while it writes
+        temporary.rename(file)  # atomic: a process may be killed while writing
         return []
 
     def differences(self, step: int, found: Values) -> list[str]:
@@ -50,7 +50,7 @@ class Record:
         return compare(found, _load(self._file(step, self._rank)))
 
     def whole(self, step: int, ranks: int) -> State:
-        """Put the pieces of all ranks together; what each rank has of its own is left out."""
+        """Join the pieces of all ranks; leave out the state of single ranks."""
         state: State = {}
         for rank in range(ranks):
             for (name, offset), (size, piece) in _load(self._file(step, rank)).items():
@@ -69,7 +69,7 @@ def _load(file: Path) -> Values:
 
 
 def compare(found: Values, wanted: Values) -> list[str]:
-    """List the pieces that differ in a bit."""
+    """List the pieces that differ in at least one bit."""
     problems = [f"only in one of them: {name}" for name, _ in found.keys() ^ wanted.keys()]
     for key in found.keys() & wanted.keys():
         (size, one), (other_size, other) = found[key], wanted[key]

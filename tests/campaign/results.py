@@ -1,4 +1,4 @@
-"""The file of results: counts, seeds, machine and versions by part; and the table made from it."""
+"""Keep the file of results: counts, seeds, machine and versions by part; make the table from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.campaign.parts import PARTS
 Row = dict[str, Any]
 _BEGIN, _END = "<!-- campaign -->", "<!-- end of campaign -->"
 _MOST_FAILURES = 50
-"""Of a part, that are kept in words."""
+"""Failures of a part to describe in words."""
 
 
 def read(file: Path | None) -> dict[str, Row]:
@@ -34,11 +34,11 @@ def write(file: Path, rows: dict[str, Row]) -> None:
 
 
 def continued(before: Row | None, row: Row, first: int) -> Row:
-    """Add a row to one that ends where this began; else it takes that one's place.
+    """Add a row to an earlier one that ends where the row begins, or replace the earlier one.
 
     Args:
         before: the part's row in the file of results.
-        first: the number of the row's first trial.
+        first: number of the row's first trial.
     """
     if before is None or (before["seed"], before["trials"]) != (row["seed"], first):
         return row
@@ -85,14 +85,14 @@ def row_of(
 
 
 def repeat(part: str, seed: int, trial: int) -> str:
-    """Return the command that does one trial again."""
+    """Return the command that repeats one trial."""
     return f"python -m tests.campaign --part {part} --seed {seed} --trial {trial}"
 
 
 def about() -> dict[str, Any]:
-    """Return what was tested, and where."""
+    """Return the tested commit, the machine and the versions."""
     commit = _git("describe", "--always")
-    # The results of the parts before are written into the tree that is tested.
+    # Exclude the results: earlier parts' results are written into the tested tree.
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!recipes/results")
     packages = ("torchrec-checknrun", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy")
     return {
@@ -116,7 +116,7 @@ def _version(name: str) -> str | None:
 
 
 def table(rows: dict[str, Row]) -> str:
-    """Return the table of ``docs/explanation/consistency_and_crashes.md``."""
+    """Make the table of ``docs/explanation/consistency_and_crashes.md``."""
     lines = [
         "| what | tried | lost | silent | other failures | minutes |",
         "|---|---|---|---|---|---|",
@@ -140,7 +140,7 @@ def put_into(page: Path, rows: dict[str, Row]) -> None:
 
 
 def problems(rows: dict[str, Row]) -> list[str]:
-    """List what is not as it was promised, and what was tried less often."""
+    """List broken promises, and parts with too few trials."""
     found = []
     for part, row in rows.items():
         for failure in row["failures"]:
@@ -149,7 +149,7 @@ def problems(rows: dict[str, Row]) -> list[str]:
 
 
 def too_few(rows: dict[str, Row]) -> list[str]:
-    """List the parts that have tried less than the campaign promises."""
+    """List the parts with fewer trials than the campaign promises."""
     return [
         f"{part}: {row['tried']} {row['unit']} of {PARTS[part].goal}"
         for part, row in rows.items()

@@ -1,4 +1,4 @@
-"""What the documentation says of the campaign is what the file of results holds."""
+"""Check the figures of the campaign in the documentation against the file of results."""
 
 from __future__ import annotations
 

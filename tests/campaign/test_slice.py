@@ -1,4 +1,4 @@
-"""A slice of the campaign: a few trials of each part, with a fixed seed."""
+"""Run a slice of the campaign: a few trials of each part, with a fixed seed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LEAST = {
     "damage": 30,
     "hostile": 1000,
 }
-"""That must have been tried: else nothing was shown."""
+"""Minimum counts: fewer trials show nothing."""
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run the slice, in a process of its own: what forks must have no threads."""
+    """Run the slice in a process of its own: a process that forks must have no threads."""
     file = tmp_path_factory.mktemp("campaign") / "campaign.json"
     command = [sys.executable, "-m", "tests.campaign", "--slice", "--json", str(file)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=560)

@@ -1,4 +1,4 @@
-"""What every process of the campaign has done once before it is forked."""
+"""Warm up every process of the campaign before forking."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.crash.hanging import CALLS, HangingStore
 from tests.crash.save_sweep import alone
 from tests.distributed.models import Plan, gather
 from tests.distributed.small_job import Workers, build, checkpointer, where
-from tests.unit.run import test_saver
+from tests.unit.run import jobs
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.run import waiting
@@ -44,14 +44,14 @@ def store() -> Iterator[type[HangingStore]]:
 
 def made(**options: Any) -> tuple[Any, Checkpointer]:
     """In a root of its own: what hung in an earlier test may still come back."""
-    job = test_saver.make_job()
+    job = jobs.make_job()
     root = f"hanging://run-{next(_numbers)}"
     # One rank stands for the workers that its helpers are written for.
     # The other file's helpers take its own Job; this one has what they use.
-    saver = test_saver.checkpointer(root, job, **{"timeout_seconds": TIMEOUT, **options})  # type: ignore[arg-type]
-    test_saver.train(job, saver)
+    saver = jobs.checkpointer(root, job, **{"timeout_seconds": TIMEOUT, **options})  # type: ignore[arg-type]
+    jobs.train(job, saver)
     saver.save()
-    test_saver.train(job, saver)
+    jobs.train(job, saver)
     return job, saver
 
 
@@ -95,7 +95,7 @@ def test_rows_of_a_save_that_hung_are_part_of_the_next(store: type[HangingStore]
         saver.save()
     store.hangs.clear()
     store.released.set()
-    test_saver.train(job, saver)
+    jobs.train(job, saver)
     wanted = gather(job)
     report = saver.save()
     assert report is not None
@@ -103,7 +103,7 @@ def test_rows_of_a_save_that_hung_are_part_of_the_next(store: type[HangingStore]
     assert len(manifests(saver)) == 2
     # As above.
     # The other file's helpers take its own Job; this one has what they use.
-    assert test_saver.restored(saver.root.url, wanted) == []  # type: ignore[arg-type]
+    assert jobs.restored(saver.root.url, wanted) == []  # type: ignore[arg-type]
 
 
 def test_a_save_that_does_not_move_is_given_up(
@@ -137,9 +137,9 @@ def test_a_slow_store_is_no_dead_one(
 ) -> None:
     """It moves: the exit waits for it, although it takes longer than a call may."""
     monkeypatch.setattr(waiting, "EXIT_SECONDS", 2.0)
-    job = test_saver.make_job()
-    saver = test_saver.checkpointer(tmp_path, job)
-    test_saver.train(job, saver)
+    job = jobs.make_job()
+    saver = jobs.checkpointer(tmp_path, job)
+    jobs.train(job, saver)
     write = new_file.os.write
 
     def slowly(descriptor: int, data: memoryview) -> int:

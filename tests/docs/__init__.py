@@ -1,1 +1,1 @@
-"""The pages hold: their commands run, their links lead somewhere, their lists are complete."""
+"""Check the pages: commands run, links lead somewhere, lists are complete."""

@@ -1,4 +1,4 @@
-"""Fenced blocks of the pages, and what is said about running them.
+"""Parse the fenced blocks of the pages, and the comments about running them.
 
 A block of ``python``, ``bash``, ``console`` or ``yaml`` is run, unless a comment stands before it:
 
@@ -38,8 +38,8 @@ class Block:
     """A fenced block.
 
     Attributes:
-        run_by: path below ``tests`` and name of the test that runs it; None if it is run here.
-        long: whether nobody runs it.
+        run_by: path below ``tests`` and name of the test that runs the block; None if run here.
+        long: whether the block takes too long for any test.
     """
 
     page: str
@@ -60,7 +60,7 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Return how many commands it counts for."""
+        """Return the number of commands in the block; 1 for other languages."""
         return len(self.commands) if self.language in ("bash", "console") else 1
 
 

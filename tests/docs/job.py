@@ -1,4 +1,4 @@
-"""The small job that stands behind the pages' examples: ``dmp``, ``optimizer``, ``reader``."""
+"""Define the small job behind the pages' examples: ``dmp``, ``optimizer``, ``reader``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Batch = tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]
 
 
 class Model(nn.Module):
-    """Four tables beside four dense features."""
+    """A model of four tables beside four dense features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 @dataclass
 class Reader:
-    """Batches computed from their numbers; the next number is its state."""
+    """A reader of batches computed from their numbers; the next number is its state."""
 
     batches: int
     position: int = 0
@@ -71,7 +71,7 @@ class Reader:
 
 @dataclass
 class Job:
-    """A model of one rank, what trains it, and what feeds it."""
+    """A model on one rank, with its optimizer and its reader."""
 
     batches: int = 300
     dmp: nn.Module = field(init=False)

@@ -1,4 +1,4 @@
-"""Commands and Python blocks of README, CONTRIBUTING and docs run; see ``blocks``."""
+"""Run the commands and Python blocks of README, CONTRIBUTING and docs; see ``blocks``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchrec_checknrun.cli import main as checknrun
 from torchrec_checknrun.hydra_config.config import register
 
 EMPTY_AT_FIRST = ("README.md", "docs/tutorials/first_checkpoint.md")
-"""Pages whose first block starts the run that others find."""
+"""Pages whose first block starts the run that later blocks use."""
 ID = re.compile(r"seq-(\d{6})_step-\d{8}_[0-9a-f]{8}")
 JOINS = re.compile(r"^init_process_group\(\)", re.MULTILINE)
 INSTALLS = {"torchrec_checknrun/install.py", "torchrec_checknrun.install", "recipes.versions"}
@@ -42,7 +42,7 @@ def group() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def run_17(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of seven checkpoints, as the pages find it."""
+    """Make the run of seven checkpoints that the pages use."""
     root = tmp_path_factory.mktemp("pages") / "run-17"
     job = Job()
     with Checkpointer(
@@ -60,7 +60,7 @@ def run_17(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Session:
-    """A page's blocks, one after the other, in one folder and one namespace."""
+    """A page's blocks in order, in one folder and one namespace."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self._roots = folder / "checkpoints"
@@ -72,7 +72,7 @@ class Session:
         self._set_job()
 
     def _set_job(self) -> None:
-        """Make the job that a page trains, in the process group of this moment."""
+        """Make the job that a page trains, in the current process group."""
         job = Job()
         self.names |= {
             "dmp": job.dmp,
@@ -99,7 +99,7 @@ class Session:
             self._open.pop().close()
 
     def local(self, text: str) -> str:
-        """Put the page's places into the test's folder, and ids of this run for those shown."""
+        """Replace the page's places by the test's folder, and the page's ids by this run's."""
         text = re.sub(r"(?:s3://bucket|/checkpoints)(?=/)", str(self._roots), text)
         root = self._roots / "run-17"
         found = {path.name[4:10]: path.name for path in root.glob("seq-*")}
@@ -109,7 +109,7 @@ class Session:
         text = re.sub(r"Checkpointer\(\s*\.\.\.,", "example(", self.local(block.text))
         if re.search(r"\bCheckpointer\(|example\(", text):
             self.close()
-        if JOINS.search(text):  # a page's job comes after its process group
+        if JOINS.search(text):  # a page's job needs its process group
             self.close()
             dist.destroy_process_group()
             elastic.init_process_group()
@@ -145,7 +145,9 @@ class Session:
             printed = self._capsys.readouterr()
             assert ended.value.code in (0, None), f"{where}: {printed.err}"
             return printed.out
-        assert words[0] == "python", f"{where}: say which test runs it, or that it takes long"
+        assert words[0] == "python", (
+            f"{where}: name the test that runs this block, or say that it takes long"
+        )
         assert not INSTALLS & set(words), f"{where}: a test must not change this environment"
         script = [str(REPOSITORY / word) if word.endswith(".py") else word for word in words[1:]]
         done = subprocess.run(
@@ -156,7 +158,7 @@ class Session:
 
     @staticmethod
     def _compare(shown: list[str], printed: str, block: Block) -> None:
-        """Compare the heading of a table, and all of what is arithmetic alone."""
+        """Compare the heading of a table, and all cells that are plain arithmetic."""
         wanted = [line.split() for line in shown if line.strip()]
         found = [line.split() for line in printed.splitlines() if line.strip()]
         if "plan" in block.commands[0][:2]:
@@ -166,7 +168,7 @@ class Session:
 
 
 def _compose(block: Block, session: Session) -> None:
-    """Read a Hydra app's config; ``cfg`` is what the app gets."""
+    """Read a Hydra app's config into ``cfg``."""
     from hydra import compose, initialize_config_dir
 
     folder = session._folder / "conf"
@@ -180,7 +182,7 @@ def _compose(block: Block, session: Session) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
-def test_blocks_run(
+def test_blocks_of_the_page_run(
     page: str,
     run_17: Path,
     tmp_path: Path,

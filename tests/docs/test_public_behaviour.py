@@ -1,4 +1,4 @@
-"""tests/public_behaviour.md leaves nothing out, and names tests that exist."""
+"""Check that tests/public_behaviour.md is complete and names existing tests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_command_and_option_has_a_row() -> None:
         commands = re.findall(r"`checknrun (\w+)`", promise)
         for command in commands:
             options.setdefault(command, set()).update(re.findall(r"`(--[\w-]+)`", promise))
-    # Here, since the module takes the place of the function ``cli.main`` in its package.
+    # Imported late: the package's attribute ``main`` is the function, which hides the module.
     from torchrec_checknrun.cli.main import app
 
     tool = typer.main.get_command(app)

@@ -1,4 +1,4 @@
-"""The site builds without a warning and loads nothing from elsewhere; links lead somewhere."""
+"""Build the site without warnings and external resources; check its links."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINKED = re.compile(r"""<link[^>]*\srel=["']?(?:stylesheet|preconnect|preload)[^
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what the headings of a Markdown page are called in links."""
+    """Return the link targets of a Markdown page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,1 +1,1 @@
-"""The programs in ``examples/``, run as they are."""
+"""Run the programs in ``examples/`` unchanged."""

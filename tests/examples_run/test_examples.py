@@ -1,4 +1,4 @@
-"""Every example runs, and does what its first lines say; extensions also by name from Hydra."""
+"""Run every example and check its promises; make the extensions also by name from Hydra."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def is_sound(root: Path | str) -> bool:
 
 
 def kinds(root: Path) -> list[str]:
-    """The kinds of a root's checkpoints, oldest first."""
+    """List the kinds of a root's checkpoints, oldest first."""
     files = sorted(root.glob("*/manifest.json"))
     return [json.loads(file.read_bytes())["manifest"]["kind"] for file in files]
 
@@ -126,7 +126,7 @@ def test_foreign_dlrm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_foreign_dlrm_without_the_added_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left is the foreign program, and its training is not changed by checkpoints."""
+    """Remove the added lines: the rest is the foreign program, whose training stays the same."""
     run("foreign_dlrm", str(tmp_path / "run"))
     wanted = capsys.readouterr().out.splitlines()[-1]
     lines = (EXAMPLES / "foreign_dlrm.py").read_text().splitlines()
@@ -167,7 +167,7 @@ def test_data_position(tmp_path: Path) -> None:
 
 
 class TestExtensions:
-    """Each from one file outside of the package: from Python, and by name from Hydra."""
+    """Use each extension from one file outside of the package: from Python, and from Hydra."""
 
     def test_policy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run("custom_policy", str(tmp_path / "python"))

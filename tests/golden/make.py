@@ -1,9 +1,9 @@
-"""Makes the golden checkpoints of the current format version, once, at its release.
+"""Make the golden checkpoints of the current format version, once, at its release.
 
     python -m tests.golden.make tests/golden/v1
 
-What they restore to stands beside them in ``expected.npz``. They are never made again: the test
-that reads them shows that every later release still reads what this one wrote.
+The values that they restore to stand beside them in ``expected.npz``. Golden checkpoints are never
+made again: their test shows that every later release still reads what this one wrote.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ENCODINGS = {
     "kmeans": TableEncoding(KMeans(4)),
     "kmeans_block": TableEncoding(KMeans(3, 32)),
 }
-"""By table."""
+"""Encodings by table."""
 STATES = {"momentum1": True, "exp_avg": False}
 """Optimizer states, and whether they are row-wise."""
 STATE = {
@@ -57,7 +57,7 @@ STATE = {
 
 
 def ids_of(age: int, rank: int) -> list[int]:
-    """Rows that a rank's checkpoint holds: all, a random half, few, a range."""
+    """Choose the rows of a rank's checkpoint: all, a random half, few, a range."""
     own = np.arange(rank * ROWS // RANKS, (rank + 1) * ROWS // RANKS)
     if age == 1:
         own = own[np.random.default_rng(rank).random(len(own)) < 0.5]
@@ -67,7 +67,7 @@ def ids_of(age: int, rank: int) -> list[int]:
 
 
 def make_rows(table: str, age: int, rank: int, columns: tuple[int, int]) -> RowBlock:
-    """Random rows; one in twelve can't be quantized."""
+    """Make random rows; one in twelve can't be quantized."""
     seed = 1000 * list(ENCODINGS).index(table) + 100 * age + 10 * rank + columns[0]
     generator = torch.Generator().manual_seed(seed)
     ids = torch.tensor(ids_of(age, rank))
@@ -82,7 +82,7 @@ def make_rows(table: str, age: int, rank: int, columns: tuple[int, int]) -> RowB
 
 
 def make(into: Path) -> None:
-    """Writes a full checkpoint and three upon it, and what they restore to."""
+    """Write a full checkpoint and three upon it, and the values that they restore to."""
     expected: dict[str, Any] = {}
     parent: Link | None = None
     for age in range(4):
@@ -122,7 +122,7 @@ def _put(
     columns: tuple[int, int],
     values: torch.Tensor,
 ) -> None:
-    if columns[1]:  # weights, which may be of some columns
+    if columns[1]:  # weights, perhaps of some columns
         whole = expected.setdefault(key, np.zeros((ROWS, DIM), np.float32))
         whole[block.ids.numpy(), slice(*columns)] = values.numpy()
     else:

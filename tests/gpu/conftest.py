@@ -1,4 +1,4 @@
-"""One process, one rank: a group of one, with gloo beside NCCL for what is on the CPU."""
+"""Provide a process group of one rank, with gloo beside NCCL for tensors on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model on one GPU: two tables in any compute kernel, with any fused optimizer."""
+"""Make a small model on one GPU: two tables in any compute kernel, with any fused optimizer."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ class GpuJob:
         return Checkpointer(root, model=self.model, state=state, policy=Consecutive(), **options)
 
     def everything(self) -> State:
-        """Model and optimizer by TorchRec's state dicts, which flush caches, on the CPU."""
+        """Copy model and optimizer by TorchRec's state dicts, which flush caches, to the CPU."""
         found: State = {}
         _collect(self.model.state_dict(), "model", found)
         _collect(self.optimizer.state_dict(), "optimizer", found)
         return found
 
     def counters(self) -> list[int]:
-        """Of the fused optimizers."""
+        """Return the fused optimizers' counters."""
         return [
             int(kernel._emb_module.iter)
             for module in self.model.modules()
@@ -121,7 +121,7 @@ class GpuJob:
 
 
 def _collect(value: Any, path: str, found: State) -> None:
-    if hasattr(value, "local_shards"):  # the whole table is here
+    if hasattr(value, "local_shards"):  # the whole table is on this rank
         for number, shard in enumerate(value.local_shards()):
             found[f"{path}#{number}"] = shard.tensor.detach().cpu().clone()
     elif isinstance(value, torch.Tensor):
@@ -142,12 +142,12 @@ def build(
     cache: float = 0.2,
     seed: int = 0,
 ) -> GpuJob:
-    """Shards a model over the one GPU.
+    """Shard a model over the one GPU.
 
     Args:
         kernel: TorchRec's compute kernel, or ``data_parallel``.
         dense: the dense optimizer, which steps data-parallel tables as well.
-        cache: of a table's rows, how many the cache holds.
+        cache: number of a table's rows that fit into the cache.
     """
     torch.manual_seed(seed)
     meta = torch.device("meta")
@@ -201,7 +201,7 @@ def _config(number: int, rows: int, dim: int) -> dict[str, Any]:
 
 
 def assert_equal(found: State, wanted: State, exact: bool = True) -> None:
-    """Bit for bit, or but for rounding."""
+    """Compare bit for bit, or up to rounding."""
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
         if exact:

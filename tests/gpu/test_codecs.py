@@ -1,4 +1,4 @@
-"""Rows of tables on a GPU: encoded there, and the same checkpoint as from the CPU."""
+"""Encode rows of tables on a GPU into the same checkpoint as from the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS, CHOSEN = 900, 500
 
 
 def table(dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows on the CPU, some of which can't be quantized, and ids of some in any order."""
+    """Return rows on the CPU, some of which can't be quantized, and ids of some in any order."""
     rows = spoil(random_rows(dim, ROWS, dim), dim).to(dtype)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(dim))
     return rows, order[:CHOSEN]
@@ -36,7 +36,7 @@ def read(codec: Codec, encoded: Encoded, dim: int, dtype: torch.dtype) -> torch.
 @pytest.mark.parametrize("dim", [1, 13, 64, 200])
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: str(codec.spec()))
 def test_the_same_rows_as_on_the_cpu(codec: Codec, dim: int, dtype: torch.dtype) -> None:
-    """To the byte; but a search adds up in another order, and may so find a grid as good."""
+    """Compare to the byte; but a search adds up in another order, and may find another grid."""
     rows, ids = table(dim, dtype)
     here = codec.encode(rows, ids, context(CHOSEN))
     there = codec.encode(rows.to(DEVICE), ids.to(DEVICE), on_device(context(CHOSEN)))
@@ -65,7 +65,7 @@ def test_decoded_to_the_device(codec: Codec) -> None:
 
 
 def test_memory_for_the_bytes() -> None:
-    """What is copied to the host can go to a pinned buffer."""
+    """Copy to the host into a pinned buffer."""
     rows = torch.randn(CHOSEN, 64, device=DEVICE)
     codec = Rowwise(4)
     memory = torch.empty(codec.row_bytes(64) * CHOSEN, dtype=torch.uint8, pin_memory=True)

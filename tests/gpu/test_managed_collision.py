@@ -1,4 +1,4 @@
-"""Evictions by the GPU's own kernels; those of other optimizers run in tests/distributed."""
+"""Evict rows by the GPU's own kernels; those of other optimizers run in tests/distributed."""
 
 from __future__ import annotations
 

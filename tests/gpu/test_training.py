@@ -1,4 +1,4 @@
-"""What trains on a GPU only: marks, checkpoints, and training that goes on from them."""
+"""Check marks, checkpoints and continued training that need a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = ON_A_GPU
 
 
 def rows_changed(before: State, after: State) -> set[tuple[str, int]]:
-    """Of the tables' weights, by table and row."""
+    """Return the changed rows of the tables' weights, by table and row."""
     changed = set()
     for name, now in after.items():
         if name.startswith("model/embeddings."):
@@ -25,7 +25,7 @@ def rows_changed(before: State, after: State) -> set[tuple[str, int]]:
 
 
 def train_save_and_go_on(root: Path, job: GpuJob, again: GpuJob, all_rows: bool = False) -> None:
-    """A full and a differential checkpoint; what they hold, and a new job made from them."""
+    """Make a full and a differential checkpoint; check their rows, and a new job made from them."""
     job.train(3)
     with job.checkpointer(root, chunk_bytes=4000) as saver:
         full = saver.save()
@@ -78,7 +78,7 @@ def test_data_parallel(tmp_path: Path, sequence: bool, dense: str) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_data_parallel_to_sharded_and_back(tmp_path: Path, sequence: bool) -> None:
-    """Dense Adam's moments and counter in fused Adam, which trains with them, and back."""
+    """Move dense Adam's moments and counter to fused Adam, train with them, and move them back."""
     job = build("data_parallel", sequence=sequence, dense="adam")
     job.train(3)
     with job.checkpointer(tmp_path) as saver:

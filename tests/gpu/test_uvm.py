@@ -1,4 +1,4 @@
-"""Tables in unified memory, cached on the GPU or not: rows as training sees them, few at a time."""
+"""Use tables in unified memory, cached on the GPU or not: rows as in training, few at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def first_table(tracked: TrackedModel) -> TrackedShard:
 
 
 def look_up(job: GpuJob, ids: torch.Tensor) -> torch.Tensor:
-    """Rows of the first table as a lookup returns them, ``(n, dim)`` on the CPU."""
+    """Return rows of the first table as a lookup does, ``(n, dim)`` on the CPU."""
     features = KeyedJaggedTensor(
         keys=["f0", "f1"],
         values=ids,
@@ -45,7 +45,7 @@ def test_rows_in_the_cache_are_read(kernel: str) -> None:
     job.train(1)
     shard = first_table(tracked)
     rows = shard.modified_rows()
-    found = shard.read_rows(rows).weight.cpu()  # before anything else flushes the cache
+    found = shard.read_rows(rows).weight.cpu()  # first: all else may flush the cache
     assert torch.equal(found, look_up(job, rows))
     whole = job.everything()["model/embeddings.embedding_bags.t0.weight#0"]
     assert torch.equal(found, whole[rows])
@@ -53,7 +53,7 @@ def test_rows_in_the_cache_are_read(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_written_rows_win_over_the_cache(kernel: str) -> None:
-    """Half of the rows in the cache are written by hand; the others, dirty there, stay."""
+    """Write half of the cached rows by hand; keep the others, which are dirty in the cache."""
     job = build(kernel)
     tracked = track(job.model)
     job.train(1)
@@ -68,7 +68,7 @@ def test_written_rows_win_over_the_cache(kernel: str) -> None:
 
 
 def peak_of(act: Callable[[], object]) -> int:
-    """GPU memory that something takes on top of what is there, in bytes."""
+    """Return the GPU memory in bytes that a call takes on top of the present amount."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -80,7 +80,7 @@ def peak_of(act: Callable[[], object]) -> int:
 @pytest.mark.parametrize("fused", ["rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_move_in_chunks(tmp_path: Path, kernel: str, fused: str) -> None:
-    """A table of ten times the budget never is there twice, not even as much as the budget."""
+    """Copy never a whole table of ten times the budget, nor as much as the budget."""
     rows, dim = 10 * BUDGET // (4 * 64), 64
     job, again = (build(kernel, fused, rows=rows, dim=dim, seed=seed) for seed in (0, 9))
     job.train(2)
@@ -95,7 +95,7 @@ def test_rows_move_in_chunks(tmp_path: Path, kernel: str, fused: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_quantized_rows(tmp_path: Path, kernel: str) -> None:
-    """Encoded on the GPU with FBGEMM's operators; within a step of what was saved."""
+    """Encode on the GPU with FBGEMM's operators; restore within a step of the saved values."""
     job, again = (build(kernel, dim=16, seed=seed) for seed in (0, 9))
     job.train(2)
     with job.checkpointer(tmp_path, quantization=Quantization(bits=8)) as saver:

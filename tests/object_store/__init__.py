@@ -1,1 +1,1 @@
-"""Checkpoints in a real S3 server, on loopback, also where it fails."""
+"""Keep checkpoints in a real S3 server, on loopback, also when it fails."""

@@ -1,4 +1,4 @@
-"""One S3 server for all tests here."""
+"""Provide one S3 server for all tests here."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the usual place."""
+    """Put the credentials into their usual place."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
 
 
 def use(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """Makes this process and its children find the server."""
+    """Make this process and its children find the server."""
     import s3fs
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
@@ -50,7 +50,7 @@ def proxy(server: Server) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def bucket(server: Server, credentials: None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A new bucket, reached without the proxy."""
+    """Make a new bucket, reached without the proxy."""
     use(monkeypatch, server.url)
     name = f"tests-{uuid.uuid4().hex[:8]}"
     admin = {"key": ADMIN_KEY, "secret": ADMIN_SECRET, "endpoint_url": server.url}

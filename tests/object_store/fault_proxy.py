@@ -1,4 +1,4 @@
-"""A proxy before the S3 server that answers with errors, late, or not to the end."""
+"""Run a proxy before the S3 server that answers with errors, late, or not to the end."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from urllib.parse import urlparse
 
 Fault = Literal["500", "503", "slow", "cut", "lost answer", "silence"]
 Choose = Callable[[str, str], Fault | None]
-"""From method and path of a request to what goes wrong with it."""
+"""Choose the fault of a request, from its method and path."""
 
 _HOP = {"connection", "transfer-encoding", "keep-alive"}
 
 
 class FaultProxy:
-    """Passes requests on, unless ``choose`` says otherwise.
+    """A proxy that forwards requests, except where ``choose`` returns a fault.
 
     Attributes:
         choose: may be changed at any time.
-        requests: method and path of all that came.
-        faults: how many answers were spoilt.
+        requests: method and path of all requests received.
+        faults: number of spoilt answers.
     """
 
     def __init__(self, upstream: str, slow_seconds: float = 0.5) -> None:
@@ -52,7 +52,7 @@ class FaultProxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop the proxy."""
         self._closed.set()
         self._server.shutdown()
         self._server.server_close()
@@ -72,10 +72,26 @@ class FaultProxy:
             return
         if fault == "slow":
             time.sleep(self._slow)
-        # The Host header is part of the signature, so it goes on as the client has sent it.
+        try:
+            answer, data = self._forward(request, body)
+        except OSError:
+            self._refuse(request, 503)
+            return
+        if fault == "lost answer":
+            request.close_connection = True
+            return
+        _pass_on(request, answer, data, cut=fault == "cut")
+
+    def _forward(
+        self, request: BaseHTTPRequestHandler, body: bytes
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        """Send a request to the server; return the server's answer and the answer's body."""
+        # The Host header is part of the signature: forward the one that the client has sent.
         connection = http.client.HTTPConnection(self._host, timeout=60)
         try:
-            connection.putrequest(method, request.path, skip_host=True, skip_accept_encoding=True)
+            connection.putrequest(
+                request.command, request.path, skip_host=True, skip_accept_encoding=True
+            )
             for name, value in request.headers.items():
                 if name.lower() not in _HOP:
                     connection.putheader(name, value)
@@ -85,26 +101,9 @@ class FaultProxy:
             if body:
                 connection.send(body)
             answer = connection.getresponse()
-            data = answer.read()
-        except OSError:
-            self._refuse(request, 503)
-            return
+            return answer, answer.read()
         finally:
             connection.close()
-        if fault == "lost answer":
-            request.close_connection = True
-            return
-        request.send_response(answer.status)
-        for name, value in answer.getheaders():
-            if name.lower() not in {*_HOP, "content-length", "date", "server"}:
-                request.send_header(name, value)
-        length = answer.getheader("Content-Length") if method == "HEAD" else str(len(data))
-        request.send_header("Content-Length", length or "0")
-        request.end_headers()
-        if method != "HEAD":
-            request.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
-        if fault == "cut":
-            request.close_connection = True
 
     def _refuse(self, request: BaseHTTPRequestHandler, status: int) -> None:
         code = {500: "InternalError", 503: "SlowDown"}[status]
@@ -117,8 +116,26 @@ class FaultProxy:
             request.wfile.write(data)
 
 
+def _pass_on(
+    request: BaseHTTPRequestHandler, answer: http.client.HTTPResponse, data: bytes, *, cut: bool
+) -> None:
+    """Give the client an answer; cut the body in half and close the connection on request."""
+    head = request.command == "HEAD"
+    request.send_response(answer.status)
+    for name, value in answer.getheaders():
+        if name.lower() not in {*_HOP, "content-length", "date", "server"}:
+            request.send_header(name, value)
+    length = answer.getheader("Content-Length") if head else str(len(data))
+    request.send_header("Content-Length", length or "0")
+    request.end_headers()
+    if not head:
+        request.wfile.write(data[: len(data) // 2] if cut else data)
+    if cut:
+        request.close_connection = True
+
+
 def _body(request: BaseHTTPRequestHandler) -> bytes:
-    """As it came, in chunks that the client has signed, perhaps."""
+    """Return the body as received, perhaps in chunks that the client has signed."""
     if request.headers.get("Expect", "").lower() == "100-continue":
         request.send_response_only(100)
         request.end_headers()

@@ -1,4 +1,4 @@
-"""An S3 server for tests: SeaweedFS on loopback, that can be killed and started again."""
+"""Run an S3 server for tests, SeaweedFS on loopback, that can be killed and started again."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 
 KEY, SECRET = "checknrun-tests", "a-secret-that-must-not-leak"
 ADMIN_KEY, ADMIN_SECRET = "checknrun-admin", "another-secret"
-"""Who may make buckets."""
+"""Credentials of the user who may make buckets."""
 _START_SECONDS = 90.0
-# Beside this Python, whether its environment is activated or not.
+# Beside this Python, whether or not its environment is activated.
 WEED = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
 
 
 class Server:
-    """One ``weed server`` with its data in a folder."""
+    """A ``weed server`` with its data in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,7 +41,7 @@ class Server:
         (folder / "data").mkdir()
 
     def start(self) -> None:
-        """Returns when it answers."""
+        """Start the server; return when it answers."""
         assert WEED is not None, "SeaweedFS is not installed"
         command = [
             *(WEED, "server", "-s3", "-ip=127.0.0.1"),
@@ -62,7 +62,7 @@ class Server:
             time.sleep(0.2)
 
     def kill(self) -> None:
-        """As a crash does."""
+        """Kill the server as a crash does."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -72,14 +72,14 @@ class Server:
         try:
             urllib.request.urlopen(self.url, timeout=2).close()
         except urllib.error.HTTPError as error:
-            return error.code == 403  # it wants credentials
+            return error.code == 403  # the server answers, and wants credentials
         except OSError:
             return False
         return True
 
 
 def _free_ports(count: int) -> list[int]:
-    """Below the ports that connections get, with the one 10,000 above each free as well."""
+    """Find ports below those of connections, with the one 10,000 above each free as well."""
     found: list[int] = []
     candidate = 18000 + time.time_ns() // 1000 % 3000
     while len(found) < count:

@@ -1,4 +1,4 @@
-"""The console tool on S3: every command that takes a root."""
+"""Run the console tool on S3: every command that takes a root."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_command(bucket: str, console: Console, tmp_path: Path) -> None:
     assert is_restored(Folder(url), compacted)
 
 
-def test_nothing_there(bucket: str, console: Console) -> None:
+def test_a_missing_bucket_is_one_error_line(bucket: str, console: Console) -> None:
     result = console.run("ls", f"{bucket}-none")
     assert result.code == 2
     assert "\n" not in result.err.strip()

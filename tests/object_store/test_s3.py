@@ -1,4 +1,4 @@
-"""Folders and chains of checkpoints in S3: what is visible when, and what a user hears."""
+"""Keep folders and chains of checkpoints in S3: check visibility and the users' messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def part(*ids: int) -> list[Part]:
 
 
 def fill(root: Folder) -> Manifest:
-    """A full checkpoint and two upon it, of two ranks."""
+    """Commit a full checkpoint and two upon it, of two ranks."""
     first = write(root, ROWS, part(), ranks=2)
     second = write(root, ROWS, part(1, 5, 9), first, ranks=2)
     return write(root, ROWS, part(5, 40), second, ranks=2)
@@ -54,7 +54,7 @@ def is_restored(root: Folder, id: str) -> bool:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
-    """The fewest bytes that S3 takes for a part."""
+    """Use the smallest parts that S3 accepts."""
     monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)
     return 5 << 20
 
@@ -83,7 +83,7 @@ def test_files_of_many_parts(bucket: str, small_parts: int, size: int) -> None:
     with folder.write("rank-00000.bin") as file:
         for start in range(0, size, 3 << 20):
             file.write(memoryview(content)[start : start + (3 << 20)])
-            assert folder.names() == []  # nothing is visible before the end
+            assert folder.names() == []  # invisible before the end
         assert file.tell() == size
     assert folder.read("rank-00000.bin") == content
     assert folder.read("rank-00000.bin", 3, 5) == content[3:8]
@@ -112,7 +112,7 @@ def test_a_failed_file_leaves_nothing(bucket: str, small_parts: int) -> None:
 def test_of_two_puts_one_wins(bucket: str) -> None:
     folder = Folder(f"{bucket}/run")
     folder.put("claim", b"mine", new=True)
-    folder.put("claim", b"mine", new=True)  # again, for want of an answer
+    folder.put("claim", b"mine", new=True)  # repeated for want of an answer
     with pytest.raises(FileExistsError):
         folder.put("claim", b"other", new=True)
     assert folder.read("claim") == b"mine"
@@ -134,7 +134,7 @@ def test_of_two_puts_one_wins(bucket: str) -> None:
     assert [content for content in outcomes if content] == [folder.read("raced")]
 
 
-def test_two_writers(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_writer_is_refused(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Folder(f"{bucket}/run")
     first, second = Lease(root), Lease(root)
     first.acquire(lambda _: ())
@@ -152,7 +152,7 @@ def test_two_writers(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_bucket(bucket: str) -> None:
     root = Folder("s3://no-such-bucket-of-anybody/run")
-    # Nobody takes it for an empty root.
+    # Never take the root for an empty one.
     for look in (lambda: newest(root), lambda: committed(root), lambda: verify(root.url)):
         with pytest.raises(StorageFailed, match="no such bucket: check its name"):
             look()
@@ -162,7 +162,7 @@ def test_a_missing_bucket(bucket: str) -> None:
         file.write(b"rows")
 
 
-def test_wrong_credentials(
+def test_wrong_credentials_fail_at_once(
     server: Server, bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = Folder(f"{bucket}/run")
@@ -179,7 +179,7 @@ def test_wrong_credentials(
     ):
         with pytest.raises(StorageFailed, match=r"permission was refused: .* credentials"):
             act()
-    assert time.monotonic() - started < 30  # not what another try would mend
+    assert time.monotonic() - started < 30  # no retries: another attempt can't help
     assert "not-the-secret" not in caplog.text
 
 
@@ -202,7 +202,7 @@ def test_credentials_are_nowhere(bucket: str, caplog: pytest.LogCaptureFixture) 
 def through(
     bucket: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, FaultProxy]:
-    """The bucket, behind the proxy."""
+    """Return the bucket behind the proxy."""
     monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.05)
     monkeypatch.setattr(retry, "_LONGEST_PAUSE", 0.5)
     use(monkeypatch, proxy.url)
@@ -223,7 +223,7 @@ def through(
 def test_faults_that_pass(
     through: tuple[str, FaultProxy], small_parts: int, fault: Fault, every: int
 ) -> None:
-    """Of each kind of request every so many go wrong."""
+    """Fail a fraction of the requests of each kind."""
     bucket, proxy = through
     seen: dict[str, int] = {}
 

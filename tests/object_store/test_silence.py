@@ -1,4 +1,4 @@
-"""An object store that takes requests and answers none: every operation ends, and is named."""
+"""End every operation, and name it, when an object store takes requests and answers none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sharded model in training that keeps its checkpoints in S3."""
+"""Train a sharded model that keeps its checkpoints in S3."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def test_two_ranks(workers: Workers, server: Server, bucket: str, tmp_path: Path
     }
     case = {**where(tmp_path), "root": f"{bucket}/{uuid.uuid4().hex}"}
     zero, one = workers(2).run(on_s3, **case, environment=environment)
-    # Of the chain of three that was resumed from, all is in use; the full one is the fourth.
+    # The resumed chain of three is in use; the full checkpoint is the fourth.
     assert zero == one == [[], 3, 4]

@@ -1,4 +1,4 @@
-"""Synthetic training data: the same batch for the same place in the same rank's stream, always."""
+"""Draw synthetic training data: always the same batch for one place in one rank's stream."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BATCH = 8
 
 
 class Clicks(IterableDataset[Batch]):
-    """Batches of dense and sparse features with labels.
+    """A stream of batches of dense and sparse features with labels.
 
     Args:
-        rows: by feature, how many ids there are.
+        rows: number of ids by feature.
         first: the batch to begin with.
         count: batches in all; the stream ends there.
     """

@@ -1,4 +1,4 @@
-"""Torchrun's ranks that run programs in forks of theirs, for all tests here."""
+"""Provide torchrun's ranks, which run programs in forks, for all tests here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Both = Callable[..., tuple[Ranks, Ranks]]
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[WorkerPool]:
-    """Two ranks; ``run`` gives each one's ``value``, ``error`` or ``signal``."""
+    """Yield two ranks; ``run`` returns each one's ``value``, ``error`` or ``signal``."""
     pool = WorkerPool(2, "tests.programs.worker")
     yield pool
     pool.stop()

@@ -1,7 +1,8 @@
-"""A DLRM with a learning-rate schedule of its own, a pipeline and evaluation within the epoch.
+"""Train a DLRM with a learning-rate schedule of its own, a pipeline and evaluation.
 
-After the DLRM that Meta has published: tables with Adagrad in the backward pass, dense layers with
-Adagrad, both in a CombinedOptimizer, whose rates a scheduler of the program's own sets each step.
+Modelled on the DLRM that Meta has published: tables with Adagrad in the backward pass, dense layers
+with Adagrad, both in a CombinedOptimizer, whose rates a scheduler of the program sets each step;
+evaluation within the epoch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RATE, DIM, EVALUATE_EVERY = 0.1, 8, 5
 
 
 class RiseHoldFall(LRScheduler):
-    """Raises all rates to their base, holds them, and lowers them quadratically."""
+    """A schedule that raises all rates to their base, holds them, and lowers them quadratically."""
 
     def __init__(self, optimizer: Optimizer, rise: int, fall_from: int, fall: int) -> None:
         self.rise, self.fall_from, self.fall = rise, fall_from, fall

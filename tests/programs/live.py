@@ -1,9 +1,9 @@
-"""What a run *is*, as hashes: every live object that it holds, not the state dicts they give.
+"""Hash every live object of a run, not the state dicts that the objects return.
 
-State dicts omit exactly what gets lost (a warm-up's own step, learning rates under TorchRec's
-wrappers, a kernel's rate), so nothing here calls ``state_dict``. Objects are walked through their
-attributes, private ones included, down to numbers and tensors. An object that is met again is
-noted as that: a wrapper whose ``param_groups`` are no longer those of the optimizer in it differs.
+State dicts omit exactly the values that get lost (a warm-up's own step, learning rates under
+TorchRec's wrappers, a kernel's rate), so nothing here calls ``state_dict``. Objects are walked
+through their attributes, private ones included, down to numbers and tensors. An object met again is
+noted as such: a wrapper whose ``param_groups`` are no longer those of its inner optimizer differs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
 
 Live = dict[str, str]
-"""By path an object's value, or the hash of a tensor's."""
+"""Values of objects, or hashes of tensors' values, by path."""
 
 SKIPPED_TYPES: dict[type, str] = {
     types.FunctionType: "code",
@@ -52,33 +52,33 @@ SKIPPED_TYPES: dict[type, str] = {
     type(threading.Lock()): "of this process",
     threading.Event: "of this process",
 }
-"""Types of which nothing can be compared between two processes, and why."""
+"""Types that can't be compared between two processes, with the reasons."""
 
 SKIPPED_OF_KERNELS: dict[str, str] = {
     "uuid": "random for each kernel",
     "step": "a kernel's, of its forwards: says only which of them are reported",
     "timestep": "a kernel's: the age of rows in a GPU's cache, which a new process has empty",
 }
-"""Attributes of FBGEMM's kernels that say nothing of the run, and why."""
+"""Attributes of FBGEMM's kernels that are no state of the run, with the reasons."""
 
 SKIPPED_ATTRIBUTES: dict[tuple[type, str], str] = {
     (torch.amp.GradScaler, "_init_scale"): "where its load_state_dict puts the scale as well",
     (torch.amp.GradScaler, "_init_growth_tracker"): "where that puts the tracker as well",
 }
-"""Attributes of others that say nothing of the run, and why."""
+"""Attributes of others that are no state of the run, with the reasons."""
 
 SCALARS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, Enum, Path, type)
 SCALARS += (torch.dtype, torch.device, torch.Size, np.generic, range, slice)
 
 
 def live(objects: Mapping[str, object]) -> Live:
-    """Return the hashes of all that the named objects hold.
+    """Return the hashes of everything that the named objects hold.
 
-    Modules among the objects give their parameters, gradients, buffers, plain attributes and
+    Modules among the objects contribute their parameters, gradients, buffers, plain attributes and
     embedding kernels; parameters are known by their modules' names everywhere else.
 
     Raises:
-        TypeError: something of a type that is neither comparable nor in ``SKIPPED_TYPES``.
+        TypeError: a value's type is neither comparable nor in ``SKIPPED_TYPES``.
     """
     walk = _Walk()
     modules = {name: o for name, o in objects.items() if isinstance(o, nn.Module)}
@@ -93,7 +93,7 @@ def live(objects: Mapping[str, object]) -> Live:
 def differences(found: Live, wanted: Live) -> list[str]:
     """Return a line for every path whose values differ or that only one side has.
 
-    Plain values come first: they are what a lost rate shows in, tensors only what follows from it.
+    Plain values come first: a lost rate appears there, and in tensors only its consequences.
     """
     lines = [
         f"{path}: {found.get(path, '(missing)')} instead of {wanted.get(path, '(nothing)')}"
@@ -113,7 +113,7 @@ def generators() -> dict[str, Any]:
 
 
 def kernels(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return the model's embedding kernels (fused and dense), each with a name of its place.
+    """Yield the model's embedding kernels (fused and dense), each with a name of its place.
 
     TorchRec keeps them in plain lists, so that ``model.modules()`` doesn't have them.
     """
@@ -134,7 +134,7 @@ class _Walk:
         self.found: Live = {}
         self._names: dict[int, str] = {}
         self._seen: dict[int, str] = {}
-        self._kept: list[object] = []  # an id must not be used again meanwhile
+        self._kept: list[object] = []  # keeps ids from being reused during the walk
 
     def name_parameters(self, name: str, module: nn.Module) -> None:
         for path, parameter in module.named_parameters(remove_duplicate=False):
@@ -181,7 +181,8 @@ class _Walk:
             self.found[path] = _hash(repr(bits).encode())
         elif hasattr(value, "__dict__"):
             self.found[path] = type(value).__qualname__
-            if isinstance(value, KeyedOptimizer):  # knows tables and what wrappers add by names
+            # Refers by names to tables and to the wrappers' additions
+            if isinstance(value, KeyedOptimizer):
                 for name, parameter in value.params.items():
                     self._names.setdefault(id(parameter), name)
             self._visit_items(path, _attributes(value))
@@ -198,7 +199,7 @@ class _Walk:
         for name, parameter in module.named_parameters():
             self.found[f"{path}.{name}"] = _digest(parameter)
             self.visit(f"{path}.{name}.grad", parameter.grad)
-        for name, buffer in module.named_buffers():  # those that aren't persistent as well
+        for name, buffer in module.named_buffers():  # buffers that are not persistent as well
             self.visit(f"{path}.{name}", buffer)
         for name, child in module.named_modules(prefix=path):
             self._visit_plain(name, child)
@@ -241,10 +242,10 @@ class _Walk:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return an object's attributes, but for those that say nothing of the run.
+    """Return an object's attributes, except those that are no state of the run.
 
-    A wrapper around a CombinedOptimizer has a *copy* of the state in it, taken when the wrapper was
-    made or loaded; only what the wrapper itself puts there is used.
+    A wrapper around a CombinedOptimizer has a *copy* of the inner state, taken when the wrapper was
+    made or loaded; only the wrapper's own additions are used.
     """
     skipped = [name for kind, name in SKIPPED_ATTRIBUTES if isinstance(value, kind)]
     found = {name: item for name, item in vars(value).items() if name not in skipped}

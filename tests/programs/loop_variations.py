@@ -1,4 +1,4 @@
-"""What teams do in the quick start's loop: dropped steps, evaluation, metrics, buffers."""
+"""Vary the quick start's loop as teams do: dropped steps, evaluation, metrics, buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrec_checknrun import PerRank
 
 
 class Accumulated(Training):
-    """The dense optimizer steps every other batch."""
+    """A loop whose dense optimizer steps every other batch."""
 
     def turn(self, number: int, batch: Batch) -> None:
         (self.model(batch) / 2).backward()
@@ -25,7 +25,7 @@ class Accumulated(Training):
 
 
 class Dropped(Training):
-    """Gradients of many batches in a row are dropped, as after a NaN, and checkpoints go on."""
+    """A loop that drops the gradients of many batches in a row, as after a NaN, and still saves."""
 
     def turn(self, number: int, batch: Batch) -> None:
         self.model(batch).backward()
@@ -35,7 +35,7 @@ class Dropped(Training):
 
 
 class Scaled(Training):
-    """Losses are scaled; the scaler skips the dense optimizer's step where a gradient overflows."""
+    """A loop with scaled losses; the scaler skips the dense optimizer's step upon an overflow."""
 
     def prepare(self) -> None:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
@@ -51,7 +51,7 @@ class Scaled(Training):
 
 
 class Evaluated(Training):
-    """Looks rows up without training them in between: kernels count that."""
+    """A loop that also looks rows up without training them, which kernels count."""
 
     def after(self, number: int, batch: Batch) -> None:
         if number % 2 == 0:
@@ -62,7 +62,7 @@ class Evaluated(Training):
 
 
 class NormalisedNet(Net):
-    """The same, with the dense features normalised over each rank's own batch."""
+    """The same net, with the dense features normalised over each rank's own batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,14 +70,14 @@ class NormalisedNet(Net):
 
 
 class Normalised(Training):
-    """Running statistics are each rank's own, and declared so."""
+    """A loop with running statistics, which are each rank's own and declared so."""
 
     net = NormalisedNet
     options: ClassVar[dict[str, Any]] = {"per_rank_buffers": ["*.running_*"]}
 
 
 class Scores:
-    """A metric that keeps all that it has seen, each rank its own."""
+    """A metric that keeps all samples seen, on each rank its own."""
 
     def __init__(self) -> None:
         self.seen = torch.zeros(0)
@@ -102,7 +102,7 @@ class GrowingMetric(Training):
 
 
 class Replay:
-    """The last few batches' dense features by their number, and which to train once more."""
+    """The last few batches' dense features by their number, and those to train once more."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -127,7 +127,7 @@ class Replay:
 
 
 class ReplayBuffer(Training):
-    """Keys come and go, and their order counts."""
+    """A loop with a buffer whose keys come and go, and whose order counts."""
 
     def prepare(self) -> None:
         self.replay = Replay(4)
@@ -141,7 +141,7 @@ class ReplayBuffer(Training):
 
 
 class Averaged(Training):
-    """A running average of the dense layers."""
+    """A loop with a running average of the dense layers."""
 
     def prepare(self) -> None:
         self.average = AveragedModel(self.model.module.over)

@@ -1,4 +1,4 @@
-"""What teams do to the quick start's optimizers: wrappers, schedules, groups, kernels' rates."""
+"""Vary the quick start's optimizers as teams do: wrappers, schedules, groups, kernels' rates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WarmUpAroundAll(Training):
 
 
 class WarmUpAndClippingInside(Training):
-    """As TorchRec's users nest them: each part warms up on its own, the dense one is clipped."""
+    """Optimizers nested as by TorchRec's users: each part warms up alone; one is clipped."""
 
     def wrapped(self) -> KeyedOptimizer:
         clipped = GradientClippingOptimizer(self.dense, GradientClipping.NORM, 0.05)
@@ -65,7 +65,7 @@ class ClippingAroundWarmUp(Training):
 
 
 class ClippingAroundAll(Training):
-    """The norm is kept, of gradients that include none of the sharded tables'."""
+    """A clipping wrapper that keeps the norm of gradients, which include no sharded table's."""
 
     def wrapped(self) -> KeyedOptimizer:
         return GradientClippingOptimizer(super().wrapped(), GradientClipping.NORM, 0.02)
@@ -97,7 +97,7 @@ class OwnWrapper(Training):
 
 
 class ScheduleOfEach(Training):
-    """Schedules on the optimizers inside, which the wrappers around them don't know."""
+    """Schedules on the inner optimizers, unknown to the wrappers around them."""
 
     def prepare(self) -> None:
         self.schedule(StepLR(self.inner, 3, 0.5), LambdaLR(self.fused, lambda n: 1 / (1 + n)))
@@ -109,7 +109,7 @@ class ScheduleOfAll(Training):
 
 
 class OneCycle(Training):
-    """Sets momentum as well as rates."""
+    """A schedule that sets momentum as well as rates."""
 
     def prepare(self) -> None:
         self.schedule(OneCycleLR(self.inner, 0.05, total_steps=STEPS + 5))
@@ -122,7 +122,7 @@ class OneAfterTheOther(Training):
 
 
 class Cyclic(Training):
-    """Keeps a function of its own in the state, and moves rate and momentum up and down."""
+    """A schedule with a function in its state that moves rate and momentum up and down."""
 
     def factory(self, parameters: Parameters) -> Optimizer:
         return torch.optim.SGD(parameters, lr=RATE, momentum=0.9, nesterov=True)
@@ -132,7 +132,7 @@ class Cyclic(Training):
 
 
 class Plateau(Training):
-    """Halves the rate when the loss has not fallen for a while."""
+    """A schedule that halves the rate when the loss has not fallen for a while."""
 
     def prepare(self) -> None:
         self.plateau = ReduceLROnPlateau(self.inner, factor=0.5, patience=1)
@@ -149,7 +149,7 @@ class Plateau(Training):
 
 
 class GroupsByHand(Training):
-    """Two groups; rates, decay and momentum are set in the loop, once."""
+    """Two groups; the loop sets rates, decay and momentum once."""
 
     def factory(self, parameters: Parameters) -> Optimizer:
         biases = [p for p in parameters if p.dim() == 1]
@@ -185,14 +185,14 @@ class RateIsATensor(Training):
 
 
 class FusedAdam(Training):
-    """Torch's fused kernel keeps its step counters as it likes."""
+    """Torch's fused kernel, which keeps its step counters in its own way."""
 
     def factory(self, parameters: Parameters) -> Optimizer:
         return torch.optim.AdamW(parameters, lr=RATE, fused=True, amsgrad=True)
 
 
 class Apart(Training):
-    """Optimizers are given to the Checkpointer one by one, the dense one without its wrapper."""
+    """Optimizers given to the Checkpointer one by one, the dense one without its wrapper."""
 
     def prepare(self) -> None:
         self.schedule(StepLR(self.dense, 3, 0.5), LambdaLR(self.fused, lambda n: 1 / (1 + n)))
@@ -200,14 +200,14 @@ class Apart(Training):
 
 
 class Nadam(Training):
-    """Keeps more than moments."""
+    """An optimizer that keeps more than moments."""
 
     def factory(self, parameters: Parameters) -> Optimizer:
         return torch.optim.NAdam(parameters, lr=RATE, momentum_decay=0.01)
 
 
 class KernelsOwnRate(Training):
-    """No fused optimizer in sight: the tables' rate is set on their kernel."""
+    """A rate set on the tables' kernel, without any fused optimizer at hand."""
 
     def wrapped(self) -> KeyedOptimizer:
         return self.dense
@@ -220,7 +220,7 @@ class KernelsOwnRate(Training):
 
 
 class KernelsHyperparameters(Training):
-    """Set through the fused optimizer while it trains."""
+    """Hyperparameters set through the fused optimizer during training."""
 
     def after(self, number: int, batch: Batch) -> None:
         if number == 4:
@@ -228,7 +228,7 @@ class KernelsHyperparameters(Training):
 
 
 class TwoKernels(Training):
-    """Each table has an optimizer of its own kind, and a schedule of its own."""
+    """Tables with an optimizer of its own kind each, and a schedule of its own."""
 
     def apply(self, net: Any) -> None:
         bags = net.ebc.embedding_bags
@@ -245,7 +245,7 @@ class TwoKernels(Training):
 
 
 class KernelsLag(Training):
-    """Gradients are zeroed, which gives kernels their rate, before the schedule sets the next."""
+    """A loop that zeroes gradients, which sets kernels' rates, before the schedule's next step."""
 
     def prepare(self) -> None:
         self.schedule(LambdaLR(self.optimizer, lambda n: 0.7**n))

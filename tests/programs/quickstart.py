@@ -1,4 +1,4 @@
-"""TorchRec's quick start: an EmbeddingBagCollection, DistributedModelParallel, a plain loop.
+"""Train TorchRec's quick start: an EmbeddingBagCollection, DistributedModelParallel, a plain loop.
 
 The tables are trained in the backward pass, the rest by Adam over the named parameters, both behind
 one CombinedOptimizer, and the reader is a state object that knows its place.
@@ -29,7 +29,7 @@ DIM, RATE = 8, 0.02
 
 
 class Net(nn.Module):
-    """Pooled embeddings beside dense features, through two layers."""
+    """A net of pooled embeddings beside dense features, through two layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Run a program as a whole, and again killed and resumed, and compare what they held at the end."""
+"""Run a program as a whole, and again killed and resumed, and compare the final objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.programs.live import differences
 from tests.programs.session import INTERVAL, KILLED_AT, run_here
 
 Ranks = list[dict[str, Any]]
-"""What each rank held at the end; see ``session.Ended``."""
+"""The objects of each rank at the end; see ``session.Ended``."""
 SHOWN = 60
 SAME_BYTES = ("weights", "ids", "optimizer", "dense")
 
@@ -19,7 +19,7 @@ SAME_BYTES = ("weights", "ids", "optimizer", "dense")
 def killed_and_resumed(
     ranks: WorkerPool, folder: Path, program: str, **options: Any
 ) -> tuple[Ranks, Ranks]:
-    """Return the ends of a run that was killed and resumed, and of one that never was."""
+    """Return the ends of a run that was killed and resumed, and of an uninterrupted one."""
     wanted = _ended(ranks, folder / "whole", program, **options)
     assert {rank["resumed_from"] for rank in wanted} == {0}
     answers = ranks.run(
@@ -33,7 +33,7 @@ def killed_and_resumed(
 
 
 def compare(resumed: Ranks, wanted: Ranks) -> None:
-    """Find every live object of every rank equal."""
+    """Check that every live object of every rank is equal."""
     lost = [
         f"rank {rank}: {line}"
         for rank, (found, whole) in enumerate(zip(resumed, wanted, strict=True))
@@ -44,7 +44,7 @@ def compare(resumed: Ranks, wanted: Ranks) -> None:
 
 
 def compare_bytes(resumed: Ranks, wanted: Ranks) -> None:
-    """Find the checkpoints after the restore as large as they would have been without."""
+    """Check that the checkpoints after the restore are as large as without a restore."""
     whole = {report["step"]: _size(report) for report in wanted[0]["reports"]}
     found = {report["step"]: _size(report) for report in resumed[0]["reports"]}
     assert found, "nothing was saved after the restore"

@@ -1,8 +1,8 @@
-"""A training program as a test sees it: started somewhere, killed at a step, compared at its end.
+"""Start a training program for a test, kill it at a step, and compare it at its end.
 
-The programs beside this module are written as their teams would; of the tests they know only
-``after_step``, which they call at the end of each turn of their loops, and say what they held when
-they were done.
+The programs beside this module are written as their teams would. Of the tests they know only
+``after_step``, which they call at the end of each turn of their loops, and they return their
+objects at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.programs.live import live
 from torchrec_checknrun import CheckpointReport
 
 AfterStep = Callable[[int], None]
-"""Told how many steps are done."""
+"""A function that is called with the number of steps done."""
 KILLED_AT = 11
 """In the middle of an interval; two checkpoints are durable by then, the third may be."""
 STEPS, INTERVAL = 16, 3
@@ -32,12 +32,12 @@ STEPS, INTERVAL = 16, 3
 
 @dataclass
 class Ended:
-    """What a program held when it was done.
+    """The objects of a program at its end.
 
     Attributes:
-        objects: all that it had made for training, by name.
+        objects: everything made for training, by name.
         reports: one for every checkpoint of this process.
-        resumed_from: the step that it was restored to, 0 for a fresh start.
+        resumed_from: the restored step, 0 for a fresh start.
     """
 
     objects: dict[str, object]
@@ -53,11 +53,11 @@ class Ended:
 
 
 Program = Callable[..., Ended]
-"""Called with a root and ``AfterStep``."""
+"""A function that is called with a root and ``AfterStep``."""
 
 
 def killer(step: int | None, victim: int = 1) -> AfterStep:
-    """Return what kills a rank with SIGKILL at the end of a step; nobody if that is None."""
+    """Return a function that kills a rank with SIGKILL at the end of a step; None kills none."""
 
     def after_step(done: int) -> None:
         if done == step and dist.get_rank() == victim:

@@ -1,4 +1,4 @@
-"""The comparison itself: whatever a resumed run may lack is seen, and nothing else."""
+"""Test the comparison itself: find whatever a resumed run may lack, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.programs.live import differences, generators, live
 
 @dataclass
 class Own:
-    """A state object of a user's."""
+    """A user's state object."""
 
     number: float = 0.5
     _hidden: list[Any] = field(default_factory=lambda: [1, {"a": (2, None)}])

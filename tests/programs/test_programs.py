@@ -1,4 +1,4 @@
-"""Training programs killed in the middle and resumed end as if nothing had happened."""
+"""Kill training programs in the middle; resume them to the end of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_checkpoints_after_a_restore_are_no_larger(both: Both, program: str) -> 
 
 @pytest.mark.parametrize("program", ["two_towers", "quickstart"])
 def test_a_restore_makes_no_state_for_the_tables(both: Both, program: str) -> None:
-    """Adam has the sharded tables' parameters as well, but never steps them."""
+    """Make no state for the sharded tables' parameters, which Adam has as well, but never steps."""
     resumed, wanted = both(program)
     sharded = {"movie", "user", "product"}  # the store's table is data parallel
     for rank in (*resumed, *wanted):

@@ -1,4 +1,4 @@
-"""The programs as scripts: torchrun starts them, restarts them after the kill, as anybody's."""
+"""Run the programs as scripts: torchrun starts them, and restarts them after the kill."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from tests.programs.resuming import compare, compare_bytes
 
 
 def restarted(folder: Path, program: str) -> list[dict[str, Any]]:
-    """Run a script of two ranks, one of which is killed once; what each rank held at the end."""
+    """Run a script of two ranks, one of which is killed once; return each rank's final objects."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else gloo finds the dead process's addresses
+        # Otherwise gloo finds the dead process's addresses
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     done = subprocess.run(
         [

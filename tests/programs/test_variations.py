@@ -1,4 +1,4 @@
-"""What teams change in a training program comes back as well, to the last attribute."""
+"""Restore everything that teams change in a training program, to the last attribute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.programs.variations import VARIATIONS
 OFTEN = {
     *("WarmUpAndClippingInside", "GroupsByHand", "KernelsLag", "ReplayBuffer", "Normalised"),
 }
-"""Those that each `make test` runs."""
+"""The variations that each `make test` runs."""
 
 
 @pytest.mark.parametrize(

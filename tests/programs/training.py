@@ -1,4 +1,4 @@
-"""The quick start's training in parts, for variations to replace one or two of them."""
+"""Split the quick start's training into parts, so that variations can replace one or two."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Training:
 
     Attributes:
         schedules: stepped at the end of each turn.
-        state: what is given to the Checkpointer besides the optimizer and the reader.
-        options: how else the Checkpointer is made.
+        state: given to the Checkpointer besides the optimizer and the reader.
+        options: other arguments of the Checkpointer.
     """
 
     net: type[nn.Module] = Net
@@ -61,11 +61,11 @@ class Training:
         return torch.optim.Adam(parameters, lr=RATE)
 
     def wrapped(self) -> KeyedOptimizer:
-        """Put the optimizers together."""
+        """Combine the optimizers."""
         return CombinedOptimizer([("tables", self.fused), ("dense", self.dense)])
 
     def prepare(self) -> None:
-        """Make what else the loop needs."""
+        """Make everything else that the loop needs."""
 
     def turn(self, number: int, batch: Batch) -> None:
         """Train a batch, the first of which has number 1."""
@@ -77,7 +77,7 @@ class Training:
             schedule.step()
 
     def after(self, number: int, batch: Batch) -> None:
-        """Do something once the optimizer has stepped."""
+        """Act after the optimizer has stepped."""
 
     def schedule(self, *schedules: LRScheduler) -> None:
         self.schedules = list(schedules)

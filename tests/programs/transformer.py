@@ -1,8 +1,8 @@
-"""A transformer over item histories: StepLR on the wrapped optimizers, dropout, masking at random.
+"""Train a transformer over item histories: StepLR, dropout, masking at random.
 
-After TorchRec's BERT4Rec example: an EmbeddingCollection sharded with a fused optimizer, Adam with
-weight decay for all else, one StepLR for both, epochs that are shuffled by a sampler, validation
-after each. What is random (dropout, masks) comes from the process's generators.
+Modelled on TorchRec's BERT4Rec example: an EmbeddingCollection sharded with a fused optimizer, Adam
+with weight decay for all else, one StepLR for both on the wrapped optimizers, epochs that are
+shuffled by a sampler, validation after each. Dropout and masks draw from the process's generators.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MASK = ITEMS - 1
 
 
 class History(nn.Module):
-    """Predicts the items that were masked in users' histories."""
+    """A net that predicts masked items in users' histories."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def main(root: str, after_step: AfterStep) -> Ended:
     histories = torch.randint(1, MASK, (64, LENGTH), generator=torch.Generator().manual_seed(1))
     data = TensorDataset(histories)
     sampler: DistributedSampler[Any] = DistributedSampler(data)
-    # A generator of its own: else each new iterator draws from the one that drops and masks.
+    # A generator of its own: otherwise each new iterator draws from the one that drops and masks.
     loader = DataLoader(data, BATCH, sampler=sampler, generator=torch.Generator())
     done = resumed_from
     for epoch in range(done // len(loader), EPOCHS):
@@ -125,7 +125,7 @@ def main(root: str, after_step: AfterStep) -> Ended:
             loss.backward()
             optimizer.step()
             done += 1
-            if done % len(loader) == 0:  # so that a checkpoint between epochs has the new rate
+            if done % len(loader) == 0:  # gives a checkpoint between epochs the new rate
                 validate(model, histories[:BATCH])
                 schedule.step()
             checkpointer.step()
@@ -148,7 +148,7 @@ def skip(batches: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def mask(histories: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hide some items, by all three generators; labels are those, 0 elsewhere."""
+    """Hide some items, by all three generators; return them as labels, 0 elsewhere."""
     hidden = torch.from_numpy(np.random.rand(*histories.shape) < 0.2)
     hidden[:, random.randrange(LENGTH)] = True
     return histories.masked_fill(hidden, MASK), histories.masked_fill(~hidden, 0)

@@ -1,7 +1,8 @@
-"""Two towers for retrieval, trained with Adam over *all* the model's named parameters.
+"""Train two towers for retrieval with Adam over *all* the model's named parameters.
 
-After TorchRec's retrieval example: the tables' optimizer is row-wise Adagrad, asked for through the
-sharder, and Adam gets the tables' parameters as well, which it never steps: they have no gradient.
+Modelled on TorchRec's retrieval example: the tables' optimizer is row-wise Adagrad, requested
+through the sharder, and Adam gets the tables' parameters as well, which it never steps: they have
+no gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DIM, RATE = 16, 0.01
 
 
 class TwoTowers(nn.Module):
-    """Scores a user's and a movie's embeddings by their projections' inner product."""
+    """A net that scores a user's and a movie's embeddings by their projections' inner product."""
 
     def __init__(self) -> None:
         super().__init__()

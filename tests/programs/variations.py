@@ -1,6 +1,6 @@
-"""The quick start with what teams change in it, by name; each is a ``Training`` of its own.
+"""List the variations of the quick start by name; each is a ``Training`` of its own.
 
-All are short, and each is one that resumed otherwise than it had been killed, or could have.
+All are short, and each resumed once in another state than it was killed in, or could have.
 """
 
 from __future__ import annotations

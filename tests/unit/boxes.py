@@ -1,4 +1,4 @@
-"""Random ways to cut a tensor into parts."""
+"""Draw random ways to cut a tensor into parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hand-made chains of checkpoints with random chunks, and a plain reader for comparison."""
+"""Write hand-made chains of checkpoints with random chunks; read them plainly for comparison."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CODECS: list[Codec] = [
     ImportanceWeighted(),
 ]
 CHAIN_ROWS = 40
-"""Of ``chain_of_three``."""
+"""Rows of ``chain_of_three``."""
 _numbers = itertools.count()
 
 
@@ -65,7 +65,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Part:
-    """Rows of some columns, a chunk each for so many of them."""
+    """The rows of some columns, in chunks of a given size."""
 
     columns: tuple[int, int]
     ids: list[int]
@@ -88,7 +88,7 @@ class Job:
 
 
 def encode(part: Part, rows: int, seed: int) -> list[EncodedChunk]:
-    """Chunks of random rows."""
+    """Encode random rows into chunks."""
     generator = torch.Generator().manual_seed(seed)
     start, stop = part.columns
     chunks = []
@@ -120,11 +120,10 @@ def write(
     sharded: Sequence[EncodedChunk] = (),
     **other: Any,
 ) -> Manifest:
-    """Commits a checkpoint of one table, and a state that all ranks have alike, and one each of
-    their own.
+    """Commit a checkpoint of one table, one state common to all ranks, and one state per rank.
 
     Args:
-        dense: more of the state that all ranks have alike.
+        dense: more of the common state.
         sharded: pieces of sharded tensors.
     """
     sequence = parent.sequence + 1 if parent else 1
@@ -178,7 +177,8 @@ def splits(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
 def random_parts(
     draw: st.DrawFn, rows: int, codecs: Sequence[Codec] = (Exact(),)
 ) -> list[list[Part]]:
-    """A chain: a full checkpoint and differential ones; of some, a chunk has all rows of a range.
+    """Draw a chain of a full checkpoint and differential ones; some chunks hold all rows of a
+    range.
 
     Rows of the first ones may have no optimizer state yet.
     """
@@ -245,7 +245,7 @@ def content_of(root: Folder, head: str) -> ChainContent:
 def restore(
     root: Folder, head: str, shards: list[LocalShard], threads: int = 1, dry_run: bool = False
 ) -> tuple[list[Marks], list[str]]:
-    """Restores as a planner and a reader do.
+    """Restore as a planner and a reader do.
 
     Returns:
         The shards' marks, and the keys of the chunks that were read.
@@ -277,10 +277,10 @@ def restore(
 
 
 def apply_in_order(root: Folder, head: str, shards: list[LocalShard]) -> list[np.ndarray]:
-    """What a restore should come to: every chunk in the chain's order, over whatever is there.
+    """Apply every chunk in the chain's order, the older ones first: the right result of a restore.
 
     Returns:
-        By shard, which rows differential checkpoints hold.
+        The rows of each shard that differential checkpoints hold.
     """
     held = [np.zeros(shard.rectangle.rows, dtype=bool) for shard in shards]
     for age, chunks in enumerate(content_of(root, head).chunks):

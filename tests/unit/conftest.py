@@ -1,4 +1,4 @@
-"""Roots, a group of one rank, a tracked model and the console tool, for several modules."""
+"""Provide roots, a group of one rank, a tracked model and the console tool."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from tests.unit.chains import one_thread
+from tests.crash.save_sweep import alone
+from tests.distributed.models import Job
+from tests.unit.chains import new_root, one_thread
 from tests.unit.console import Console
+from tests.unit.run.jobs import make_job
 from tests.unit.tracked_model import make_model
 from torchrec_checknrun.codecs import kernel
 from torchrec_checknrun.store.folder import Folder
@@ -27,6 +30,13 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
     folder = Folder("memory://tests/unit/run")
     folder.create()
     yield folder
+    fsspec.filesystem("memory").rm("/tests", recursive=True)
+
+
+@pytest.fixture
+def memory_root() -> Iterator[Folder]:
+    """Make a root in memory; delete all of these after the test."""
+    yield new_root()
     fsspec.filesystem("memory").rm("/tests", recursive=True)
 
 
@@ -54,6 +64,18 @@ def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Run a test in a process group of one rank, with one thread."""
+    with alone():
+        yield
+
+
+@pytest.fixture
+def job(one_rank: None) -> Job:
+    return make_job()
 
 
 @pytest.fixture

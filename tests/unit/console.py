@@ -1,4 +1,4 @@
-"""The console tool in this process, as a shell sees it."""
+"""Run the console tool in this process as a shell does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Result:
 
     @property
     def document(self) -> Any:
-        """The output of --json, which must be the only output."""
+        """Return the output of --json, which must be the only output."""
         return json.loads(self.out, parse_constant=_refuse)
 
 

@@ -1,4 +1,4 @@
-"""Chunks as tests look at them: the index entry as JSON holds it, and decoded rows."""
+"""Show chunks to tests: the index entry in JSON's form, and decoded rows."""
 
 from __future__ import annotations
 

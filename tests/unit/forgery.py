@@ -1,4 +1,4 @@
-"""Chains that an attacker has changed: checksums are valid, since making them needs no key."""
+"""Change chains as an attacker would: with valid checksums, which need no key."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class ForgedFile:
     """A rank file.
 
     Attributes:
-        index: its document; each chunk's checksum is made to fit.
-        raw_index: the index's bytes in its place, if they are no JSON of ``index``.
+        index: its document; each chunk's checksum is updated.
+        raw_index: bytes in place of the index, if they are no JSON of ``index``.
     """
 
     payload: bytearray
@@ -79,9 +79,9 @@ class Forged:
 
     Attributes:
         folder: its directory's name.
-        manifest: its document; what it says of files, and its parent's checksum, are made to fit.
-        last: changes the document after that; then only its own checksum is made.
-        raw_manifest: the file in its place.
+        manifest: its document; the facts about files and the parent's checksum are updated.
+        last: changes the document afterwards; then only its own checksum is updated.
+        raw_manifest: bytes in place of the manifest.
     """
 
     folder: str
@@ -92,7 +92,7 @@ class Forged:
 
     @property
     def entries(self) -> list[Any]:
-        """The first file's index entries."""
+        """Return the first file's index entries."""
         return self.first.index["chunks"]
 
     @property
@@ -241,7 +241,7 @@ def _restore_blocks(root: Folder, head: str) -> None:
 
 
 def attack(root: Folder, head: str) -> list[str]:
-    """Run everything that reads a chain.
+    """Run all readers on a chain.
 
     Returns:
         The errors, with the reader that raised each; no other error may be raised.

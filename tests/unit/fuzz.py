@@ -1,4 +1,4 @@
-"""Small valid chains, changed anywhere, and read: every one is restored or refused, nothing else.
+"""Change small valid chains anywhere; check that every reader restores or refuses them.
 
 python -m tests.unit.fuzz --seconds 600 --json fuzz.json
 """
@@ -48,11 +48,11 @@ JUNK = st.one_of(
 
 @dataclass
 class Counts:
-    """What was tried.
+    """The number of tried inputs, by outcome.
 
     Attributes:
-        refused: by something that reads; the others were as good as unchanged to it.
-        slowest_seconds: that one input took.
+        refused: by at least one reader; no change in the others matters.
+        slowest_seconds: the longest time of an input.
     """
 
     inputs: int = 0
@@ -111,7 +111,7 @@ def changes(draw: st.DrawFn, tree: Any) -> Change:
 def apply(tree: Any, change: Change) -> None:
     """Apply a change to a tree; leave a tree without the place as it is."""
     path, what, value = change
-    node, value = tree, copy.deepcopy(value)  # another change may be within
+    node, value = tree, copy.deepcopy(value)  # an earlier change may be within the value
     for key in path[:-1]:
         if not (isinstance(node, dict) and key in node) and not (
             isinstance(node, list) and isinstance(key, int) and key < len(node)
@@ -154,14 +154,14 @@ def change_bytes(draw: st.DrawFn, data: bytearray) -> None:
 def campaign(
     examples: int, number: int, original: list[Forged], stop: Callable[[], bool] = lambda: False
 ) -> Counts:
-    """Tries that many chains.
+    """Try a number of chains.
 
     Args:
         number: seeds the choice.
-        stop: asked before each; the rest is left out when it says so.
+        stop: asked before each chain; returns True to skip the rest.
 
     Raises:
-        Exception: one was neither read nor refused; hypothesis prints the smallest such change.
+        Exception: a chain was neither read nor refused; hypothesis prints the smallest such change.
     """
     counts = Counts()
     began = time.perf_counter()
@@ -195,9 +195,9 @@ def campaign(
 
 
 def run(seconds: float, first: int = 0) -> Counts:
-    """Try chains for so many seconds, in bounded memory."""
+    """Try chains for a number of seconds, in bounded memory."""
     original, total, end = example(), Counts(), time.monotonic() + seconds
-    campaign(20, first, original)  # what is loaded and compiled at first use
+    campaign(20, first, original)  # load and compile at first use
     with bounded_memory():
         while time.monotonic() < end:
             first += 1
@@ -210,7 +210,7 @@ def run(seconds: float, first: int = 0) -> Counts:
 
 
 class bounded_memory:
-    """Limit the address space of this process to ``EXTRA_BYTES`` beyond the current one."""
+    """A limit of this process's address space, ``EXTRA_BYTES`` beyond the current size."""
 
     def __enter__(self) -> None:
         self._before = resource.getrlimit(resource.RLIMIT_AS)

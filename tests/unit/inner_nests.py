@@ -1,4 +1,4 @@
-"""Users' optimizers that hold other optimizers, and functions to nest and train them."""
+"""Define users' optimizers that hold other optimizers, and functions to nest and train them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain states through ``dcp.save`` and ``dcp.load`` in one process, and the errors raised."""
+"""Send plain states through ``dcp.save`` and ``dcp.load`` in one process; return errors."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rows that are hard to quantize, and how far off a quantized row may be."""
+"""Make rows that are hard to quantize, and bound the error of quantized rows."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ WIDTHS = (2, 3, 4, 8)
 METHODS = ("asymmetric", "symmetric", "greedy", "adaptive")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LEAST = 2.0**-16
-"""Rows whose largest magnitude is below are too small for a fp16 scale."""
+"""Smallest largest magnitude of a row that is not too small for a fp16 scale."""
 
 
 def rowwise(bits: int, method: str) -> Rowwise:
-    """A codec whose search, if it is greedy, needs no choosing of its parameters."""
+    """Return a codec whose greedy search, if any, has fixed parameters."""
     return Rowwise(bits, method, num_bins=20, ratio=0.6)
 
 
 def fbgemm_encode(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """FBGEMM's own bytes, ``(n, row bytes)``; the dim must be one that it accepts.
+    """Encode by FBGEMM into ``(n, row bytes)``; the dim must be one that FBGEMM accepts.
 
-    A bias that is zero keeps the sign of one of the row's zeros. Which one depends on FBGEMM's
-    release; stored bytes must not, and keep to the choice of FBGEMM up to 1.8.
+    A bias of zero keeps the sign of one of the row's zeros, which depends on FBGEMM's release.
+    Stored bytes must not depend on the release: they keep the choice of FBGEMM up to 1.8.
     """
     if bits == 8:
         data = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
@@ -50,29 +50,29 @@ def fbgemm_encode(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _by_lanes(dim: int) -> list[int]:
-    """Positions by eight lanes, the last of a lane first, then those that fill no eight."""
+    """List positions by eight lanes, the last of a lane first, then the rest beyond full eights."""
     whole = dim // 8 * 8
     lanes = [place for lane in range(8) for place in range(whole - 8 + lane, -1, -8)]
     return lanes[:whole] + list(range(whole, dim))
 
 
 def _first_in(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """``(n,)`` bool: whether the first zero in this order of positions has the sign."""
+    """Return ``(n,)`` bool: whether the first zero in this order of positions has the sign."""
     ordered = rows[:, list(order)]
     first = (ordered == 0).int().argmax(dim=1, keepdim=True)
     return torch.signbit(ordered.gather(1, first))[:, 0]
 
 
 def fbgemm_decode(data: torch.Tensor, bits: int) -> torch.Tensor:
-    """FBGEMM's own values, ``(n, dim)``, padded to whole bytes and words."""
+    """Decode by FBGEMM to ``(n, dim)``; the bytes are padded to whole bytes and words."""
     if bits == 8:
         return torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(data)
     return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(data, bits)
 
 
 def random_rows(seed: int, n: int, dim: int, method: str = "") -> torch.Tensor:
-    """``(n, dim)`` float32 as tables have them, and hard ones, all within the codecs' range: that
-    of symmetric rows begins higher.
+    """Draw ``(n, dim)`` float32 rows as in tables, and hard ones, all within the codecs' range,
+    which begins higher for symmetric rows.
     """
     floor = (40 if method == "symmetric" else 4) * LEAST
     rng = np.random.default_rng(seed)
@@ -90,7 +90,7 @@ def random_rows(seed: int, n: int, dim: int, method: str = "") -> torch.Tensor:
 
 
 def spoil(rows: torch.Tensor, seed: int) -> torch.Tensor:
-    """Some of the rows are not finite now, or too large, or too small."""
+    """Make some rows not finite, too large or too small."""
     rng = np.random.default_rng(seed)
     rows = rows.clone()
     for row in range(len(rows)):
@@ -104,15 +104,15 @@ def spoil(rows: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def half_rounding(values: torch.Tensor) -> torch.Tensor:
-    """How far a double may be from the nearest fp16 number."""
+    """Bound the distance of doubles to the nearest fp16 numbers."""
     return (values.abs() * 2.0**-11).clamp(min=2.0**-25)
 
 
 def error_bound(rows: torch.Tensor, bits: int, symmetric: bool = False) -> torch.Tensor:
-    """``(n, 1)``: how far off an element may be, of rows whose values are float32.
+    """Return ``(n, 1)``: the largest error of an element, for float32 values.
 
-    Half a step, and what the rounding of bias and scale (of which the largest code takes most)
-    can add: fp16, at 8 bit fp32 and FBGEMM's 1e-8; and a few roundings of the arithmetic.
+    Half a step, and the rounding of bias and of scale (most at the largest code): in fp16, at 8 bit
+    in fp32 and with FBGEMM's 1e-8; and a few roundings of the arithmetic.
     """
     values = rows.double()
     low, high = values.aminmax(dim=1, keepdim=True)
@@ -128,7 +128,7 @@ def error_bound(rows: torch.Tensor, bits: int, symmetric: bool = False) -> torch
 
 
 def dtype_rounding(rows: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What storing decoded elements in the dtype of their table adds."""
+    """Bound the error of storing decoded elements in the dtype of their table."""
     if dtype in (torch.float32, torch.float64):
         return torch.zeros_like(bound)
     info = torch.finfo(dtype)
@@ -137,7 +137,7 @@ def dtype_rounding(rows: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) 
 
 
 def decoded(codec: Codec, encoded: Encoded, like: torch.Tensor, n: int) -> torch.Tensor:
-    """All ``n`` rows as a reader gets them: through JSON, in the dtype of ``like``."""
+    """Decode all ``n`` rows as a reader does: through JSON, in the dtype of ``like``."""
     spec, parameters = json.loads(json.dumps([codec.spec(), encoded.parameters]))
     out = torch.full((n, like.shape[1]), 77, dtype=like.dtype)
     codec_from_spec(spec).decode(encoded.data.view(-1), parameters, n, 0, out)
@@ -147,7 +147,7 @@ def decoded(codec: Codec, encoded: Encoded, like: torch.Tensor, n: int) -> torch
 def round_trip(
     codec: Codec, rows: torch.Tensor, context: RowContext = NO_CONTEXT
 ) -> tuple[Encoded, torch.Tensor]:
-    """Rows as they come back from a chunk: exceptions exactly."""
+    """Encode and decode rows as a chunk does: exceptions exactly."""
     encoded = codec.encode(rows, context=context)
     back = decoded(codec, encoded, rows, len(rows))
     back[encoded.exceptions] = rows[encoded.exceptions]
@@ -155,14 +155,14 @@ def round_trip(
 
 
 def relative_errors(changed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``(n,)``, l2; of rows of zeros that stayed zeros: 0."""
+    """Return ``(n,)`` l2 errors relative to the rows; 0 for rows of zeros that stayed zeros."""
     values = rows.double()
     return (changed.double() - values).norm(dim=1) / values.norm(dim=1).clamp(min=1e-300)
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Torch uses so many, for a while."""
+    """Set the number of torch's threads during the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

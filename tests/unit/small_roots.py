@@ -1,4 +1,4 @@
-"""Checkpoints of a few bytes, put into a root as a Checkpointer would."""
+"""Write checkpoints of a few bytes as a Checkpointer would."""
 
 from __future__ import annotations
 

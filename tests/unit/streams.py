@@ -1,4 +1,4 @@
-"""Random Criteo data of known content, read on many ranks, for the dataset tests."""
+"""Draw random Criteo data of known content, and read datasets on many ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def random_rows(count: int, seed: int = 0) -> list[Row]:
 
 
 def expected(rows: Sequence[Row], sizes: Sequence[int] = SIZES) -> Samples:
-    """Convert rows as a dataset has to, one value at a time."""
+    """Convert rows as a dataset must, one value at a time."""
     dense = [[log(max(v or 0, 0) + 1) for v in row.dense] for row in rows]
     sparse = [[(v or 0) % n for v, n in zip(row.ids, sizes, strict=True)] for row in rows]
     return Samples(

@@ -1,4 +1,4 @@
-"""The bits that a job can afford: the paper's thresholds, and an estimate of a job's failures."""
+"""Choose the bits that a job can afford: the paper's thresholds, and estimated failures."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ POSITIVE = st.floats(1e-3, 1e6)
         (math.inf, 8),
     ],
 )
-def test_thresholds(restores: float, bits: int) -> None:
+def test_thresholds_are_the_papers(restores: float, bits: int) -> None:
     assert width_for(restores) == bits
 
 
@@ -46,8 +46,10 @@ def test_no_such_number_of_restores(restores: float) -> None:
         width_for(restores)
 
 
-def test_expected_restores() -> None:
-    """16 nodes that each run 400 days between failures: one in 25 days fails, 4 in 100."""
+def test_expected_restores_follow_from_failures() -> None:
+    """Expect one failure in 25 days and 4 in 100 days of 16 nodes with 400 days between failures
+    each.
+    """
     assert expected_restores(nodes=16, mtbf_hours=400 * 24, job_hours=100 * 24) == 4
     assert expected_restores(nodes=1, mtbf_hours=10.0, job_hours=2.5) == 0.25
 

@@ -1,4 +1,4 @@
-"""Parts make up a whole exactly if a count of every value says so; pieces of a part."""
+"""Compare parts of a whole with a count of every value, and cut pieces of a part."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_overlap_as_large_as_the_gap() -> None:
 
 
 def test_more_cuts_than_can_be_looked_at() -> None:
-    """Blocks from an untrusted checkpoint must not take hours."""
+    """Compare blocks from an untrusted checkpoint in seconds, not hours."""
     halves = [((0, 1), (1, 2))] * (MOST_SPLIT + 1)
     parts: Any = [Box(spans) for spans in product(*halves)]
     assert not tiles(Box.whole([2] * (MOST_SPLIT + 1)), parts)

@@ -1,4 +1,4 @@
-"""Only ``dcp/`` speaks DCP's protocols: the engine of saves and restores does without them."""
+"""Check that only ``dcp/`` uses DCP's protocols: saves and restores do without them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import torchrec_checknrun
 PACKAGE = Path(torchrec_checknrun.__file__).parent
 DCP = "torch.distributed.checkpoint"
 ALLOWED = f"{DCP}.stateful"
-"""The protocol of state objects, which has nothing to do with planners and storage."""
+"""The protocol of state objects, which is independent of planners and storage."""
 DOORS = ("dcp", "hydra_config", "tools")
-"""``hydra_config`` offers stock DCP to compare with, ``tools`` exports to its format."""
+"""Rooms that may use DCP: ``hydra_config`` offers stock DCP to compare with, ``tools`` exports to
+its format.
+"""
 
 
 def imported(source: str) -> Iterator[str]:
-    """The modules that a file imports, and the names that it imports from modules."""
+    """Yield the modules that a file imports, and the names imported from modules."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""Marks between ``dcp.save`` calls, on a model sharded over a group of one."""
+"""Keep marks between ``dcp.save`` calls, on a model sharded over a group of one."""
 
 import pickle
 import threading
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 class TestDirectSaves:
-    """Marks between ``dcp.save`` calls: no row may be lost between two checkpoints."""
+    """Lose no row between two checkpoints of ``dcp.save``."""
 
     def save(self, path: Path, tracked: TrackedModel, bits: int | None = None) -> Any:
         planner = SavePlanner(tracked, quantization=Quantization(bits, exact_below_rows=0))
@@ -86,7 +86,7 @@ class TestDirectSaves:
     def test_a_rise_in_width_needs_a_full_checkpoint(
         self, model: nn.Module, tracked: TrackedModel, tmp_path: Path
     ) -> None:
-        """Otherwise rows that are not written again would stay lossy in an exact checkpoint."""
+        """Write a full checkpoint: other rows would stay lossy in an exact one."""
         kinds = []
         for i, bits in enumerate([8, 4, 8, 8, None, 8, None]):
             train(model, a=[[i]])
@@ -130,7 +130,7 @@ def test_errors_can_be_sent_to_other_ranks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """DCP pickles them; ranks would wait for ever for one that can't be."""
+    """Send errors that DCP can't pickle: ranks would wait forever for them."""
     planner, writer = SavePlanner(), StorageWriter(tmp_path / "one")
     planner._prepared = mock.Mock()
     monkeypatch.setattr(f"torchrec_checknrun.dcp.save.{step}", mock.Mock(side_effect=Unsendable))

@@ -1,4 +1,4 @@
-"""The garbage collector is paused within the block only."""
+"""Pause the garbage collector within the block only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def collector() -> None:
     assert gc.isenabled()
 
 
-def test_paused_within() -> None:
+def test_gc_is_paused_within_nested_blocks() -> None:
     with gc_paused():
         assert not gc.isenabled()
         with gc_paused():

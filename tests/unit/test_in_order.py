@@ -1,4 +1,4 @@
-"""Threads work at their own pace and take turns in order, step by step."""
+"""Work in threads at their own pace, and take turns in order, step by step."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_first_failure_is_raised(threads: int, where: str) -> None:
     def work(number: int, turn: Turn) -> None:
         fails = number in (6, 7, 8, 20)
         if fails and where == "before":
-            time.sleep(0.01 / number)  # a later one fails sooner
+            time.sleep(0.01 / number)  # a later item fails sooner
             raise ValueError(number)
         with turn:
             if fails and where == "in":
@@ -149,7 +149,7 @@ def test_the_first_failure_is_raised(threads: int, where: str) -> None:
 def test_memory_is_bounded() -> None:
     lock, held, peak = threading.Lock(), 0, 0
     sizes = [random.randrange(1, 5) for _ in range(80)]
-    sizes[40] = 50  # more than there is: alone
+    sizes[40] = 50  # more than the limit: runs alone
 
     def work(number: int, turn: Turn) -> None:
         nonlocal held, peak

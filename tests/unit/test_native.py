@@ -1,4 +1,4 @@
-"""Copies of rows' bytes equal NumPy's plain indexing, compiled and not."""
+"""Copy rows' bytes as NumPy's plain indexing does, compiled and not."""
 
 import logging
 import sys
@@ -59,7 +59,7 @@ def test_rows_come_to_their_places(
         patch.object(module, "BLOCK_BYTES", block),
     ):
         assert can_copy(source, target)
-        # However the source's bytes are seen, and wherever they begin.
+        # Try every view of the source's bytes, from every beginning.
         odd = torch.cat([torch.zeros(1, dtype=torch.uint8), source.reshape(-1).view(torch.uint8)])
         copy_rows(odd[1:], rows, chosen, target, where)
     assert np.array_equal(target.numpy(), wanted)
@@ -112,13 +112,13 @@ def test_memory_in_pieces_is_for_torch() -> None:
 
 
 class TestLibrary:
-    """A library is used where it fits; else one warning says why not, and how to build another."""
+    """Use a library that fits; otherwise warn once of the reason and the command to build one."""
 
     @pytest.fixture
     def package(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> Path:
-        """A folder in which the package's libraries are looked for."""
+        """Make a folder in which the package looks for libraries."""
         folder = tmp_path / "torchrec_checknrun"
         folder.mkdir()
         monkeypatch.setattr(module, "__file__", str(folder / "native.py"))
@@ -132,14 +132,18 @@ class TestLibrary:
         (record,) = caplog.records
         return record.getMessage()
 
-    def test_missing(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_missing_library_names_the_command(
+        self, package: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         assert not self.used()
         text = self.warned(caplog)
         assert "the compiled kernel is missing: NumPy" in text
         assert "-m pip install --no-build-isolation" in text
         assert f"torchrec_checknrun-{__version__}.tar.gz" in text
 
-    def test_among_sources(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_sources_name_the_build_command(
+        self, package: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         (package.parent / "setup.py").touch()
         assert not self.used()
         assert self.warned(caplog).endswith(
@@ -170,13 +174,17 @@ class TestLibrary:
             assert not self.used()
         assert "was built for torch of an unknown version and is not" in self.warned(caplog)
 
-    def test_torn(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_torn_library_is_not_loaded(
+        self, package: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         note = f"checknrun: built for torch {torch.__version__};".encode()
         (package / "_C.abi3.so").write_bytes(note + b" no library")
         assert not self.used()
         assert "can't be loaded" in self.warned(caplog)
 
-    def test_not_readable(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_unreadable_library_is_reported(
+        self, package: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         (package / "_C.abi3.so").symlink_to(package / "a library that is gone")
         assert not self.used()
         assert "can't be read" in self.warned(caplog)

@@ -1,4 +1,4 @@
-"""Every error can be sent, if necessary as another one with the same text."""
+"""Send every error between ranks, if necessary as another one with the same text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of rows hold the same rows as plain NumPy finds, across the edges of blocks, too."""
+"""Hold the same rows as plain NumPy finds, across the edges of blocks, too."""
 
 from unittest.mock import patch
 
@@ -65,7 +65,7 @@ def test_it_holds_what_the_marks_say(
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_bool_marks(marked: bool) -> None:
+def test_bool_marks_make_a_set(marked: bool) -> None:
     rows = RowSet(torch.full((13,), marked))
     assert len(rows) == (13 if marked else 0)
     assert list(rows.spans(5)) == ([(0, 5, 5), (5, 10, 5), (10, 13, 3)] if marked else [])

@@ -1,4 +1,4 @@
-"""Threads work while the interpreter ends, and the caller works where no thread starts."""
+"""Finish threads' work while the interpreter ends; let the caller work where no thread starts."""
 
 from __future__ import annotations
 

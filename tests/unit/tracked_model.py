@@ -1,4 +1,4 @@
-"""A small model sharded over a group of one: its tables are whole, and in parts."""
+"""Make a small model sharded over a group of one, with tables whole and in parts."""
 
 import torch
 from torch import nn

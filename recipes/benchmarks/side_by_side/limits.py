@@ -1,4 +1,4 @@
-"""What the machine itself needs for a snapshot's bytes: no checkpoint that copies can be faster."""
+"""Measure the machine's own time for a snapshot's bytes: no copying checkpoint can be faster."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _REPEATED = 3
 
 
 class Limits:
-    """Gathers, copies and writes an interval's rows, with buffers that stay.
+    """The machine's gather, copy and write of an interval's rows, with permanent buffers.
 
-    All memory that any method needs is held and touched from the beginning, so that what a worker
-    holds more at its peak is none of this, whichever methods it calls.
+    All memory that any method needs is held and touched from the beginning, so that a worker's
+    further growth includes none of it, whichever methods it calls.
 
     Args:
         job: the model; each rank does its own part at the same time.
         folder: where to write.
-        intervals: that will be asked for, counted from 0.
+        intervals: number of intervals to measure, counted from 0.
     """
 
     def __init__(self, job: Job, folder: Path, intervals: int) -> None:
@@ -39,14 +39,14 @@ class Limits:
         self._threads = sorted({job.setting.threads, cores})
 
     def gather(self, interval: int) -> float:
-        """Seconds of ``index_select(out=)`` of the interval's rows, one table after the other, with
-        as many threads as training has or with all cores, whichever is faster.
+        """Return the seconds of ``index_select(out=)`` of the interval's rows, one table after the
+        other, with training's number of threads or with all cores, whichever is faster.
         """
         return min(self._gather(interval, threads) for threads in self._threads)
 
     def all(self, interval: int) -> dict[str, float]:
-        """Seconds of each limit by name; in memory with as many threads as training has and with
-        all cores.
+        """Return the seconds of each limit by name; in memory with training's number of threads and
+        with all cores.
         """
         found = {}
         for threads in self._threads:
@@ -72,7 +72,7 @@ class Limits:
         return self._median(gather, threads)
 
     def bytes(self, interval: int) -> int:
-        """Of the interval's rows on this rank."""
+        """Return the bytes of the interval's rows on this rank."""
         return self._rows(interval) * 4 * self._job.setting.dim
 
     def _rows(self, interval: int) -> int:

@@ -1,8 +1,8 @@
-"""The tables of docs/explanation/benchmarks.md, and those of the README, from the figures of a run.
+"""Print a run's figures as the tables of docs/explanation/benchmarks.md and of the README.
 
     python -m recipes.benchmarks.side_by_side_markdown [recipes/results/side_by_side.json]
 
-A test compares them with what the pages say.
+A test compares them with the pages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ README_RESTORES = (
 )
 
 Columns = dict[str, Callable[[dict[str, Any]], str]]
-"""What a column is called, and its cell of a row."""
+"""Columns' headings, each with a function that makes the cell of a row."""
 
 
 def _ms(seconds: float) -> str:
@@ -65,12 +65,12 @@ _SIZE: Columns = {"MB": lambda row: f"{row['bytes']['total'] / 1e6:,.1f}"}
 
 
 def training(rows: Rows, columns: Columns) -> str:
-    """What saves cost training; the columns that a system has no figures for are empty."""
+    """Make the table of the cost of saves for training; without figures a cell is empty."""
     return _table("system", _named(rows), columns)
 
 
 def limits(rows: Rows) -> str:
-    """What the machine itself needs for the rows of an interval, on all ranks at the same time."""
+    """Make the table of the machine's own limits for an interval's rows, on all ranks at once."""
     columns: Columns = {
         "ranks": lambda row: str(row["ranks"]),
         "ms": lambda row: f"{row['seconds'] * 1e3:.1f}",
@@ -81,7 +81,7 @@ def limits(rows: Rows) -> str:
 
 
 def sizes(rows: Rows) -> str:
-    """What checkpoints weigh."""
+    """Make the table of the bytes of checkpoints."""
 
     def part(name: str) -> Callable[[dict[str, Any]], str]:
         return lambda row: f"{row[name] / 1e6:,.2f}"
@@ -101,13 +101,13 @@ def sizes(rows: Rows) -> str:
 
 
 def _share(rows: Rows, row: dict[str, Any]) -> str:
-    """Of the rows that ``dcp.save`` writes, what a system does."""
+    """Return a system's share of the rows that ``dcp.save`` writes."""
     load = next(row["rows"] for row in rows if row["name"] == DCP)
     return f"1/{load / row['rows']:.2f}"
 
 
 def instants(rows: Rows) -> str:
-    """Whether what is written behind training is one instant."""
+    """Make the table of whether a background save is one instant."""
 
     def cell(row: dict[str, Any]) -> str:
         if "error" in row:
@@ -118,7 +118,7 @@ def instants(rows: Rows) -> str:
 
 
 def restores(rows: Rows, head: str) -> str:
-    """How long restores take."""
+    """Make the table of the times of restores."""
     load = next(row["median"] for row in rows if row["name"] == DCP)
     columns: Columns = {
         "s": lambda row: f"{row['median']:.2f}",
@@ -128,7 +128,7 @@ def restores(rows: Rows, head: str) -> str:
 
 
 def targets(aims: Rows) -> str:
-    """What was wanted."""
+    """Make the table of the targets."""
     columns: Columns = {
         "measured": lambda aim: f"{aim['value']:.3g}",
         "wanted": lambda aim: f"{'≤' if aim['at_most'] else '≥'} {aim['limit']:g}",
@@ -139,7 +139,7 @@ def targets(aims: Rows) -> str:
 
 
 def parts_of_a_stall(medians: dict[str, float]) -> str:
-    """Of `recipes.benchmarks.stall`."""
+    """Make the table of `recipes.benchmarks.stall`."""
     rows = {name: {"seconds": seconds} for name, seconds in medians.items()}
     return _table(
         "part of a stall", rows.items(), {"ms": lambda row: f"{row['seconds'] * 1e3:.1f}"}
@@ -147,7 +147,7 @@ def parts_of_a_stall(medians: dict[str, float]) -> str:
 
 
 def page(found: dict[str, Any], stall: dict[str, Any]) -> Iterator[str]:
-    """The tables of docs/explanation/benchmarks.md, of the trace that the targets are for."""
+    """Yield the tables of docs/explanation/benchmarks.md, for the targets' trace."""
     alone, both = (_trained(found, ranks) for ranks in (1, 2))
     yield training(alone, {**_STALLS, **_PACE, **_MEMORY, **_SIZE})
     yield training(both, {**_STALLS, **_PACE, **_MEMORY})
@@ -161,7 +161,7 @@ def page(found: dict[str, Any], stall: dict[str, Any]) -> Iterator[str]:
 
 
 def summary(found: dict[str, Any]) -> Iterator[str]:
-    """The tables of the README, and a sentence."""
+    """Yield the tables of the README, and a sentence."""
     trained = {row["name"]: row for row in _trained(found, 1)}
     shown = [trained[name] for name in README_SYSTEMS]
     yield training(shown, {**_STALL, **_PACE, **_SIZE})
@@ -216,7 +216,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "side_by_side.json"
     found = json.loads(path.read_text())
     stall = json.loads((RESULTS / "stall.json").read_text())

@@ -1,4 +1,4 @@
-"""The one model that every system checkpoints: a DLRM with Criteo Kaggle's 26 tables, scaled."""
+"""Make the model that every system checkpoints: a DLRM with Criteo Kaggle's 26 tables, scaled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained.
+    """The settings of training.
 
     Attributes:
         rows: of all tables together.
@@ -51,7 +51,7 @@ class Setting:
 
 
 def architecture(setting: Setting) -> Architecture:
-    """The recipe's `dlrm_kaggle`, at this width and with so many rows."""
+    """Return the recipe's `dlrm_kaggle`, at the setting's width and number of rows."""
     with initialize_config_dir(str(CONFIGS), version_base=None):
         model = compose("train", ["model=dlrm_kaggle"]).model
     found: Architecture = instantiate(
@@ -73,7 +73,8 @@ class Job:
     def __init__(self, setting: Setting, dtensor: bool = False) -> None:
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
-        logging.getLogger("torch.fx").setLevel(logging.ERROR)  # warns that TorchRec traces a model
+        # Hides warnings that TorchRec traces a model
+        logging.getLogger("torch.fx").setLevel(logging.ERROR)
         torch.set_num_threads(setting.threads)
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
         self.setting = setting
@@ -105,35 +106,35 @@ class Job:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What stock checkpointing takes."""
+        """Return the state that stock checkpointing saves."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     def batches(self, interval: int) -> list[Batch]:
-        """An interval's steps, this rank's part."""
+        """Return this rank's part of an interval's steps."""
         setting = self.setting
         return self.trace.batches(interval, setting.steps, setting.batch, self.rank, self.ranks)
 
     def step(self, batch: Batch) -> None:
-        """One training step."""
+        """Do one training step."""
         self.optimizer.zero_grad()
         loss, _ = self.model(batch)
         loss.backward()
         self.optimizer.step()
 
     def together(self) -> None:
-        """Waits for the other ranks."""
+        """Wait for the other ranks."""
         if self.ranks > 1:
             dist.barrier()
 
     def modified(self, interval: int) -> list[tuple[LocalShard, torch.Tensor]]:
-        """This rank's shards, and which of their rows (int64, by position) an interval modifies."""
+        """Return this rank's shards, and their row positions (int64) that an interval modifies."""
         names = [f"t_{feature}" for feature in DEFAULT_CAT_NAMES]
         rows = dict(zip(names, self.trace.rows(interval), strict=True))
         return [(s, torch.from_numpy(rows[s.table.rsplit(".", 1)[1]])) for s in self.shards]
 
 
 def initialise(shard: LocalShard) -> None:
-    """The recipe's starting values of a table that one rank holds whole."""
+    """Fill a table that one rank holds whole with the recipe's starting values."""
     name, shape = f"{shard.table}.weight", (shard.shape.rows, shard.shape.dim)
     for first, values in table_values(0, name, shape, 0, shard.shape.rows):
         shard.weight[first : first + len(values)] = torch.from_numpy(values)

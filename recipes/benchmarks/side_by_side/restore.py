@@ -1,8 +1,8 @@
-"""How long restores take; and whether what is saved while training goes on is one instant.
+"""Time restores; check whether a save during training is one instant.
 
     torchrun --nproc_per_node 2 -m recipes.benchmarks.side_by_side.restore FOLDER
 
-is how ``measure_on`` restores on several ranks; ``FOLDER/restore.json`` says what, and holds the
+is started by ``measure_on`` on several ranks; ``FOLDER/restore.json`` holds the input, and the
 figures afterwards.
 """
 
@@ -52,7 +52,7 @@ ON_SEVERAL = (
 
 
 def cases(ranks: int = 1) -> list[tuple[Case, int]]:
-    """What is restored, and how many differential checkpoints it has."""
+    """Return the systems to restore, each with its number of differential checkpoints."""
     found = [(CASES[DCP], 0), (CASES[SNAPSHOT], 0), (CASES[CHANGED_ROWS], DIFFERENTIALS)]
     for bits in (None, 8, 4, 2):
         width = "fp32" if bits is None else f"{bits} bit"
@@ -63,7 +63,7 @@ def cases(ranks: int = 1) -> list[tuple[Case, int]]:
 
 
 def measure_on(ranks: int, setting: Setting, folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """`measure` on several ranks of this machine, which share its cores."""
+    """Call `measure` on several ranks of this machine, which share its cores."""
     setting = replace(setting, threads=max(1, setting.threads // ranks))
     path = folder / "restore.json"
     path.write_text(json.dumps({"setting": asdict(setting), "rounds": rounds}))
@@ -78,8 +78,9 @@ def measure_on(ranks: int, setting: Setting, folder: Path, rounds: int) -> list[
 
 
 def measure(setting: Setting, folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """Restores everything in turn, ``rounds`` times, the files being in the system's cache; and
-    reads the same files, on one rank. A restore is over when it is on every rank.
+    """Restore all systems in turn, ``rounds`` times, with the files in the system's cache.
+
+    On one rank, also read the same files. A restore ends when the last rank has finished.
     """
     rows: list[dict[str, Any]] = []
     with process_group(600):
@@ -103,14 +104,14 @@ def measure(setting: Setting, folder: Path, rounds: int) -> list[dict[str, Any]]
                 row |= {"bytes": listed(root), "checkpoints": len(committed(root))}
                 row |= {"seconds": [], "reading": []}
                 ready.append((case, root, row))
-            except Exception as error:  # a system that can't is a row that says so
+            except Exception as error:  # a failing system gets a row with the error
                 row["error"] = f"{type(error).__name__}: {error}"
         random = np.random.default_rng(0)
         for number in tqdm(range(1 + rounds), "restores", unit="round", disable=quiet):
             for case, root, row in (ready[i] for i in random.permutation(len(ready))):
                 reading = 0.0
                 if job.rank == 0:
-                    _read(root)  # from the disk, should others' files have taken its place
+                    _read(root)  # reads from the disk if other files have taken the cache
                     reading = _read(root)
                 seconds = _restore(case, job, root, row)
                 if number and seconds is not None:  # the first is not timed
@@ -144,7 +145,7 @@ def _restore(case: Case, job: Job, root: Path, row: dict[str, Any]) -> float | N
 
 
 def _read(root: Path) -> float:
-    """Seconds of reading a store's files into a warm buffer."""
+    """Return the seconds of reading a store's files into a warm buffer."""
     buffer = memoryview(bytearray(16 << 20))
     started = time.perf_counter()
     for path in root.rglob("*"):
@@ -158,13 +159,13 @@ def _read(root: Path) -> float:
 def instants(
     setting: Setting, folder: Path, names: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Whether systems that write behind training write one instant.
+    """Check whether systems that write in the background save one instant.
 
-    Every weight is overwritten as soon as ``save`` returns; a restore must bring back all as they
-    were before.
+    Every weight is overwritten as soon as ``save`` returns; a restore must return all earlier
+    values.
     """
     if names is None:
-        # What another process writes was copied in the same way.
+        # A background process has copied its rows in the same way.
         behind = [n for n in CASES if n.startswith(ASYNC) and not n.endswith("process")]
         exact = [n for n, c in CASES.items() if c.system is Ours and c.options["bits"] is None]
         names = [*behind, SNAPSHOT_ASYNC, *exact]
@@ -207,7 +208,7 @@ def _instant(case: Case, job: Job, before: list[torch.Tensor], root: Path) -> di
 
 
 def main() -> None:
-    """One of several ranks."""
+    """Run one of several ranks."""
     folder = Path(sys.argv[1])
     path = folder / "restore.json"
     plan = json.loads(path.read_text())

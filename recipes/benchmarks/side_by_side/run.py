@@ -1,4 +1,4 @@
-"""This package beside its peers: one model, one access trace, one run.
+"""Compare this package with its peers: one model, one access trace, one run.
 
     python -m recipes.benchmarks.side_by_side --json out.json
     python -m recipes.benchmarks.side_by_side --only bytes,restore
@@ -7,11 +7,11 @@
 A DLRM with Criteo Kaggle's 26 tables, scaled, row-wise Adagrad, on CPU; every system gets the same
 steps. The parts:
 
-training: what a save costs it, on one and on two ranks (`worker`); with the machine's
+training: the cost of a save, on one and on two ranks (`worker`); with the machine's
 own limits, the time until a fresh process lists the checkpoint, and the peak of memory.
-bytes: what checkpoints weigh and how much capacity they keep (`sizes`).
-restore: how long a restore takes, on one and on two ranks (`restore`).
-instants: whether what is written behind training is one instant (`restore`).
+bytes: the bytes of checkpoints, and the capacity that they keep (`sizes`).
+restore: the time of a restore, on one and on two ranks (`restore`).
+instants: whether a save in the background is one instant (`restore`).
 
 `python -m recipes.benchmarks.side_by_side_markdown out.json` prints the tables of the docs, and
 `python -m recipes.benchmarks.side_by_side.shrink` reduces a result to their figures.
@@ -59,8 +59,8 @@ PARTS = ("training", "bytes", "restore", "instants")
 ROUNDS = "turns of each system in training; twice as many of those that targets compare"
 KINDS: tuple[Kind, ...] = ("skewed", "independent")
 QUICK = Setting(rows=50_000, batch=128, steps=3)
-# Those that targets compare come first: they are measured in the same rounds, and on one rank,
-# which the targets are for, in more of them than the others.
+# The systems that targets compare come first: they are measured in the same rounds, and on one
+# rank, as the targets require, in more rounds than the others.
 FIRST = [COPY, DCP, f"{ASYNC}, DTensor, kept stager"]
 COMPARED = [*FIRST, PROCESS]
 MORE_ROUNDS = 2
@@ -73,7 +73,7 @@ ON_TWO_RANKS = [
 
 
 def names(ranks: int, chosen: Sequence[str]) -> list[str]:
-    """The systems that are trained with on so many ranks.
+    """Return the names of the systems to train with on a number of ranks.
 
     Args:
         chosen: parts of names; none: all.
@@ -83,7 +83,7 @@ def names(ranks: int, chosen: Sequence[str]) -> list[str]:
 
 
 def summary(result: dict[str, Any], ranks: int, batch: int) -> dict[str, Any]:
-    """A worker's result as a row: by kind of save the medians, and what they come to."""
+    """Summarize a worker's result as a row: medians by kind of save, and the figures from them."""
     row = {**result, "ranks": ranks}
     if "error" in result:
         return row
@@ -108,7 +108,7 @@ def summary(result: dict[str, Any], ranks: int, batch: int) -> dict[str, Any]:
 
 
 def limits(rows: Rows) -> Rows:
-    """The machine's limits by ranks: the medians of what the worker without checkpoints found."""
+    """Return the machine's limits by ranks: medians over the worker without checkpoints."""
     found = []
     for row in rows:
         if (row["name"], row["trace"]) == (NONE, "skewed") and "error" not in row:
@@ -128,7 +128,7 @@ def limits(rows: Rows) -> Rows:
 
 
 def traces(setting: Setting, intervals: int = 12) -> dict[str, dict[str, list[float]]]:
-    """What the traces promise and have: shares of rows within 1, 2 … intervals, and in each."""
+    """Return the traces' promised and actual shares of rows, cumulative and in each interval."""
     tables = architecture(setting).num_embeddings_per_feature
     found: dict[str, dict[str, list[float]]] = {}
     for kind in KINDS:
@@ -143,7 +143,7 @@ def traces(setting: Setting, intervals: int = 12) -> dict[str, dict[str, list[fl
 
 
 def _alone(call: Callable[..., Rows], *arguments: object) -> Rows:
-    """Calls in a fresh process."""
+    """Run a call in a fresh process."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as process:
         return process.submit(call, *arguments).result()
@@ -151,7 +151,7 @@ def _alone(call: Callable[..., Rows], *arguments: object) -> Rows:
 
 @dataclass(frozen=True)
 class Run:
-    """Systems that are trained with one after the other, ``together`` of them at a time."""
+    """A group of systems to train with, ``together`` of them at a time."""
 
     ranks: int
     setting: Setting
@@ -161,7 +161,7 @@ class Run:
 
 
 def runs(setting: Setting, options: argparse.Namespace) -> list[Run]:
-    """All runs of training, for all chosen numbers of ranks; and on the other trace."""
+    """Return all runs of training, for all chosen numbers of ranks; and on the other trace."""
     found = []
     for ranks in options.ranks:
         cases = names(ranks, options.systems)
@@ -179,7 +179,7 @@ def runs(setting: Setting, options: argparse.Namespace) -> list[Run]:
 
 
 def training(setting: Setting, options: argparse.Namespace, folder: Path) -> Rows:
-    """What saves cost training."""
+    """Measure the cost of saves for training."""
     rows: Rows = []
     planned = runs(setting, options)
     total = sum(run.rounds * len(run.cases) for run in planned)
@@ -202,7 +202,7 @@ def training(setting: Setting, options: argparse.Namespace, folder: Path) -> Row
 
 
 def beyond(rows: Rows) -> None:
-    """Adds ``memory_beyond``: a system's peak beyond that of training without checkpoints."""
+    """Add ``memory_beyond``: a system's peak beyond that of training without checkpoints."""
     own = {
         (r["ranks"], r["trace"]): r["memory"] for r in rows if r["name"] == NONE and "memory" in r
     }
@@ -212,7 +212,7 @@ def beyond(rows: Rows) -> None:
 
 
 def restores(setting: Setting, ranks: Sequence[int], folder: Path, rounds: int) -> Rows:
-    """How long restores take, for all chosen numbers of ranks."""
+    """Time restores, for all chosen numbers of ranks."""
     found: Rows = []
     for count in ranks:
         if count == 1:
@@ -223,7 +223,7 @@ def restores(setting: Setting, ranks: Sequence[int], folder: Path, rounds: int) 
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     options = _options()
     setting = QUICK if options.quick else Setting()
     setting = replace(
@@ -233,7 +233,8 @@ def main() -> int:
         },
         threads=options.threads,
     )
-    calm = replace(setting, threads=len(os.sched_getaffinity(0)))  # where nothing trains beside
+    # For parts without training beside
+    calm = replace(setting, threads=len(os.sched_getaffinity(0)))
     holder = nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory()
     found: dict[str, Any] = {"setting": asdict(setting), "traces": traces(setting)}
     rounds = 1 if options.quick else RESTORES
@@ -253,7 +254,7 @@ def main() -> int:
             parts = [found.get(name, []) for name in ("training", "bytes", "restore")]
             parts[0] = [row for row in parts[0] if row["trace"] == "skewed"]
             aims = evaluate(*parts)
-            if options.json:  # after every part: a run that is ended early is not lost
+            if options.json:  # after every part, so that a run that is ended early is not lost
                 _write(options.json, {"quick": options.quick, **found}, aims)
         shutil.rmtree(folder)
     console = Console(width=190)
@@ -274,7 +275,7 @@ def _options() -> argparse.Namespace:
         prog="python -m recipes.benchmarks.side_by_side", description=__doc__.split("\n")[0]
     )
     parts = ",".join(PARTS)
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--only", default=parts, help=f"parts, with commas: {parts}")
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[1, 2], help="of training, restores"

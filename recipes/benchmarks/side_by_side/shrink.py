@@ -2,7 +2,7 @@
 
     python -m recipes.benchmarks.side_by_side.shrink out.json recipes/results/side_by_side.json
 
-Every single save and checkpoint report of a run is half a megabyte; their medians are in the rows.
+All saves and reports of a run are half a megabyte; their medians are in the rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SINGLE = {
     "training": ("saves", "reports", "limits", "limit_bytes"),
     "bytes": ("checkpoints",),
 }
-"""Fields of a part's rows from which the others were made."""
+"""Fields of a part's rows from which the others were computed."""
 
 
 def shrunk(found: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What checkpoints weigh and how much capacity they keep, from listing the store after each.
+"""Measure the bytes of checkpoints and the capacity that they keep, by listing the store.
 
-No training here: the rows of the trace's intervals are marked, and each checkpoint is waited for.
+Without training: the rows of the trace's intervals are marked, and every checkpoint is awaited.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _MOST = 24
 
 @dataclass(frozen=True)
 class Stored:
-    """One checkpoint, and the store around it; bytes.
+    """One checkpoint and its store, in bytes.
 
     Attributes:
-        rows: of it that are table rows with ids and optimizer state.
-        full: whether it needs no other.
-        kept: what the store holds when all that this one doesn't need is deleted.
-        peak: before that, when both it and what was kept before are there.
+        rows: of table rows with ids and optimizer state.
+        full: whether the checkpoint needs no other.
+        kept: of the store after deleting all that this checkpoint doesn't need.
+        peak: of the store before that, with this checkpoint and those kept before.
     """
 
     tables: int
@@ -57,7 +57,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Series:
-    """Checkpoints of one system, oldest first."""
+    """The checkpoints of one system, oldest first."""
 
     name: str
     trace: str
@@ -65,8 +65,8 @@ class Series:
 
     @property
     def cycle(self) -> list[Stored]:
-        """What an average is taken over: from the last full checkpoint but one to before the last,
-        or, if there is but one, the differential ones upon it; of full ones the last.
+        """Return the checkpoints to average: from the last full checkpoint but one to before the
+        last, or, if there is but one, the differential ones upon it; of full ones the last.
         """
         full = [i for i, one in enumerate(self.stored) if one.full]
         if len(full) == 1:
@@ -75,14 +75,14 @@ class Series:
 
     @property
     def over(self) -> str:
-        """What ``cycle`` is, in words."""
+        """Describe ``cycle`` in words."""
         full = sum(one.full for one in self.cycle)
         if full == len(self.cycle):
             return "full"
         return "baseline to baseline" if full else f"{len(self.cycle)} differentials"
 
     def to_json(self) -> dict[str, Any]:
-        """A row of the table."""
+        """Return a row of the table."""
         names = ("tables", "optimizer", "dense", "manifest", "rows", "total")
         return {
             "name": self.name,
@@ -97,7 +97,7 @@ class Series:
 
 
 def cases() -> Iterator[tuple[Case, str]]:
-    """What is listed, by trace."""
+    """Yield the cases, each with its trace."""
     for case in PEERS:
         if case.name in (DCP, SNAPSHOT, CHANGED_ROWS):
             yield case, "skewed"
@@ -118,7 +118,7 @@ def _ours(bits: int | None, policy: str, optimizer: str = "fp32") -> Case:
 
 
 def series(case: Case, job: Job, root: Path) -> Series:
-    """Saves as often as its policy needs to show what it does, and lists the store each time."""
+    """Save until the policy has shown all of its behaviour, and list the store each time."""
     system = case.make(job, root)
     stored: list[Stored] = []
     policy = case.options.get("policy", "consecutive" if case.name == CHANGED_ROWS else "full")
@@ -131,14 +131,14 @@ def series(case: Case, job: Job, root: Path) -> Series:
         for path in superseded(root):
             shutil.rmtree(path)
         *older, newest = committed(root)
-        found, full = split(newest).to_json(), not older  # what is left, the newest needs
+        found, full = split(newest).to_json(), not older  # the newest needs all that is left
         stored.append(Stored(**found, full=full, kept=listed(root), peak=peak))
     system.close()
     return Series(case.name, job.setting.trace, stored)
 
 
 def mark(system: System, job: Job, interval: int) -> None:
-    """Tells a system the rows of an interval."""
+    """Mark the rows of an interval in a system."""
     for shard, rows in job.modified(interval):
         system.mark(shard.table, rows)
 
@@ -152,7 +152,7 @@ def _enough(policy: str, stored: list[Stored]) -> bool:
 
 
 def measure(setting: Setting, folder: Path) -> list[dict[str, Any]]:
-    """All series, one after the other; the process is this part's own."""
+    """Measure all series, one after the other, in a process of this part's own."""
     rows = []
     with process_group(600):
         jobs: dict[str, Job] = {}
@@ -163,7 +163,7 @@ def measure(setting: Setting, folder: Path) -> list[dict[str, Any]]:
             root = folder / "bytes"
             try:
                 rows.append(series(case, jobs[trace], root).to_json())
-            except Exception as error:  # a system that can't is a row that says so
+            except Exception as error:  # a failing system gets a row with the error
                 reason = f"{type(error).__name__}: {error}"
                 rows.append({"name": case.name, "trace": trace, "error": reason})
             shutil.rmtree(root, ignore_errors=True)

@@ -1,10 +1,10 @@
-"""What lies in a store: when a checkpoint is there, and how many bytes of what it has.
+"""Look into a store: find when a checkpoint is there, and split its bytes by content.
 
     python -m recipes.benchmarks.side_by_side.store FOLDER
 
-waits for checkpoints: a process that knows the folder alone prints the time at which it first
-listed each (seconds of the system's monotonic clock), until its input is closed. Nothing heavier
-than the standard library is imported for that.
+waits for checkpoints: a process that knows only the folder prints the time at which each was first
+listed (seconds of the system's monotonic clock), until the input is closed. The module imports only
+the standard library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Bytes:
     """A checkpoint's bytes, all from listing its folder.
 
     Attributes:
-        manifest: manifest, indexes and whatever else is neither of the others.
+        manifest: manifest, indexes and everything that is neither of the others.
     """
 
     tables: int
@@ -38,7 +38,7 @@ class Bytes:
 
     @property
     def rows(self) -> int:
-        """Of table rows: weights, ids and optimizer state."""
+        """Return the bytes of table rows: weights, ids and optimizer state."""
         return self.tables + self.optimizer
 
     @property
@@ -46,21 +46,21 @@ class Bytes:
         return self.rows + self.dense + self.manifest
 
     def to_json(self) -> dict[str, int]:
-        """With the sums."""
+        """Return all fields and the sums."""
         return {**asdict(self), "rows": self.rows, "total": self.total}
 
 
 def committed(root: Path) -> list[Path]:
-    """The checkpoints of a store, oldest first."""
+    """List the checkpoints of a store, oldest first."""
     if not root.is_dir():
         return []
     return sorted(p for p in root.iterdir() if any((p / name).exists() for name in MARKERS))
 
 
 def superseded(root: Path) -> list[Path]:
-    """The checkpoints that the newest one doesn't need: what keeping one allows to delete."""
+    """List the checkpoints that the newest one doesn't need, to delete them."""
     found = committed(root)
-    if not found or any(found[-1].glob("tables-*.pt")):  # those build upon each other
+    if not found or any(found[-1].glob("tables-*.pt")):  # such checkpoints build upon each other
         return []
     needed: str | None = found[-1].name
     while needed is not None:
@@ -72,18 +72,18 @@ def superseded(root: Path) -> list[Path]:
 
 
 def listed(folder: Path) -> int:
-    """Bytes of all files in a folder."""
+    """Return the bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def split(folder: Path) -> Bytes:
-    """Of what a checkpoint's bytes are; together they are what ``listed`` says."""
+    """Split a checkpoint's bytes by content; the sum is that of ``listed``."""
     tables, optimizer, dense = _parts(folder)
     return Bytes(tables, optimizer, dense, listed(folder) - tables - optimizer - dense)
 
 
 def _parts(folder: Path) -> tuple[int, int, int]:
-    """Bytes of table rows and ids, of their optimizer state, and of everything dense."""
+    """Return the bytes of table rows and ids, of their optimizer state, and of everything dense."""
     if (folder / "manifest.json").exists():
         manifest = json.loads((folder / "manifest.json").read_bytes())["manifest"]
         of_tables = manifest["tables"].values()
@@ -102,13 +102,13 @@ def _parts(folder: Path) -> tuple[int, int, int]:
 
 
 def _items(folder: Path) -> Iterator[tuple[str, int]]:
-    """Name and bytes of everything that DCP or torchsnapshot has stored."""
+    """Yield name and bytes of everything that DCP or torchsnapshot has stored."""
     if (folder / ".metadata").exists():
         metadata = pickle.loads((folder / ".metadata").read_bytes())
         for index, place in metadata.storage_data.items():
             yield index.fqn, place.length
         return
-    # YAML, and JSON as well.
+    # The file is YAML, and JSON as well.
     entries = json.loads((folder / ".snapshot_metadata").read_text())["manifest"]
     for name, entry in entries.items():
         for shard in entry.get("shards") or entry.get("chunks") or [{"tensor": entry}]:

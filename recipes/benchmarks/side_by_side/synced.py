@@ -1,9 +1,10 @@
-"""torchsnapshot, changed so that what it commits is on the disk.
+"""Change torchsnapshot so that its commits are on the disk.
 
-torchsnapshot 0.1.0 never syncs a file; all others do before a checkpoint can be listed, and that is
-what "durable after" is about. So the rank that commits, once all have written, syncs the files (on
-one machine the other ranks' too) before it writes the marker, and then the marker itself. ``take``
-waits for that, as ``dcp.save`` waits for its own; ``async_take`` does it in its background thread.
+torchsnapshot 0.1.0 never syncs a file; all others do before a checkpoint can be listed, as the
+column "durable after" requires. So the rank that commits, once all have written, syncs the files
+(on one machine the other ranks' too) before it writes the marker, and then the marker itself.
+``take`` waits for that, as ``dcp.save`` waits for its own; ``async_take`` does it in its background
+thread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 @functools.cache
 def synced_snapshot() -> Any:
-    """The class ``Snapshot``."""
+    """Return the changed class ``Snapshot``."""
     found = importlib.import_module("torchsnapshot").Snapshot
     commit = found._write_snapshot_metadata
 

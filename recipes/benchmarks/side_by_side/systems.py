@@ -1,6 +1,6 @@
-"""The systems that are compared, each behind the same few methods.
+"""Define the compared systems, each behind the same few methods.
 
-A system's ``save`` returns when training may go on. What is durable is told by the store alone: a
+A system's ``save`` returns when training may continue. The store alone decides what is durable: a
 checkpoint is there when its folder holds one of ``store.MARKERS``.
 """
 
@@ -35,11 +35,11 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
 
 
 class NotInstalled(Exception):
-    """A peer that is not in this environment."""
+    """The peer is not installed in this environment."""
 
 
 class System:
-    """No checkpoints at all, and what the others have in common.
+    """A system without checkpoints, the base class of the others.
 
     Args:
         job: the model in training.
@@ -51,31 +51,31 @@ class System:
         self.root = root
         self.saves = 0
         self.reports: list[dict[str, Any]] = []
-        """What a system says of its own checkpoints."""
+        """A system's reports of its own checkpoints."""
 
     @property
     def busy(self) -> bool:
-        """Whether something is still being written."""
+        """Return whether a save is in progress."""
         return False
 
     def save(self) -> None:
-        """Begins a checkpoint; returns when training may go on."""
+        """Begin a checkpoint; return when training may continue."""
 
     def step(self) -> None:
-        """After every training step."""
+        """Tell the system that a training step has ended."""
 
     def mark(self, table: str, rows: torch.Tensor) -> None:
-        """Tells that rows (global ids) have changed, where no training does."""
+        """Tell the system, in place of training, that rows (global ids) have changed."""
 
     def wait(self) -> None:
-        """Returns when what was begun is durable."""
+        """Wait until the last save is durable."""
 
     def restore(self) -> None:
-        """Brings the model to the newest checkpoint."""
+        """Restore the newest checkpoint."""
         raise NotImplementedError("without checkpoints there is nothing to restore")
 
     def close(self) -> None:
-        """At the end."""
+        """Close the system at the end."""
 
     def _next(self) -> Path:
         self.saves += 1
@@ -86,7 +86,7 @@ class System:
 
 
 class Dcp(System):
-    """``dcp.save`` of everything."""
+    """The system that saves everything by ``dcp.save``."""
 
     def save(self) -> None:
         dcp.save(self.job.state, checkpoint_id=self._next())
@@ -96,12 +96,12 @@ class Dcp(System):
 
 
 class DcpAsync(Dcp):
-    """``dcp.async_save`` of everything.
+    """The system that saves everything by ``dcp.async_save``.
 
     Args:
-        staging: ``writer``: by the file writer, all that copies TorchRec's ShardedTensor; the
-            others copy DTensors: ``default``: by a stager made for every save, as DCP does;
-            ``kept``: by one that is kept with its memory; ``shared``: in shared memory.
+        staging: ``writer``: by the file writer, the only one that copies TorchRec's ShardedTensor;
+            the others copy DTensors: ``default``: by a new stager for every save, as DCP does;
+            ``kept``: by a stager that is kept with its memory; ``shared``: in shared memory.
         process: whether another process writes.
     """
 
@@ -151,7 +151,7 @@ class DcpAsync(Dcp):
 
 
 class _Together:
-    """Model and optimizer as one: torchsnapshot can't restore two that have ShardedTensors."""
+    """Model and optimizer as one object: torchsnapshot can't restore two with ShardedTensors."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -165,8 +165,8 @@ class _Together:
 
 
 class TorchSnapshot(System):
-    """torchsnapshot's ``take`` or ``async_take`` of everything; the files are synced before the
-    commit (`synced` says why).
+    """The system that saves everything by torchsnapshot's ``take`` or ``async_take``; the files are
+    synced before the commit (`synced` explains why).
     """
 
     def __init__(self, job: Job, root: Path, asynchronous: bool = False) -> None:
@@ -196,7 +196,7 @@ class TorchSnapshot(System):
 
 
 class TorchSave(System):
-    """Plain ``torch.save`` of the rows that changed (tracked by this package), and of all else."""
+    """The system that saves changed rows, as tracked by this package, by ``torch.save``."""
 
     def __init__(self, job: Job, root: Path) -> None:
         super().__init__(job, root)
@@ -252,13 +252,13 @@ def _write(content: object, path: Path) -> None:
 
 
 class Ours(System):
-    """This package.
+    """The system that saves by this package.
 
     Args:
         bits: None is exact.
-        optimizer: how row-wise optimizer state is stored.
+        optimizer: scheme of row-wise optimizer state.
         waiting: whether ``save`` returns when the checkpoint is durable.
-        others: of ``Checkpointer``: who writes, and what training waits for.
+        others: other options of ``Checkpointer``.
     """
 
     def __init__(
@@ -312,11 +312,11 @@ class Ours(System):
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
+    """A row of the table.
 
     Attributes:
-        name: what it is called there.
-        system, options: how it is made.
+        name: of the row in the table.
+        system, options: class and arguments of the system.
         dtensor: whether the model's state dict is to have DTensors.
     """
 
@@ -326,10 +326,10 @@ class Case:
     dtensor: bool = False
 
     def make(self, job: Job, root: Path) -> System:
-        """The system, ready for its first save.
+        """Make a system, ready for its first save.
 
         Raises:
-            NotInstalled: it isn't there.
+            NotInstalled: the system's package is missing.
         """
         return self.system(job, root, **self.options)
 
@@ -340,7 +340,7 @@ SNAPSHOT, SNAPSHOT_ASYNC = "torchsnapshot take", "torchsnapshot async_take"
 
 
 def ours(bits: int | None, policy: str, background: str = "thread", staging: str = "copy") -> Case:
-    """A row of this package."""
+    """Return a row of this package."""
     width = "fp32" if bits is None else f"{bits} bit"
     name = f"ours {width} {policy}, {background}, {staging}"
     options = {"bits": bits, "policy": policy, "background": background, "staging": staging}

@@ -1,4 +1,4 @@
-"""The figures of a run as tables for the terminal."""
+"""Show a run's figures as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recipes.benchmarks.side_by_side.targets import Rows, Target
 
 
 def tables(found: dict[str, Any], aims: Sequence[Target]) -> Iterator[Table]:
-    """All parts that were run."""
+    """Yield the tables of all measured parts."""
     yield _traces(found["traces"])
     training: Rows = found.get("training", [])
     for ranks, trace in dict.fromkeys((row["ranks"], row["trace"]) for row in training):
@@ -41,7 +41,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 def _add(
     table: Table, row: dict[str, Any], cells: Callable[[dict[str, Any]], Sequence[str]]
 ) -> None:
-    """A system's cells, or why it has none."""
+    """Add a system's cells to a table, or the reason why there are none."""
     table.add_row(row["name"], *([_shortened(row["error"])] if "error" in row else cells(row)))
 
 
@@ -58,15 +58,15 @@ def _mb(size: float) -> str:
 
 
 def more_memory(size: float) -> str:
-    """MB of memory that a system held beyond what training without checkpoints did; where that is
-    less than none, the difference is the noise of two measurements.
+    """Format the MB of memory that a system held beyond training without checkpoints; below zero,
+    the difference is the noise of two measurements.
     """
     return "none" if size < 0 else f"{size / 1e6:,.0f}"
 
 
 def _traces(traces: dict[str, dict[str, list[float]]]) -> Table:
     shown = (1, 2, 3, 5, 7, 10, 12)
-    table = _table("rows modified within so many intervals", ["trace", *map(str, shown)])
+    table = _table("rows modified within a number of intervals", ["trace", *map(str, shown)])
     for kind, trace in traces.items():
         for name in ("promised", "since_baseline"):
             values = [trace[name][i - 1] for i in shown]

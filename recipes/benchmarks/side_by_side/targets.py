@@ -1,4 +1,4 @@
-"""What the figures of one run say of each target; nothing is measured here."""
+"""Evaluate the targets from the figures of a run, without any measurement."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, PROCESS
 Rows = list[dict[str, Any]]
 
 INTERVAL_SECONDS = 10.0
-"""Between two checkpoints, where what they cost is told as a share of training."""
+"""Seconds between two checkpoints, for costs as a share of training."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One claim and what was measured.
+    """A target and its measured value.
 
     Attributes:
-        value: None where something it needs is missing, which ``note`` says.
+        value: None where a needed figure is missing, which ``note`` names.
     """
 
     claim: str
@@ -38,12 +38,12 @@ class Target:
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
     def to_json(self) -> dict[str, Any]:
-        """With the verdict."""
+        """Return all fields and the verdict."""
         return {**asdict(self), "met": self.met}
 
 
 def evaluate(training: Rows, sizes: Rows, restores: Rows) -> list[Target]:
-    """The targets of those parts that were run; they are for one rank and dim 64."""
+    """Evaluate the targets of the measured parts; they are for one rank and dim 64."""
     one_rank = [row for row in training if row["ranks"] == 1]
     restores = [row for row in restores if row["ranks"] == 1]
     return [
@@ -63,7 +63,7 @@ def _stalls(rows: Rows) -> Iterator[Target]:
             True,
             partial(_paired, found, (COPY, cost), (COPY, "gather")),
         )
-        # The best of one cost need not be that of the other.
+        # The best system by one cost need not be the best by the other.
         best = min((row["warm"][cost], row["name"]) for row in behind)[1] if behind else ASYNC
         for name, other in ((DCP, DCP), (f"the best {ASYNC}", best)):
             yield _target(
@@ -127,15 +127,15 @@ def _target(
 ) -> Target:
     try:
         return Target(claim, value(), limit, at_most, note)
-    except KeyError as error:  # that system was not chosen, or has failed
+    except KeyError as error:  # the system was not chosen, or has failed
         return Target(claim, None, limit, at_most, f"not measured: {error.args[0]}")
 
 
 def _paired(
     found: Mapping[str, dict[str, Any]], what: tuple[str, str], of: tuple[str, str]
 ) -> float:
-    """A system's cost over another's, of warm saves: the median of the rounds' own ratios, or the
-    ratio of the medians where they were not measured in the same rounds.
+    """Return a system's cost over another's, of warm saves: the median of the rounds' own ratios,
+    or the ratio of the medians if they were measured in different rounds.
     """
     (name, cost), (other, its) = what, of
     if not _same_rounds(found[name], found[other]):
@@ -149,7 +149,7 @@ def _same_rounds(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
 
 
 def _how(found: Mapping[str, dict[str, Any]], name: str, other: str) -> str:
-    """What to know of a ratio that is not of the same rounds."""
+    """Return a note for a ratio from different rounds."""
     if name not in found or other not in found or _same_rounds(found[name], found[other]):
         return ""
     return "; of medians: other rounds"

@@ -1,19 +1,18 @@
-"""Which rows training looks up in each interval between two checkpoints, made to a known law.
+"""Generate the rows that training looks up in each interval between two checkpoints.
 
-What a differential checkpoint holds depends on the trace alone, so it is made, not taken from some
-dataset. Every row has a rate; an interval looks it up with the probability ``1 - exp(-rate)``,
-independently of all other intervals. So every interval is like any other, whichever baseline one
-counts from.
+The content of a differential checkpoint depends on the trace alone, so the trace follows a known
+law, not a dataset. Every row has a rate; an interval looks it up with the probability ``1 -
+exp(-rate)``, independently of all other intervals. So all intervals are alike, from any baseline.
 
 ``skewed``: rates follow Zipf's law, ``rate = RATE * u ** (-1 / GROWTH)`` for a row at quantile u of
-popularity. As many rows are then modified within i intervals as Check-N-Run reports of production
-(figures 5 and 6): ``S_i = 0.26 * i ** 0.33`` of all, within 5 % for the first twelve; in every
-single interval S_1 of them. ``independent``: all rows have the same rate, and
-``S_i = 1 - 0.74 ** i``.
+popularity. The rows modified within i intervals are then those that Check-N-Run reports of
+production (figures 5 and 6): ``S_i = 0.26 * i ** 0.33`` of all, within 5 % for the first twelve; in
+every single interval S_1 of them. ``independent``: all rows have the same rate, and ``S_i = 1 -
+0.74 ** i``.
 
 ``batches`` turns an interval's rows into training steps. Every sample has a bag of the same number
 of ids of a table, at least one; a step's bags are its share of the interval's shuffled ids, which
-begin anew when they run out. So an interval's steps look up exactly its rows.
+start over when they run out. So an interval's steps look up exactly its rows.
 """
 
 from __future__ import annotations
@@ -30,25 +29,26 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 FIRST = 0.26  # of all rows, in one interval
 GROWTH = 0.33
 RATE = 0.0074
-"""Of the least popular row: what brings the S_i of a truncated Zipf's law closest to the power law
-over a dozen intervals."""
+"""Rate of the least popular row: brings the S_i of a truncated Zipf's law closest to the power law
+over a dozen intervals.
+"""
 
 Kind = Literal["skewed", "independent"]
 
 
 def promised(kind: Kind, intervals: int) -> float:
-    """The share of all rows that is modified within so many intervals."""
+    """Return the share of all rows that is modified within ``intervals`` intervals."""
     if kind == "skewed":
         return float(FIRST * intervals**GROWTH)
     return float(1 - (1 - FIRST) ** intervals)
 
 
 class Trace:
-    """Rows by interval.
+    """The rows looked up in each interval.
 
     Args:
         tables: rows of each table.
-        kind: see above.
+        kind: ``skewed`` or ``independent``, as described above.
     """
 
     def __init__(self, tables: Sequence[int], kind: Kind = "skewed", seed: int = 0) -> None:
@@ -65,13 +65,15 @@ class Trace:
         self._chance = -np.expm1(-rate)
 
     def rows(self, interval: int) -> list[np.ndarray]:
-        """By table, the sorted ids (int64) that an interval, counted from 0, looks up."""
+        """Return, by table, the sorted ids (int64) that an interval, counted from 0, looks up."""
         random = np.random.default_rng([self._seed, 1 + interval])
         drawn = random.random(len(self._chance), dtype=np.float32) < self._chance
         return [np.flatnonzero(part) for part in np.split(drawn, self._ends[:-1])]
 
     def fractions(self, intervals: int, start: int = 0) -> list[float]:
-        """S_1 … of so many intervals, as found, from a baseline before interval ``start``."""
+        """Return S_1 … of ``intervals`` intervals, as found, from a baseline before interval
+        ``start``.
+        """
         seen = [np.zeros(rows, dtype=bool) for rows in self.tables]
         found = []
         for interval in range(start, start + intervals):
@@ -83,7 +85,7 @@ class Trace:
     def batches(
         self, interval: int, steps: int, samples: int, rank: int = 0, ranks: int = 1
     ) -> list[Batch]:
-        """One rank's part of an interval's steps.
+        """Return one rank's part of an interval's steps.
 
         Args:
             samples: of a step, over all ranks.

@@ -1,4 +1,4 @@
-"""Runs the workers of several systems, a few alive at a time, each in its turn."""
+"""Run the workers of several systems, a few alive at a time, each in its turn."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PATIENCE_SECONDS = 900.0
 
 
 class WorkerFailed(Exception):
-    """A system could not do it; the message is its own."""
+    """A system failed; the message is its own."""
 
 
 class Live:
-    """One system's processes, and one more that watches its store."""
+    """The processes of one system, and a watcher of its store."""
 
     def __init__(self, case: str, setting: Setting, ranks: int, turns: int, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -47,7 +47,7 @@ class Live:
         )
 
     def turn(self, number: int, idle_seconds: float) -> None:
-        """Lets it have its turn, so long after its last one at least."""
+        """Let the system have its turn, at least ``idle_seconds`` after its last one."""
         self._until(f"ready-{number}")
         if number:
             time.sleep(max(0.0, self._last_turn + idle_seconds - time.monotonic()))
@@ -57,7 +57,9 @@ class Live:
         self._last_turn = time.monotonic()
 
     def result(self) -> dict[str, Any]:
-        """What it found, and ``listed``: seconds from each begin until the watcher saw it."""
+        """Return the worker's result with ``listed``: seconds from each begin until the watcher saw
+        the checkpoint.
+        """
         self._process.wait(_PATIENCE_SECONDS)
         found: dict[str, Any] = json.loads((self._folder / "result.json").read_text())
         out, _ = self._watcher.communicate("stop\n", timeout=60)
@@ -67,7 +69,7 @@ class Live:
         return {"name": self.case, **found}
 
     def close(self) -> None:
-        """Ends what is left of it, and deletes its files."""
+        """End the remaining processes, and delete the system's files."""
         for process in (self._process, self._watcher):
             if process.poll() is None:
                 process.terminate()
@@ -107,14 +109,14 @@ def run(
     idle_seconds: float,
     progress: Callable[[int], object],
 ) -> list[dict[str, Any]]:
-    """Measures systems, ``together`` of them in the same rounds.
+    """Measure systems, ``together`` of them in the same rounds.
 
     Args:
         cases: names in ``CASES``.
-        progress: called after every turn, with how many are done.
+        progress: called after every turn, with the number done.
 
     Returns:
-        What each worker found; ``error`` where one failed; ``group``: equal for those measured in
+        Each worker's result; ``error`` for a failed one; ``group``: equal for systems measured in
         the same rounds.
     """
     results = []

@@ -1,16 +1,16 @@
-"""Trains with one system, in a process (or torchrun's processes) of its own, turn by turn.
+"""Train with one system, in a process (or torchrun's processes) of its own, turn by turn.
 
     python -m recipes.benchmarks.side_by_side.worker FOLDER
 
-``FOLDER/case.json`` says what is done. The workers of several systems live at the same time and
-take turns, so that every round measures them all under the same conditions, and what a system saves
-first in its turn comes after a long idle. ``ready-N`` says that a worker waits for its turn, which
-begins when ``turn-N`` appears; after the last one, ``result.json`` does.
+``FOLDER/case.json`` defines the work. The workers of several systems live at the same time and take
+turns, so that every round measures them all under the same conditions, and a system's first save of
+a turn comes after a long idle. ``ready-N`` says that a worker waits for its turn, which begins when
+``turn-N`` appears; after the last one, ``result.json`` does.
 
-A turn is made of pairs of blocks, with the very same steps: one that begins with a save, and goes
-on until it is durable, and one without. What a save costs is the difference per save, tracking not
-included (``recipes.benchmarks.tracking`` measures it). The steps of a pair look up one interval's
-rows, so that the next save finds exactly those modified.
+A turn consists of pairs of blocks with the very same steps: one that begins with a save and lasts
+until the save is durable, and one without. The cost of a save is the difference per save, tracking
+not included (``recipes.benchmarks.tracking`` measures it). The steps of a pair look up one
+interval's rows, so that the next save finds exactly these rows modified.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ from recipes.benchmarks.side_by_side.systems import CASES, NONE, System
 from recipes.dlrm_criteo.distributed import process_group
 
 PAIRS = 2
-"""Of blocks in a turn: the first save of a turn is a run's first one or comes after an idle, the
-second is warm."""
+"""Pairs of blocks in a turn: the first save of a turn is a run's first one or comes after an idle,
+the second is warm.
+"""
 _LONGEST = 4
-"""So many times its steps does a block have while a save isn't durable."""
+"""Limit of a block, in multiples of its steps, while a save isn't durable."""
 _POLL_SECONDS = 0.02
 
 
 @dataclass
 class Saved:
-    """What one save cost training; seconds.
+    """The cost of one save for training, in seconds.
 
     Attributes:
         label: ``first``, ``idle`` (after a long one) or ``warm``.
-        call: what the call that saves took.
+        call: of the call that saves.
         extra: the block's time beyond that of as many steps without a save.
-        longest: the longest step, with what the system did after it, in that block.
+        longest: the longest step of that block, with the system's work after it.
         normal: the median step without a save.
         steps: of the block.
         begun: on the system's monotonic clock.
         gather: of the bare gather of the rows, at that time (`Limits.gather`).
-        fraction: of all rows, modified since the save before.
+        fraction: of all rows, modified since the previous save.
     """
 
     label: str
@@ -73,7 +74,7 @@ class Saved:
 
 
 class Worker:
-    """One rank."""
+    """One rank of a worker."""
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
         self._folder = folder
@@ -98,13 +99,13 @@ class Worker:
         self._limits_found: list[dict[str, float]] = []
 
     def ready(self, number: int) -> None:
-        """Says that a turn may begin."""
+        """Tell that a turn may begin."""
         self._job.together()
         if self._job.rank == 0:
             _write(self._folder / f"ready-{number}", None)
 
     def turn(self, number: int) -> None:
-        """A turn's blocks."""
+        """Run a turn's blocks."""
         for pair in range(PAIRS):
             warm = pair > 0
             label = "warm" if warm else "idle" if number else "first"
@@ -138,7 +139,7 @@ class Worker:
                 self._limits_found.append(self._limits.all(self._interval))
 
     def block(self, system: System | None) -> tuple[float, list[float]]:
-        """Trains the interval; with a system, from its save on until it is durable.
+        """Train the interval; with a system, from its save on until the save is durable.
 
         Returns:
             Seconds of the call that saves, and of every step; the first one's with the save.
@@ -163,7 +164,7 @@ class Worker:
         return call, seconds
 
     def finish(self) -> None:
-        """Leaves the result."""
+        """Write the result."""
         self._result["memory"] = peak = memory() - self._level
         self._system.close()
         ranks: list[Any] = [None] * self._job.ranks
@@ -171,7 +172,7 @@ class Worker:
         dist.all_gather_object(ranks, own)
         found = {
             **self._result,
-            # A step ends when the slowest rank is done with it.
+            # A step ends when the slowest rank has finished.
             "saves": [
                 {name: max(rank[name] for rank in save) for name in save[0]}
                 for save in zip(*(saves for saves, _, _ in ranks), strict=True)
@@ -193,7 +194,7 @@ class Worker:
         return bool(flag)
 
     def _after_save(self) -> None:
-        """Lists what is there, and deletes what the newest doesn't need."""
+        """List the store, and delete all that the newest checkpoint doesn't need."""
         self._job.together()
         if self._job.rank == 0 and (found := committed(self._store)):
             self._result["bytes"] = split(found[-1]).to_json()
@@ -204,13 +205,13 @@ class Worker:
 
 
 def memory(start: bool = False) -> int:
-    """Bytes of memory that this process and its children held at their peak since the start.
+    """Return the peak bytes of memory of this process and its children since the start.
 
-    A child's counts without what it shares with others: the modules that both have loaded, and
-    shared memory, which is counted once, here.
+    Memory that a child shares with others is not counted: modules that both have loaded, and shared
+    memory, which is counted once, here.
 
     Args:
-        start: begins anew; the level as it is now.
+        start: reset the peak; return the present level.
     """
     if start:
         ctypes.CDLL(None).malloc_trim(0)
@@ -229,7 +230,7 @@ def memory(start: bool = False) -> int:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The sizes in a file of /proc, in bytes."""
+    """Return the sizes in a file of /proc, in bytes."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}
 
@@ -240,7 +241,7 @@ def _write(path: Path, content: object) -> None:
 
 
 def main() -> int:
-    """The command."""
+    """Run one rank of a worker."""
     folder = Path(sys.argv[1])
     plan = json.loads((folder / "case.json").read_text())
     with process_group(600) as ranks:
@@ -249,7 +250,7 @@ def main() -> int:
             for number in range(plan["turns"]):
                 worker.ready(number)
                 while not (folder / f"turn-{number}").exists():
-                    os.kill(plan["benchmark"], 0)  # raises if nobody is there to give turns
+                    os.kill(plan["benchmark"], 0)  # raises if the benchmark is gone
                     time.sleep(_POLL_SECONDS)
                 worker.turn(number)
             worker.finish()

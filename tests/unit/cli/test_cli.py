@@ -1,4 +1,4 @@
-"""The console tool's commands on whole checkpoints: what they say, to people and to programs."""
+"""Run the console tool's commands on complete checkpoints; check the output, also as JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def table_of(root: Folder, head: str) -> torch.Tensor:
 
 
 def other_checkpoint(root: Folder, like: Manifest, sequence: int, **fields: Any) -> Manifest:
-    """A copy of one, with its files, under another name."""
+    """Copy a checkpoint with its files under another name."""
     id = checkpoint_id(sequence, 10 * sequence, f"{sequence:08x}")
     other = replace(like, id=id, sequence=sequence, **fields).sealed()
     (root / id).create()
@@ -96,11 +96,11 @@ class TestLs:
         assert found[third.id]["problem"].startswith(f"it needs {second.id}, which is damaged")
         assert found[never]["bytes"] == 4
         assert "is not a manifest" in console.run("ls", root).out
-        assert console.run("show", root).out.startswith(full.id)  # the newest that is whole
+        assert console.run("show", root).out.startswith(full.id)  # the newest complete one
 
     @pytest.mark.parametrize("to", ["a checkpoint", "/nonexistent"])
-    def test_links(self, tmp_path: Path, console: Console, to: str) -> None:
-        """They are refused one by one, and what is beside them is listed."""
+    def test_links_are_refused_one_by_one(self, tmp_path: Path, console: Console, to: str) -> None:
+        """Refuse links one by one, and list the checkpoints beside them."""
         root = Folder(tmp_path / "run")
         root.create()
         full, second, third = chain_of_three(root)
@@ -130,7 +130,7 @@ class TestLs:
 
     def test_forks_and_late_writers(self, root: Folder, console: Console) -> None:
         full, second, _ = chain_of_three(root)
-        # Gone on from the second, so that the third was left behind.
+        # Continue from the second checkpoint, so that the third is abandoned.
         fork = other_checkpoint(root, second, 4, parent=full.link, previous=second.link)
         writer = lease.Lease(root)
         writer.acquire(lambda _: (full.id, second.id, fork.id))
@@ -145,7 +145,7 @@ class TestLs:
         assert status[late.id] == "ignored"
         assert status[fork.id] == "restorable"
 
-    def test_abandoned(self, root: Folder) -> None:
+    def test_checkpoints_left_by_a_fork_are_abandoned(self, root: Folder) -> None:
         full, second, third = chain_of_three(root)
         fork = other_checkpoint(root, second, 4, parent=full.link, previous=second.link)
         found = {c.id: c.status for c in inventory(root).checkpoints}
@@ -164,7 +164,7 @@ class TestLs:
 
 
 class TestShow:
-    def test_the_newest(self, root: Folder, console: Console) -> None:
+    def test_the_newest_is_shown_by_default(self, root: Folder, console: Console) -> None:
         full, _, third = chain_of_three(root)
         found = console.json("show", root)
         assert (found["id"], found["status"]) == (third.id, "restorable")
@@ -189,7 +189,7 @@ class TestShow:
 
 
 class TestVerify:
-    def test_sound(self, root: Folder, console: Console) -> None:
+    def test_a_sound_root_is_reported(self, root: Folder, console: Console) -> None:
         manifests = chain_of_three(root)
         found = console.json("verify", root)
         assert found["sound"]
@@ -206,7 +206,7 @@ class TestVerify:
         assert not result.document["sound"]
         bad = {c["id"]: c["problems"] for c in result.document["checkpoints"] if c["problems"]}
         assert list(bad) == [full.id]
-        text = console.run("verify", root, second.id)  # with what it needs
+        text = console.run("verify", root, second.id)  # with all it needs
         assert text.code == 1
         assert f"{full.id}/rank-00001.bin, chunk 0" in text.out
 
@@ -225,7 +225,7 @@ class TestKeeping:
         assert console.json("prune", root, "--keep", 1) == {**planned, "dry_run": False}
         assert root.names() == [newest[1].id]
 
-    def test_pins(self, root: Folder, console: Console) -> None:
+    def test_pins_keep_and_are_listed(self, root: Folder, console: Console) -> None:
         full, second, third = chain_of_three(root)
         newest = other_checkpoint(root, full, 7, previous=third.link)
         assert console.run("pin", root, second.id).code == 0
@@ -257,7 +257,7 @@ class TestKeeping:
             (["unpin", "seq-1"], "no checkpoint 'seq-1'"),
         ],
     )
-    def test_mistakes(
+    def test_mistakes_are_named_and_change_nothing(
         self, root: Folder, console: Console, arguments: list[str], message: str
     ) -> None:
         chain_of_three(root)
@@ -268,7 +268,7 @@ class TestKeeping:
         assert len(root.names()) == 3
 
 
-def test_compact(root: Folder, console: Console) -> None:
+def test_compact_makes_one_full_checkpoint(root: Folder, console: Console) -> None:
     *_, third = chain_of_three(root)
     found = console.json("compact", root)["compacted"]
     assert found["kind"] == "full"

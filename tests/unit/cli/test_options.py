@@ -1,4 +1,4 @@
-"""Options that no other test gives: each reaches what the command does."""
+"""Check that options without another test reach the commands' work."""
 
 from __future__ import annotations
 

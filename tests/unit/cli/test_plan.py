@@ -1,4 +1,4 @@
-"""What `plan` computes, against sums done by hand."""
+"""Compare the forecasts of `plan` with sums done by hand."""
 
 from __future__ import annotations
 
@@ -65,22 +65,24 @@ def test_consecutive_by_hand() -> None:
     assert found.kept_bytes == found.peak_bytes == FULL + 3 * (200 * 36 + 100)
     assert found.longest_chain == 4
     assert found.longest_read is None
-    # Nothing else is known: 6 GB/s on each of 4 nodes, for all rows once and a quarter three times.
+    # By default: 6 GB/s on each of 4 nodes, for all rows once and a quarter three times.
     assert found.mean_stall == pytest.approx((800 + 3 * 200) * 36 / 24e9 / 4)
 
 
 def test_intermittent_by_hand() -> None:
-    # Sizes 0.25 each time: 1 + 0.25 i > 0.25 (i + 1) for ever, so it never begins anew.
+    # Sizes 0.25 each time: 1 + 0.25 i > 0.25 (i + 1) for every i, so there is no second full one.
     flat = forecast(Job(**{**SMALL, "growth": 0.0, "job_hours": 20.0}), "intermittent")
     assert flat.baseline_every is None
-    # 1 + 0.25 + 0.5 > 3 · 0.5, but 1 + 0.25 + 0.5 + 0.75 <= 4 · 0.75: after three a full one.
+    # 1 + 0.25 + 0.5 > 3 · 0.5, but 1 + 0.25 + 0.5 + 0.75 <= 4 · 0.75: a full one follows three.
     rising = forecast(Job(**{**SMALL, "growth": 1.0, "job_hours": 20.0}), "intermittent")
     assert rising.baseline_every == 4.0
 
 
 @pytest.mark.parametrize(("growth", "every"), [(0.33, 7.0), (None, 4.0), (0.28, 9.0)])
 def test_intermittent_at_the_papers_fraction(growth: float | None, every: float) -> None:
-    """F <= I by hand: of S = 0.26 · i^0.33 first at i = 6, of 1 − 0.74^i at 3, of i^0.28 at 8."""
+    """Compare F <= I by hand: of S = 0.26 · i^0.33 first at i = 6, of 1 − 0.74^i at 3, of i^0.28 at
+    8.
+    """
     job = Job(10**9, 64, growth=growth, bits=32, job_hours=300.0)
     assert forecast(job, "intermittent").baseline_every == every
     sizes: list[float] = []
@@ -90,7 +92,7 @@ def test_intermittent_at_the_papers_fraction(growth: float | None, every: float)
     assert len(sizes) + 1 == every
 
 
-def test_growth() -> None:
+def test_rows_grow_by_either_law() -> None:
     random = Job(100, 8, fraction=0.5, growth=None)
     assert [random.modified(i) for i in (1, 2, 3)] == [0.5, 0.75, 0.875]
     slow = Job(100, 8, fraction=0.5, growth=0.5)
@@ -135,7 +137,7 @@ def test_at_its_limits_all_is_finite(
 
 
 class TestConsole:
-    def test_json(self, console: Console) -> None:
+    def test_json_holds_the_forecast(self, console: Console) -> None:
         arguments = [
             f"--{name.replace('_', '-').removesuffix('-minutes')}={value}"
             for name, value in SMALL.items()
@@ -148,7 +150,7 @@ class TestConsole:
         wanted = forecast(Job(**SMALL, copy_bandwidth=1000.0), "one-shot")
         assert found["policies"][1] == vars(wanted)
 
-    def test_text(self, console: Console) -> None:
+    def test_text_holds_the_forecast(self, console: Console) -> None:
         result = console.run("plan", "--rows", "2e9", "--dim", 64, "--growth", "random")
         assert result.code == 0
         assert "full in fp32: 520 GB; expected restores: 1.15; rows stored in 3 bit" in result.out
@@ -174,7 +176,7 @@ class TestConsole:
             ([], "--rows"),
         ],
     )
-    def test_mistakes(self, console: Console, arguments: list[str], message: str) -> None:
+    def test_mistakes_are_named(self, console: Console, arguments: list[str], message: str) -> None:
         result = console.run("plan", "--dim", 8, *arguments)
         assert result.code == 2
         assert message in " ".join(result.err.replace("│", " ").split())

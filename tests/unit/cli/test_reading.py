@@ -1,4 +1,4 @@
-"""Rows that `cat` and `diff` read are those that a restore gives, bit for bit."""
+"""Read by `cat` and `diff` the rows that a restore gives, bit for bit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WHOLE = (0, DIM)
 
 @dataclass
 class Expected:
-    """A table as plain reading in order makes it, its columns joined."""
+    """A table with joined columns, read chunk by chunk in order."""
 
     weight: torch.Tensor
     exp_avg: torch.Tensor
@@ -131,7 +131,7 @@ def test_differences_are_those_of_the_restored_tables(data: st.DataObject, rows:
     assert table.relative == (pytest.approx(table.norm / own) if own else None)
     if before == after:
         assert (table.changed_rows, table.changed_states) == (0, 0)
-    # `write` gives the state "model" the sequence number, and "rng" always the same.
+    # `write` gives the state "model" the sequence number, and "rng" the same value always.
     assert found.dense_changed == (() if before == after else ("w",))
     assert found.dense_values == 2
 
@@ -163,7 +163,7 @@ def test_windows_share_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(root.url, full.id, later.id, window_bytes=10 * (DIM * 4 + 4 + DIM * 4))
     assert len(read) == len(set(read)) == 12
     read.clear()
-    # What both have in common can't differ where nothing else has a row.
+    # Rows from a common chunk can't differ where no other chunk holds a row.
     part = write(root, 100, [Part(WHOLE, [3], 10)], later)
     compare(root.url, later.id, part.id, window_bytes=10 * (DIM * 4 + 4 + DIM * 4))
     assert {key.split("/")[0] for key in read} == {full.id, later.id, part.id}
@@ -176,7 +176,7 @@ def test_many_rows_take_no_more_than_their_number() -> None:
     began = time.process_time()
     ids = list(reversed(range(60_000)))
     assert reader_of(root, head.id).rows(ids).ids.tolist() == ids
-    assert time.process_time() - began < 10  # its square took more
+    assert time.process_time() - began < 10  # a quadratic loop took longer
 
 
 def test_rows_that_are_the_same_take_no_time() -> None:
@@ -247,7 +247,7 @@ class TestConsole:
     def ids(self, root: Folder) -> list[str]:
         return [name for name in root.names() if name.startswith("seq")]
 
-    def test_cat(self, root: Folder, console: Console) -> None:
+    def test_cat_shows_rows_and_their_state(self, root: Folder, console: Console) -> None:
         wanted = Expected.of(root, self.ids(root)[-1], [WHOLE])
         found = console.json("cat", root, "--table", "t", "--rows", "5,1,40-41", "--optimizer")
         assert (found["table"], found["checkpoint"]) == (TABLE, self.ids(root)[-1])
@@ -270,7 +270,7 @@ class TestConsole:
         found = console.json("cat", root, "--table", "t", "--rows", infinite)
         assert found["rows"][0]["weight"] == ["inf"] * DIM
 
-    def test_diff(self, root: Folder, console: Console) -> None:
+    def test_diff_counts_changed_rows_and_values(self, root: Folder, console: Console) -> None:
         found = console.json("diff", root, *self.ids(root))
         assert [(t["table"], t["changed_rows"]) for t in found["tables"]] == [(TABLE, 3)]
         assert found["dense_changed"] == ["w"]
@@ -290,7 +290,7 @@ class TestConsole:
             (["seq-9", "--table", "t", "--rows", "1"], "no committed checkpoint 'seq-9'"),
         ],
     )
-    def test_mistakes(
+    def test_mistakes_are_named(
         self, root: Folder, console: Console, arguments: list[str], message: str
     ) -> None:
         result = console.run("cat", root, *arguments)
@@ -311,4 +311,4 @@ class TestConsole:
         assert f"/{full.id}/rank-00000.bin at offset 0" in result.err
         with pytest.raises(CorruptCheckpoint):
             reader_of(root, full.id).window(0, 20)
-        assert console.run("diff", root, full.id, full.id).code == 0  # no row could differ
+        assert console.run("diff", root, full.id, full.id).code == 0  # no row can differ

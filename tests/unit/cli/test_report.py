@@ -1,4 +1,4 @@
-"""`report`: a run's checkpoints from manifests and JSON lines, as a page or a picture."""
+"""Show a run's checkpoints by `report`, from manifests and JSON lines, as a page or a picture."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_a_page_holds_everything(
     assert base64.b64decode(image).startswith(PNG)
 
 
-def test_a_picture(run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path) -> None:
+def test_png_holds_a_picture(
+    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     root, _ = run
     picture = tmp_path / "run.png"
@@ -196,7 +198,7 @@ def test_a_field_of_another_kind(
 def test_a_line_that_a_kill_has_cut_off(
     run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path, after: str
 ) -> None:
-    """The last one; or, after a restart that went on in the same file, one in the middle."""
+    """Skip a line cut off by a kill: the last one, or one in the middle when a restart appended."""
     full, later = (json.dumps(line(manifest, 0.5), ensure_ascii=False) for manifest in run[1])
     (tmp_path / "log").write_text(f"{full}\n{later[:40]}{after}{after}")
     result = console.run("report", run[0], "--log", tmp_path / "log", "--json")
@@ -225,7 +227,9 @@ def test_no_password_in_the_page(
     assert "secret" not in page.read_text()
 
 
-def test_mistakes(run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path) -> None:
+def test_mistakes_are_named(
+    run: tuple[Folder, list[Manifest]], console: Console, tmp_path: Path
+) -> None:
     result = console.run("report", run[0], "--out", tmp_path / "run.pdf")
     assert result.code == 2
     assert ".html or .png" in result.err

@@ -1,4 +1,4 @@
-"""The console tool as a shell has it: one-line errors, completion, progress, missing extras."""
+"""Run the console tool in a shell: one-line errors, completion, progress, missing extras."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ def test_a_mistake_of_the_tool_is_one_line(
 
 
 class TestInAShell:
-    """The tool as a process of its own."""
+    """The tool in a process of its own."""
 
     COMMAND = (sys.executable, "-W", "ignore", "-m", "torchrec_checknrun.cli")
 
     def complete(self, *words: object) -> list[str]:
-        """What bash is told, by the protocol of click."""
+        """Return the completions that bash receives, by click's protocol."""
         environment = {
             **os.environ,
             "_CHECKNRUN_COMPLETE": "complete_bash",
@@ -128,7 +128,7 @@ class TestInAShell:
     @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
     @pytest.mark.parametrize("command", ["ls", "show"])
     def test_any_encoding_will_do(self, tmp_path: Path, command: str, encoding: str) -> None:
-        """The tool's own texts have dashes, and names may hold anything."""
+        """Print dashes and any names in every encoding."""
         root = Folder(tmp_path / "rün–λ")
         *_, head = chain_of_three(root)
         put_manifest(root, replace(head, created_by="ü–λ").sealed())
@@ -159,7 +159,7 @@ class TestInAShell:
         assert "\\u03bb" in done.stderr
         assert "internal error" not in done.stderr
 
-    def test_completion(self, tmp_path: Path) -> None:
+    def test_commands_options_and_ids_are_completed(self, tmp_path: Path) -> None:
         ids = [manifest.id for manifest in chain_of_three(Folder(tmp_path))]
         assert self.complete("repo") == ["report"]
         assert self.complete("prune", tmp_path, "--ke") == ["--keep"]
@@ -242,7 +242,7 @@ def test_urls_that_can_not_be_opened(
     assert len(result.err.splitlines()) == 1
 
 
-def test_version(console: Console) -> None:
+def test_version_is_shown(console: Console) -> None:
     assert console.run("--version").out == f"torchrec_checknrun {__version__}\n"
 
 
@@ -262,7 +262,7 @@ def test_ids_are_completed(root: Folder) -> None:
 
 
 def test_looking_needs_no_torch(tmp_path: Path) -> None:
-    """Help, `ls` and `show` answer at once; nothing of the tool needs TorchRec."""
+    """Show help, `ls` and `show` without torch, and run every command without TorchRec."""
     manifests = chain_of_three(Folder(tmp_path))
     code = f"""
 import contextlib, io, sys

@@ -1,4 +1,4 @@
-"""One constant for all tables: the budget holds over all of them, and goes where it matters."""
+"""Share one budget over all tables, and spend the bits on the important rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shard(
     modified: int | None = None,
     state: bool = True,
 ) -> ShardSnapshot:
-    """Make rows with sums around ``2**importance``; the first ``modified`` are to be written."""
+    """Make rows with sums around ``2**importance``, the first ``modified`` of them modified."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, dim, generator=generator) * 0.1
     sums = torch.exp2(importance + 4 * torch.randn(rows, generator=generator))
@@ -49,7 +49,7 @@ def shard(
 
 
 def widths(snapshot: ShardSnapshot, codec: ImportanceWeighted) -> np.ndarray:
-    """Return the bits of each row that is written."""
+    """Return the width in bits of each row to write."""
     local = snapshot.shard
     ids = snapshot.positions(0, local.rectangle.rows)
     context = RowContext({"momentum1": local.optimizer["momentum1"][ids]})
@@ -60,7 +60,7 @@ def widths(snapshot: ShardSnapshot, codec: ImportanceWeighted) -> np.ndarray:
 
 
 def mean_bits(snapshots: list[ShardSnapshot], codec: ImportanceWeighted) -> float:
-    """Return the mean bits per value over all rows that are written."""
+    """Return the mean bits per value over all rows to write."""
     parts = [(widths(s, codec), s.shard.shape.dim) for s in snapshots]
     return sum(float(w.sum()) * dim for w, dim in parts) / sum(len(w) * dim for w, dim in parts)
 
@@ -89,7 +89,7 @@ def test_the_budget_is_kept_over_all_tables(seed: int, budget: float, tables: in
 
 
 def test_a_table_that_matters_more_gets_more() -> None:
-    """A budget per table, as an unsettled codec takes, would give both tables the same bits."""
+    """Give a more important table more bits; a budget per table would give both the same."""
     snapshots = [shard("hot", 3000, 16, 0.0), shard("cold", 3000, 16, -20.0)]
     quantization = Quantization(method="importance", mean_bits=4)
     surveys = [survey(snapshots, quantization)]
@@ -107,7 +107,7 @@ def test_a_table_that_matters_more_gets_more() -> None:
 
 
 def test_the_budget_is_of_the_rows_that_are_written() -> None:
-    """In a differential checkpoint only modified rows count."""
+    """Count only modified rows in a differential checkpoint."""
     snapshots = [shard("t", 20_000, 8, 0.0, modified=4000), shard("u", 5000, 8, -10.0, modified=0)]
     quantization = Quantization(method="importance", mean_bits=3)
     found = constants([survey(snapshots, quantization)])
@@ -155,7 +155,7 @@ def test_rows_never_trained_get_the_least_width() -> None:
 
 
 def test_no_rows_and_no_state() -> None:
-    """Without a survey codecs are not settled."""
+    """Leave codecs without a survey unsettled."""
     quantization = Quantization(method="importance", mean_bits=4)
     stateless = shard("t", 2000, 8, 0.0, state=False)
     empty = shard("u", 2000, 8, 0.0, modified=0)

@@ -1,4 +1,4 @@
-"""The promises of every codec: any rows, in any order, into any memory; and found by its spec."""
+"""Check every codec: any rows, in any order, into any memory; found again by its spec."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def same(one: Encoded, other: Encoded) -> bool:
 def test_rows_of_any_shape_and_type(
     codec: Codec, seed: int, n: int, dim: int, dtype: torch.dtype, number: int
 ) -> None:
-    """Rows come back in their shape and dtype, and the source rows are not changed."""
+    """Return rows in their shape and dtype, and leave the source rows unchanged."""
     rows = spoil(random_rows(seed, n, dim), seed).to(dtype)
     before = rows.clone()
     with threads(number):
@@ -97,7 +97,7 @@ def test_rows_of_any_shape_and_type(
 def test_ids_choose_rows_in_any_order(
     codec: Codec, seed: int, n: int, dim: int, data: st.DataObject
 ) -> None:
-    """Rows come as often as ids name them; the ids need not be contiguous."""
+    """Return rows as often as the ids name them; the ids need not be contiguous."""
     rows = spoil(random_rows(seed, n, dim), seed)
     chosen = data.draw(st.lists(st.integers(0, n - 1), max_size=60))
     ids = torch.tensor(chosen, dtype=torch.int64)
@@ -111,7 +111,7 @@ def test_ids_choose_rows_in_any_order(
 @pytest.mark.parametrize("by_id", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_memory_for_the_bytes(codec: Codec, by_id: bool, dtype: torch.dtype) -> None:
-    """Given memory is used if large enough, at any alignment, and not beyond the encoded size."""
+    """Use given memory if large enough, at any alignment, and no more than the encoded size."""
     rows = random_rows(3, 50, 13).to(dtype)
     ids = torch.arange(49, 0, -2) if by_id else None
     n = 25 if by_id else 50
@@ -159,7 +159,7 @@ def test_views_are_encoded_as_their_values(codec: Codec) -> None:
 
 @every_codec
 def test_what_was_encoded_does_not_change_with_the_table(codec: Codec) -> None:
-    """Encoded rows are written in the background, while training goes on."""
+    """Keep encoded rows unchanged while training continues."""
     rows = torch.randn(20, 8)
     for ids in (None, torch.arange(20)):
         encoded = codec.encode(rows, ids, context(20))
@@ -178,7 +178,7 @@ def test_no_gradient_flows(codec: Codec) -> None:
 
 @every_codec
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_rows(codec: Codec, dtype: torch.dtype) -> None:
+def test_no_rows_take_no_bytes(codec: Codec, dtype: torch.dtype) -> None:
     for rows, ids in (
         (torch.empty(0, 7, dtype=dtype), None),
         (torch.empty(0, 7, dtype=dtype), torch.arange(0)),
@@ -260,7 +260,7 @@ def test_width_of_a_value(codec: Codec, bits: int) -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(DTYPES), st.integers(0, 5), st.integers(1, 9), st.data())
 def test_exact_keeps_every_bit(dtype: torch.dtype, n: int, dim: int, data: st.DataObject) -> None:
-    """Any bit pattern: NaNs with payloads, negative zero, denormals, infinities; in parts, too."""
+    """Keep any bits, in parts too: NaNs with payloads, negative zero, denormals, infinities."""
     size = n * dim * dtype.itemsize
     raw = torch.tensor(list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
     rows = raw.view(dtype).reshape(n, dim)
@@ -311,7 +311,7 @@ def test_exact_keeps_named_specials() -> None:
         ({"name": "importance", "version": 1, "offset": 1.0, "mean_bits": 4}, "not both"),
     ],
 )
-def test_unknown_codecs(spec: dict[str, object], named: str) -> None:
+def test_unknown_codecs_are_refused(spec: dict[str, object], named: str) -> None:
     with pytest.raises(UnsupportedFormat) as raised:
         codec_from_spec(spec)
     assert named in str(raised.value)

@@ -1,4 +1,4 @@
-"""The greedy search's parameters: chosen where the error flattens, recorded, kept if given."""
+"""Choose the greedy search's parameters where the error flattens; record them; keep given ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def search_error(rows: torch.Tensor, bits: int, num_bins: int, ratio: float) -> 
 
 
 def first_flat(values: tuple[float, ...], errors: list[float]) -> float:
-    """Return the smallest value with at least 99 % of the best one's gain over the worst."""
+    """Return the smallest value with at least 99 % of the best value's gain over the worst."""
     gained = [(max(errors) - error) / ((max(errors) - min(errors)) or 1) for error in errors]
     return next(
         value
@@ -45,7 +45,7 @@ def first_flat(values: tuple[float, ...], errors: list[float]) -> float:
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize("bits", NARROW)
 def test_the_smallest_parameters_after_which_little_is_gained(bits: int, dim: int) -> None:
-    rows = gaussian(SAMPLE_ROWS, dim)  # all of them are the sample
+    rows = gaussian(SAMPLE_ROWS, dim)  # the sample is the whole table
     encoded = Rowwise(bits, "greedy").encode(rows)
     chosen, ratio = encoded.parameters["num_bins"], encoded.parameters["ratio"]
     errors = [search_error(rows, bits, num_bins, RATIOS[-1]) for num_bins in BINS]
@@ -55,7 +55,7 @@ def test_the_smallest_parameters_after_which_little_is_gained(bits: int, dim: in
 
 
 def test_fewer_bits_cut_more_of_the_range() -> None:
-    """As in the paper's Figures 10 and 11: half of the range at 2 bits, little at 4 bits."""
+    """Cut half of the range at 2 bits and little at 4 bits, as in the paper's Figures 10 and 11."""
     (_, at_two), (_, at_four) = (choose_greedy(gaussian(1000, 64), None, bits) for bits in (2, 4))
     assert 0.4 <= at_two <= 0.6
     assert 0.1 <= at_four <= 0.3
@@ -72,7 +72,7 @@ def test_what_was_chosen_is_what_was_used(bits: int) -> None:
 
 
 def test_a_sample_stands_for_the_table() -> None:
-    """A choice on some rows is within a per cent of the best choice on all of them."""
+    """Choose from a sample within a per cent of the best choice from all rows."""
     rows = gaussian(5000, 32)
     encoded = Rowwise(2, "greedy").encode(rows)
     back = decoded(Rowwise(2, "greedy"), encoded, rows, 5000)
@@ -100,7 +100,7 @@ def test_what_is_given_is_kept(given_bins: int | None, given_ratio: float | None
 def test_a_chunk_says_how_it_was_searched(
     given_bins: int | None, given_ratio: float | None
 ) -> None:
-    """Given options are in the codec's spec, chosen ones in the block's parameters."""
+    """Put given options into the codec's spec, chosen ones into the block's parameters."""
     codec = Rowwise(4, "greedy", given_bins, given_ratio)
     encoded = codec.encode(gaussian(300, 16))
     recorded = {**codec.spec(), **encoded.parameters}
@@ -137,14 +137,14 @@ def test_blocks_of_which_nothing_can_be_learned(bits: int, rows: torch.Tensor) -
 
 
 def test_only_the_chosen_rows_are_looked_at() -> None:
-    """Rows outside of the block may have another distribution."""
+    """Ignore rows outside of the block, which may have another distribution."""
     rows = torch.cat([gaussian(400, 64).sign(), gaussian(400, 64)])
     ids = torch.arange(400, 800)
     assert choose_greedy(rows, ids, 2) == choose_greedy(rows[ids], None, 2)
 
 
 def test_bits_8_need_no_search() -> None:
-    """At 8 bits the range is the row's own, as FBGEMM's: nothing is chosen or recorded."""
+    """Choose and record no option at 8 bits, where the range is the row's own, as in FBGEMM."""
     rows = gaussian(100, 16)
     encoded = Rowwise(8, "greedy").encode(rows)
     assert torch.equal(encoded.data, Rowwise(8, "asymmetric").encode(rows).data)
@@ -152,10 +152,10 @@ def test_bits_8_need_no_search() -> None:
 
 
 def test_the_papers_search_at_four_bits() -> None:
-    """The search beats minimum to maximum, and FBGEMM decodes the same values."""
+    """Beat the range from minimum to maximum, and decode as FBGEMM does."""
     rows = gaussian(2000, 64)
     codec = Rowwise(4, "greedy")
     encoded = codec.encode(rows)
     back = decoded(codec, encoded, rows, 2000)
     assert torch.equal(fbgemm_decode(encoded.data.view(2000, -1), 4), back)
-    assert float(relative_errors(back, rows).mean()) < 0.0835  # min to max: 0.0890
+    assert float(relative_errors(back, rows).mean()) < 0.0835  # with minimum to maximum: 0.0890

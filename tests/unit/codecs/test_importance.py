@@ -1,4 +1,4 @@
-"""Importance-weighted width: the formula, the budget, and bytes that come back in order."""
+"""Check importance-weighted widths: the formula, the budget, and the order of decoded rows."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_width_of_a_row_is_as_the_formula_says(
 
 
 def test_an_untrained_row_gets_the_least_width() -> None:
-    """A row whose sum is NaN or infinite gets the least width, too."""
+    """Give untrained rows the smallest width, and rows whose sum is NaN or infinite as well."""
     rows = torch.randn(6, 8) * 100
     sums = torch.tensor([0.0, 1.0, NAN, 1.0, float("inf"), -1.0])
     widths = widths_of(ImportanceWeighted(20.0).encode(rows, context=adagrad(sums)), 6)
@@ -105,7 +105,7 @@ def test_an_untrained_row_gets_the_least_width() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(1, 200), BUDGETS)
 def test_no_larger_offset_is_within_the_budget(seed: int, n: int, budget: float) -> None:
-    """The rows have one norm, and sums so far apart that each border passes one row at a time."""
+    """Use up the budget, with rows whose sums are so far apart that borders pass each alone."""
     order = np.random.default_rng(seed).permutation(n)
     sums = torch.from_numpy((2.0 ** (order * 0.137 - 20)).astype(np.float32))
     rows = torch.where(torch.rand(n, 12) < 0.5, 1.0, -1.0)
@@ -113,7 +113,7 @@ def test_no_larger_offset_is_within_the_budget(seed: int, n: int, budget: float)
     encoded = ImportanceWeighted(mean_bits=budget).encode(rows, context=adagrad(sums))
     mean = widths_of(encoded, n).mean()
     assert mean <= budget
-    # Offsets between two neighbouring steps of the mean, and beyond the last of them.
+    # Try offsets between neighbouring steps of the mean, and beyond the last one.
     steps = np.sort(np.concatenate([3 - score, 6 - score]))
     between = np.concatenate([[steps[0] - 1], (steps[:-1] + steps[1:]) / 2, [steps[-1] + 1]])
     means = [bits_at(score, offset).mean() for offset in between]
@@ -139,7 +139,7 @@ def test_four_bits_on_average_unless_said_otherwise() -> None:
 def test_rows_are_those_of_the_adaptive_codec(
     seed: int, n: int, dim: int, budget: float, data: st.DataObject
 ) -> None:
-    """Rows equal the adaptive codec's of their width, in the given order; in parts, too."""
+    """Return the adaptive codec's rows of the same width, in the given order; in parts, too."""
     rows = spoil(random_rows(seed, n, dim), seed)
     codec = ImportanceWeighted(mean_bits=budget)
     encoded, back = round_trip(codec, rows, adagrad(trained(seed, n)))
@@ -191,13 +191,13 @@ def test_tables_of_other_types(dtype: torch.dtype) -> None:
 def test_without_row_wise_adagrad_the_width_is_fixed(
     codec: ImportanceWeighted, width: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says so, once."""
+    """Log the fixed width once."""
     importance._warn_fixed_width.cache_clear()
     rows = torch.randn(30, 8)
     others = [
         NO_CONTEXT,
         RowContext({"exp_avg": torch.rand(30, 8), "exp_avg_sq": torch.rand(30)}),
-        RowContext({"momentum1": torch.rand(30, 8)}),  # Adagrad with a sum for each element
+        RowContext({"momentum1": torch.rand(30, 8)}),  # Adagrad with a sum per element
     ]
     with caplog.at_level(logging.WARNING):
         for context in others:
@@ -221,9 +221,9 @@ def test_without_row_wise_adagrad_the_width_is_fixed(
 def test_ten_passes_add_little(
     codec: ImportanceWeighted, dim: int, mean: float, octaves: int
 ) -> None:
-    """Holds on average, though a quantized row's norm, and so its width, may change.
+    """Keep the mean error small although a quantized row's norm, and so its width, may change.
 
-    Rows of about equal importance are tried, too.
+    Rows of about equal importance are among the cases.
     """
     rows = torch.randn(2000, dim, generator=torch.Generator().manual_seed(dim)) + mean
     context = adagrad(trained(dim, 2000, octaves))
@@ -278,7 +278,7 @@ def wild_exponent(parameters: dict[str, Any]) -> None:
     "damage",
     [drop_groups, drop_one_group, another_count, swap_groups, not_a_group, wild_exponent],
 )
-def test_damaged_parameters(damage: Callable[[dict[str, Any]], None]) -> None:
+def test_damaged_parameters_are_refused(damage: Callable[[dict[str, Any]], None]) -> None:
     _, encoded = example()
     parameters = copy.deepcopy(encoded.parameters)
     decode_example(parameters, encoded.data)
@@ -287,7 +287,7 @@ def test_damaged_parameters(damage: Callable[[dict[str, Any]], None]) -> None:
         decode_example(parameters, encoded.data)
 
 
-def test_damaged_data() -> None:
+def test_damaged_data_is_refused() -> None:
     _, encoded = example()
     for wrong in (encoded.data[:-1], encoded.data[:5], torch.cat([encoded.data, encoded.data[:1]])):
         with pytest.raises(ValueError, match=r"group|bytes"):

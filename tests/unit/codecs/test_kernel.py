@@ -1,4 +1,4 @@
-"""The compiled kernel: FBGEMM's bytes, the same from every build, and wrong arguments refused."""
+"""Compare the compiled kernel's bytes with FBGEMM's in every build, and refuse wrong arguments."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_all_builds_give_the_same_bytes(
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_no_rows(build: str) -> None:
+def test_no_rows_take_no_bytes(build: str) -> None:
     for rows, ids in ((torch.empty(0, 7), None), (torch.randn(4, 7), torch.arange(0))):
         data, refused = encode(rows, 4, Method.ADAPTIVE, ids, build=build)
         assert data.shape == (0, 8)
@@ -136,7 +136,7 @@ def test_no_rows(build: str) -> None:
 @settings(max_examples=examples(40), deadline=None)
 @given(SEEDS, st.integers(1, 40), st.integers(1, 40), st.sampled_from([2, 4, 8]))
 def test_asymmetric_bytes_are_fbgemms(build: str, seed: int, n: int, words: int, bits: int) -> None:
-    """Constant rows, and rows whose least value is a zero of either sign, included."""
+    """Include constant rows, and rows whose least value is a zero of either sign."""
     dim = words * (1 if bits == 8 else 16 // bits)
     rows = random_rows(seed, n, dim)
     data, refused = encode(rows, bits, Method.ASYMMETRIC, build=build)
@@ -147,7 +147,7 @@ def test_asymmetric_bytes_are_fbgemms(build: str, seed: int, n: int, words: int,
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_signed_zeros_are_fbgemms(build: str, bits: int) -> None:
-    """Every pattern of zeros of both signs in a row of 8, alone and beside positive values."""
+    """Try every pattern of zeros of both signs in a row of 8, alone and beside positive values."""
     signs = (torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1).float()
     zeros = torch.where(signs > 0, -0.0, 0.0)
     for rows in (zeros, torch.cat([zeros, zeros.flip(0) + torch.eye(8)[torch.arange(256) % 8]], 1)):
@@ -160,7 +160,7 @@ def test_signed_zeros_are_fbgemms(build: str, bits: int) -> None:
 def test_fbgemm_decodes_every_method(
     seed: int, n: int, dim: int, bits: int, method: Method
 ) -> None:
-    """FBGEMM's values equal ours to the bit; where it refuses the dim, with more columns."""
+    """Decode to FBGEMM's values bit for bit; where FBGEMM refuses the dim, with more columns."""
     rows = random_rows(seed, n, dim)
     data, _ = encode(rows, bits, method)
     theirs = fbgemm_decode(data, bits)
@@ -170,10 +170,10 @@ def test_fbgemm_decodes_every_method(
 
 @settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, DIMS, st.sampled_from((2, 3, 4)), st.sampled_from(BUILDS or [""]))
-def test_packing(seed: int, dim: int, bits: int, build: str) -> None:
-    """A plain reference packs codes from the lowest bits up, then scale and bias.
+def test_packing_equals_a_plain_reference(seed: int, dim: int, bits: int, build: str) -> None:
+    """Compare with a plain reference that packs codes from the lowest bits up, then scale and bias.
 
-    At 3 bits, which FBGEMM doesn't know, 8 codes take 3 bytes.
+    At 3 bits, unknown to FBGEMM, 8 codes take 3 bytes.
     """
     rows = random_rows(seed, 5, dim)
     data, _ = encode(rows, bits, Method.ASYMMETRIC, build=build)
@@ -212,7 +212,7 @@ def test_any_number_of_threads(bits: int, method: Method) -> None:
 def test_rows_further_apart_than_their_length(
     seed: int, bits: int, method: Method, dtype: torch.dtype
 ) -> None:
-    """Rows are columns of a wider table, encoded from it and decoded into it, by ids."""
+    """Encode columns of a wider table by ids, and decode into such columns."""
     table = random_rows(seed, 30, 57).to(dtype)
     rows = table[:, 20:41]
     ids = torch.randperm(30, generator=torch.Generator().manual_seed(seed % 2**31))[:19]
@@ -230,7 +230,7 @@ def test_rows_further_apart_than_their_length(
 def test_some_of_the_encoded_rows(
     seed: int, bits: int, dtype: torch.dtype, by_ids: bool, compiled: bool
 ) -> None:
-    """Only chosen rows are decoded, to rows given by ids or one after another."""
+    """Decode only the chosen rows, to rows given by ids or one after another."""
     random = torch.Generator().manual_seed(seed % 2**31)
     rows = random_rows(seed, 30, 21).to(dtype)
     data, _ = encode(rows, bits, Method.ASYMMETRIC)
@@ -245,7 +245,7 @@ def test_some_of_the_encoded_rows(
 
 
 def test_other_threads_run_meanwhile() -> None:
-    """The main thread keeps the GIL unless it releases it: Python's own switching is turned off."""
+    """Release the GIL: with Python's own switching turned off, other threads run only then."""
     rows = torch.randn(60_000, 256)
     out = torch.empty((60_000, row_bytes(256, 4)), dtype=torch.uint8)
     refused = torch.empty(60_000, dtype=torch.uint8)
@@ -254,11 +254,11 @@ def test_other_threads_run_meanwhile() -> None:
     def take_turns() -> None:
         while not stop[0]:
             turns[0] += 1
-            time.sleep(0)  # gives the GIL back
+            time.sleep(0)  # releases the GIL
 
     def turns_during(act: Callable[[], object]) -> int:
         before = turns[0]
-        for _ in range(200):  # on a busy machine the other thread may get no processor at once
+        for _ in range(200):  # on a busy machine another thread may get no processor at once
             act()
             if turns[0] > before:
                 break

@@ -1,4 +1,4 @@
-"""k-means codebooks: optimal per row, better than uniform steps per block, stable when repeated."""
+"""Check k-means codebooks: optimal per row, better than uniform steps per block, stable."""
 
 import sys
 
@@ -47,7 +47,7 @@ def hard_rows(seed: int, n: int, dim: int) -> torch.Tensor:
 
 
 def held(rows: torch.Tensor, exceptions: list[int]) -> torch.Tensor:
-    """Find the rows that codebooks hold; other rows are too small beside the largest one.
+    """Return which rows the codebooks hold: rows not too small beside the largest one.
 
     No exponent could bring both into fp16's range.
     """
@@ -86,7 +86,7 @@ def test_no_codebook_of_a_row_is_better(seed: int, dim: int, bits: int) -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(1, 12), st.integers(1, 70), st.sampled_from(CODECS))
 def test_any_shape_within_the_bound(seed: int, n: int, dim: int, codec: KMeans) -> None:
-    """A row's error is at most the range of its elements, for any codebook of its block."""
+    """Bound a row's error by the range of its elements, for any codebook of its block."""
     rows = hard_rows(seed, n, dim)
     decoded, exceptions = round_trip(codec, rows)
     kept = held(rows, exceptions)
@@ -112,8 +112,9 @@ def test_rows_of_few_values_are_exact_up_to_fp16(bits: int) -> None:
     assert torch.equal(round_trip(KMeans(bits), exact)[0], exact)
 
 
-# The mean relative l2 error on Gaussian rows: exact k-means per row, and at most as for codebooks
-# shared by blocks (uniform steps between a row's extremes: .3229 .1378 .0643, .4468 .1907 .0890).
+# Columns: the mean relative l2 error on Gaussian rows, of exact k-means per row, and an upper bound
+# for codebooks shared by blocks (uniform steps between a row's extremes: .3229 .1378 .0643, .4468
+# .1907 .0890).
 @pytest.mark.parametrize(
     ("dim", "bits", "per_row", "per_block"),
     [
@@ -159,7 +160,7 @@ def test_the_error_is_the_same_at_all_sizes(codec: KMeans, size: float) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_exceptions(codec: KMeans) -> None:
+def test_rows_out_of_range_are_exceptions(codec: KMeans) -> None:
     rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
     rows[8, 0] = 65504.0
     sound = rows.clone()
@@ -170,12 +171,12 @@ def test_exceptions(codec: KMeans) -> None:
     rows[0], sound[0] = rows[0] * 1e-12, 0.0  # lost beside 65504
     decoded, exceptions = round_trip(codec, rows)
     assert exceptions == [0, *bad]
-    assert torch.equal(decoded, round_trip(codec, sound)[0])  # the others don't suffer
+    assert torch.equal(decoded, round_trip(codec, sound)[0])  # other rows are unaffected
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_other_dtypes(codec: KMeans, dtype: torch.dtype) -> None:
+def test_other_dtypes_are_encoded_as_float32(codec: KMeans, dtype: torch.dtype) -> None:
     rows = torch.randn(7, 10).to(dtype)
     encoded = codec.encode(rows)
     assert torch.equal(encoded.data, codec.encode(rows.float()).data)
@@ -239,18 +240,20 @@ def test_no_rows_and_zero_rows(codec: KMeans) -> None:
     [
         (2, None, 16, 10 * (8 + 4)),
         (3, None, 9, 10 * (16 + 4)),
-        (4, None, 3, 10 * (6 + 2)),  # no more centroids than elements
+        (4, None, 3, 10 * (6 + 2)),  # at most as many centroids as elements
         (8, None, 64, 10 * (128 + 64)),
         (3, 4, 16, 3 * 16 + 10 * (4 + 6)),
         (8, 10, 5, 512 + 10 * (4 + 5)),
     ],
 )
-def test_sizes(bits: int, block: int | None, dim: int, size: int) -> None:
+def test_encoded_blocks_have_the_documented_size(
+    bits: int, block: int | None, dim: int, size: int
+) -> None:
     assert KMeans(bits, block).encode(torch.randn(10, dim)).data.numel() == size
 
 
-def test_layout() -> None:
-    """The bytes are a format: fp16 values, then codes of three bits, the first in the lowest."""
+def test_the_layout_is_fixed() -> None:
+    """Keep the format of the bytes: fp16 values, then codes of three bits, the first lowest."""
     row = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 7.0]])
     codes = sum(code << 3 * i for i, code in enumerate([0, 1, 2, 3, 4, 5, 6, 7, 7]))
     encoded = KMeans(3).encode(row)
@@ -277,13 +280,13 @@ def test_layout() -> None:
         ({"exponent": 5000}, "5000"),
     ],
 )
-def test_damaged_parameters(change: dict[str, object], named: str) -> None:
+def test_damaged_parameters_are_refused(change: dict[str, object], named: str) -> None:
     encoded = KMeans(2).encode(torch.randn(3, 4))
     with pytest.raises(ValueError, match=named):
         KMeans(2).decode(encoded.data, change, 3, 0, torch.empty(3, 4))
 
 
-def test_damaged_data() -> None:
+def test_damaged_data_is_refused() -> None:
     codec = KMeans(4)
     encoded = codec.encode(torch.randn(3, 5))
     with pytest.raises(ValueError, match="bytes"):
@@ -314,13 +317,13 @@ def test_spec_makes_the_codec_again(codec: KMeans) -> None:
         ({"block_rows": True}, "True"),
     ],
 )
-def test_unknown_specs(change: dict[str, object], named: str) -> None:
+def test_unknown_specs_are_refused(change: dict[str, object], named: str) -> None:
     with pytest.raises(UnsupportedFormat, match=named):
         codec_from_spec(KMeans(2, 8).spec() | change)
 
 
 @pytest.mark.parametrize(("bits", "block"), [(0, None), (1, None), (16, None), (2, 0), (2, -1)])
-def test_other_arguments(bits: int, block: int | None) -> None:
+def test_wrong_arguments_are_refused(bits: int, block: int | None) -> None:
     with pytest.raises(ValueError, match="must be"):
         KMeans(bits, block)
 

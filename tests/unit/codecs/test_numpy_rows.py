@@ -1,4 +1,4 @@
-"""Rows quantized without the compiled kernel: same layout, same decoding, hardly more error."""
+"""Quantize rows without the compiled kernel: same layout, same decoding, hardly more error."""
 
 from __future__ import annotations
 
@@ -145,13 +145,13 @@ def test_the_adaptive_error_of_gaussian_rows(bits: int, most: float) -> None:
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_any_dim(bits: int) -> None:
+def test_every_dim_is_within_half_a_step(bits: int) -> None:
     for dim in range(1, 71):
         rows = gaussian(dim, 9)
         low, high = rows.aminmax(dim=1, keepdim=True)
         width = high - low
         naive = decode(encode(rows, bits, Method.ASYMMETRIC)[0], bits, dim)
-        # Half a step; then scale and bias in fp16, or in fp32.
+        # Half a step, and the rounding of scale and bias in fp16 or fp32.
         rounding = 2.0**-22 if bits == 8 else 2.0**-10
         bound = width / (2**bits - 1) / 2 + rounding * (width + low.abs())
         assert ((naive - rows).abs() <= bound).all(), dim
@@ -168,7 +168,7 @@ def test_what_was_decoded_is_encoded_to_the_same(bits: int, method: Method) -> N
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_no_rows(bits: int) -> None:
+def test_no_rows_take_no_bytes(bits: int) -> None:
     data, refused = encode(torch.empty((0, 12)), bits, Method.ADAPTIVE)
     assert data.shape == (0, row_bytes(12, bits))
     assert refused.shape == (0,)
@@ -197,7 +197,7 @@ def test_refused_rows_have_zero_bytes(bits: int, method: Method) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_ids_factor_and_dtypes(bits: int, dtype: torch.dtype) -> None:
-    table = torch.empty((50, 40), dtype=dtype)[:, 8:32]  # rows that don't follow each other
+    table = torch.empty((50, 40), dtype=dtype)[:, 8:32]  # rows that are not contiguous
     table.copy_(gaussian(24, 50) * 1e-3)
     ids = torch.tensor([49, 0, 7, 7, 30])
     data, refused = encode(table, bits, Method.ADAPTIVE, ids, factor=1024.0)

@@ -1,4 +1,4 @@
-"""A codec from outside of the package: few methods, found by name, settled over all ranks."""
+"""Use a codec from outside of the package: few methods, found by name, settled over all ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STEPS = 2**15 - 1
 
 
 class Coarse(Codec):
-    """Multiples of a step, int16: nothing beyond what every codec must have."""
+    """A codec to multiples of a step in int16, with the required methods only."""
 
     name: ClassVar[str] = "test_coarse"
     lossy: ClassVar[bool] = True
@@ -89,7 +89,7 @@ class Coarse(Codec):
 
 @dataclass
 class Largest:
-    """The largest magnitude, as a survey."""
+    """A survey of the largest magnitude."""
 
     most: float
 
@@ -98,7 +98,7 @@ class Largest:
 
 
 class Fitted(Coarse):
-    """A step that fits the largest value of all tables and ranks."""
+    """A codec whose step fits the largest value of all tables and ranks."""
 
     name: ClassVar[str] = "test_fitted"
     surveys: ClassVar[bool] = True
@@ -155,7 +155,7 @@ def test_it_is_settled_over_all_ranks() -> None:
     ranks = [[shard(40), shard(41, scale=9.0)], [shard(42, scale=5.0)], []]
     surveys = [survey([ShardSnapshot(s, None) for s in held], quantization) for held in ranks]
     most = max(float(s.weight.abs().max()) for held in ranks for s in held)
-    for _ in range(2):  # the surveys stay as they are
+    for _ in range(2):  # settling leaves the surveys unchanged
         settled = pickle.loads(pickle.dumps(settle(surveys)))
         assert settled.keys() == {key_of(Fitted(1.0))}
         codec = quantization.for_table("t40", 40).settled(settled).codec
@@ -207,7 +207,7 @@ def test_another_process_finds_it_by_its_entry_point(
 def test_an_entry_point_that_is_broken_is_no_damage(
     monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    """``rows_header`` would call the chunk corrupt, and a restore would take an older one."""
+    """Raise another error than corruption, which would make restores take an older checkpoint."""
 
     def entry_points(*, group: str, name: str) -> list[EntryPoint]:
         return [EntryPoint(name, target, group)]
@@ -274,7 +274,7 @@ def test_too_many_restores_replace_a_narrow_codec_only() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_a_saved_model_comes_back(tmp_path: Path) -> None:
-    """A settled codec goes through the whole save and restore."""
+    """Save and restore a model with a settled codec."""
     model = make_model()
     tracked = track(model)
     planner = SavePlanner(tracked, quantization=Quantization(codec=Fitted(), exact_below_rows=0))
@@ -288,7 +288,7 @@ def test_a_saved_model_comes_back(tmp_path: Path) -> None:
     most = max(float(rows.abs().max()) for rows in saved.values())
     for name, rows in saved.items():
         error = float((table(fresh, name) - rows).abs().max())
-        assert 0 < error <= most / STEPS  # one step, as large for every table
+        assert 0 < error <= most / STEPS  # one step, the same for every table
     other.close()
     tracked.close()
 

@@ -1,4 +1,4 @@
-"""16-bit casts: within half a unit in the last place, or named as an exception."""
+"""Cast to 16 bits within half a unit in the last place, or name the row as an exception."""
 
 import numpy as np
 import pytest
@@ -74,7 +74,7 @@ def test_a_row_is_within_the_bound_or_an_exception(
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_dtypes(codec: Narrow, dtype: torch.dtype) -> None:
+def test_every_dtype_is_cast(codec: Narrow, dtype: torch.dtype) -> None:
     rows = torch.randn(50, 7).to(dtype)
     decoded, exceptions = round_trip(codec, rows)
     assert exceptions == []
@@ -92,7 +92,7 @@ def test_decoding_into_any_dtype(codec: Narrow, out_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_table_of_the_same_dtype_is_kept_bit_for_bit(codec: Narrow) -> None:
-    """All bit patterns are tried: denormals, infinities, NaNs with their payloads."""
+    """Keep every bit pattern: denormals, infinities, NaNs with their payloads."""
     patterns = torch.from_numpy(np.arange(2**16, dtype=np.uint16).view(np.uint8).copy())
     rows = patterns.view(codec.dtype).view(-1, 8)
     encoded = codec.encode(rows)
@@ -125,7 +125,7 @@ def test_many_rows_are_done_in_blocks(codec: Narrow, dim: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_chosen_rows(codec: Narrow) -> None:
+def test_chosen_rows_equal_gathered_ones(codec: Narrow) -> None:
     rows = torch.randn(9000, 40)
     rows[[5, 8000], 3] = float("nan")
     ids = torch.randperm(9000)[:7000]
@@ -148,7 +148,7 @@ def test_views_are_encoded_as_their_values(codec: Narrow) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("offset", [0, 1])
 def test_memory_that_is_given(codec: Narrow, offset: int) -> None:
-    """Given memory is used if large enough, at odd addresses, too."""
+    """Use given memory if large enough, at odd addresses, too."""
     rows = torch.randn(30, 6)
     wanted = codec.encode(rows).data
     buffer = torch.zeros(400 + offset, dtype=torch.uint8)[offset:]
@@ -164,7 +164,7 @@ def test_memory_that_is_given(codec: Narrow, offset: int) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_rows(codec: Narrow, dtype: torch.dtype) -> None:
+def test_no_rows_come_back(codec: Narrow, dtype: torch.dtype) -> None:
     decoded, exceptions = round_trip(codec, torch.empty(0, 7, dtype=dtype))
     assert exceptions == []
     assert decoded.shape == (0, 7)
@@ -178,7 +178,7 @@ def test_data_of_another_size(codec: Narrow, size: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_spec(codec: Narrow) -> None:
+def test_the_spec_makes_the_same_codec(codec: Narrow) -> None:
     assert codec.spec() == {"name": codec.name, "version": 1}
     again = codec_from_spec(codec.spec())
     assert again.spec() == codec.spec()

@@ -1,4 +1,4 @@
-"""The user's choice, as applied to each table, and after more restores than expected."""
+"""Apply the user's choice to each table, and switch the width after too many restores."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_choices_that_are_refused(arguments: dict[str, Any], message: str) -> No
 
 
 def test_kmeans_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error comes at construction, not at the first checkpoint."""
+    """Fail at construction, not at the first checkpoint."""
     monkeypatch.setitem(sys.modules, "kmeans1d", None)
     with pytest.raises(ImportError, match=r"\[kmeans\]"):
         Quantization(bits=4, method="kmeans")
@@ -116,7 +116,7 @@ def test_a_choice_stays_as_it_is() -> None:
     ("expected", "bits"), [(0, 2), (1, 2), (2, 3), (3, 3), (3.5, 4), (20, 4), (21, 8), (1000, 8)]
 )
 @pytest.mark.parametrize("method", ROWWISE)
-def test_auto(expected: float, bits: int, method: str) -> None:
+def test_auto_follows_the_expected_restores(expected: float, bits: int, method: str) -> None:
     quantization = Quantization(bits="auto", method=method, expected_restores=expected)
     resolved = quantization.resolved(0)
     assert (resolved.bits, resolved.width, resolved.method) == (bits, bits, method)
@@ -129,7 +129,7 @@ def test_auto(expected: float, bits: int, method: str) -> None:
 @pytest.mark.parametrize("method", [*ROWWISE, "kmeans"])
 @pytest.mark.parametrize("expected", [0, 1, 2.5, 20])
 def test_more_restores_than_expected(bits: Any, method: str, expected: float) -> None:
-    """The width switches to 8 bits, with the same method."""
+    """Switch to 8 bits with the same method."""
     quantization = Quantization(bits=bits, method=method, expected_restores=expected)
     just = int(expected)
     narrow = width_for(expected) if bits == "auto" else bits
@@ -151,7 +151,7 @@ def test_a_mixed_width_becomes_eight_bits() -> None:
 
 @pytest.mark.parametrize("method", ["adaptive", "fp16", "bf16"])
 def test_more_restores_never_take_bits_away(method: str) -> None:
-    """Exact and 16-bit rows stay as they are."""
+    """Keep exact and 16-bit rows as they are."""
     quantization = Quantization(method=method, expected_restores=1)
     before, after = (codec_of(quantization.resolved(restores)) for restores in (0, 9))
     assert after.value_bits >= before.value_bits >= 16
@@ -203,7 +203,7 @@ def test_a_pattern_counts_for_small_tables_too() -> None:
 
 
 def test_choices_for_patterns_are_resolved_too() -> None:
-    """Patterns use their own expected restores, or else the default's."""
+    """Use a pattern's own expected restores, or else the default's."""
     quantization = Quantization(
         bits=2,
         expected_restores=1,
@@ -233,7 +233,7 @@ def test_an_exact_job_with_quantized_tables() -> None:
     assert quantization.resolved(2).width is None
 
 
-def test_widths() -> None:
+def test_widths_are_given_by_table() -> None:
     quantization = Quantization(bits=3, tables={"half": Quantization(method="fp16")})
     tables = {"a": BIG, "half": BIG, "small": 999}
     assert quantization.widths(tables) == {"a": 3, "half": 16, "small": 32}
@@ -249,14 +249,14 @@ def test_widths() -> None:
 def test_restores_never_make_a_table_narrower(
     bits: Any, expected: float, restores: int, rows: int
 ) -> None:
-    """A lineage's width only rises, so one full checkpoint is enough."""
+    """Never lower a lineage's width, so that one full checkpoint is enough."""
     quantization = Quantization(bits=bits, expected_restores=expected)
     widths = [quantization.resolved(n).widths({"t": rows})["t"] for n in (0, restores, 1000)]
     assert widths == sorted(widths)
 
 
 @pytest.mark.parametrize("scheme", STATE_SCHEMES)
-def test_optimizer_state(scheme: str) -> None:
+def test_the_optimizer_scheme_reaches_tables(scheme: str) -> None:
     encoding = Quantization(bits=4, optimizer=scheme).for_table("t", BIG)
     assert encoding.optimizer == scheme
 

@@ -1,4 +1,4 @@
-"""Row-wise optimizer state comes back exactly, or within the bound that its scheme promises."""
+"""Return row-wise optimizer state exactly, or within the bound of its scheme."""
 
 import json
 import math
@@ -25,7 +25,7 @@ STATE = st.one_of(
     st.lists(st.one_of(st.just(0.0), POSITIVE), max_size=40),
     st.lists(
         st.floats(1.0, 1 + 2.0**-10, width=32), max_size=40
-    ),  # levels closer than float32's numbers
+    ),  # levels closer than float32 resolves
     st.lists(st.integers(0, 600).map(lambda k: k * 2.0**-149), max_size=40),
 )
 
@@ -96,8 +96,8 @@ def test_log8_is_within_half_a_step(state: list[float], dtype: torch.dtype) -> N
     before, after = values[positive].double(), decoded[positive].double()
     low, high = float(before.min()), float(before.max())
     half_step = math.exp((math.log(high) - math.log(low)) / 508) - 1
-    # A level and the boundary to it are each rounded to the dtype; denormals to multiples of
-    # its smallest one.
+    # A level and the boundary below it are each rounded to the dtype; denormals to multiples of the
+    # smallest one.
     rounding = torch.finfo(dtype).eps * before + 2 * float(torch.finfo(dtype).smallest_normal) * (
         torch.finfo(dtype).eps
     )
@@ -152,7 +152,7 @@ def test_rowlog8_is_within_its_bound(moments: np.ndarray, squared: bool) -> None
 
 
 def test_rowlog8_of_rows_apart() -> None:
-    """A row is stored alike with any other rows, so rows can move between chunks."""
+    """Store a row alike with any other rows, so that rows can move between chunks."""
     values = adagrad_state(6400).view(100, 64)
     whole, _ = round_trip(values, "rowlog8")
     parts = [round_trip(part, "rowlog8")[0] for part in values.split(7)]
@@ -229,7 +229,7 @@ def test_log8_of_trained_state() -> None:
     trained = values > 0
     error = (decoded[trained] - values[trained]).abs() / values[trained]
     assert float(error.max()) < 0.08
-    assert len(decoded.unique()) > 150  # all levels are put to use
+    assert len(decoded.unique()) > 150  # all levels are used
 
 
 def test_order_is_kept_by_log8() -> None:
@@ -263,7 +263,7 @@ def test_zeros_and_signs_of_zero(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", STATE_SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_no_rows(scheme: str, dtype: torch.dtype) -> None:
+def test_no_rows_come_back(scheme: str, dtype: torch.dtype) -> None:
     decoded, _ = round_trip(torch.empty(0, dtype=dtype), scheme)
     assert len(decoded) == 0
 
@@ -290,7 +290,7 @@ def test_views_and_parameters_are_encoded_as_their_values(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", STATE_SCHEMES)
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_run_of_rows_is_decoded_alone(scheme: str, offset: int) -> None:
-    """Bytes at an odd address are decoded, too."""
+    """Decode a run of rows alone, from bytes at an odd address, too."""
     values = adagrad_state(100)
     data, parameters = encode_row_state(values, scheme)
     whole = decode_row_state(data, parameters, (100,), torch.float32)
@@ -311,7 +311,7 @@ def test_decoding_gives_memory_of_its_own(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp16", "exact", "", "LOG8"])
-def test_other_schemes(scheme: str) -> None:
+def test_unknown_schemes_are_refused(scheme: str) -> None:
     with pytest.raises(ValueError, match="fp32, bf16, log8, rowlog8"):
         encode_row_state(torch.ones(3), scheme)
 
@@ -322,7 +322,7 @@ def test_other_schemes(scheme: str) -> None:
         ({}, 4, torch.float32),
         ({"scheme": "fp16"}, 2, torch.float32),
         ({"scheme": ["bf16"]}, 2, torch.float32),
-        ({"scheme": "fp32"}, 4, torch.float32),  # four bytes are one value
+        ({"scheme": "fp32"}, 4, torch.float32),  # one value of four bytes
         ({"scheme": "bf16"}, 4, torch.float32),
         ({"scheme": "bf16"}, 2, torch.int64),
         ({"scheme": "log8"}, 4, torch.float32),
@@ -338,7 +338,9 @@ def test_other_schemes(scheme: str) -> None:
         ({"scheme": "log8", "low": True, "high": 2.0}, 4, torch.float32),
     ],
 )
-def test_damaged_parameters(parameters: dict[str, object], n: int, dtype: torch.dtype) -> None:
+def test_damaged_parameters_are_refused(
+    parameters: dict[str, object], n: int, dtype: torch.dtype
+) -> None:
     with pytest.raises(ValueError, match=r"stored as|range from"):
         decode_row_state(torch.zeros(4, dtype=torch.uint8), parameters, (n,), dtype)
 

@@ -1,4 +1,4 @@
-"""The promises of row-wise quantization: error bounds, hard rows, stability."""
+"""Check row-wise quantization: error bounds, hard rows, stability."""
 
 from typing import Any
 
@@ -44,7 +44,8 @@ def unquantizable(rows: torch.Tensor, bits: int, method: str) -> list[int]:
     too_large = 8.5e37 if bits == 8 else 65504
     least = 2.0**-15 * (2**bits - 1) if method == "symmetric" and bits < 8 else LEAST
     wrong = ~(largest <= too_large) | ((largest > 0) & (largest < least))
-    # Where the scale's rounding, or the 1e-8 that FBGEMM adds to a range at 8 bit, moves codes.
+    # Allow for codes moved by the scale's rounding, or by the 1e-8 that FBGEMM adds to a range at 8
+    # bit.
     span = rows.float().amax(dim=1) - rows.float().amin(dim=1)
     wrong |= (span > 0) & (span < LEAST_RANGES[bits]) & (largest < 2.0**-6)
     return wrong.nonzero().view(-1).tolist()
@@ -63,7 +64,7 @@ def test_every_element_is_within_the_bound(
     seed: int, n: int, dim: int, bits: int, method: str, dtype: torch.dtype
 ) -> None:
     rows = random_rows(seed, n, dim, method).to(dtype)
-    rows[~rows.isfinite()] = 2.0  # 60000 and more in a bfloat16
+    rows[~rows.isfinite()] = 2.0  # from 60000 in a bfloat16
     encoded, back = round_trip(Rowwise(bits, method), rows)
     assert encoded.exceptions.tolist() == unquantizable(rows, bits, method)
     if not n:
@@ -94,7 +95,7 @@ def test_a_search_never_makes_a_row_worse(
 def test_exceptions_are_the_rows_that_are_not_held(
     seed: int, n: int, dim: int, how: tuple[int, str]
 ) -> None:
-    """A few small rows among normal ones: the block is not scaled for them."""
+    """Try a few small rows among normal ones: the block is not scaled for them."""
     bits, method = how
     good = random_rows(seed, 64 * n, dim, method)
     rows = torch.cat([spoil(random_rows(seed + 1, n, dim), seed), good])
@@ -154,15 +155,19 @@ def test_the_largest_magnitudes(bits: int, method: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 2, 7, 16, 130])
 @pytest.mark.parametrize(("bits", "method"), ALL)
-def test_constant_rows(bits: int, method: str, dim: int, dtype: torch.dtype) -> None:
-    """A constant row is as exact as scale and bias; zeros of any sign are exact."""
+def test_constant_rows_are_as_exact_as_scale_and_bias(
+    bits: int, method: str, dim: int, dtype: torch.dtype
+) -> None:
+    """Keep a constant row as exactly as scale and bias are; keep zeros of any sign exactly."""
     constants = torch.tensor(
         [0.0, -0.0, 1.0, -1.0, 0.1, -0.3, 1000.5, -65504.0, 2e-5, 5e-4, 60000.0]
     )
     rows = constants.to(dtype).clamp(-65000, 65000).unsqueeze(1).expand(-1, dim)
     encoded, back = round_trip(Rowwise(bits, method), rows.clone())
     assert encoded.exceptions.tolist() == unquantizable(rows, bits, method)
-    assert (8 in encoded.exceptions) == (method == "symmetric" and bits < 8)  # too small for it
+    assert (8 in encoded.exceptions) == (
+        method == "symmetric" and bits < 8
+    )  # too small for the scale
     assert bool((back[:2] == 0).all())
     bound = error_bound(rows.float(), bits, method == "symmetric")
     bound += dtype_rounding(rows, bound, dtype)
@@ -172,7 +177,7 @@ def test_constant_rows(bits: int, method: str, dim: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dim", [1, 3, 64])
 @pytest.mark.parametrize(("bits", "method"), ALL)
 def test_zeros_beside_a_huge_outlier(bits: int, method: str, dim: int) -> None:
-    """The outlier and zero are the two ends of the range: neither is lost."""
+    """Keep both ends of the range: the outlier and zero."""
     rows = torch.zeros(3, dim)
     rows[0, 0], rows[1, -1] = 60000.0, -60000.0
     encoded, back = round_trip(Rowwise(bits, method), rows)
@@ -222,8 +227,8 @@ def test_a_few_tiny_rows_dont_change_the_bytes_of_the_others(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_denormals(bits: int) -> None:
-    """A block of denormals is scaled; among normal values they count as zero."""
+def test_denormals_are_scaled_or_zero(bits: int) -> None:
+    """Scale a block of denormals; take denormals among normal values for zero."""
     rows = torch.tensor([[1e-40, -2e-41, 3e-42, 0.0], [1e-38, 0, 0, -1e-38]])
     _, back = round_trip(Rowwise(bits, "asymmetric"), rows)
     span = (rows.amax(dim=1) - rows.amin(dim=1)).double().unsqueeze(1)
@@ -272,7 +277,7 @@ def repeated(codec: Rowwise, rows: torch.Tensor, passes: int) -> tuple[torch.Ten
 def test_ten_passes_are_as_good_as_one(
     seed: int, dim: int, how: tuple[int, str], scale: float, offset: float
 ) -> None:
-    """Holds for every row, even with values far from zero and close to each other."""
+    """Bound the error of every row, even with values far from zero and close to each other."""
     bits, method = how
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal((40, dim)) + offset) * (scale / max(1.0, abs(offset)))
@@ -287,7 +292,7 @@ def test_ten_passes_are_as_good_as_one(
 def test_ten_passes_through_a_table_of_half_precision(
     bits: int, method: str, dtype: torch.dtype
 ) -> None:
-    """Holds on average: a pass rounds to the dtype, so the next starts from other values."""
+    """Bound the mean error: a pass rounds to the dtype, so the next starts from other values."""
     for dim, offset in ((1, 0), (8, 0), (31, 10), (130, 0)):
         rows = torch.randn(300, dim, generator=torch.Generator().manual_seed(dim)) + offset
         rows = rows.to(dtype)
@@ -324,7 +329,7 @@ def test_a_row_does_not_depend_on_its_neighbours(seed: int, dim: int, how: tuple
     ("bits", "dim", "size"),
     [(8, 5, 13), (4, 16, 12), (4, 5, 8), (2, 9, 8), (2, 1, 6), (3, 8, 7), (3, 9, 8), (3, 1, 5)],
 )
-def test_sizes(bits: int, dim: int, size: int) -> None:
+def test_row_bytes_are_the_encoded_size(bits: int, dim: int, size: int) -> None:
     encoded = Rowwise(bits).encode(torch.randn(3, dim))
     assert encoded.data.numel() == 3 * size
     assert Rowwise(bits).row_bytes(dim) == row_bytes(dim, bits) == size
@@ -333,7 +338,7 @@ def test_sizes(bits: int, dim: int, size: int) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("dim", [1, 5, 8, 30, 64])
 def test_chunks_of_version_1_still_decode(bits: int, dim: int) -> None:
-    """Version 1 had FBGEMM's bytes, of rows padded with their first value to a dim it accepts."""
+    """Decode version 1: FBGEMM's bytes of rows padded with their first value to an accepted dim."""
     rows = random_rows(9, 12, dim)
     missing = -dim % (1 if bits == 8 else 16 // bits)
     stored = fbgemm_encode(torch.cat([rows, rows[:, :1].expand(-1, missing)], dim=1), bits)

@@ -1,6 +1,7 @@
-"""The GPU's kernel, run by Triton's interpreter, against the compiled kernel.
+"""Compare the GPU's kernel, run by Triton's interpreter, with the compiled kernel.
 
-The same bytes; but the searches add up in another order, and may so find a grid as good.
+The bytes are the same; but the searches add up in another order, and may find another grid that is
+as good.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def differences() -> dict[str, int]:
 
 
 def test_the_same_bytes() -> None:
-    """Runs in a process of its own: Triton chooses the interpreter when it is imported."""
+    """Run in a process of its own: Triton chooses the interpreter when imported."""
     done = subprocess.run(
         [sys.executable, "-m", __name__],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -1,4 +1,4 @@
-"""Names and shapes of a dense optimizer's state, before and after its first step."""
+"""Name and shape a dense optimizer's state alike before and after its first step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_some_can_not_be_asked(make: Factory) -> None:
         (optim.Adagrad, {"momentum1"}),
         (RowWiseAdagrad, {"momentum1"}),
         (LATE["sgd"], set()),
-        # Not to be taken for Adagrad's sum, which a fused optimizer calls momentum1 as well:
+        # Distinguish these states from Adagrad's sum, which a fused optimizer also calls momentum1:
         (LATE["momentum"], {"momentum_buffer"}),
         (LATE["rmsprop"], {"square_avg", "momentum_buffer", "grad_avg"}),
         (LATE["adamax"], {"exp_avg", "exp_inf"}),

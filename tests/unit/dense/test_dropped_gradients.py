@@ -1,7 +1,7 @@
-"""Gradients that are dropped without a step: no checkpoint waits for them.
+"""Save although gradients were dropped without a step.
 
 After a loss that is not finite a loop drops its gradients, and a gradient scaler skips the step.
-Fused tables were updated all the same, so the checkpoint must be made, with their rows.
+Fused tables were updated all the same, so a checkpoint must be made, with their rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 class Net(nn.Module):
-    """Tables ``wide`` (data parallel), ``tall`` and ``split`` (fused), with a dense part."""
+    """A net of a dense part and tables: ``wide`` is data parallel, ``tall`` and ``split`` fused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ DROPS: dict[str, Callable[[Job], None]] = {
 @pytest.mark.parametrize("drop", sorted(DROPS))
 def test_a_dropped_gradient_holds_nothing_up(job: Job, drop: str) -> None:
     job.backward()
-    assert not job.saves()  # the gradient may yet be applied
+    assert not job.saves()  # the gradient may still be applied
     DROPS[drop](job)
     assert job.saves()
     job.backward()
@@ -160,7 +160,7 @@ def test_a_scaler_that_skips_the_step(job: Job) -> None:
 
 
 def test_rows_of_a_dropped_gradient_are_saved_if_a_later_step_changes_them(job: Job) -> None:
-    """Accumulate, drop, accumulate again: the table is restored as the newest step left it."""
+    """Restore the newest step's table after accumulating, dropping and accumulating again."""
     job.backward()
     job.optimizer.zero_grad()
     assert job.saves()
@@ -186,7 +186,7 @@ class TestHasGradient:
         weight.grad = torch.full((3, 2), 1e-45)
         assert has_gradient(weight)
 
-    def test_sparse(self) -> None:
+    def test_a_zeroed_sparse_gradient_is_none(self) -> None:
         table = nn.Embedding(5, 2, sparse=True)
         table(torch.tensor([1, 3])).sum().backward()
         assert has_gradient(table.weight)

@@ -1,4 +1,4 @@
-"""Gradients that wait for the optimizer that steps, anywhere in a nest."""
+"""Wait for gradients until the optimizer that owns them steps, anywhere in a nest."""
 
 from __future__ import annotations
 

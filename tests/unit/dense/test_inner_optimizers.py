@@ -1,4 +1,4 @@
-"""Optimizers that hold others in any attribute: the whole nest is restored, without a step."""
+"""Restore nests of optimizers, held in any attribute, without a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def inside(nest: Optimizer) -> Iterator[Optimizer]:
 
 
 @pytest.mark.parametrize("name", NESTS)
-def test_comes_back(tmp_path: Path, name: str) -> None:
+def test_every_nest_comes_back(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     layers = model()
     nest = NESTS[name](layers)

@@ -1,4 +1,4 @@
-"""Restores of wrapped optimizers, schedulers and rates on one rank, compared by live objects."""
+"""Restore wrapped optimizers, schedulers and rates on one rank; compare live objects."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def alone(group: None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nest", [*NESTS, *ALONE])
-def test_nests(tmp_path: Path, nest: str) -> None:
+def test_every_nest_comes_back(tmp_path: Path, nest: str) -> None:
     assert goes_on(str(tmp_path), [{"layout": MIXED, "nest": nest}]) == []
 
 
 @pytest.mark.parametrize("number", range(len(SCHEDULES) - 1))
-def test_schedulers(tmp_path: Path, number: int) -> None:
+def test_schedulers_come_back(tmp_path: Path, number: int) -> None:
     case = {
         "layout": TABLES,
         "nest": ("combined", "averaging")[number % 2],
@@ -87,7 +87,7 @@ def nested(optimizer: KeyedOptimizer, names: list[str], where: str) -> KeyedOpti
     schedule=st.sampled_from(sorted(SCHEDULES)),
     over_all=st.booleans(),
 )
-def test_any_nest(
+def test_random_nests_come_back(
     tmp_path_factory: pytest.TempPathFactory,
     layers: tuple[list[str], list[str], list[str]],
     factory: str,
@@ -99,7 +99,7 @@ def test_any_nest(
         both(nested(f, inner[0], "f"), nested(d, inner[1], "d")), outer, "o"
     )
     case = {"layout": TABLES, "nest": "any", "factory": factory, "over_all": over_all}
-    if "warm" not in {*inner[0], *inner[1], *outer}:  # which sets the rate itself
+    if "warm" not in {*inner[0], *inner[1], *outer}:  # the warm-up sets the rate itself
         case["schedule"] = schedule
     try:
         assert goes_on(str(tmp_path_factory.mktemp("any")), [case]) == []
@@ -231,7 +231,7 @@ def test_moments_keep_their_precision(tmp_path: Path) -> None:
     assert torch.equal(second.state[weight]["momentum_buffer"], torch.full((4,), 1 / 3))
 
 
-def test_infinite_hyperparameters(tmp_path: Path) -> None:
+def test_infinite_hyperparameters_come_back(tmp_path: Path) -> None:
     run, again = (Run(TABLES, "combined", seed=seed) for seed in (0, 3))
     for kernel in kernels(run.job.model):
         kernel.optimizer_args = kernel.optimizer_args._replace(max_norm=float("inf"))
@@ -261,7 +261,7 @@ def test_checkpoints_of_dcp_save_and_for_dcp_load(tmp_path: Path, nest: str) -> 
         report = saver.save()
     assert report is not None
     other = Run(TABLES, nest, seed=4)
-    other.train(1)  # dcp.load needs state to be there
+    other.train(1)  # dcp.load needs existing state
     dcp.load(
         {"model": other.job.model, "optimizer": other.optimizer},
         planner=LoadPlanner(track(other.job.model)),

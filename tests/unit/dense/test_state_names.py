@@ -1,8 +1,7 @@
-"""States with misleading names or no content: none is overwritten, no restore fails half-way."""
+"""Restore states with misleading names or no content: overwrite none, fail none half-way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.crash.save_sweep import alone
 from torchrec_checknrun import Checkpointer, PerRank
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
 from torchrec_checknrun.save.items import Items, state_key
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Box:

@@ -1,4 +1,4 @@
-"""Values of any kind in an optimizer's wrapper: restored, or reported, on one rank."""
+"""Restore values of any kind in an optimizer's wrapper, or report them, on one rank."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_what_can_not_be_put_back_is_told(
     tmp_path: Path, saved: Any, live: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = repr(live)
-    kind: Any = type("Holding", (Holding,), {})  # a class without warnings so far
+    kind: Any = type("Holding", (Holding,), {})  # a class that has logged no warning yet
     save(tmp_path, making(lambda inner: kind(inner, saved)))
     with caplog.at_level(logging.WARNING):
         wrapper = restore(tmp_path, making(lambda inner: kind(inner, live))())

@@ -1,4 +1,4 @@
-"""Attacks on a chain of checkpoints: changes, each with the words of the error that refuses it."""
+"""Attack a chain of checkpoints: each change comes with the words of the error that refuses it."""
 
 from __future__ import annotations
 

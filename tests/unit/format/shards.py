@@ -1,4 +1,4 @@
-"""Shards in the middle of larger tables, and chunks of their rows as storage returns them."""
+"""Make shards in the middle of larger tables, and chunks of their rows as read from storage."""
 
 import json
 from typing import Any
@@ -43,5 +43,5 @@ def make_shard(
 
 
 def stored(chunk: EncodedChunk) -> tuple[dict[str, Any], bytes]:
-    """Return a chunk as storage does: the entry through JSON, and the bytes."""
+    """Return a chunk as read from storage: the entry through JSON, and the bytes."""
     return json.loads(json.dumps(to_builtins(chunk.entry))), chunk.getvalue()

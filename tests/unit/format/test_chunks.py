@@ -1,4 +1,4 @@
-"""Chunks of rows and states return unchanged from storage; lossy ones within their error."""
+"""Return chunks of rows and states unchanged from storage; lossy ones within their error."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def shards_and_rows(draw: st.DrawFn) -> tuple[LocalShard, Rows]:
 
 @settings(max_examples=examples(120), deadline=None)
 @given(shards_and_rows(), st.sampled_from(CODECS))
-def test_round_trip(shard_and_rows: tuple[LocalShard, Rows], codec: Codec) -> None:
+def test_rows_come_back(shard_and_rows: tuple[LocalShard, Rows], codec: Codec) -> None:
     shard, rows = shard_and_rows
     entry, payload = stored(encode(shard, rows, codec))
     decoded = decode_rows(entry, payload)
@@ -149,7 +149,7 @@ def test_blocks_are_parts_of_the_whole(block_rows: int, monkeypatch: pytest.Monk
         whole = decode_rows(entry, payload)
         blocks = []
         for block in StoredRows(header_of(entry), memoryview(payload)).blocks(slice(0, 40)):
-            block.weight = block.weight.clone()  # the next one's memory
+            block.weight = block.weight.clone()  # memory of the next block
             blocks.append(block)
         assert len(blocks) == -(-40 // block_rows)
         assert same_bits(torch.cat([block.weight for block in blocks]), whole.weight)
@@ -219,7 +219,7 @@ def test_a_data_type_that_could_not_be_read_again_is_not_written(what: str) -> N
         encode(shard, shard.gather(torch.arange(3)), Exact())
 
 
-def test_state_chunks() -> None:
+def test_states_come_back() -> None:
     value = {"samples": 7, "rng": np.arange(5), "weight": torch.ones(2)}
     for rank in (None, 3):
         chunk = state_chunk("reader", rank, *encode_state(value, "reader"))

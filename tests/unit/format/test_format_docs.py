@@ -1,4 +1,4 @@
-"""docs/reference/format.md is true, and read_rows.py beside it reads what the package reads."""
+"""Check docs/reference/format.md against the code, and read_rows.py against the package."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ ROWS = 3000
 read_rows: Callable[..., tuple[np.ndarray, np.ndarray]] = runpy.run_path(str(READER))["read_rows"]
 
 READABLE: list[Codec] = [Exact(), Fp16(), Bf16(), *(Rowwise(bits) for bits in (8, 4, 3, 2))]
-"""Codecs that the reader decodes; it refuses others."""
+"""Codecs that the reader decodes."""
 OWN_CODECS = {n for n, c in _CODECS.items() if c.__module__.startswith("torchrec_checknrun.")}
-"""Codecs of the package: the examples' are registered in this process, too."""
+"""Codecs of the package, without the examples', which this process registers as well."""
 
 
 class Newer(Rowwise):
@@ -90,7 +90,9 @@ def ids_of_every_kind(rows: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("compress", [False, True], ids=["", "zstd"])
 @pytest.mark.parametrize("codec", READABLE, ids=name_of)
-def test_the_reader(tmp_path: Path, codec: Codec, compress: bool) -> None:
+def test_the_reader_reads_what_the_package_reads(
+    tmp_path: Path, codec: Codec, compress: bool
+) -> None:
     root = Folder(tmp_path)
     encoding = TableEncoding(codec, compress=compress)
     split = [(0, 3), (3, DIM)]
@@ -164,11 +166,13 @@ def test_tables_of_other_types(tmp_path: Path, dtype: torch.dtype, codec: Codec)
     weight = torch.randn((50, 5)).to(dtype)
     weight[7] = torch.inf
     entry, expected = one_chunk(tmp_path, weight, TableEncoding(codec, compress=True))
-    stored = entry["weight"]["codec"]["name"]  # exact where the codec's bytes aren't fewer
+    stored = entry["weight"]["codec"][
+        "name"
+    ]  # stored exactly where the codec would need as many bytes
     held = {"exact": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}.get(stored)
     assert ("exceptions" in entry["weight"]) == (held is not dtype)
     _, weights = read_rows(tmp_path, "one", "t", decompress)
-    # A restore rounds to the table's type, the reader doesn't.
+    # A restore rounds to the table's type; the reader does not.
     assert torch.equal(torch.from_numpy(weights).to(dtype), expected.float().to(dtype))
 
 
@@ -220,7 +224,7 @@ def test_the_layout_of_files(tmp_path: Path) -> None:
 
 
 def test_everything_is_named() -> None:
-    """The document explains all fields, encodings, kinds and limits of the code."""
+    """Explain all of the code's fields, encodings, kinds and limits in the document."""
     names: set[str] = {*ENCODINGS, *OWN_CODECS, *STATE_SCHEMES, *STATES}
     for kind in (Manifest, RankFile, TableTotals):
         names |= set(kind.__struct_fields__)

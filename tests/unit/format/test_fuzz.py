@@ -1,4 +1,4 @@
-"""Chains with random changes are restored or refused; see ``fuzz``, which tries more of them."""
+"""Restore or refuse chains with random changes; ``fuzz`` tries more of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_example_is_sound() -> None:
     assert attack(root, seal(root, example())) == []
 
 
-def test_some_changes() -> None:
+def test_random_changes_are_restored_or_refused() -> None:
     """Try chains for four seconds at most, even on a busy machine."""
     end = time.monotonic() + 4
     counts = campaign(200, 7, example(), lambda: time.monotonic() > end)

@@ -1,4 +1,4 @@
-"""Checkpoints of every released format version restore to the bits they were made of, for ever."""
+"""Restore checkpoints of every released format version to their original bits, in every release."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_compacted_one_is_the_same(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_current_version_is_among_them(tmp_path: Path) -> None:
-    """The script that makes golden checkpoints still works."""
+    """Run the script that makes golden checkpoints."""
     assert f"v{FORMAT_VERSION}" in [path.name for path in GOLDEN]
     pytest.importorskip("kmeans1d")
     make(tmp_path)

@@ -1,4 +1,4 @@
-"""Untrusted checkpoints are refused with precise errors, in bounded memory."""
+"""Refuse untrusted checkpoints with precise errors, in bounded memory."""
 
 from __future__ import annotations
 
@@ -42,24 +42,26 @@ from torchrec_checknrun.store.folder import Folder
 def limited() -> Iterator[None]:
     """Limit all attacks together, with the libraries that they load, to a gigabyte."""
     root = new_root()
-    assert attack(root, seal(root, example())) == []  # threads and libraries are there now
+    assert (
+        attack(root, seal(root, example())) == []
+    )  # start threads and load libraries before the limit
     with bounded_memory():
         yield
 
 
 @pytest.mark.usefixtures("limited")
 @pytest.mark.parametrize(("words", "change"), [a[1:] for a in ATTACKS], ids=[a[0] for a in ATTACKS])
-def test_attacks(words: str, change: Attack) -> None:
+def test_attacks_are_refused(words: str, change: Attack) -> None:
     root, chain = new_root(), example()
     change(chain)
     refused = attack(root, seal(root, chain))
     assert refused
     assert any(re.search(words, text) for text in refused), refused
-    assert max(map(len, refused)) < 2000  # nothing of the attacker's at length
+    assert max(map(len, refused)) < 2000  # no long text of the attacker
 
 
 class TestLinks:
-    """Symbolic links that lead out of a root on disk."""
+    """Refuse symbolic links that lead out of a root on disk."""
 
     @pytest.fixture
     def root(self, tmp_path: Path) -> Folder:
@@ -74,7 +76,7 @@ class TestLinks:
         assert refused
         return "\n".join([*problems, *refused])
 
-    def test_a_checkpoint(self, root: Folder, tmp_path: Path) -> None:
+    def test_a_linked_checkpoint_is_refused(self, root: Folder, tmp_path: Path) -> None:
         name = example()[-1].folder
         os.rename(tmp_path / "run" / name, tmp_path / "elsewhere")
         (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
@@ -88,7 +90,7 @@ class TestLinks:
         assert f"{file.name} should have" in self.refused(root, name)
 
     @pytest.mark.parametrize("what", ["link", "pipe"])
-    def test_a_manifest(self, root: Folder, tmp_path: Path, what: str) -> None:
+    def test_a_linked_manifest_is_refused(self, root: Folder, tmp_path: Path, what: str) -> None:
         name = example()[-1].folder
         file = tmp_path / "run" / name / MANIFEST_NAME
         os.rename(file, tmp_path / "elsewhere")
@@ -142,8 +144,8 @@ CLAIM: dict[str, Any] = {
     ],
     ids=repr,
 )
-def test_claims(change: dict[str, Any]) -> None:
-    """A record that is not a claim is a damaged claim, even with a valid checksum."""
+def test_other_records_are_damaged_claims(change: dict[str, Any]) -> None:
+    """Take any other record for a damaged claim, even with a valid checksum."""
     root = new_root()
     (root / FOLDER).put("epoch-00000001.json", checks.seal("claim", CLAIM))
     claim = latest_claim(root)
@@ -166,7 +168,7 @@ def test_a_range_needs_no_memory_until_it_is_bounded() -> None:
 
 
 class TestWriters:
-    """Writers never write what readers refuse."""
+    """Refuse to write any chunk that readers would refuse."""
 
     def test_states_that_are_too_deep(self) -> None:
         deep: list[Any] = []
@@ -195,9 +197,9 @@ class TestWriters:
         began = time.process_time()
         with pytest.raises(ValueError, match="the key '299999' appears twice"):
             parse_json(("{" + ",".join(keys) + "}").encode(), INDEX_BYTES)
-        assert time.process_time() - began < 20  # its square took hours
+        assert time.process_time() - began < 20  # a quadratic loop took hours
 
-    def test_documents(self) -> None:
+    def test_documents_over_the_limits_are_refused(self) -> None:
         assert parse_json(b'{"a": [1, 2.5, "x", null]}', 100) == {"a": [1, 2.5, "x", None]}
         with pytest.raises(ValueError, match="more than the 3 that are read"):
             require_limits(b"[[]]", 3)

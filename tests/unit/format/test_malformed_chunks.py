@@ -1,4 +1,4 @@
-"""Entries or bytes of a chunk that don't match are refused, and no field can crash a reader."""
+"""Refuse entries and bytes of a chunk that don't match; crash a reader by no field."""
 
 import copy
 from collections.abc import Callable
@@ -103,19 +103,19 @@ MALFORMED = [
     change("ids.encoding", "runs"),
     change("ids.encoding", ["bitmap"]),
     change("weight", []),
-    change("weight.dtype", "float64"),  # the bytes don't fit
+    change("weight.dtype", "float64"),  # does not match the bytes
     change("weight.dtype", "uint8"),
     change("weight.dtype", ["float32"]),
     change("weight.codec", None),
     change("optimizer", None),
     change("optimizer", [5]),
-    change("optimizer.0.dtype", "int64"),  # the bytes don't fit
+    change("optimizer.0.dtype", "int64"),  # does not match the bytes
     change("optimizer.0.rowwise", False),
 ]
 
 
 @pytest.mark.parametrize("damage", MALFORMED, ids=lambda damage: damage.__name__)
-def test_malformed_entries(damage: Callable[[dict[str, Any]], None]) -> None:
+def test_malformed_entries_are_refused(damage: Callable[[dict[str, Any]], None]) -> None:
     entry, payload = example()
     decode_rows(entry, payload)
     damage(entry)
@@ -141,7 +141,7 @@ JUNK = st.one_of(
 @settings(max_examples=examples(300), deadline=None)
 @given(st.data(), JUNK)
 def test_no_field_can_crash_a_reader(data: st.DataObject, junk: object) -> None:
-    """An entry that decodes in spite of a changed field still has the promised shape."""
+    """Decode an entry with a changed field to the promised shape, or refuse the entry."""
     entry, payload = example()
     entry = copy.deepcopy(entry)
     node: Any = entry

@@ -1,4 +1,4 @@
-"""Manifests return as written, or are refused: damage and other versions."""
+"""Return manifests as written, or refuse them: damage and other versions."""
 
 import json
 from datetime import timezone
@@ -92,7 +92,7 @@ EXAMPLE = Manifest(
 
 
 def rewritten(change: dict[str, Any], **document: Any) -> bytes:
-    """Return the example with other fields and a valid checksum, as of a faulty writer."""
+    """Return the example with other fields and a valid checksum, as a faulty writer would."""
     content = json.loads(json.dumps({**to_builtins(EXAMPLE), **change}))
     del content["checksum"]
     content = {key: value for key, value in content.items() if value != "missing"}
@@ -103,7 +103,7 @@ def rewritten(change: dict[str, Any], **document: Any) -> bytes:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(manifests())
-def test_round_trip(manifest: Manifest) -> None:
+def test_a_manifest_comes_back(manifest: Manifest) -> None:
     parsed = parse_manifest(manifest.to_bytes(), "here")
     assert parsed == manifest
     assert parsed.checksum == manifest.checksum != ""
@@ -144,7 +144,7 @@ def test_every_flipped_bit_is_detected() -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0), st.integers(0, 40), st.binary(max_size=40))
 def test_other_damage_is_detected(place: int, length: int, content: bytes) -> None:
-    """A manifest read in spite of a change (a space more, say) equals the one written."""
+    """Return an equal manifest in spite of a change (an added space, say), or refuse the text."""
     data = EXAMPLE.to_bytes()
     place %= len(data)
     damaged = data[:place] + content + data[place + length :]
@@ -177,14 +177,14 @@ def test_other_damage_is_detected(place: int, length: int, content: bytes) -> No
     ],
     ids=lambda data: repr(data[:45]),
 )
-def test_no_manifest(data: bytes) -> None:
+def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpoint, match="here"):
         parse_manifest(data, "here")
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0, -1, "1", 1.0, True, None])
-def test_other_versions(version: object) -> None:
-    """Even with other fields: this release can't check manifests of a newer one."""
+def test_other_versions_are_refused(version: object) -> None:
+    """Refuse any fields of a newer version, which this release can't check."""
     with pytest.raises(UnsupportedFormat, match=r"here .* reads 1 to 1: upgrade"):
         parse_manifest(rewritten({"format_version": version, "kind": "sparse"}), "here")
     newer = {"manifest": {"format_version": 2, "entirely": "different"}, "checksum": "sha"}
@@ -244,7 +244,7 @@ def test_names_of_users(name: str) -> None:
     ids=repr,
 )
 def test_fields_that_make_no_sense(change: dict[str, Any]) -> None:
-    """Even with a valid checksum: not damaged, but not of this format either."""
+    """Refuse fields of another format even with a valid checksum."""
     with pytest.raises(CorruptCheckpoint, match="here"):
         parse_manifest(rewritten(change), "here")
 
@@ -268,7 +268,7 @@ def test_no_field_can_crash_a_reader(name: str, value: object) -> None:
         return
 
 
-def test_derived_figures() -> None:
+def test_derived_figures_are_sums() -> None:
     one = TableTotals(rows=10, dim=4, stored_values=8, fp32_bytes=200)
     other = TableTotals(rows=30, dim=2, stored_values=12, fp32_bytes=300, error_rows=1)
     files = (replace(EXAMPLE.files[0], size=70), replace(EXAMPLE.files[0], name="b", size=5))
@@ -290,7 +290,7 @@ def test_ids_carry_their_sequence(sequence: int, step: int, attempt: int) -> Non
 
 
 def test_no_id_is_made_that_is_not_known_again() -> None:
-    """Such an attempt would never be cleaned up."""
+    """Recognize every id that can be made: other attempts would never be cleaned up."""
     assert sequence_of(new_id(LAST_SEQUENCE, 1)) == LAST_SEQUENCE
     assert sequence_of(checkpoint_id(LAST_SEQUENCE + 1, 1, "0" * 8)) is None
     for compacted in (False, True):
@@ -310,7 +310,7 @@ def test_no_id_is_made_that_is_not_known_again() -> None:
         ".seq-000001_step-00000010_0123abcd",
         "seq-000001_step-00000010_0123ABCD",
         "seq--00001_step-00000010_0123abcd",
-        "seq-00000\u0661_step-00000010_0123abcd",  # a digit to Unicode
+        "seq-00000\u0661_step-00000010_0123abcd",  # a digit in Unicode
     ],
 )
 def test_other_names_carry_none(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Values beside numbers, tensors and containers return unchanged; sets in a fixed order."""
+"""Return values beside numbers, tensors and containers unchanged; sets in a fixed order."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def again(value: object) -> Any:
 
 
 def described(value: object) -> Any:
-    """Describe a value by type and parts; sort sets by that."""
+    """Describe a value by type and parts; sort sets by the descriptions."""
     if isinstance(value, (set, frozenset)):
         return type(value), sorted((described(member) for member in value), key=repr)
     if type(value) is tuple:

@@ -1,4 +1,4 @@
-"""Row ids return unchanged, in the fewest bytes, and damage is noticed."""
+"""Return row ids unchanged, in the fewest bytes, and notice damage."""
 
 import itertools
 import tracemalloc
@@ -53,7 +53,7 @@ def compressed(content: bytes) -> bytes:
 
 
 def all_layouts(ids: list[int]) -> dict[str, bytes]:
-    """Return every encoding that may be written of given ids."""
+    """Return every possible encoding of given ids."""
     if ids[-1] - ids[0] + 1 == len(ids):
         return {"range": b""}
     layouts = {"gaps": plain_gaps(ids)}
@@ -85,8 +85,8 @@ def test_every_encoding_is_read(ids: np.ndarray, data: st.DataObject) -> None:
     assert decoded.tolist() == ids.tolist()
 
 
-def test_layouts() -> None:
-    """The bytes are a format: they don't depend on how they are made."""
+def test_the_layouts_are_fixed() -> None:
+    """Keep the bytes, which are a format, whatever code makes them."""
     assert row_ids.encode(np.array([5, 6, 7])) == ("range", b"")
     assert row_ids.encode(np.array([5, 6, 8, 14])) == ("bitmap", bytes([0b00001011, 0b10]))
     assert row_ids.encode(np.array([5, 300])) == ("gaps", bytes([0x26 | 0x80, 0x02]))
@@ -96,7 +96,7 @@ def test_layouts() -> None:
     assert row_ids.decode("gaps", plain_gaps(longest), 0, 2**63 - 1, 2).tolist() == longest
 
 
-# What zstd can reach, in bytes per row, at these shares of uniformly random rows.
+# Columns: the bytes per row that zstd can reach, at these shares of uniformly random rows.
 @pytest.mark.parametrize(
     ("share", "encoding", "bytes_per_row"),
     [
@@ -117,7 +117,7 @@ def test_bytes_per_random_row(share: float, encoding: str, bytes_per_row: float)
 
 @pytest.mark.parametrize("seed", range(12))
 def test_crowded_rows_take_the_fewest_bytes(seed: int) -> None:
-    """Clusters of rows of all densities among gaps of all lengths, across block edges."""
+    """Try clusters of rows of all densities among gaps of all lengths, across block edges."""
     rng = np.random.default_rng(seed)
     gaps = [
         np.append(rng.geometric(10 ** rng.uniform(-2.2, 0), 3000), rng.integers(1, 10**5))
@@ -159,7 +159,7 @@ def test_memory_is_a_few_bytes_per_row(share: float) -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(SORTED_IDS, st.data())
 def test_damage_is_noticed_or_harmless(ids: np.ndarray, data: st.DataObject) -> None:
-    """Decoded ids have the promised first, last and count, and are sorted and distinct."""
+    """Return sorted, distinct ids with the promised first, last and count, or refuse them."""
     encoding, content, first, last, count = encode(ids)
     encoding = data.draw(st.sampled_from([encoding, *row_ids.ENCODINGS]))
     damaged = data.draw(st.one_of(st.just(content), st.binary(max_size=len(content) + 3)))
@@ -181,13 +181,13 @@ def streamed(content: bytes) -> bytes:
 
 
 def test_a_bomb_is_refused_unopened() -> None:
-    """A small frame that holds more bytes than the rows can need is not unpacked."""
+    """Refuse to unpack a small frame of more bytes than the rows can need."""
     bomb = compressed(bytes(2**28))
     tracemalloc.start()
     for encoding in ("gaps_zstd", "bitmap_zstd"):
         with pytest.raises(CorruptCheckpoint, match=str(2**28)):
             row_ids.decode(encoding, bomb, 0, 999, 100)
-        with pytest.raises(CorruptCheckpoint):  # nor is its size believed for a span of its own
+        with pytest.raises(CorruptCheckpoint):  # nor trusted to know the size of a span of its own
             row_ids.decode(encoding, bomb, 0, 2**31 - 1, 100)
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
@@ -196,25 +196,25 @@ def test_a_bomb_is_refused_unopened() -> None:
 @pytest.mark.parametrize(
     ("encoding", "data", "first", "last", "count"),
     [
-        ("range", b"", 0, 4, 4),  # a row too few
+        ("range", b"", 0, 4, 4),  # one row too few
         ("range", b"", 0, -1, 0),  # no rows
         ("range", b"", 9, 4, -4),
         ("bitmap", b"\x0b", 0, 3, 4),  # bits don't add up to the count
         ("bitmap", b"\x0b", 0, 9, 3),  # too short for the span
-        ("bitmap", b"\x0a", 0, 3, 2),  # the first row isn't there
-        ("bitmap", b"\x03", 0, 3, 2),  # the last row isn't there
+        ("bitmap", b"\x0a", 0, 3, 2),  # the first row is missing
+        ("bitmap", b"\x03", 0, 3, 2),  # the last row is missing
         ("offsets", bytes([0, 0, 0, 0, 3, 0, 0, 0]), 0, 3, 2),  # an unknown encoding
         ("offsets", b"", 0, 0, 0),
         ("runs", b"", 0, 0, 1),
-        ("range", b"\x00", 0, 3, 4),  # more bytes than none
+        ("range", b"\x00", 0, 3, 4),  # bytes where none are expected
         ("range", b"", -4, -1, 4),
         ("range", b"", 2**63 - 1, 2**63, 2),  # beyond int64
         ("gaps", b"\x01", 0, 3, 2),  # ends before the last row
-        ("gaps", b"\x03", 0, 3, 2),  # ends after it
-        ("gaps", b"\x01\x00", 0, 3, 2),  # one more
-        ("gaps", b"\x00", 0, 3, 3),  # one fewer
-        ("gaps", b"\x00\x81", 0, 131, 3),  # the last one doesn't end
-        ("gaps", b"\x80\x80", 0, 3, 2),  # none ends
+        ("gaps", b"\x03", 0, 3, 2),  # ends after the last row
+        ("gaps", b"\x01\x00", 0, 3, 2),  # one gap more
+        ("gaps", b"\x00", 0, 3, 3),  # one gap fewer
+        ("gaps", b"\x00\x81", 0, 131, 3),  # the last gap doesn't end
+        ("gaps", b"\x80\x80", 0, 3, 2),  # no gap ends
         ("gaps", b"", 0, 3, 2**50),
         ("gaps", b"\xff" * 9 + b"\x01", 0, 2**62, 2),  # over 63 bits
         ("gaps", b"\xff" * 8 + b"\x7f" + b"\xff" * 8 + b"\x7f" + b"\x02", 0, 2, 4),  # wraps to 2
@@ -233,6 +233,8 @@ def test_a_bomb_is_refused_unopened() -> None:
         ("bitmap_zstd", compressed(b"\x0b")[4:], 0, 3, 3),
     ],
 )
-def test_decode_errors(encoding: str, data: bytes, first: int, last: int, count: int) -> None:
+def test_damaged_ids_are_refused(
+    encoding: str, data: bytes, first: int, last: int, count: int
+) -> None:
     with pytest.raises(CorruptCheckpoint, match=f"{count} distinct rows from {first} to {last}"):
         row_ids.decode(encoding, data, first, last, count)

@@ -1,4 +1,4 @@
-"""State objects return unchanged, without pickle; other objects are refused by their key."""
+"""Return state objects unchanged, without pickle; refuse other objects by their key."""
 
 import json
 import math
@@ -42,7 +42,7 @@ NUMPY_DTYPES = ["?", "i1", "<i2", ">i4", "<i8", "u1", ">u2", "<u8", "<f2", ">f4"
 
 
 def round_trip(value: object) -> Any:
-    """Take a value to storage and back: the tree as JSON in an index, the pieces as bytes."""
+    """Send a value to storage and back: the tree as JSON in an index, the pieces as bytes."""
     tree, pieces = encode_state(value, "state")
     return decode_state(json.loads(json.dumps(tree)), b"".join(pieces))
 
@@ -128,7 +128,7 @@ STATES = st.recursive(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(STATES)
-def test_round_trip(value: object) -> None:
+def test_values_come_back(value: object) -> None:
     assert_same(round_trip(value), value)
 
 
@@ -255,7 +255,7 @@ def test_what_needs_pickle_is_refused_by_its_key(make: Callable[[], object]) -> 
 
 
 @pytest.mark.parametrize("key", [(1, 2), 1.5, None, True, b"x", Name("x")])
-def test_keys(key: object) -> None:
+def test_other_keys_are_refused(key: object) -> None:
     with pytest.raises(UnsupportedState, match=r"^reader\.files has the key .*must be str or int"):
         encode_state({"files": {key: 1}}, "reader")
 

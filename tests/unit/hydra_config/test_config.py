@@ -1,4 +1,4 @@
-"""The Hydra group ``checkpoint``: what can be said is passed on, what can't fails at compose."""
+"""Pass on every valid key of the Hydra group ``checkpoint``; refuse others at compose."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from torchrec_checknrun.hydra_config.config import GROUP, make_check_n_run, regi
 
 @pytest.fixture(autouse=True)
 def app(tmp_path: Path) -> Iterator[None]:
-    """An application whose default is off."""
+    """Make an application whose default is ``off``."""
     (tmp_path / "config.yaml").write_text(
         'defaults: [{checkpoint: "off"}, _self_]\nrun_dir: runs/one\n'
     )
@@ -55,7 +55,7 @@ class Counter:
 
 
 class Recorder:
-    """Stands in for a checkpointer: keeps what it was made with."""
+    """A stand-in for a checkpointer that keeps its arguments."""
 
     def __init__(self, root: str, **arguments: Any) -> None:
         self.root = root
@@ -79,7 +79,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "DcpCheckpointer", Recorder)
 
 
-def test_options() -> None:
+def test_all_options_are_registered() -> None:
     assert ConfigStore.instance().list(GROUP) == [
         "check_n_run.yaml",
         "dcp.yaml",
@@ -90,7 +90,7 @@ def test_options() -> None:
 
 @pytest.mark.usefixtures("recorded")
 class TestCheckNRun:
-    def test_defaults(self) -> None:
+    def test_defaults_reach_the_checkpointer(self) -> None:
         checkpointer = made("checkpoint=check_n_run", "checkpoint.root=/data/run")
         assert isinstance(checkpointer, Recorder)
         assert checkpointer.root == "/data/run"
@@ -132,7 +132,7 @@ class TestCheckNRun:
             ("intermittent", Intermittent()),
         ],
     )
-    def test_policy(self, name: str, policy: object) -> None:
+    def test_every_policy_has_a_name(self, name: str, policy: object) -> None:
         checkpointer = made(
             "checkpoint=check_n_run", "checkpoint.root=x", f"checkpoint.policy={name}"
         )
@@ -141,14 +141,14 @@ class TestCheckNRun:
     @pytest.mark.parametrize(
         ("text", "bits"), [("8", 8), ("4", 4), ("3", 3), ("2", 2), ("null", None)]
     )
-    def test_bits(self, text: str, bits: int | None) -> None:
+    def test_bits_become_a_quantization(self, text: str, bits: int | None) -> None:
         checkpointer = made(
             "checkpoint=check_n_run", "checkpoint.root=x", f"checkpoint.bits={text}"
         )
         assert checkpointer.arguments["quantization"] == Quantization(bits=bits)
 
     def test_widths_that_depend(self) -> None:
-        """On how often the job will be restored, and on the table."""
+        """Choose widths by the expected restores, and by table."""
         arguments = made(
             "checkpoint=check_n_run",
             "checkpoint.root=x",
@@ -183,7 +183,7 @@ class TestCheckNRun:
         of_all = made("checkpoint=check_n_run", *overrides)
         assert of_all.arguments["quantization"] == Quantization(method="importance", offset=0.5)
 
-    def test_numbers(self) -> None:
+    def test_numbers_reach_the_checkpointer(self) -> None:
         arguments = made(
             "checkpoint=check_n_run",
             "checkpoint.root=x",
@@ -211,7 +211,7 @@ class TestCheckNRun:
 
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(("option", "asynchronous"), [("dcp", False), ("dcp_async", True)])
-def test_dcp(option: str, asynchronous: bool) -> None:
+def test_stock_dcp_gets_the_same_keys(option: str, asynchronous: bool) -> None:
     checkpointer = made(
         f"checkpoint={option}", "checkpoint.root=/data/run", "checkpoint.every_steps=3"
     )
@@ -221,8 +221,8 @@ def test_dcp(option: str, asynchronous: bool) -> None:
     assert checkpointer.arguments["every_steps"] == 3
 
 
-def test_off() -> None:
-    """One switch turns checkpoints off: what else was set for them may stay where it is."""
+def test_off_saves_and_restores_nothing() -> None:
+    """Switch checkpoints off by one key, and leave all other settings in place."""
     checkpointer = made("checkpoint.root=/data/run", "checkpoint.every_steps=3")
     assert isinstance(checkpointer, NoCheckpointer)
     with checkpointer:
@@ -248,14 +248,14 @@ class DataclassCounter:
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("option", ["check_n_run", "dcp", "dcp_async"])
 class TestObjects:
-    """Hydra copies what it takes for configuration; objects must arrive as they are."""
+    """Pass objects on unchanged although Hydra copies configurations."""
 
     def make(self, option: str, **arguments: Any) -> dict[str, Any]:
         checkpointer = made(f"checkpoint={option}", "checkpoint.root=x", **arguments)
         assert isinstance(checkpointer, Recorder)
         return checkpointer.arguments
 
-    def test_identity(self, option: str) -> None:
+    def test_objects_arrive_uncopied(self, option: str) -> None:
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         counter, reader = Counter(), PerRank(Counter(), merge=max)
@@ -312,7 +312,7 @@ def test_what_is_misspelt_fails_at_compose(override: str, named: str) -> None:
 
 
 def test_configs_are_plain_values() -> None:
-    """They can be logged and composed again."""
+    """Log and compose configurations again."""
     cfg = chosen("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.policy=consecutive")
     again = OmegaConf.create(OmegaConf.to_yaml(cfg))
     assert again.policy == "consecutive"

@@ -1,4 +1,4 @@
-"""Hydra's group: arguments of the app, keys that contradict each other, roots of stock DCP."""
+"""Check Hydra's group: an application's arguments, contradicting keys, roots of stock DCP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies and triggers of a user's own, named by ``_target_`` in a Hydra config."""
+"""Make users' own policies, triggers and codecs from ``_target_`` in a Hydra config."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Plain:
 
 @pytest.mark.usefixtures("recorded")
 class TestNamed:
-    def test_a_policy(self) -> None:
+    def test_a_policy_is_made(self) -> None:
         policy = f"checkpoint.policy={{_target_:{HERE}.FullEvery,count:7}}"
         assert made(*GIVEN, policy).arguments["policy"] == FullEvery(7)
 
@@ -71,14 +71,14 @@ class TestNamed:
         policy = "checkpoint.policy={_target_:torchrec_checknrun.Consecutive}"
         assert type(made(*GIVEN, policy).arguments["policy"]).__name__ == "Consecutive"
 
-    def test_triggers(self) -> None:
+    def test_triggers_are_made(self) -> None:
         names = f"[{{_target_:{HERE}.Once,step:5}},{{_target_:{HERE}.Plain}}]"
         arguments = made(*GIVEN, f"checkpoint.triggers={names}", "checkpoint.every_seconds=9")
         first, second, third = arguments.arguments["triggers"]
         assert (first, third) == (Once(5), EverySeconds(9))
         assert type(second) is Plain
 
-    def test_codecs(self) -> None:
+    def test_codecs_are_made(self) -> None:
         codec = "{_target_:torchrec_checknrun.codecs.Rowwise,bits:4,method:symmetric}"
         tables = f"+checkpoint.tables={{t0:{{codec:{codec}}}}}"
         quantization = made(*GIVEN, f"checkpoint.codec={codec}", tables).arguments["quantization"]

@@ -1,27 +1,24 @@
-"""The Hydra option ``resume``: the same key for every choice of the group."""
+"""Check the Hydra option ``resume``, which every choice of the group shares."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hydra.errors import HydraException
 
-from tests.crash.save_sweep import alone
 from tests.unit.hydra_config import test_config
 from tests.unit.hydra_config.test_config import chosen, made
 from torchrec_checknrun.errors import CheckpointNotFound
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
 app = test_config.app
+
+
 recorded = test_config.recorded
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
 
 
 @pytest.mark.usefixtures("recorded")

@@ -1,1 +1,1 @@
-"""Tests of the room ``integrations``."""
+"""Test the integrations with trainers, generators and loggers."""

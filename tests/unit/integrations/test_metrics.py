@@ -1,4 +1,4 @@
-"""Reports as flat dicts of numbers."""
+"""Turn reports into flat dicts of numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``RngState``: every global generator goes on where the checkpoint was taken."""
+"""Continue every global generator from the checkpoint's place by ``RngState``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torchrec_checknrun import Checkpointer, PerRank, RngState
 
 
 def drawn() -> list[float]:
-    """Draw from each generator, so often that a whole block of theirs is used up."""
-    normal = random.gauss(0, 1)  # Python's keeps a second value back
+    """Draw from each generator until a whole block of its numbers is used up."""
+    normal = random.gauss(0, 1)  # Python's generator keeps a second value back
     numbers = [*np.random.standard_normal(701), *np.random.random(3), normal, random.random()]
     return [*map(float, numbers), *torch.randn(5).tolist(), *torch.rand(3).tolist()]
 
@@ -71,7 +71,7 @@ def test_other_numbers_of_ranks(workers: Workers, tmp_path: Path, ranks: int) ->
 
 
 def test_states_merged_twice_stay_apart(caplog: pytest.LogCaptureFixture) -> None:
-    """Job of 2 ranks, restored on 3, and then on 1."""
+    """Save on 2 ranks, restore on 3, and then on 1."""
     rng = RngState()
     assert rng.merge is not None
     states = [rng.state.state_dict()]

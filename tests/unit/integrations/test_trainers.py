@@ -1,7 +1,8 @@
-"""Callbacks of Lightning and TorchTNT: a run that is cut off and resumed ends like another one.
+"""Interrupt and resume runs under the callbacks of Lightning and TorchTNT.
 
-The model of one rank has tables, a dense layer, a schedule and a reader; the cut comes between two
-checkpoints. Each half runs where its library is installed.
+The resumed run must end like an uninterrupted one. The model of one rank has tables, a dense layer,
+a schedule and a reader; the cut comes between two checkpoints. Each half runs where its library is
+installed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ STEPS, CUT, EVERY = 9, 7, 3
 
 
 class Stop(Exception):
-    """Ends a run as an error in the loop would."""
+    """An error that ends a run from within the loop."""
 
 
 class Net(nn.Module):
@@ -43,7 +44,7 @@ class Net(nn.Module):
 
 
 class Reader(IterableDataset[int]):
-    """Batch numbers; knows its place, and can fail there."""
+    """A reader of batch numbers that knows its place, and can fail there."""
 
     def __init__(self, cut: int | None) -> None:
         self.position, self._cut = 0, cut
@@ -66,8 +67,8 @@ class Reader(IterableDataset[int]):
 
 
 def loader(reader: Reader) -> DataLoader[int]:
-    """Return a loader that draws its seed from its own generator; else each new one would take a
-    number from the global generator, which the dropout then misses.
+    """Return a loader with a generator of its own. Otherwise each new loader would draw a seed from
+    the global generator, and change the dropout's numbers.
     """
     return DataLoader(reader, batch_size=None, generator=torch.Generator())
 
@@ -78,7 +79,7 @@ def optimizer(net: Net) -> tuple[torch.optim.Optimizer, Any]:
 
 
 def values(net: Net) -> list[torch.Tensor]:
-    """All live values: dense parameters, tables and their optimizers' rows."""
+    """Return all live values: dense parameters, tables and their optimizers' rows."""
     found = [p.detach().clone() for p in net.over.parameters()]
     for name, value in net.tables.state_dict().items():
         shards = value.local_shards() if hasattr(value, "local_shards") else [value]
@@ -93,7 +94,8 @@ def values(net: Net) -> list[torch.Tensor]:
 
 
 Run = Callable[[Path, "int | None"], "tuple[Net, int, float]"]
-"""Train from a root until a cut; the model, the trainer's steps, the rate."""
+"""A function that trains from a root until a cut; returns the model, the trainer's steps, the rate.
+"""
 
 
 def lightning(root: Path, cut: int | None) -> tuple[Net, int, float]:
@@ -164,7 +166,7 @@ def torchtnt(root: Path, cut: int | None) -> tuple[Net, int, float]:
 
 
 def until(cut: int | None) -> Any:
-    """Expect the cut, if there is one."""
+    """Expect the cut, if any."""
     return pytest.raises(Stop) if cut is not None else alone()
 
 
@@ -186,7 +188,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(run: Run, tmp_path: Path) 
     assert steps == STEPS
     seed(5)
     run(tmp_path / "cut", CUT)
-    seed(6)  # not what the first attempt began with
+    seed(6)  # another seed than the first attempt's
     resumed, resumed_steps, resumed_rate = run(tmp_path / "cut", None)
     assert (resumed_steps, resumed_rate) == (steps, rate)
     wanted, found = values(net), values(resumed)
@@ -198,7 +200,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(run: Run, tmp_path: Path) 
 def test_a_loader_without_length_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lightning takes a batch ahead from such loaders, and a reader's place is one too far."""
+    """Warn of such loaders: Lightning takes a batch ahead, and a reader's place is one too far."""
     lightning(tmp_path / "with", None)
     assert "no length" not in caplog.text
     monkeypatch.delattr(Reader, "__len__")

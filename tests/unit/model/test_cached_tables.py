@@ -1,7 +1,7 @@
-"""Tables with a GPU cache before their memory: flushed before they are read, purged once written.
+"""Flush a GPU cache in front of a table's memory before reading, and purge the cache after writing.
 
-The kernels are real ones on a CPU with a simulated cache: rows in it are right, and what the memory
-has in their place is not, until ``flush``; ``purge`` forgets them, written back or not.
+The kernels are real ones on a CPU with a simulated cache: cached rows are right, and the memory
+behind them is not, until ``flush``; ``purge`` forgets cached rows, written back or not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Cache:
         for weight in self._module.split_embedding_weights():
             rows = range(1, len(weight), 3)
             self._rows.append({row: weight[row].clone() for row in rows})
-            weight.data[list(rows)] = torch.nan  # as FBGEMM writes: no version counter moves
+            # As FBGEMM writes, without changing the version counter
+            weight.data[list(rows)] = torch.nan
         self.calls = []
 
     def flush(self) -> None:
@@ -107,7 +108,7 @@ def test_rows_are_read_as_training_sees_them() -> None:
     assert torch.equal(shard.read_rows([1, 2, 4]).weight, right[str(shard.local)][[1, 2, 4]])
     cached.cover()
     encoded = shard.encode_rows([1, 4], bits=8)
-    assert encoded.shape[0] == 2  # a NaN would have been refused
+    assert encoded.shape[0] == 2  # a NaN would be refused
     assert not any("purge" in cache.calls for cache in cached.caches)
 
 
@@ -128,7 +129,7 @@ def test_checkpoints_hold_and_restore_what_training_sees(tmp_path: Path) -> None
     with Checkpointer(tmp_path, model=cached.model, policy=Consecutive(), chunk_bytes=700) as saver:
         saver.save()
         for cache in cached.caches:
-            cache.purge()  # as evicted
+            cache.purge()  # as if evicted
         train(cached.model, a=[[1, 9]], shared=[[7, 13]])
         later = weights(cached.model)
         cached.cover()
@@ -142,7 +143,7 @@ def test_checkpoints_hold_and_restore_what_training_sees(tmp_path: Path) -> None
             assert saver.restore(name) is not None
             assert_equal(cached.what_training_sees(), wanted)
             for cache in cached.caches:
-                # Then flushes only: that of the restored state's fingerprint, and this test's own.
+                # Then flushes only: by the fingerprint of the restored state, and by this test.
                 assert cache.calls[-3:] == ["purge", "flush", "flush"]
     fresh, _ = trained()
     with Checkpointer(tmp_path, model=fresh.model) as saver:
@@ -150,7 +151,7 @@ def test_checkpoints_hold_and_restore_what_training_sees(tmp_path: Path) -> None
     assert_equal(fresh.what_training_sees(), later)
 
 
-def test_dcp_alone(tmp_path: Path) -> None:
+def test_dcp_save_and_load_flush_and_purge(tmp_path: Path) -> None:
     cached, right = trained()
     state = {"model": cached.model}
     saving = SavePlanner(track(cached.model))

@@ -1,4 +1,4 @@
-"""Restores of remapping tables' shards on other ranks, and malformed index entries."""
+"""Restore shards of remapping tables on other ranks, and refuse malformed index entries."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def owner(raw: int, ranks: int, ids: int) -> int:
 @pytest.mark.parametrize("saved", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("now", [1, 2, 3, 4, 6, 8])
 def test_against_every_raw_id(saved: int, now: int, ids: int) -> None:
-    """Compare with every raw id: a row must be on the rank that gets the ids which may have it."""
+    """Compare with every raw id: a row must be on the rank that gets the ids of that row."""
     if saved == now:
-        return  # never asked
+        return  # never asked for
     raws = set(range(480))
     if ids:
         bounds = [i * -(-ids // ranks) for ranks in (saved, now) for i in range(ranks + 1)]

@@ -1,4 +1,4 @@
-"""Saves and restores under ``torch.set_default_device``, which is for the user's own tensors."""
+"""Save and restore under ``torch.set_default_device``, which is meant for the user's tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods surrounded by several trackers: each learns which rows are reset, until removed."""
+"""Surround methods for several trackers: each learns which rows are reset, until removed."""
 
 from __future__ import annotations
 

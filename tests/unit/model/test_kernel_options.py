@@ -1,4 +1,4 @@
-"""Numbers of a fused kernel's optimizer are stored, in whichever release of FBGEMM they came."""
+"""Store the numbers of a fused kernel's optimizer, from whichever release of FBGEMM."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FIXED = {
     *("adjustment_iter", "adjustment_ub", "learning_rate_mode", "grad_sum_decay"),
     *("tail_id_threshold", "is_tail_id_thresh_ratio", "total_hash_size"),
     *("weight_norm_coefficient", "regularization_mode", "use_rowwise_bias_correction"),
-    "lower_bound",  # the kernel goes by its gwd_lower_bound, which is stored
+    "lower_bound",  # the kernel uses its gwd_lower_bound, which is stored
 }
-"""What a kernel is built with and FBGEMM offers no way to set later."""
+"""Hyperparameters that are fixed when a kernel is built: FBGEMM has no setter for them."""
 
 
 def test_no_number_of_this_fbgemm_is_overlooked() -> None:
@@ -27,7 +27,7 @@ def test_no_number_of_this_fbgemm_is_overlooked() -> None:
 
 
 def kernel(**numbers: float) -> Any:
-    """A kernel with these hyperparameters."""
+    """Make a kernel with given hyperparameters."""
     arguments = namedtuple("arguments", numbers.keys())(**numbers)
     rate = SimpleNamespace(value=0.1)
     return SimpleNamespace(

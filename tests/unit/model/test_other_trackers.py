@@ -1,4 +1,4 @@
-"""Several trackers of one model: rows written through one of them are marked in all."""
+"""Mark rows written through one tracker of a model in all of the model's trackers."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class TestRestores:
                     assert report is not None
                     ids.append(report.id)
             assert a.restore(ids[0]) is not None
-            report = b.save()  # though of the same step
+            report = b.save()  # of the same step, and nevertheless different
             assert report is not None
             assert report.modified_rows == 3 * ROWS
             assert_equal(restored(roots[1]), weights(model))
@@ -157,7 +157,9 @@ class TestRestores:
             assert (report.kind, report.modified_rows) == ("differential", 1)
 
     @pytest.mark.parametrize("how", ["own tracker", "state dicts", "objects"])
-    def test_by_dcp(self, model: nn.Module, tmp_path: Path, how: str) -> None:
+    def test_dcp_load_marks_in_all_trackers(
+        self, model: nn.Module, tmp_path: Path, how: str
+    ) -> None:
         save(tmp_path / "one", model)
         train(model, a=[[1]], shared=[[2]])
         stranger = track(make_model())
@@ -209,16 +211,16 @@ class TestRestores:
         save(tmp_path / "one", model)
         with others(model) as rest:
             for each in rest:
-                for shard in each.shards:  # as if it had been elsewhere
+                for shard in each.shards:  # as if the shard had been elsewhere
                     shard.local.weight = shard.local.weight.clone()
                     shard.local.optimizer = {}
             load(tmp_path / "one", objects(model), LoadPlanner())
             assert [marked(each) for each in rest] == [EVERYTHING] * 2
 
     def test_that_change_nothing(self, model: nn.Module, tmp_path: Path) -> None:
-        """Read without restoring, or be refused: nothing is marked."""
+        """Mark nothing after a read without a restore, or after a refusal."""
         save(tmp_path / "one", model)
-        # Not the objects: dcp.load would call their load_state_dict in the end, which writes.
+        # Pass state dicts: given the objects, dcp.load would call load_state_dict, which writes.
         states = {name: value.state_dict() for name, value in objects(model).items()}
         with others(model) as rest:
             load(tmp_path / "one", states, LoadPlanner(dry_run=True))

@@ -1,4 +1,4 @@
-"""Hooks on optimizer steps: no cost for other optimizers, and no row lost to the cache."""
+"""Check the hooks on optimizer steps: no cost for other optimizers, no row lost to the cache."""
 
 from __future__ import annotations
 
@@ -90,18 +90,18 @@ def test_other_optimizers_cost_nothing(
     for _ in range(3):
         step(optimizer)
     assert counted == []
-    assert len(looks) == 8  # before and after each
+    assert len(looks) == 8  # one before and one after each step
     assert modified(tracked) == {"wide": [3]}
     tracked.close()
 
 
 def test_new_groups_parameters_and_memory_are_noticed(replicas: nn.Module) -> None:
     first, *others = list(replicas.parameters())
-    # Not Adagrad, which before torch 2.12 makes no state for a parameter put into a group by hand.
+    # SGD: before torch 2.12 Adagrad makes no state for a parameter put into a group by hand.
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     tracked = track(replicas, [optimizer])
-    step(optimizer)  # nothing is known of tables
-    optimizer.param_groups[0]["params"][0] = first  # as many as before
+    step(optimizer)  # no cached knowledge of tables
+    optimizer.param_groups[0]["params"][0] = first  # the number of parameters is unchanged
     train(replicas, a=[[3]], shared=[[4]])
     step(optimizer)
     assert modified(tracked) == {"wide": [3]}
@@ -142,7 +142,7 @@ def test_ids_of_a_batch_that_is_overwritten_before_the_step(replicas: nn.Module)
 
 
 @pytest.mark.parametrize("count", [1, 60, 5000, 20000])
-def test_pending_rows(count: int) -> None:
+def test_pending_rows_are_kept_as_ids_or_marks(count: int) -> None:
     marks = Marks(50, torch.device("cpu"))
     pending = PendingRows(marks)
     assert not pending

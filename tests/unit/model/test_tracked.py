@@ -1,4 +1,4 @@
-"""The rows that ``track`` reports as changed, on a model sharded over a group of one."""
+"""Check the changed rows that ``track`` reports, on a model sharded over a group of one."""
 
 import gc
 import logging
@@ -93,7 +93,7 @@ class TestMarks:
         second.sum().backward()
         assert modified(tracked) == {"wide": [2]}
 
-    def test_by_hand(self, tracked: TrackedModel) -> None:
+    def test_rows_are_marked_by_hand(self, tracked: TrackedModel) -> None:
         tracked.mark(WIDE, [3, 1, 3])
         tracked.mark(TALL, np.array([29], dtype=np.int32))
         tracked.mark(SPLIT, torch.tensor([[4], [5]], dtype=torch.int32))
@@ -136,7 +136,7 @@ class TestMarks:
         assert modified(tracked) == {}
 
     @pytest.mark.parametrize("name", ["wide", "ebc.embedding_bags.none", WIDE + ".weight", ""])
-    def test_unknown_tables(self, tracked: TrackedModel, name: str) -> None:
+    def test_unknown_tables_are_refused(self, tracked: TrackedModel, name: str) -> None:
         with pytest.raises(KeyError, match=r"no sharded table .*ebc\.embedding_bags\.tall"):
             tracked.mark(name, [1])
         with pytest.raises(KeyError, match="no sharded table"):
@@ -181,7 +181,7 @@ class TestMarks:
         tracked.close()
         train(model, a=[[2]])
         assert modified(tracked) == {"wide": [1]}
-        # Without the hooks nothing of the model refers to the marks any more.
+        # Without the hooks, nothing in the model refers to the marks.
         hooked = [module for module in model.modules() if module._forward_hooks]
         assert hooked == []
 

@@ -1,4 +1,4 @@
-"""Reads and writes of tracked tables' rows, on a model sharded over a group of one."""
+"""Read and write rows of tracked tables, on a model sharded over a group of one."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 class TestRows:
-    def test_read(self, model: nn.Module, tracked: TrackedModel) -> None:
+    def test_rows_are_read_in_the_given_order(
+        self, model: nn.Module, tracked: TrackedModel
+    ) -> None:
         train(model, a=[[4, 9]])
         shard = only(tracked, WIDE)
         rows = shard.read_rows([9, 4, 0])
@@ -44,7 +46,7 @@ class TestRows:
         assert torch.equal(table(model, WIDE), before)
         assert bool((shard.read_rows([0]).optimizer["momentum1"] == 0).all())
 
-    def test_no_rows(self, tracked: TrackedModel) -> None:
+    def test_no_rows_mark_nothing(self, tracked: TrackedModel) -> None:
         shard = only(tracked, WIDE)
         rows = shard.read_rows([])
         assert rows.weight.shape == (0, DIM)
@@ -63,7 +65,7 @@ class TestRows:
         wanted = table(model, SPLIT)[2]
         assert torch.equal(wanted, torch.cat([rows[0][0], torch.ones(4)]))
 
-    def test_write(self, model: nn.Module, tracked: TrackedModel) -> None:
+    def test_written_rows_are_marked(self, model: nn.Module, tracked: TrackedModel) -> None:
         shard, before = only(tracked, WIDE), table(model, WIDE)
         weight = torch.randn(2, DIM)
         shard.write_rows([7, 2], weight, {"momentum1": torch.tensor([5.0, 6.0])})

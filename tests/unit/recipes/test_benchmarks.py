@@ -1,6 +1,4 @@
-"""The benchmarks run, at small sizes: their figures are whole, and those that don't depend on the
-machine's speed are right.
-"""
+"""Run the benchmarks at small sizes; check all figures that the machine's speed can't change."""
 
 import json
 import subprocess
@@ -21,12 +19,12 @@ from recipes.benchmarks.tracking import Cost, interval, meets_target
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def test_tracking(tmp_path: Path) -> None:
+def test_tracking_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--rows-cap", "200", "--steps", "6", "--rounds", "2", "--batch", "16", "--dims", "8"]
     command = [sys.executable, "-m", "recipes.benchmarks.tracking", "--json", str(out), *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode in (0, 1), done.stderr  # 1: the target is missed, on a busy machine
+    assert done.returncode in (0, 1), done.stderr  # 1: the target was missed, on a busy machine
     figures, printed = json.loads(out.read_text()), done.stdout
     costs = {figure["tracker"]: Cost(**figure) for figure in figures}
     assert list(costs) == ["none", "this package", "TorchRec ID_ONLY", "TorchRec auto_compact"]
@@ -34,22 +32,23 @@ def test_tracking(tmp_path: Path) -> None:
     nothing, ours, grows, compact = costs.values()
     assert (nothing.isolated, nothing.memory, nothing.in_situ) == (0, 0, 0)
     assert 0 < ours.isolated < ours.step
-    # A byte for each row, and one of each table for ids out of range.
+    # One byte per row, and one per table for ids out of range.
     assert ours.memory == ours.memory_half_way
     assert ours.memory / ours.bytes_per_row == pytest.approx(ours.memory - 26)
-    # Eight bytes for each of 26 ids of a sample, or for each of the distinct ones.
+    # Eight bytes for each of a sample's 26 ids, or for each of the distinct ids.
     assert grows.memory == 6 * 16 * 26 * 8
     assert 0 < compact.memory < grows.memory
     assert all(cost.in_situ_low <= cost.in_situ <= cost.in_situ_high for cost in costs.values())
 
 
 @pytest.mark.slow
-def test_memory() -> None:
+def test_memory_is_measured() -> None:
     case = Case(dim=16, bits=8, stride=3, budget=4 << 20, times=2)
     full, differential, restore = measure(case)
     assert (full.call, differential.call) == ("save full", "save differential")
     assert (full.rows, differential.rows) == (131072, 43691)
-    # Code loaded late may count in so small a table's peak, a table that is there twice may not.
+    # Code loaded late may count in the peak of so small a table; a second copy of the table may
+    # not.
     for one in (full, differential, restore):
         assert 0 < one.peak < 8 << 20
         assert one.of_budget == one.peak / (4 << 20)
@@ -81,7 +80,7 @@ def test_what_training_sees_of_a_save(name: str, tmp_path: Path) -> None:
         assert sum(stall.values()) == pytest.approx(whole)
 
 
-def test_planning() -> None:
+def test_planning_is_measured() -> None:
     cost = planning.measure(planning.Size(tables=20, ranks=8))
     assert cost.received_bytes > 20 * 8 * 50
     assert 20 * 200 < cost.manifest_bytes < 20_000
@@ -120,7 +119,7 @@ def test_the_interval_holds_the_median_and_narrows() -> None:
     assert np.ptp(interval(many)) < np.ptp(interval(few)) / 4
 
 
-def test_the_target() -> None:
+def test_the_target_bounds_time_and_memory() -> None:
     cost = Cost(16, "this package", 0.1, 0.0004, 0, 0, 0.004, 0, 0, 0, 100, 100, 1.0)
     other = Cost(16, "TorchRec ID_ONLY", 0.1, 0.1, 0, 0, 1.0, 0, 0, 0, 900, 900, 9.0)
     slow = Cost(16, "this package", 0.1, 0.0006, 0, 0, 0.006, 0, 0, 0, 100, 100, 1.0)
@@ -130,14 +129,14 @@ def test_the_target() -> None:
     assert not meets_target([large])
 
 
-def test_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codecs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = Size(rows_bytes=1 << 19, slow_rows=64, table_ids=1 << 14, rounds=1)
     monkeypatch.setattr(codecs, "QUICK", size)
     threads = str(torch.get_num_threads())
     out = tmp_path / "out.json"
     options = ["--quick", "--json", str(out), "--threads", threads, "--dims", "64", "16"]
     monkeypatch.setattr("sys.argv", ["", *options])
-    assert codecs.main() in (0, 1)  # 1: a target is missed, at this size
+    assert codecs.main() in (0, 1)  # 1: a target was missed, at this size
     content = json.loads(out.read_text())
     assert content["threads"] == torch.get_num_threads()
     assert content["versions"]["torch"] == torch.__version__
@@ -158,7 +157,7 @@ def test_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ours, fbgemm = (encode("asymmetric", bits, who, dim) for who in (codecs.OURS, "FBGEMM"))
             assert ours.error == fbgemm.error
             assert ours.row_bytes == fbgemm.row_bytes
-            # One round: the ratio is that of the speeds.
+            # One round: the ratio is the one between the two speeds.
             assert ours.ratios["FBGEMM"] == pytest.approx(ours.gbps / fbgemm.gbps)
             assert {"memcpy", "FBGEMM blocks"} < ours.ratios.keys()
     assert "torch prepack optimized" in encode("adaptive", 4).ratios
@@ -170,7 +169,8 @@ def test_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert by_case[key].gbps > 0
     ids = [f.row_bytes for f in found if f.part == "encode row ids" and f.who == codecs.OURS]
-    assert ids == sorted(ids, key=lambda size: -(size or 0))  # the denser, the fewer bytes an id
+    # The denser the rows, the fewer bytes per id
+    assert ids == sorted(ids, key=lambda size: -(size or 0))
     states = {f.method: f for f in found if f.part == "encode row state" and f.who == codecs.OURS}
     assert {name: state.row_bytes for name, state in states.items()} == {
         "fp32": 4,
@@ -210,7 +210,7 @@ def test_paired_calls_run_in_every_round() -> None:
     seconds = paired(
         {slow: lambda: call(slow), fast: lambda: call(fast)}, 8, lambda: rounds.append(len(calls))
     )
-    assert rounds == list(range(4, 20, 2))  # two before, untimed
+    assert rounds == list(range(4, 20, 2))  # after two untimed rounds
     pairs = list(zip(calls[2::2], calls[3::2], strict=True))
     assert set(pairs) == {(slow, fast), (fast, slow)}
     assert seconds[slow].shape == seconds[fast].shape == (8,)

@@ -1,4 +1,4 @@
-"""Criteo files preprocessed by TorchRec: its own scripts write them, this dataset reads them."""
+"""Read Criteo files that TorchRec's own scripts have preprocessed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def preprocess(rows: list[Row], folder: Path, name: str) -> None:
-    """What torchrec.datasets.scripts.npy_preproc_criteo does with a file."""
+    """Preprocess a file as torchrec.datasets.scripts.npy_preproc_criteo does."""
     source = folder / f"{name}.tsv"
     source.write_bytes(b"".join(row.line() + b"\n" for row in rows))
     outputs = [str(folder / f"{name}_{part}.npy") for part in ("dense", "sparse", "labels")]
@@ -29,7 +29,7 @@ def preprocess(rows: list[Row], folder: Path, name: str) -> None:
 
 
 def save(folder: Path, name: str, **changes: Any) -> None:
-    """Six samples; `changes` replace an array."""
+    """Save six samples; `changes` replace arrays."""
     arrays = {
         "dense": np.ones((6, 13), np.float32),
         "sparse": np.ones((6, 26), np.int32),

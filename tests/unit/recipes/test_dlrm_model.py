@@ -1,4 +1,4 @@
-"""The recipe's models have the published sizes, and start from what the seed alone decides."""
+"""Give the recipe's models the published sizes, and initial values that only the seed decides."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_models_have_the_published_sizes(
 ) -> None:
     model = architecture(name).build(META)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if p.is_meta}
-    assert len(shapes) == len(list(model.parameters()))  # nothing was allocated
+    assert len(shapes) == len(list(model.parameters()))  # on the meta device
     tables = [shape for n, shape in shapes.items() if ".embedding_bags." in n]
     assert len(tables) == 26
     assert sum(shape[0] for shape in tables) == rows

@@ -1,4 +1,4 @@
-"""The figures' recipes, at small sizes: numbers follow from what is measured, files are written."""
+"""Run the figures' recipes at small sizes: check the numbers against the measured values."""
 
 import itertools
 import json
@@ -50,7 +50,7 @@ def test_errors_and_bits_belong_together(
         assert error.total_bits > bits
         assert error.shannon == 2.0**-error.total_bits
         if error.rows == "gaussian":
-            assert error.rms > error.shannon, (method, bits)  # nothing can be better
+            assert error.rms > error.shannon, (method, bits)  # the bound of any code
     assert errors["given", "adaptive", 4].total_bits == 4 + 32 / 32  # fp16 scale and bias
     assert errors["given", "adaptive", 8].total_bits == 8 + 64 / 32  # fp32
 
@@ -105,7 +105,7 @@ def test_trained_rows_are_those_that_training_changed() -> None:
     assert 26 < len(few) < len(more) < 26 * 3 * 1024
 
 
-def test_quantization_command(
+def test_the_quantization_command_writes_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="figures are drawn with matplotlib")

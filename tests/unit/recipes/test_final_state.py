@@ -1,4 +1,4 @@
-"""The comparison of final states finds every bit that differs, and nothing else."""
+"""Find every differing bit of two final states, and nothing else."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_row_wise_states_of_column_shards_are_their_own(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", by_columns()), write(tmp_path / "b", by_columns())
     assert compare(a, b).equal
     mixed = compare(a, write(tmp_path / "c", by_rows()))
-    assert mixed.different == 3  # two states per row against one; the weights are equal
+    assert mixed.different == 3  # two states per row against one; equal weights
     assert all("momentum1" in difference for difference in mixed.differences)
 
 
@@ -158,7 +158,9 @@ def test_incomplete_states_are_no_states(tmp_path: Path) -> None:
         compare(a, write(tmp_path / "c", half))
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_two_states(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changed = by_rows()
     flip_weight(changed)
     a, b = str(write(tmp_path / "a", by_rows())), str(write(tmp_path / "b", changed))

@@ -1,4 +1,4 @@
-"""The figures on policies: simulated checkpoints weigh what real ones do; the paper's shapes."""
+"""Check the policies' figures: simulated sizes are real ones; curves have the paper's shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TABLES = [5, 40, 300]
 
 
 class InTurns:
-    """Every kind of decision."""
+    """A policy with every kind of decision."""
 
     def decide(self, history: Sequence[Manifest]) -> Decision:
         kinds = [Decision.SINCE_BASELINE, Decision.SINCE_BASELINE, Decision.SINCE_LAST]
@@ -120,7 +120,7 @@ def test_shapes_are_those_of_the_paper() -> None:
     assert numbers["interval_samples"] == 2000
     assert numbers["intervals"] == 18
 
-    for line in numbers["growth"]:  # concave, and the same from everywhere
+    for line in numbers["growth"]:  # concave, and alike from every start
         gains = np.diff([0.0, *line["fractions"][11::12]])
         assert (gains > 0).all()
         assert (np.diff(gains) < 0).all()
@@ -158,19 +158,19 @@ def test_shapes_are_those_of_the_paper() -> None:
 
 
 def _check_decisions(run: dict[str, Any]) -> None:
-    """By the rule of section 5.1; more than one baseline."""
+    """Check the decisions by the rule of section 5.1; expect more than one baseline."""
     checkpoints, sizes = run["checkpoints"], list[float]()
     assert len(run["baselines"]) > 2
     for number, checkpoint in enumerate(checkpoints[1:], 1):
-        anew = bool(sizes) and 1 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
-        assert (number in run["baselines"]) == anew
-        assert checkpoint["kind"] == ("full" if anew else "differential")
-        sizes = [] if anew else [*sizes, checkpoint["fraction"]]
-        assert sizes == sorted(sizes)  # the teeth of the saw
+        full = bool(sizes) and 1 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
+        assert (number in run["baselines"]) == full
+        assert checkpoint["kind"] == ("full" if full else "differential")
+        sizes = [] if full else [*sizes, checkpoint["fraction"]]
+        assert sizes == sorted(sizes)  # one tooth of the saw
 
 
 @pytest.mark.parametrize("from_file", [False, True])
-def test_command(
+def test_the_command_writes_figures(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""All datasets: the same samples in the same order on any number of ranks, over any restart."""
+"""Read every dataset's samples in the same order on any number of ranks, across any restart."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS = ("synthetic", "tsv", "tsv_gz", "tsv_skip", "npy")
 
 
 class Case:
-    """A dataset in several files, and all of its raw samples as they should come out."""
+    """A dataset in several files, with all of its raw samples in order."""
 
     def __init__(self, dataset: ChunkedDataset, raw: Samples) -> None:
         self.dataset = dataset
@@ -173,7 +173,7 @@ def test_reader_counts_what_was_trained_not_what_was_read(case: Case) -> None:
     assert torch.equal(again.dense_features, in_flight[1].dense_features)
     assert torch.equal(again.sparse_features.values(), in_flight[1].sparse_features.values())
 
-    # The position needs neither the same number of ranks nor the same batch.
+    # The position is independent of the number of ranks and of the batch.
     other = Reader(case.dataset, 5, 0, 1, torch.device("cpu"))
     other.load_state_dict(reader.state_dict())
     assert_equal(

@@ -1,4 +1,4 @@
-"""The comparison with the peers: its trace and its bytes are right; it runs."""
+"""Check the comparison with the peers: its trace, its bytes, and a run of it."""
 
 import argparse
 import json
@@ -109,7 +109,7 @@ def test_what_keeping_one_allows_to_delete(tmp_path: Path) -> None:
     assert store.superseded(tmp_path) == []
     second = _ours(tmp_path, "seq-3", "seq-1", (1, 1, 1))
     assert store.superseded(tmp_path) == [first]
-    (tmp_path / "seq-4").mkdir()  # not committed: it counts for nothing
+    (tmp_path / "seq-4").mkdir()  # not committed, and so not counted
     assert store.committed(tmp_path) == [base, first, second]
     assert store.superseded(tmp_path) == [first]
     _ours(tmp_path, "seq-5", None, (1, 1, 1))
@@ -155,7 +155,7 @@ def test_the_peers_bytes(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Index:
-    """What DCP's keys have."""
+    """An index with the attributes of DCP's keys."""
 
     fqn: str
 
@@ -168,7 +168,7 @@ def test_another_process_sees_a_checkpoint_when_it_is_committed(tmp_path: Path) 
         _ours(tmp_path / "s", "seq-1", None, (1, 1, 1))
         (tmp_path / "s" / "seq-2").mkdir()
         with pytest.raises(subprocess.TimeoutExpired):
-            watcher.wait(0.5)  # it waits for more until it is asked
+            watcher.wait(0.5)  # waits for more until asked
         out, _ = watcher.communicate("stop\n", timeout=30)
     assert list(json.loads(out)) == ["seq-1"]
 
@@ -289,14 +289,14 @@ def test_a_snapshot_is_synced_before_it_is_committed(
     monkeypatch.setattr(os, "fsync", fsync)
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "weights").touch()
-    # As torchsnapshot calls it.
+    # Called as torchsnapshot does.
     synced_snapshot.__wrapped__()._write_snapshot_metadata(
         snapshot_metadata=None, storage=SimpleNamespace(root=str(tmp_path)), event_loop=None
     )
     assert done == ["weights", "commit", ".snapshot_metadata"]
 
 
-def test_names() -> None:
+def test_targets_systems_come_first() -> None:
     assert set(names(1, [])) == set(CASES)
     assert set(names(2, [])) < set(CASES)
     assert names(1, ["async_save, plain"]) == [f"{ASYNC}, plain"]
@@ -315,7 +315,7 @@ print(memory() - again)
 
 
 def test_memory_is_the_peak_since_the_start() -> None:
-    """In a process without children: those of other tests would count."""
+    """Measure in a process without children: those of other tests would count."""
     command = [sys.executable, "-c", MEMORY]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     first, second = map(int, done.stdout.split())
@@ -325,13 +325,13 @@ def test_memory_is_the_peak_since_the_start() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_compares_systems(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     systems = [NONE, COPY, DCP, SNAPSHOT]
     options = ["--quick", "--json", str(out), "--folder", str(tmp_path), "--systems", *systems]
     command = [sys.executable, "-m", "recipes.benchmarks.side_by_side", *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=880)
-    assert done.returncode in (0, 1), done.stderr  # 1: targets are missed, at this size
+    assert done.returncode in (0, 1), done.stderr  # 1: targets were missed, at this size
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     content = json.loads(out.read_text())
     for row in content["training"]:
@@ -346,7 +346,7 @@ def test_the_command(tmp_path: Path) -> None:
         assert all(0.2 < save["fraction"] < 0.3 for save in row["saves"])
         if row["name"] == NONE:
             continue
-        # Durable after the call at the earliest, if the call waits for that.
+        # A save is durable after its call, or at the end of it if the call waits.
         assert all(save["listed"] > 0 for save in row["saves"])
         if row["name"] == DCP:
             assert all(save["listed"] >= save["call"] * 0.5 for save in row["saves"])

@@ -1,4 +1,4 @@
-"""What is said of the comparison's figures: the targets, the tables, and the pages with them."""
+"""Derive the targets, the tables and the pages from the comparison's figures."""
 
 import json
 from typing import Any
@@ -58,11 +58,11 @@ def test_the_best_of_a_cost_is_chosen_by_that_cost_and_maybe_of_other_rounds() -
     )
     assert call.value == pytest.approx(16)
     assert call.note == KEPT
-    # Of medians: the saves' own figures, 2 s, are not paired with those of other rounds.
+    # A ratio of medians: the saves' own figures, 2 s, are not paired with those of other rounds.
     assert wall.value == pytest.approx(0.6 / 0.15)
     assert wall.note == f"{ASYNC}, plain; of medians: other rounds"
     plain["group"] = "0"
-    plain["saves"] = [*plain["saves"], *plain["saves"]]  # of more rounds
+    plain["saves"] = [*plain["saves"], *plain["saves"]]  # from more rounds
     again = {aim.claim: aim for aim in evaluate(rows, [], [])}
     assert again[wall.claim].value == wall.value
 
@@ -114,7 +114,7 @@ def test_a_target_is_met_on_its_side() -> None:
 
 
 def _document() -> dict[str, Any]:
-    """Of a run, with figures that are easily told apart."""
+    """Return a run's results, with figures that are easily told apart."""
     trained = []
     for ranks in (1, 2):
         for name in [NONE, *markdown.README_SYSTEMS]:
@@ -201,7 +201,7 @@ def test_the_tables_of_the_pages() -> None:
     assert len(trained.split("\n")) == 2 + len(markdown.README_SYSTEMS)
     assert len(restored.split("\n")) == 2 + len(markdown.README_RESTORES)
     assert "\n" not in shares
-    # Of the intermittent policy, the baseline counts: (1000 + 45 + 45) / 3.
+    # For the intermittent policy the baseline counts: (1000 + 45 + 45) / 3.
     for text in ("consecutive policy takes 1/25.00 (1/25.64 with", "1/2.75 in 2 bits", "1/2.34 in"):
         assert text in shares
 

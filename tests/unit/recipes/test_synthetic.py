@@ -1,4 +1,4 @@
-"""The synthetic dataset: reproducible sample by sample, and shaped like Criteo's data."""
+"""Draw the synthetic dataset reproducibly, sample by sample, in the shape of Criteo's data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recipes.dlrm_criteo.samples import Samples
 from recipes.dlrm_criteo.synthetic import BASE_RATE, PERMANENT, Synthetic, _scatter, mix
 from tests.examples import examples
 
-# The shape of Kaggle's tables, a thousand times smaller.
+# In the shape of Kaggle's tables, a thousand times smaller.
 SIZES = [*(3, 10131, 2203, 13, 93, 6, 8352, 5461, 7047, 286, 143), *range(3, 18)]
 COUNT = 50_000
 
@@ -108,7 +108,8 @@ def test_ids_follow_zipfs_law(zipf: float) -> None:
         frequency = np.sort(np.bincount(ids[:, feature], minlength=size))[::-1] / count
         for top in (1, 10, 100):
             wanted = probability[:top].sum()
-            # Sorting by frequency favours what chance made frequent, where ids are equally likely.
+            # Sorting by frequency favours ids that are frequent by chance among equally likely
+            # ones.
             assert wanted - 0.01 < frequency[:top].sum() < wanted * 1.1 + 0.04
     columns = ids[:, 0], ids[:, 25]
     assert abs(np.corrcoef(*columns)[0, 1]) < 0.03  # features are drawn independently
@@ -133,7 +134,7 @@ def test_new_ids_appear_over_time(dataset: Synthetic, samples: Samples) -> None:
     vocabulary = dataset.vocabulary(np.array([0, COUNT // 2, COUNT - 1]))[:, feature]
     assert vocabulary[0] == PERMANENT + np.ceil((10131 - PERMANENT) / 2)
     assert vocabulary[0] < vocabulary[1] < vocabulary[2] == 10131
-    # What exists at the end and not at the start is seen in the last tenth, never in the first.
+    # Ids that exist only at the end appear in the last tenth, never in the first.
     multiplier = _scatter(10131)
     ranks = np.empty(10131, np.int64)
     rows = (np.arange(10131) * multiplier + int(dataset._offsets[feature])) % 10131
@@ -150,16 +151,16 @@ def test_labels_are_the_teachers(seed: int) -> None:
     rows = np.arange(COUNT)
     labels, probability = dataset.generate(rows).labels, dataset.probability(rows)
     assert abs(labels.mean() - BASE_RATE) < 0.015
-    for low in np.arange(0, 1, 0.1):  # calibrated: among those at 30 %, 30 % are clicks
+    for low in np.arange(0, 1, 0.1):  # calibrated: of samples at 30 %, 30 % are clicks
         among = (probability >= low) & (probability < low + 0.1)
         if among.sum() > 500:
             assert abs(labels[among].mean() - probability[among].mean()) < 0.05
-    # What a model that knows the teacher would reach; none can reach more.
+    # The bound of any model: the one of a model that knows the teacher.
     assert 0.84 < auc(labels, probability) < 0.90
 
 
 def test_a_model_learns_from_it() -> None:
-    """Embeddings with pairwise products and a linear part, one pass over 40,000 samples."""
+    """Train embeddings with pairwise products and a linear part on one pass of 40,000 samples."""
     torch.manual_seed(0)
     dataset = Synthetic(SIZES, samples=50_000)
     offsets = torch.tensor([0, *SIZES[:-1]]).cumsum(0)
@@ -195,7 +196,7 @@ def test_a_model_learns_from_it() -> None:
 
 
 def test_mix_is_splitmix64() -> None:
-    # The first outputs of the published generator for seed 0: its state grows by this constant.
+    # The first outputs of the published generator for seed 0, whose state grows by this constant.
     state = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     assert [f"{x:016x}" for x in mix(state).tolist()] == [
         "e220a8397b1dcdaf",

@@ -1,4 +1,4 @@
-"""What `make versions` makes of an installation and of pytest's results."""
+"""Interpret an installation and pytest's results as `make versions` does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_fails_twice(torn):
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """What pytest writes of passing, failing and skipped tests, and a file that does not import."""
+    """Return pytest's results of passing, failing and skipped tests, and of a failed import."""
     (tmp_path / "unit").mkdir()
     (tmp_path / "unit" / "test_cases.py").write_text(CASES)
     (tmp_path / "unit" / "test_missing.py").write_text("import no_such_module")
@@ -52,7 +52,7 @@ def results(tmp_path: Path) -> Path:
     return path
 
 
-def test_counts(results: Path) -> None:
+def test_results_are_counted(results: Path) -> None:
     assert versions.count(results) == {
         "passed": 2,
         "failed": 3,
@@ -139,7 +139,7 @@ def test_results_are_kept_by_torch_and_sorted(tmp_path: Path) -> None:
 
 
 def test_the_committed_results_are_of_the_stacks_that_install_knows() -> None:
-    """A stack is offered only after its tests ran; the default's tests are those of `make test`."""
+    """Offer a stack only after its tests ran; the default's tests are those of `make test`."""
     rows = {row["torch"]: row for row in versions.read(versions.RESULTS)}
     for stack in STACKS.values():
         if stack is not DEFAULT:

@@ -1,4 +1,4 @@
-"""Sharded tensors that are no tables, piece by piece, and what is refused."""
+"""Save and restore sharded tensors other than tables piece by piece, or refuse them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def whole(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def split(tensor: torch.Tensor, layout: list[Any]) -> list[Block]:
-    """Parts as views of the tensor, so that column shards are not contiguous."""
+    """Return parts as views of the tensor, so that column shards are not contiguous."""
     boxes = [Box(tuple(spans[: tensor.dim()])) for spans in layout]
     return cut(tensor, boxes)
 
@@ -228,7 +228,7 @@ def test_parts_that_do_not(parts: list[BlockSummary], match: str) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[torch.Tensor, list[Box], list[Box], int]:
-    """A tensor of any number of dimensions, two ways to cut it, and the size of chunks."""
+    """Draw a tensor of any number of dimensions, two ways to cut the tensor, and a chunk size."""
     size = draw(st.lists(st.integers(1, 5), max_size=5))
     values = whole(tuple(size), draw(st.sampled_from(DTYPES)))
     box = Box.whole(size)
@@ -277,7 +277,8 @@ def test_what_only_the_checkpoint_has() -> None:
     restore = BlockRestore([], saved(chunks), strict=True)
     with pytest.raises(IncompatibleCheckpoint, match="is sharded in seq-1, and there is no tensor"):
         restore.plan("seq-1", ["model"], wholly=["model"])
-    assert restore.plan("seq-1", ["model"]) == []  # as dcp.load, which restores what is asked for
+    # As dcp.load, which restores everything asked for
+    assert restore.plan("seq-1", ["model"]) == []
     assert restore.plan("seq-1", ["other"], wholly=["model"]) == []
-    # This rank has no part of it.
+    # This rank holds no part of the tensor.
     assert restore.plan("seq-1", ["model"], [PATH], wholly=["model"]) == []

@@ -1,4 +1,4 @@
-"""Models whose state dict holds copies: their values come back, or the restore says that not."""
+"""Restore models whose state dict holds copies, or report the values that can't be restored."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torchrec_checknrun.restore.copied_values import copied
 
 
 class Hooked(nn.Linear):
-    """Its state dict has the weight as a copy.
+    """A module whose state dict has a copy of the weight.
 
     Args:
-        change: what is done to it there.
+        change: changes the copy.
     """
 
     def __init__(self, change: Any, takes_back: bool = True) -> None:

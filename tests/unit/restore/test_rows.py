@@ -1,9 +1,8 @@
-"""Rows in their newest version: newest first and by several threads, they come to the same."""
+"""Restore the newest version of rows: the same newest first, in order, and on several threads."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import fsspec
 import numpy as np
@@ -44,9 +43,8 @@ pytestmark = pytest.mark.usefixtures("small_operations")
 
 
 @pytest.fixture
-def root() -> Iterator[Folder]:
-    yield new_root()
-    fsspec.filesystem("memory").rm("/tests", recursive=True)
+def root(memory_root: Folder) -> Folder:
+    return memory_root
 
 
 def assert_same(shards: list[LocalShard], wanted: list[LocalShard]) -> None:
@@ -58,7 +56,9 @@ def assert_same(shards: list[LocalShard], wanted: list[LocalShard]) -> None:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 60), threads=st.sampled_from([1, 1, 3]))
-def test_random_chains(data: st.DataObject, rows: int, threads: int) -> None:
+def test_random_chains_restore_as_read_in_order(
+    data: st.DataObject, rows: int, threads: int
+) -> None:
     chain = data.draw(random_parts(rows, CODECS))
     root, columns = new_root(), [part.columns for part in chain[0]]
     head = write_chain(root, rows, chain)
@@ -92,7 +92,7 @@ def test_random_chains_into_other_columns(data: st.DataObject, rows: int, thread
 
 
 def test_state_that_newer_rows_lack_is_the_older_ones(root: Folder) -> None:
-    """The optimizer's state was dropped between two checkpoints."""
+    """Keep the state of an optimizer that was dropped between two checkpoints."""
     whole = (0, DIM)
     chain = [[Part(whole, list(range(20)), 7)], [Part(whole, [3, 4, 9], 9, states=())]]
     head = write_chain(root, 20, chain)
@@ -120,7 +120,8 @@ def test_superseded_chunks_are_not_read(root: Folder) -> None:
         [key for key in were_read if key.startswith(f"seq-00000{n}")] for n in (3, 2, 1)
     )
     assert were_read == newest + middle + baseline
-    # Rows 5 and 15; 25 and 31 as well as 39 lie where all are newer. Ranges 20 to 39 likewise.
+    # Rows 5 and 15; newer checkpoints hold all rows of 25 and 31, of 39, and of the ranges 20 to
+    # 39.
     assert [len(newest), len(middle), len(baseline)] == [5, 1, 8]
     _, every = restore(root, head, make_shards(100, [Rectangle(0, 100, *whole)]), dry_run=True)
     assert len(every) == 10 + 3 + 5
@@ -129,9 +130,7 @@ def test_superseded_chunks_are_not_read(root: Folder) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_damaged_chunk_is_named(root: Folder, threads: int, verify: bool) -> None:
-    """Several chunks are damaged: the error is about the first one in reading order, however many
-    threads read.
-    """
+    """Name the first of several damaged chunks in reading order, however many threads read."""
     chain = [[Part((0, DIM), list(range(100)), 4)], [Part((0, DIM), list(range(0, 100, 9)), 3)]]
     head = write_chain(root, 100, chain)
     damaged = [c for c in content_of(root, head).chunks[0] if fields(c)["kind"] == "rows"][7:9]
@@ -148,7 +147,7 @@ def test_a_damaged_chunk_is_named(root: Folder, threads: int, verify: bool) -> N
 
 
 def test_another_ranks_rows_do_not_count(root: Folder) -> None:
-    """A chunk is skipped if this rank's rows of it were restored, even if it has other rows."""
+    """Skip a chunk if all of this rank's rows are restored, whatever other rows the chunk has."""
     chain = [[Part((0, DIM), list(range(40)), 40)], [Part((0, DIM), list(range(10)), 10)]]
     head = write_chain(root, 40, chain)
     for place, count in ((Rectangle(0, 10, 0, DIM), 1), (Rectangle(5, 11, 0, DIM), 2)):
@@ -160,7 +159,7 @@ def test_another_ranks_rows_do_not_count(root: Folder) -> None:
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_rows_that_nothing_holds(root: Folder, dry_run: bool) -> None:
-    """Compaction makes chunks with gaps, whose rows in a shard are counted when they are read."""
+    """Count the rows of chunks with gaps, which compaction makes, when the chunks are read."""
     ids = [i for i in range(20) if i != 7]
     for more, columns in (([20], (0, DIM)), ([], (0, DIM // 2)), ([], (DIM // 2, DIM))):
         parts = [Part((0, DIM), [*ids, *more], 30), Part((0, DIM), list(range(20, 30)), 10)]
@@ -182,7 +181,7 @@ def test_a_full_checkpoint_that_can_not_be_full(root: Folder) -> None:
 
 
 class TestHowRowsAreWritten:
-    """Into memory of other kinds than the usual one."""
+    """Write into unusual kinds of memory."""
 
     PARTS = (
         [Part((0, DIM), list(range(50)), 20, encoding=TableEncoding(Rowwise(4), "log8"))],
@@ -222,7 +221,9 @@ class TestHowRowsAreWritten:
     block=st.sampled_from([8, 64, 1 << 18]),
     compiled=st.booleans(),
 )
-def test_done_rows(rows: int, data: st.DataObject, block: int, compiled: bool) -> None:
+def test_done_rows_equal_plain_indexing(
+    rows: int, data: st.DataObject, block: int, compiled: bool
+) -> None:
     compiled = compiled and has_extension()
     done, plain = DoneRows(rows), np.zeros(rows, dtype=bool)
     with pytest.MonkeyPatch.context() as patch:
@@ -246,7 +247,7 @@ def test_done_rows(rows: int, data: st.DataObject, block: int, compiled: bool) -
 
 
 def test_the_chains_are_not_trivial(root: Folder) -> None:
-    """The plain reader finds random rows, and rows stored exactly among encoded ones."""
+    """Find random rows, and rows stored exactly among encoded ones, by the plain reader."""
     part = Part((0, DIM), list(range(60)), 60, encoding=TableEncoding(Rowwise(4)))
     head = write_chain(root, 60, [[part]])
     (chunk,) = [c for c in content_of(root, head).chunks[0] if fields(c)["kind"] == "rows"]

@@ -1,4 +1,4 @@
-"""A saved state is compared with the live object before it is merged into it."""
+"""Compare a saved state with the live object before merging."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class TestCheckState:
         tree, _ = encode_state(saved, "model")
         check_state(current, tree, "model", nothing)
 
-    def test_fits(self) -> None:
+    def test_matching_states_are_accepted(self) -> None:
         live = {"a": torch.zeros(2, 3), "b": {"c": 1}, 3: torch.zeros(())}
         self.check(live, {"a": torch.ones(2, 3), "b": {"c": 2}, 3: torch.ones(()), "late": 1})
 

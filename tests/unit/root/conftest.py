@@ -1,4 +1,4 @@
-"""Leases that are released after a test."""
+"""Release leases after a test."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Commits, claims and deletions of others between two looks at a root."""
+"""Read and prune a root while others commit, claim and delete."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.chains import Part, write
 from tests.unit.console import Console
-from tests.unit.root.test_prune import leftover
-from torchrec_checknrun.errors import (
-    IncompatibleCheckpoint,
-    RootInUse,
-    StorageFailed,
-)
+from tests.unit.root.commits import commit, leftover
+from torchrec_checknrun.errors import IncompatibleCheckpoint, RootInUse, StorageFailed
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
 from torchrec_checknrun.root import chain, deletion
 from torchrec_checknrun.root.chain import newest
-from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.claims import Holder, latest_claim
 from torchrec_checknrun.root.counting import counting_ids
 from torchrec_checknrun.root.lease import FOLDER, Lease
@@ -31,25 +26,12 @@ from torchrec_checknrun.run import missing_root
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools import takeover
 
-ROWS = 4
-ALL = [Part((0, 8), list(range(ROWS)), ROWS)]
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Folder:
     root = Folder(tmp_path / "run")
     root.create()
     return root
-
-
-def commit(root: Folder, epoch: int = 0) -> Manifest:
-    """Commit a full checkpoint after all others."""
-    there = committed(root)
-    before = read_manifest(root, there[0]) if there else None
-    made = write(root, ROWS, ALL, before, epoch=epoch)
-    full = replace(made, kind="full", parent=None).sealed()
-    (root / made.id).put(MANIFEST_NAME, full.to_bytes())
-    return full
 
 
 def finish(root: Folder, name: str, like: Manifest) -> Manifest:
@@ -92,7 +74,7 @@ def test_the_newest_while_all_that_was_listed_goes(
 
 
 def test_the_newest_while_it_is_half_deleted(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names are the same as before: only the manifests differ."""
+    """Notice changed manifests although the names are the same as before."""
     old = commit(root)
     new = leftover(root, old.sequence + 1)
     real = chain.resolve
@@ -110,7 +92,7 @@ def test_the_newest_while_it_is_half_deleted(root: Folder, monkeypatch: pytest.M
 
 
 def test_the_newest_while_its_files_go(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deleted checkpoint is not a damaged one, which an older one could replace."""
+    """Distinguish a deleted checkpoint from a damaged one, which an older one could replace."""
     commit(root)
     old = commit(root)
     real = chain.check_sizes
@@ -183,7 +165,7 @@ def test_a_leftover_that_is_committed_while_it_is_deleted(
 
 
 def test_a_silent_writer_is_fenced(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its leftover is deleted: it must not report that as a checkpoint."""
+    """Refuse to report a checkpoint whose files another process has deleted as a leftover."""
     here = Holder.this_process()
     silent = Lease(root, seconds=0.2)
     monkeypatch.setattr(silent, "_renew", lambda: None)
@@ -234,7 +216,7 @@ def test_nothing_is_deleted_where_nothing_counts(root: Folder, console: Console)
     assert f"checknrun adopt {root} {late.id}" in " ".join(hidden.err.split())
     with pytest.raises(IncompatibleCheckpoint):
         prune(root, Retention(1))
-    # Nor where what counts is damaged.
+    # Delete nothing either when the counting checkpoints are damaged.
     takeover.unlock(root)
     claim = latest_claim(root)
     assert claim is not None
@@ -281,7 +263,7 @@ def test_a_claim_between_the_decision_and_its_own(
 
 
 def test_the_list_comes_before_older_claims_go(root: Folder) -> None:
-    """A process that dies between claiming and listing must leave the claims that decide."""
+    """Keep the claims that decide when a process dies between claiming and listing."""
     made = commit(root)
     for _ in range(3):
         lease = Lease(root)

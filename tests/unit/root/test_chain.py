@@ -1,4 +1,4 @@
-"""Chains are found, followed and refused by what is in the root, on a disk or in a store."""
+"""Find, follow or refuse chains, on a disk or in a store."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
 
-def test_no_root(root: Folder) -> None:
+def test_a_missing_root_is_empty(root: Folder) -> None:
     assert newest(root / "none") == (None, [])
     assert highest_sequence(root / "none") == 0
 
@@ -65,7 +65,7 @@ def test_parents_come_first(root: Folder) -> None:
 
 
 def test_newest_is_the_highest_sequence_not_the_highest_step(root: Folder) -> None:
-    """After falling back to step 10, training may commit step 20 again: that one counts."""
+    """Restore the later commit of step 20 after falling back to step 10."""
     full = put(root, 1, step=10)
     put(root, 2, full, step=30)
     again = put(root, 3, full, step=20)
@@ -107,7 +107,7 @@ def test_a_replaced_parent(root: Folder) -> None:
 
 
 def assert_all_agree(root: Folder) -> None:
-    """Listings and retention judge a chain as a restore does, for the same reason."""
+    """Check that listings and retention judge a chain as a restore does, for the same reason."""
     for one in inventory(root).checkpoints:
         expected: tuple[str, str | None] = "restorable", None
         try:
@@ -122,7 +122,7 @@ def assert_all_agree(root: Folder) -> None:
 
 
 def test_a_parent_that_is_no_older(root: Folder) -> None:
-    """Otherwise a chain could be a circle."""
+    """Refuse parents that could make a chain a circle."""
     newer = put(root, 5)
     for child in (put(root, 5, newer, step=51), put(root, 4, newer)):
         with pytest.raises(ChainBroken, match=rf"is 5, and should be below {child.sequence}$"):
@@ -208,7 +208,7 @@ def test_newest_without_what_the_caller_knows_to_be_unusable(root: Folder) -> No
     assert newest(root, {first.id, second.id}) == (None, [])
 
 
-def test_all_broken(root: Folder) -> None:
+def test_broken_chains_are_reported(root: Folder) -> None:
     full = put(root, 1)
     put(root, 2, full)
     remove(root / full.id, FILE.name)
@@ -248,7 +248,7 @@ def test_foreign_content_is_left_alone(root: Folder) -> None:
 
 
 def test_names_of_users_count_by_what_their_manifest_says(root: Folder) -> None:
-    """Checkpoints of ``dcp.save`` under user-chosen names, beside a Checkpointer's or not."""
+    """Number checkpoints of ``dcp.save`` by their manifests, beside a Checkpointer's or alone."""
     first = put(root, 1, name="z first")
     second = put(root, 2, first, name="a-second")
     (root / "b-uncommitted").create()

@@ -1,4 +1,4 @@
-"""Damaged control records: found or harmless, never a fresh start, never a deletion; repaired."""
+"""Detect damaged control records or ignore harmless ones; never start fresh or delete; repair."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ from msgspec.structs import replace
 
 from tests.unit.chains import Part, new_root, write
 from tests.unit.console import Console
-from torchrec_checknrun.errors import (
-    CheckNRunError,
-    ClaimDamaged,
-    CorruptCheckpoint,
-    RootInUse,
-)
+from tests.unit.root.commits import ROWS, commit
+from torchrec_checknrun.errors import CheckNRunError, ClaimDamaged, CorruptCheckpoint, RootInUse
 from torchrec_checknrun.format import checks
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root import claims
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest
-from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import (
     FOLDER,
     Claim,
@@ -40,8 +35,6 @@ from torchrec_checknrun.tools import takeover
 from torchrec_checknrun.tools.control_records import find_damage
 from torchrec_checknrun.tools.verify import verify
 
-ROWS = 20
-ALL = [Part((0, 8), list(range(ROWS)), ROWS)]
 OTHER = Holder("another run", 0, "far", "another", 7, 7)
 
 
@@ -58,16 +51,6 @@ def disk(tmp_path: Path) -> Folder:
     return root
 
 
-def full(root: Folder, epoch: int) -> Manifest:
-    """Commit a full checkpoint after all others."""
-    there = committed(root)
-    before = read_manifest(root, there[0]) if there else None
-    made = write(root, ROWS, ALL, before, epoch=epoch)
-    made = replace(made, kind="full", parent=None).sealed()
-    (root / made.id).put("manifest.json", made.to_bytes())
-    return made
-
-
 def put(root: Folder, claim: Claim, data: bytes | None = None) -> str:
     (root / FOLDER).put(claim.name, claim.to_bytes() if data is None else data)
     return claim.name
@@ -82,14 +65,16 @@ def age(root: Folder, *names: str, seconds: float = 3600) -> None:
 
 @pytest.fixture
 def taken_over(disk: Folder) -> tuple[Folder, list[Manifest]]:
-    """The second writer restored the first one's checkpoint, committed one, and has ended; between,
-    the first one committed one too late.
+    """Make a root that a second writer has taken over from the first.
+
+    The second one restored the first one's checkpoint, committed its own, and has ended; in between
+    the first one committed another checkpoint too late.
     """
-    first = full(disk, 1)
+    first = commit(disk, 1)
     put(disk, Claim(1, OTHER, earlier=(), released=True))
-    late = full(disk, 1)
+    late = commit(disk, 1)
     put(disk, Claim(2, OTHER, earlier=(first.id,), uses=(first.id,), released=True))
-    own = full(disk, 2)
+    own = commit(disk, 2)
     return disk, [first, late, own]
 
 
@@ -118,7 +103,7 @@ def test_every_flipped_bit_is_found_or_harmless(
         (quick / FOLDER).put(name, bytes(flipped))
         found = _read_claims(quick, every=True)
         assert name in found.damaged
-        # The first one's has no say any more.
+        # The first claim decides nothing any more.
         assert found.undecided == ((name,) if "2" in name else ())
     put(root, Claim(int(name[6:14]), OTHER), bytes(flipped))
     if "2" in name:
@@ -197,8 +182,8 @@ def test_claims_of_links_directories_and_other_epochs(
 
 
 def test_only_leftovers_are_a_fresh_start(disk: Folder) -> None:
-    """A job that was killed before its first commit starts fresh, whatever its claim."""
-    begun = full(disk, 1)
+    """Start fresh after a kill before the first commit, whatever the claim."""
+    begun = commit(disk, 1)
     (disk / begun.id).delete("manifest.json")
     name = put(disk, Claim(1, OTHER))
     (disk / FOLDER).put(f".{name}.0123abcd", b'{"chec')
@@ -219,14 +204,14 @@ def test_only_leftovers_are_a_fresh_start(disk: Folder) -> None:
 def test_checkpoints_that_do_not_count_are_no_fresh_start(disk: Folder, console: Console) -> None:
     put(disk, Claim(1, OTHER, earlier=(), released=True))
     put(disk, Claim(2, OTHER, earlier=(), released=True))
-    late = full(disk, 1)
+    late = commit(disk, 1)
     chain, problems = newest(disk)
     assert chain is None
     assert f"checknrun adopt {disk} {late.id}" in problems[0]
     found = console.run("verify", disk)
     assert found.code == 1
     assert "none of the 1 committed checkpoints counts" in found.out
-    assert console.run("adopt", disk, late.id).code == 2  # nobody can be asked
+    assert console.run("adopt", disk, late.id).code == 2  # no terminal to ask
     assert console.run("adopt", disk, late.id, "--yes").code == 0
     chain, problems = newest(disk)
     assert chain is not None
@@ -234,8 +219,10 @@ def test_checkpoints_that_do_not_count_are_no_fresh_start(disk: Folder, console:
     assert console.run("verify", disk).code == 0
 
 
-def test_repair(taken_over: tuple[Folder, list[Manifest]], console: Console) -> None:
-    """Checkpoints that counted count again; possibly late ones as well, unless left out."""
+def test_repair_lets_checkpoints_count_again(
+    taken_over: tuple[Folder, list[Manifest]], console: Console
+) -> None:
+    """Let counting checkpoints count again; possibly late ones as well, unless excluded."""
     root, (first, late, own) = taken_over
     put(root, Claim(2, OTHER), b"junk")
     asked = console.run("repair", root)
@@ -253,13 +240,13 @@ def test_repair(taken_over: tuple[Folder, list[Manifest]], console: Console) -> 
     assert console.run("verify", root).code == 0
     assert "nothing to repair" in console.run("repair", root).out
     lease = Lease(root)
-    lease.acquire(lambda before: counting_ids(root, before))  # saving goes on
+    lease.acquire(lambda before: counting_ids(root, before))  # saving continues
     lease.check()
     lease.release()
 
 
 def test_repair_without_any_claim_that_can_be_read(disk: Folder) -> None:
-    made = [full(disk, 3), full(disk, 3)]
+    made = [commit(disk, 3), commit(disk, 3)]
     name = put(disk, Claim(3, OTHER), b"")
     age(disk, name)
     damage = takeover.repair(disk)
@@ -288,8 +275,8 @@ def test_a_live_writer_writes_its_damaged_claim_anew(disk: Folder) -> None:
 
 
 def test_a_new_epoch_is_above_those_of_checkpoints(disk: Folder) -> None:
-    """A root whose claims were deleted, or with checkpoints copied from another root."""
-    made = full(disk, 7)
+    """Continue a root whose claims were deleted, or with checkpoints copied from another root."""
+    made = commit(disk, 7)
     lease = Lease(disk)
     lease.acquire(lambda before: counting_ids(disk, before), above=7)
     assert lease.claim.epoch == 8
@@ -298,7 +285,7 @@ def test_a_new_epoch_is_above_those_of_checkpoints(disk: Folder) -> None:
 
 
 def test_what_cannot_be_read_now_counts_later(disk: Folder) -> None:
-    made = full(disk, 1)
+    made = commit(disk, 1)
     manifest = (disk / made.id).read("manifest.json")
     (disk / made.id).put("manifest.json", manifest[:-9])
     put(disk, Claim(1, OTHER, earlier=(), released=True))
@@ -313,7 +300,7 @@ def test_what_cannot_be_read_now_counts_later(disk: Folder) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"junk", checks.seal("pin", {"id": "another"})])
 def test_a_damaged_pin_keeps_and_is_told(disk: Folder, data: bytes) -> None:
-    made = [full(disk, 1) for _ in range(3)]
+    made = [commit(disk, 1) for _ in range(3)]
     pin(disk, made[0].id)
     assert all(not one.problems for one in verify(disk.url))
     (disk / made[0].id).put(PINNED, data)
@@ -327,17 +314,17 @@ def test_a_damaged_pin_keeps_and_is_told(disk: Folder, data: bytes) -> None:
 
 
 def test_a_pin_that_is_a_link_keeps(disk: Folder, tmp_path: Path) -> None:
-    made = [full(disk, 1) for _ in range(2)]
+    made = [commit(disk, 1) for _ in range(2)]
     Path(disk.url, made[0].id, PINNED).symlink_to(tmp_path)
     assert list(prune(disk, Retention(1)).verdict.delete) == []
     assert inventory(disk).checkpoints[-1].pinned
 
 
 def test_what_a_pinned_checkpoint_needs_stays_while_its_manifest_is_damaged(disk: Folder) -> None:
-    first = full(disk, 0)
+    first = commit(disk, 0)
     child = write(disk, ROWS, [Part((0, 8), [1], 1)], first)
     for _ in range(2):
-        full(disk, 0)
+        commit(disk, 0)
     pin(disk, child.id)
     (disk / child.id).put("manifest.json", b"junk")
     with pytest.raises(CorruptCheckpoint, match=f"nothing is deleted.*{child.id} is pinned"):
@@ -349,9 +336,9 @@ def test_what_a_pinned_checkpoint_needs_stays_while_its_manifest_is_damaged(disk
 
 
 def test_records_in_memory() -> None:
-    """A store without links and renames."""
+    """Detect damage in a store without links and renames."""
     root = new_root()
-    made = full(root, 1)
+    made = commit(root, 1)
     (root / FOLDER).put("epoch-00000002.json", b"junk")
     with pytest.raises(ClaimDamaged):
         newest(root)

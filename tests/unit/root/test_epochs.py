@@ -1,4 +1,4 @@
-"""Claims with high numbers that somebody may have put there."""
+"""Survive claims with high numbers that anybody may have written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One writer per root: refusals, takeovers, and the checkpoints that count afterwards."""
+"""Allow one writer per root: refuse others, take over, and decide which checkpoints count."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import pytest
 from msgspec.structs import replace
 
@@ -21,15 +19,6 @@ from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.lease import FOLDER, Claim, Holder, Lease, latest_claim
 from torchrec_checknrun.store.folder import Folder
-
-
-@pytest.fixture(params=["disk", "memory"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
-    if request.param == "disk":
-        yield Folder(tmp_path / "run")
-        return
-    yield Folder("memory://tests/lease/run")
-    fsspec.filesystem("memory").rm("/tests/lease", recursive=True)
 
 
 def long_ago(monkeypatch: pytest.MonkeyPatch, root: Folder, claim: Claim) -> None:
@@ -77,7 +66,7 @@ def test_an_expired_claim_is_taken_over(
     second.check()
     with pytest.raises(RootInUse, match="was taken over by process 7 on far"):
         first.check()
-    first.release()  # and doesn't give up what isn't its own any more
+    first.release()  # and leaves the other's claim alone
     claim = latest_claim(root)
     assert claim is not None
     assert (claim.epoch, claim.released) == (2, False)
@@ -115,7 +104,7 @@ def test_a_restart_by_torchrun_takes_over_at_once(
     with pytest.raises(RootInUse, match="taken over"):
         first.check()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    with pytest.raises(RootInUse):  # an attempt that comes after its successor
+    with pytest.raises(RootInUse):  # the attempt comes after its successor's
         late.acquire(nothing)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "5")
@@ -171,7 +160,7 @@ def test_checkpointers_of_one_process_share_the_claim(root: Folder, leases: list
 
 
 def test_none_of_them_forgets_what_another_needs(root: Folder, leases: list[Lease]) -> None:
-    """Also by the clock, and of one that was not closed."""
+    """Keep all leases' checkpoints in every claim: upon use, renewal and release."""
 
     def written() -> Claim:
         claim = latest_claim(root)
@@ -200,7 +189,7 @@ def test_none_of_them_forgets_what_another_needs(root: Folder, leases: list[Leas
 
 
 def test_of_many_at_once_one_wins(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use threads, each taken for a process of its own."""
+    """Let one of many simultaneous writers win; each thread stands for a process."""
     holder = Holder.this_process()
     me = threading.local()
     monkeypatch.setattr(Holder, "this_process", classmethod(lambda cls: me.holder))
@@ -247,7 +236,7 @@ def test_what_a_replaced_writer_commits_does_not_count(
         become(patch, **ELSEWHERE)
         monkeypatch.setattr(Holder, "gone", True)
         new.acquire(listed)
-    # The old one has checked just before that, and commits now.
+    # The old writer has checked just before, and commits now.
     late = write(root, 20, part(), parent=first, epoch=1)
     chain, problems = newest(root)
     assert chain is not None
@@ -256,7 +245,7 @@ def test_what_a_replaced_writer_commits_does_not_count(
         f"{late.id}: it was committed by a writer that had been replaced by then, and doesn't "
         f"count: `checknrun adopt {root} {late.id}` makes it count"
     ]
-    after = write(root, 20, part(), parent=late, epoch=2)  # a sequence number above
+    after = write(root, 20, part(), parent=late, epoch=2)  # a sequence number higher
     chain, _ = newest(root)
     assert chain is not None
     assert chain.head.id == after.id
@@ -282,7 +271,7 @@ def test_old_claims_are_cleaned_up(root: Folder, leases: list[Lease]) -> None:
 def test_a_claim_that_is_none(
     root: Folder, leases: list[Lease], monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    """Without any commit it hides nothing, and lasts like an unknown writer's claim."""
+    """Hide nothing without any commit, and last as long as an unknown writer's claim."""
     root.create()
     (root / FOLDER).create()
     (root / FOLDER).put("epoch-00000003.json", content)

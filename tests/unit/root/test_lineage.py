@@ -1,4 +1,4 @@
-"""The lineage: parents, forks, and checkpoints that must be full whatever the policy."""
+"""Track the lineage: parents, forks, and checkpoints that must be full whatever the policy."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ def test_ids_are_of_one_attempt_only() -> None:
     assert len({proposal.id for proposal in proposals}) == 20
 
 
-def test_full() -> None:
+def test_full_has_no_parent() -> None:
     run = Run(Full())
     first, second = run.save(), run.save()
     assert (second.kind, second.parent, second.previous) == ("full", None, first.link)
@@ -105,7 +105,7 @@ def test_full() -> None:
     assert run.lineage.chain_length == 1
 
 
-def test_one_shot() -> None:
+def test_one_shot_builds_on_the_baseline() -> None:
     run = Run(OneShot())
     full, second, third = run.save(), run.save(), run.save()
     assert second.kind == third.kind == "differential"
@@ -114,7 +114,7 @@ def test_one_shot() -> None:
     assert run.lineage.chain_length == 2
 
 
-def test_consecutive() -> None:
+def test_consecutive_builds_on_the_previous() -> None:
     run = Run(Consecutive())
     full, second, third = run.save(), run.save(), run.save()
     assert (second.parent, third.parent) == (full.link, second.link)
@@ -165,7 +165,7 @@ def test_a_converting_restore_needs_a_full_checkpoint(policy: Policy) -> None:
     full = run.save()
     run.lineage.restored(Chain((full,)), converted=True, forks=False)
     assert run.propose().decision is Decision.FULL
-    again = run.save()  # the one proposed before failed: this one must be full, too
+    again = run.save()  # the previous proposal failed: this one must be full, too
     assert again.kind == "full"
     assert again.previous == full.link
     assert run.propose().decision is policy.decide(run.lineage.history)
@@ -177,12 +177,12 @@ def test_other_columns_need_a_full_checkpoint(policy: Policy) -> None:
     run.save()
     run.lineage.force_full()
     assert run.propose().decision is Decision.FULL
-    assert run.save().kind == "full"  # the one proposed before failed
+    assert run.save().kind == "full"  # the previous proposal failed
     assert run.propose().decision is policy.decide(run.lineage.history)
     run.lineage.force_full()
     run.lineage.restored(
         Chain(run.lineage.history), converted=False, forks=False
-    )  # into those columns
+    )  # restored with the same columns
     assert run.propose().decision is policy.decide(run.lineage.history)
 
 
@@ -202,7 +202,7 @@ def test_other_columns_need_a_full_checkpoint(policy: Policy) -> None:
 def test_a_rise_in_width_needs_a_full_checkpoint(
     policy: Policy, before: int | None, now: int | None, kind: str
 ) -> None:
-    """Rows that aren't written again would silently keep their loss."""
+    """Write all rows again: others would silently keep their loss."""
     run = Run(policy)
     run.save(before)
     run.save(before)
@@ -212,7 +212,7 @@ def test_a_rise_in_width_needs_a_full_checkpoint(
 
 @pytest.mark.parametrize("policy", [OneShot(), Consecutive()])
 def test_a_rise_after_a_fall(policy: Policy) -> None:
-    """The width of a chain is its narrowest checkpoint's, also in the middle of it."""
+    """Take the narrowest checkpoint's width for a chain's, also from the middle of a chain."""
     run = Run(policy)
     kinds = [run.save(bits).kind for bits in (8, 4, 4, 8, 8)]
     assert kinds == ["full", "differential", "differential", "full", "differential"]
@@ -220,7 +220,7 @@ def test_a_rise_after_a_fall(policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", [OneShot(), Consecutive(), Intermittent()])
 def test_a_decision_takes_no_longer_in_a_long_chain(policy: Policy) -> None:
-    """A decision looks only at the chain's ends, since training waits."""
+    """Look only at the chain's ends, since training waits."""
 
     class Between:
         def __getattr__(self, name: str) -> Any:
@@ -258,11 +258,11 @@ def test_restores_from_lossy_checkpoints_are_counted() -> None:
     assert third.lossy_restores == 1
     run.lineage.restored(Chain((exact, third)), converted=False, forks=False)
     assert run.lineage.lossy_restores == 2
-    # Another process counts from what the checkpoint says.
+    # Another process continues the count of the checkpoint.
     other = Run(OneShot())
     other.lineage.restored(Chain((exact, third)), converted=False, forks=False)
     assert other.lineage.lossy_restores == 2
-    # Falling back to before the loss forgets it.
+    # Falling back to a checkpoint before the loss forgets the loss.
     other.lineage.restored(Chain((exact,)), converted=False, forks=False)
     assert other.lineage.lossy_restores == 0
 
@@ -288,11 +288,13 @@ ACTIONS = st.lists(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(POLICIES), ACTIONS)
-def test_any_history(policy: Policy, actions: list[tuple[str, int | None, int]]) -> None:
-    """In any sequence of events chains are complete, never mix forks, and never keep a loss."""
+def test_any_history_keeps_chains_complete(
+    policy: Policy, actions: list[tuple[str, int | None, int]]
+) -> None:
+    """Keep chains complete in any sequence of events; never mix forks, never keep a loss."""
     run = Run(policy)
     saved: list[Manifest] = []
-    state: Manifest | None = None  # what the model's state descends from
+    state: Manifest | None = None  # origin of the model's state
     for action, bits, choice in actions:
         if action in ("restore", "convert", "restart") and saved:
             if action == "restart":

@@ -1,4 +1,4 @@
-"""Liveness of writers by the store's times, never by a host's clock; ``checknrun unlock``."""
+"""Judge the liveness of writers by the store's times, never by a host's clock."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_claim_from_the_future(root: Folder, lease: Lease, console: Console) -
     put(root, Claim(1, FAR, earlier=()), age=-3600)
     with pytest.raises(RootInUse, match=r"3[56]\d\d s in the future .*`checknrun unlock"):
         acquire(lease)
-    put(root, Claim(1, FAR, earlier=()), age=-20)  # a little is nothing to speak of
+    put(root, Claim(1, FAR, earlier=()), age=-20)  # a small difference is not reported
     with pytest.raises(RootInUse, match="lasts for another 60 s"):
         acquire(lease)
     put(root, Claim(1, FAR, earlier=()), age=-3600)
@@ -97,13 +97,13 @@ def test_alive_without_progress(root: Folder, lease: Lease) -> None:
     with pytest.raises(RootInUse, match=r"has made no progress for 301 s.*`checknrun unlock"):
         acquire(lease)
     put(root, Claim(1, FAR, earlier=(), idle=296.0), age=61)
-    acquire(lease)  # elsewhere, and it renews no more
+    acquire(lease)  # elsewhere, and not renewed any more
 
 
 def test_a_holder_that_lives_here_is_never_replaced(
     root: Folder, lease: Lease, console: Console
 ) -> None:
-    """Even with an old claim: a stopped process may go on at any time."""
+    """Keep a holder with an old claim: a stopped process may continue at any time."""
     code = (
         "import sys; from torchrec_checknrun.store.folder import Folder\n"
         "from torchrec_checknrun.root.lease import Lease\n"
@@ -157,7 +157,7 @@ def test_progress_is_the_training_loops(root: Folder) -> None:
         return claim
 
     deadline = time.monotonic() + 30
-    while written().idle < 0.3:  # renewed, but no step was done
+    while written().idle < 0.3:  # renewed, but without a step
         assert time.monotonic() < deadline
         time.sleep(0.02)
     idle = written().idle
@@ -169,7 +169,7 @@ def test_progress_is_the_training_loops(root: Folder) -> None:
 
 
 class TestWithoutTimes:
-    """In a store without times a claim is watched for a lease."""
+    """Watch a claim for a whole lease in a store without times."""
 
     @pytest.fixture(autouse=True)
     def no_times(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ class TestTemporaries:
             os.utime(Path(root.url, FOLDER, name), (0, 0))
         acquire(lease)
         left = [n for n in (root / FOLDER).names() if not n.startswith("epoch-")]
-        assert left == [fresh, ".notes"]  # another writer may just have lost to this one
+        assert left == [fresh, ".notes"]  # another writer may just have lost against this one
 
     def test_a_probe_goes_also_where_its_time_cannot_be_told(
         self, root: Folder, lease: Lease, monkeypatch: pytest.MonkeyPatch

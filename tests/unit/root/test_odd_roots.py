@@ -1,4 +1,4 @@
-"""Delayed listings, unreadable files, things that are not checkpoints: all tolerated."""
+"""Tolerate delayed listings, unreadable files, and things that are not checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.chains import Part, write
 from tests.unit.console import Console
-from tests.unit.root.test_prune import leftover, write_full
+from tests.unit.root.commits import ROWS, leftover, write_full
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,
@@ -31,7 +31,6 @@ from torchrec_checknrun.store import folder as filesystem
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
-ROWS = 20
 ALL = [Part((0, 8), list(range(ROWS)), 5)]
 
 
@@ -54,7 +53,7 @@ def three(root: Folder) -> list[Manifest]:
 def test_a_listing_that_lags_behind(
     root: Folder, monkeypatch: pytest.MonkeyPatch, shown: int
 ) -> None:
-    """New files are listed with a delay: the run goes on."""
+    """Continue a run although new files are listed with a delay."""
     first = Lease(root)
     first.acquire(lambda _: ())
     first.release()
@@ -69,7 +68,7 @@ def test_a_listing_that_lags_behind(
     lease.check()
     before = lease.claim.renewals
     deadline = time.monotonic() + 20
-    while lease.claim.renewals < before + 2:  # it is renewed as well
+    while lease.claim.renewals < before + 2:  # the claim is renewed as well
         assert time.monotonic() < deadline
         time.sleep(0.02)
     chain, _ = newest(root)
@@ -83,7 +82,7 @@ def test_a_listing_that_lags_behind(
 
 
 def deny(monkeypatch: pytest.MonkeyPatch, *parts: str) -> None:
-    """Make the system refuse paths with these parts (tests may run as root)."""
+    """Refuse paths with given parts as the system would (tests may run as root)."""
 
     def refuse(path: Any) -> None:
         if any(part in os.fspath(path) for part in parts):
@@ -172,7 +171,7 @@ def test_permission_errors_name_path_and_remedy(
 def test_a_directory_nobody_may_read_is_no_fresh_start(
     root: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be a checkpoint with a user's name; other content of roots is known."""
+    """Take an unreadable directory for a checkpoint with a user's name; other content is known."""
     for name in ("final", "lost+found", ".snapshots"):
         (root / name).create()
         (root / name).put("manifest.json", b"x")
@@ -278,7 +277,7 @@ def test_one_of_a_users_own_naming_that_cannot_be_read(
     assert "input/output error" in found["final"][0]
     assert not any(found[one.id] for one in made)
     with pytest.raises(StorageFailed, match=r"final/manifest\.json: input/output error"):
-        newest(root)  # nothing tells how new it is
+        newest(root)  # nothing tells the checkpoint's age
     assert is_newest(root, None, made[2])
     assert not is_newest(root, None, made[1])
 

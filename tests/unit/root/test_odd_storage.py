@@ -1,4 +1,4 @@
-"""Storage that is missing, full, silent or odd is reported as such, never taken for empty."""
+"""Report storage that is missing, full, silent or odd; never take it for empty."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from tests.unit.chains import Part, write
 from tests.unit.console import Console
+from tests.unit.root.commits import commit
 from torchrec_checknrun.dcp import StorageReader
 from torchrec_checknrun.errors import (
     CheckNRunError,
@@ -30,7 +29,7 @@ from torchrec_checknrun.restore import shared_root
 from torchrec_checknrun.root import claims, lease, liveness
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest
-from torchrec_checknrun.root.checkpoints import committed, has_manifest, read_manifest
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.claims import FOLDER, Holder
 from torchrec_checknrun.root.counting import counting_ids
 from torchrec_checknrun.root.lease import Lease
@@ -45,25 +44,12 @@ from torchrec_checknrun.store.local import LocalStore
 from torchrec_checknrun.store.new_file import DescriptorSink, NewFile
 from torchrec_checknrun.tools import takeover
 
-ROWS = 4
-ALL = [Part((0, 8), list(range(ROWS)), ROWS)]
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Folder:
     root = Folder(tmp_path / "run")
     root.create()
     return root
-
-
-def commit(root: Folder, epoch: int = 0) -> Manifest:
-    """Commit a full checkpoint after all others."""
-    there = [id for id in committed(root) if has_manifest(root, id)]
-    before = read_manifest(root, there[0]) if there else None
-    made = write(root, ROWS, ALL, before, epoch=epoch)
-    full = replace(made, kind="full", parent=None).sealed()
-    (root / made.id).put(MANIFEST_NAME, full.to_bytes())
-    return full
 
 
 @pytest.mark.parametrize("below", ["", "/deeper/run"])
@@ -137,7 +123,7 @@ def test_a_claim_is_released_in_seconds(tmp_path: Path, monkeypatch: pytest.Monk
     held = Lease(root)
     held.acquire(lambda _: ())
     monkeypatch.setattr(lease, "EXIT_SECONDS", 0.1)
-    with held._lock:  # as a renewal that hangs does
+    with held._lock:  # as a hanging renewal does
         began = time.monotonic()
         held.release()
         assert time.monotonic() - began < 5
@@ -226,7 +212,7 @@ def test_a_commit_that_was_given_up_and_fails_closes(
     file = NewFile(DescriptorSink(os.open(tmp_path / "a", os.O_CREAT | os.O_WRONLY)), "a")
 
     def fsync(_: int) -> None:
-        file.drop()  # by whoever has waited in vain
+        file.drop()  # by a thread that has waited in vain
         raise OSError(errno.EIO, "no disk")
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -269,7 +255,7 @@ def test_a_directory_in_the_place_of_a_pin(root: Folder) -> None:
 
 
 def test_hidden_processes_may_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``/proc`` with hidepid=2 shows only the user's own processes."""
+    """Take processes hidden by hidepid=2 of ``/proc`` for alive."""
     here = Holder.this_process()
     real = claims._seen
     monkeypatch.setattr(claims, "_seen", lambda pid: real(pid) if pid == here.pid else None)
@@ -336,7 +322,7 @@ def test_a_rank_that_cannot_look_says_why(root: Folder, monkeypatch: pytest.Monk
 
 
 class Attempt:
-    """Run one fresh start, by torchrun."""
+    """One fresh start by torchrun."""
 
     def __init__(self, root: Folder, number: int, patched: pytest.MonkeyPatch) -> None:
         patched.setenv("TORCHELASTIC_RUN_ID", "a run")
@@ -372,7 +358,7 @@ def test_what_a_fresh_start_leaves_stays_after_a_restart(
 def test_a_fresh_start_on_storage_that_is_silent(
     root: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise nothing could be protected from deletion."""
+    """Refuse a fresh start that could protect nothing from deletion."""
     commit(root)
     writer = RootWriter(root, Lineage(), Retention(1))
 

@@ -1,4 +1,4 @@
-"""Decisions of each policy, and promises of all on bytes and restores."""
+"""Check the decisions of each policy, and the promises of all on bytes and restores."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,9 @@ HISTORIES = st.integers(1, 30).map(
 )
 @settings(max_examples=examples(20), deadline=None)
 @given(history=HISTORIES)
-def test_decisions(policy: Policy, decision: Decision, history: tuple[Manifest, ...]) -> None:
+def test_decisions_are_the_papers(
+    policy: Policy, decision: Decision, history: tuple[Manifest, ...]
+) -> None:
     assert policy.decide(history) is decision
 
 
@@ -67,7 +69,7 @@ def history_of(sizes: list[float]) -> list[Manifest]:
         ([0.26, 0.7], Decision.FULL),  # 1.96 < 2.1
         ([0.25, 0.5, 0.5], Decision.SINCE_BASELINE),  # 2.25 > 2
         ([0.25, 0.5, 0.625], Decision.FULL),  # 2.375 < 2.5
-        ([0.26, 0.26, 0.26, 0.26], Decision.SINCE_BASELINE),  # it never grows: never
+        ([0.26, 0.26, 0.26, 0.26], Decision.SINCE_BASELINE),  # no growth: never full
     ],
 )
 def test_the_predictor_by_hand(sizes: list[float], decision: Decision) -> None:
@@ -89,7 +91,7 @@ def test_how_often_it_begins_anew(growth: Callable[[int], float], cycle: int) ->
 
 
 def test_a_restored_history_decides_as_the_whole_one_would() -> None:
-    """Differential checkpoints between the full one and the last may have been deleted."""
+    """Decide without the differential checkpoints between the full one and the last."""
     sizes = [0.26, 0.4, 0.63]
     whole = history_of(sizes)
     assert Intermittent().decide(whole) is Intermittent().decide([whole[0], whole[-1]])
@@ -98,7 +100,7 @@ def test_a_restored_history_decides_as_the_whole_one_would() -> None:
 
 
 def test_sizes_count_at_the_same_width() -> None:
-    """A differential checkpoint of few bits is not small compared with a full one of many."""
+    """Compare sizes at the same width: few bits do not make a differential checkpoint small."""
     full = TableTotals(100, 8, 800, value_bits=8)
     less = TableTotals(100, 8, 800, value_bits=2)
     baseline = replace(sized(BASELINE, 10_000), tables={"t": full})

@@ -1,14 +1,13 @@
-"""Old checkpoints, leftovers of crashed saves and pins, in a folder."""
+"""Prune old checkpoints and leftovers of crashed saves, and keep pinned ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from tests.unit.chains import Part, write
+from tests.unit.chains import write
+from tests.unit.root.commits import ROWS, leftover, part, write_full
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
 from torchrec_checknrun.root.chain import newest, resolve
@@ -18,12 +17,6 @@ from torchrec_checknrun.root.lease import FOLDER, Holder, Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention, pin, unpin
 from torchrec_checknrun.store.folder import Folder
-
-ROWS = 20
-
-
-def part(size: int = ROWS) -> list[Part]:
-    return [Part((0, 8), list(range(size)), ROWS)]
 
 
 @pytest.fixture
@@ -41,21 +34,6 @@ def fill(root: Folder) -> list[Manifest]:
     return [first, second, third, fourth]
 
 
-def write_full(root: Folder, before: Manifest, **other: Any) -> Manifest:
-    made = write(root, ROWS, part(), before, **other)
-    (root / made.id).delete(MANIFEST_NAME)
-    full = replace(made, kind="full", parent=None).sealed()
-    (root / made.id).put(MANIFEST_NAME, full.to_bytes())
-    return full
-
-
-def leftover(root: Folder, sequence: int) -> str:
-    name = checkpoint_id(sequence, 7, "00000abc")
-    (root / name).create()
-    (root / name).put("rank-00000.bin", b"half")
-    return name
-
-
 def test_what_is_not_needed_goes(root: Folder) -> None:
     first, second, third, fourth = fill(root)
     (root / "my notes").create()
@@ -70,7 +48,7 @@ def test_what_is_not_needed_goes(root: Folder) -> None:
     assert prune(root, Retention(1)).verdict.delete == {}
 
 
-def test_pins(root: Folder) -> None:
+def test_pins_keep_checkpoints(root: Folder) -> None:
     first, second, third, fourth = fill(root)
     pin(root, second.id)
     assert list(prune(root, Retention(1)).verdict.delete) == [third.id]
@@ -103,7 +81,7 @@ def test_what_a_pinned_one_of_a_replaced_writer_needs_stays(root: Folder, by_han
     assert done.verdict.keep[first.id] == f"{late.id} needs it"
     resolve(root, late.id)
     unpin(root, late.id)
-    # A run leaves alone what it ignores, and so what that needs is no use to anybody.
+    # A run keeps the checkpoints that it ignores, and deletes their useless parents.
     gone = [late.id, first.id] if by_hand else [first.id]
     assert list(prune(root, Retention(2), own=None if by_hand else own).verdict.delete) == gone
     lease.release()
@@ -167,7 +145,7 @@ def test_what_a_writer_was_restored_from_stays(root: Folder) -> None:
 
 @pytest.mark.parametrize("all_of_it", [True, False])
 def test_what_somebody_else_has_deleted_is_not_counted(root: Folder, all_of_it: bool) -> None:
-    """A person deletes it, perhaps not completely, while the run remembers the manifest."""
+    """Ignore a checkpoint that a person has deleted, perhaps in part, and the run remembers."""
     root.create()
     made = [write(root, ROWS, part())]
     for _ in range(3):
@@ -244,16 +222,16 @@ def test_a_crash_half_way_leaves_whole_chains(
 
 
 def test_what_a_replaced_writer_has_committed(root: Folder) -> None:
-    """Readers ignore it; a run leaves it alone, and pruning by hand deletes it."""
+    """Ignore a replaced writer's checkpoint in a run; delete it when pruning by hand."""
     first, second, third, fourth = fill(root)
     fifth = write(root, ROWS, part(3), fourth)
     lease = Lease(root)
-    lease.acquire(lambda _: [first.id, second.id, third.id])  # the others came too late
+    lease.acquire(lambda _: [first.id, second.id, third.id])  # the other checkpoints came too late
     done = prune(root, Retention(1), own=lease.claim)
     assert set(done.verdict.keep) == {first.id, second.id, third.id}
     assert done.verdict.delete == {}
     pin(root, fifth.id)
-    assert prune(root, Retention(1)).verdict.delete == {}  # the pinned one needs the fourth
+    assert prune(root, Retention(1)).verdict.delete == {}  # the pinned checkpoint needs the fourth
     unpin(root, fifth.id)
     planned = prune(root, Retention(1), dry_run=True)
     assert list(planned.verdict.delete) == [fifth.id, fourth.id]
@@ -264,7 +242,7 @@ def test_what_a_replaced_writer_has_committed(root: Folder) -> None:
 
 
 def test_a_replaced_writer_s_checkpoint_counts_once_it_was_restored(root: Folder) -> None:
-    """A user has chosen it: later checkpoints build on it, so it must stay."""
+    """Keep a replaced writer's checkpoint once restored: later checkpoints build on it."""
     first, second, third, fourth = fill(root)
     lease = Lease(root)
     lease.acquire(lambda _: [first.id, second.id, third.id])
@@ -282,7 +260,7 @@ def test_a_replaced_writer_s_checkpoint_counts_once_it_was_restored(root: Folder
 
 
 def test_a_newer_release_s_checkpoint_keeps_everything(root: Folder) -> None:
-    """Only the newer release knows which checkpoints it needs."""
+    """Delete nothing beside a newer release's checkpoint, whose needs only that release knows."""
     first, *_ = made = fill(root)
     data = (root / first.id).read(MANIFEST_NAME)
     name = checkpoint_id(9, 90, "00000abc")
@@ -293,6 +271,6 @@ def test_a_newer_release_s_checkpoint_keeps_everything(root: Folder) -> None:
         with pytest.raises(UnsupportedFormat, match=r"nothing is deleted .* upgrade"):
             prune(root, Retention(1), dry_run=dry_run)
     assert {manifest.id for manifest in made} < set(root.names())
-    (root / name).put(MANIFEST_NAME, b"{}")  # a damaged one holds nothing that could be needed
+    (root / name).put(MANIFEST_NAME, b"{}")  # a damaged manifest names no parent
     prune(root, Retention(1))
     assert sorted(root.names()) == sorted([made[-1].id, name])

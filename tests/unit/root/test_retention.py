@@ -1,4 +1,4 @@
-"""Retention on histories made by hand and on random ones."""
+"""Check retention on histories made by hand and on random ones."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_compacted_checkpoint_is_its_hours_first() -> None:
     fourth = make(4, None, third, hours=60)
     copy = compacted(second)
     daily = Retention(1, every_hours=24)
-    assert kept([first, second, copy], Retention(1)) == [2]  # so that the chain is gone
+    assert kept([first, second, copy], Retention(1)) == [2]  # the copy's chain is gone
     assert kept([copy, third, fourth], daily) == [2, 3, 4]
     assert kept([first, second, copy, third, fourth], daily) == [1, 3, 4]
     assert kept([first, second, copy, third, fourth], Retention(3)) == [2, 3, 4]
@@ -130,7 +130,7 @@ def test_forks_that_were_left_behind_go_first() -> None:
     first = make(1)
     second, third = make(2, first, first), None
     third = make(3, second, second)
-    fork = make(4, first, first)  # the run went back to the first one
+    fork = make(4, first, first)  # the run returned to the first one
     made = [first, second, third, fork]
     verdict = judge(made, Retention(3))
     assert list(verdict.delete) == [third.id, second.id]
@@ -145,12 +145,12 @@ def test_forks_that_were_left_behind_go_first() -> None:
 def test_a_compacted_checkpoint_is_no_fork() -> None:
     first = make(1)
     second = make(2, first, first)
-    third = make(3, second, second)  # the run goes on with its own chain
+    third = make(3, second, second)  # the run continues its own chain
     made = [first, second, compacted(second), third]
     assert kept(made, Retention(1)) == [1, 2, 3]
     assert kept(made, Retention(2)) == [1, 2, 2, 3]
     assert not abandoned_ids(made)
-    # Nothing but the copy is left of a chain that no other needs.
+    # Only the copy is left of a chain that no other checkpoint needs.
     assert judge(made[:3], Retention(1)).delete == {
         second.id: f"compacted into {made[2].id}",
         first.id: "older than what is kept",
@@ -160,7 +160,7 @@ def test_a_compacted_checkpoint_is_no_fork() -> None:
 
 
 def test_a_copy_of_one_that_a_user_has_named() -> None:
-    """Saved through ``dcp.save``: the name has no number, and sorts behind any id."""
+    """Sort a name without a number, saved through ``dcp.save``, behind any id."""
     first = make(1)
     weekly = replace(make(2, first, first), id="weekly").sealed()
     copy = compacted(weekly)
@@ -172,7 +172,7 @@ def test_a_copy_of_one_that_a_user_has_named() -> None:
         first.id: "older than what is kept",
     }
     assert kept(made, Retention(2)) == [1, 2]
-    # Also where nothing but the copy is left: the run went on with its own, then went back.
+    # The same where only the copy is left: the run continued its own chain, then went back.
     third = make(3, None, weekly)
     fork = make(4, None, weekly)
     assert abandoned_ids([copy, third, fork]) == {third.id}
@@ -187,7 +187,7 @@ def test_a_compacted_checkpoint_is_no_other_point() -> None:
     assert kept(made, Retention(1)) == [3]
     assert kept(made, Retention(2)) == [2, 3]
     assert kept(made, Retention(3)) == [1, 2, 3]
-    # A run that was restored from it builds on it; the fork that it left is seen.
+    # A run restored from the copy builds on it, and the abandoned fork is recognized.
     fork = make(4, made[3], made[3])
     assert abandoned_ids([*made, fork]) == {third.id}
     assert kept([*made, fork], Retention(1)) == [2, 4]
@@ -195,7 +195,7 @@ def test_a_compacted_checkpoint_is_no_other_point() -> None:
 
 def test_damaged_ones_are_no_restorable_points() -> None:
     made = run("FFFF")
-    # 4 is damaged: 3 and 2 are what can be restored; 4 may be mended.
+    # 4 is damaged: 3 and 2 can be restored; 4 may be repaired.
     assert kept(made, Retention(2), damaged={made[3].id}) == [2, 3, 4]
     assert kept(made, Retention(2), damaged={made[1].id}) == [3, 4]
     assert kept(made, Retention(2), damaged={manifest.id for manifest in made}) == [1, 2, 3, 4]
@@ -225,7 +225,7 @@ def histories(draw: st.DrawFn) -> list[Manifest]:
                 made.append(compacted(draw(st.sampled_from(chains))))
                 baselines[made[-1].id] = made[-1]
         if made and draw(st.integers(0, 4)) == 0:
-            at = draw(st.sampled_from(made))  # a restore
+            at = draw(st.sampled_from(made))  # as a restore does
         kind = draw(st.sampled_from("Fco")) if at is not None else "F"
         parent = None
         if kind == "c":
@@ -253,7 +253,7 @@ def test_nothing_that_is_needed_goes(
     verdict = judge(made, Retention(keep, hours), pinned)
     by_id = {manifest.id: manifest for manifest in made}
     stay = by_id.keys() - verdict.delete.keys()
-    # The lineage of the newest, read off its links; compacted copies of what it holds beside it.
+    # The newest one's lineage, read off its links, with the compacted copies of its checkpoints.
     lineage = [max(made, key=lambda manifest: (manifest.sequence, manifest.id))]
     while (link := lineage[-1].previous) is not None:
         lineage.append(by_id[link.id])
@@ -269,14 +269,14 @@ def test_nothing_that_is_needed_goes(
     for id in stay:
         parent = by_id[id].parent
         assert parent is None or parent.id in stay
-    # Deleted one after the other, what is left is whole at every instant.
+    # Deleting one after the other leaves the rest complete at every instant.
     left = set(by_id)
     for id in verdict.delete:
         left.discard(id)
         for other in left:
             parent = by_id[other].parent
             assert parent is None or parent.id in left
-    # It comes to rest: what was kept is kept again.
+    # A second judgement keeps the same checkpoints.
     again = judge([by_id[id] for id in stay], Retention(keep, hours), pinned)
     assert not again.delete
     if hours is None and not pinned:

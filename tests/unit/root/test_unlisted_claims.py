@@ -1,12 +1,10 @@
-"""Claims without a list: the claim before decides until a writer has listed what counts."""
+"""Let the previous claim decide until a writer has listed the counting checkpoints."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-import fsspec
 import pytest
 
 from tests.unit.chains import Part, write
@@ -17,15 +15,6 @@ from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.counting import counting
 from torchrec_checknrun.root.lease import FOLDER, Claim, Holder, Lease, latest_claim
 from torchrec_checknrun.store.folder import Folder
-
-
-@pytest.fixture(params=["disk", "memory"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
-    if request.param == "disk":
-        yield Folder(tmp_path / "run")
-        return
-    yield Folder("memory://tests/unlisted/run")
-    fsspec.filesystem("memory").rm("/tests/unlisted", recursive=True)
 
 
 def upon(root: Folder, parent: Manifest, epoch: int) -> Manifest:
@@ -39,14 +28,14 @@ def lease_earlier(root: Folder, epoch: int) -> tuple[str, ...]:
 
 
 class TestWithoutAList:
-    """A writer dies, or its storage fails, after it took an epoch and before it made its list.
+    """Kill a writer, or fail its storage, between claiming an epoch and listing.
 
     The first writer has committed a checkpoint in time, and another after the second writer's.
     """
 
     @pytest.fixture
     def made(self, root: Folder, monkeypatch: pytest.MonkeyPatch) -> list[Manifest]:
-        """Return checkpoints: in time, late, and of the second writer, which has given up."""
+        """Return three checkpoints: in time, late, and of the second writer, which has given up."""
         root.create()
         old, new = Lease(root), Lease(root)
         with monkeypatch.context() as patch:
@@ -82,7 +71,7 @@ class TestWithoutAList:
         in_time, _, after = made
         expected = [after.id, in_time.id]
         assert self.counted(root) == expected
-        for pid in range(3):  # one after the other, each of which dies at that point
+        for pid in range(3):  # three writers, one after the other, each of which dies at that point
             with monkeypatch.context() as patch:
                 become(patch, **{**ELSEWHERE, "pid": pid})
                 patch.setattr(Holder, "gone", True)
@@ -119,5 +108,5 @@ class TestWithoutAList:
         assert second.claim.epoch == 3
         assert set(second.claim.earlier or ()) == {in_time.id, after.id}
         assert latest_claim(root) == second.claim
-        upon(root, late, epoch=2)  # late, as well
+        upon(root, late, epoch=2)  # late as well
         assert set(self.counted(root)) == {in_time.id, after.id}

@@ -1,5 +1,6 @@
-"""Checkpoints under users' own names, whose numbers only their manifests know: one that is damaged
-is last, and is told of.
+"""Number checkpoints under users' own names by their manifests.
+
+A damaged one comes last, and is reported.
 """
 
 import errno
@@ -91,7 +92,7 @@ def test_storage_that_fails_is_no_damage(
 
 
 def test_a_directory_of_somebody_else(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory such as lost+found, which only its owner may look into."""
+    """Report a directory such as lost+found, which only its owner may read."""
     first = put(root, 1)
     (root / "lost+found").create()
     (root / "lost+found").put("x", b"")

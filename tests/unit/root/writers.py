@@ -1,4 +1,4 @@
-"""Processes that ask for a root: this one, and others elsewhere."""
+"""Pretend to be other processes that ask for a root."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is made before another rank fails is given back."""
+"""Release everything that was made before another rank failed."""
 
 from __future__ import annotations
 

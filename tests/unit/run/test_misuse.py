@@ -1,9 +1,8 @@
-"""What users guess when they make a Checkpointer: it works, or the error shows how it is said."""
+"""Accept users' guesses at the arguments of a Checkpointer, or name the right form in the error."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from tests.crash.save_sweep import alone
 from tests.distributed.models import Job
-from tests.unit.run.test_saver import checkpointer, make_job, train
+from tests.unit.run.jobs import checkpointer, make_job, train
 from torchrec_checknrun import (
     Checkpointer,
     Consecutive,
@@ -26,16 +24,7 @@ from torchrec_checknrun import (
 )
 from torchrec_checknrun.errors import RootInUse
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
-
-
-@pytest.fixture
-def job() -> Job:
-    return make_job()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +117,7 @@ def test_names_that_only_hydra_knows(
 
 
 def test_every_key_of_the_hydra_group_is_known() -> None:
-    """To the constructor, or to its error message."""
+    """Know every key of the Hydra group in the constructor or in its error message."""
     from dataclasses import fields
     from inspect import signature
 
@@ -205,7 +194,7 @@ def test_a_model_without_tables_is_saved(tmp_path: Path) -> None:
 
 
 class TestTwoOnOneRoot:
-    """Each would build upon, and delete, what the other knows nothing of."""
+    """Refuse two writers on one root, each of which would delete the other's checkpoints."""
 
     def test_the_second_may_not_write(self, tmp_path: Path, job: Job) -> None:
         with checkpointer(tmp_path, job) as first:
@@ -213,7 +202,7 @@ class TestTwoOnOneRoot:
             first.save()
             other = make_job(seed=3)
             with checkpointer(tmp_path, other) as second:
-                assert second.restore() is not None  # reading disturbs nobody
+                assert second.restore() is not None  # reading disturbs no writer
                 for act in (second.step, second.save):
                     with pytest.raises(RootInUse, match=r"another Checkpointer .*close\(\) it"):
                         act()
@@ -269,7 +258,7 @@ class TestMissingRoot:
         with checkpointer(root, job) as saver, pytest.raises(Exception, match=words):
             saver.restore(required=True)
 
-    def test_required(self, tmp_path: Path, job: Job) -> None:
+    def test_required_raises_without_a_checkpoint(self, tmp_path: Path, job: Job) -> None:
         from torchrec_checknrun.errors import CheckpointNotFound
 
         with checkpointer(tmp_path / "run", job) as saver:
@@ -287,8 +276,10 @@ class TestMissingRoot:
             assert saver.restore() is not None
             assert saver.restore(required=True) is not None
 
-    def test_never(self, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture) -> None:
-        """The run starts fresh, and deletes nothing of what was there."""
+    def test_never_starts_fresh(
+        self, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Start fresh, and delete no existing checkpoint."""
         from torchrec_checknrun import Retention
 
         with checkpointer(tmp_path, job) as saver:

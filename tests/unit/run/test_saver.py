@@ -1,10 +1,10 @@
-"""What becomes of rows when saving is interrupted, fails or overlaps: one rank, in this process."""
+"""Lose no rows when saving is interrupted, fails or overlaps: one rank, in this process."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from tests.crash.save_sweep import SPEC, alone
-from tests.distributed import references
-from tests.distributed.models import Job, State, gather, uniform_plan
-from torchrec_checknrun import (
-    AtEnd,
-    Checkpointer,
-    Consecutive,
-    EverySteps,
-    Full,
-    OneShot,
-    Retention,
-)
+from tests.distributed.models import Job, gather
+from tests.unit.run.jobs import checkpointer, restored, train
+from torchrec_checknrun import AtEnd, EverySteps, Full, OneShot, Retention
 from torchrec_checknrun.dcp import SavePlanner, StorageWriter
 from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
@@ -35,42 +26,10 @@ from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save import background
 from torchrec_checknrun.tracking import track
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
 Write = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
-
-
-@pytest.fixture
-def job() -> Job:
-    return make_job()
-
-
-def make_job(seed: int = 0) -> Job:
-    return Job.build(SPEC, uniform_plan(SPEC, "table_wise", 1), seed=seed)
-
-
-def checkpointer(root: Path, job: Job, **options: Any) -> Checkpointer:
-    options = {"policy": Consecutive(), "retention": None, "chunk_bytes": 1000, **options}
-    state = {"optimizer": job.optimizer, "job": job}
-    return Checkpointer(root, model=job.model, state=state, **options)
-
-
-def train(job: Job, saver: Checkpointer, steps: int = 1) -> None:
-    for _ in range(steps):
-        job.train()
-        saver.step()
-
-
-def restored(root: Path, wanted: State) -> list[str]:
-    """How what a new process restores differs."""
-    other = make_job(seed=7)
-    with checkpointer(root, other) as saver:
-        assert saver.restore() is not None
-    return references.differences(gather(other), wanted, None)
 
 
 def names(root: Path) -> list[str]:
@@ -93,7 +52,7 @@ def fail(*_: object) -> None:
 def test_a_cut_that_is_interrupted_loses_no_row(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, error: type, kept: bool
 ) -> None:
-    """Also where the rows were taken from the marks already, and kept by nobody yet."""
+    """Keep rows that were already taken from the marks and are not stored elsewhere yet."""
     with checkpointer(tmp_path, job) as saver:
         train(job, saver)
         saver.save()
@@ -176,7 +135,7 @@ def test_a_callback_that_fails_fails_nothing_else(
 def test_what_retention_keeps_of_a_policy(
     tmp_path: Path, job: Job, policy: OneShot, keep: int, left: int
 ) -> None:
-    """The newest and the baseline: those between are needed by none."""
+    """Keep the newest and the baseline: no checkpoint needs those in between."""
     with checkpointer(tmp_path, job, policy=policy, retention=Retention(keep)) as saver:
         for _ in range(6):
             train(job, saver)
@@ -217,7 +176,7 @@ def test_a_report_is_given_once_and_to_somebody(tmp_path: Path, job: Job) -> Non
         saver.save(wait=False)
         job.train()
         saver.steps += 1
-        saver.save(wait=False)  # waits for the one before
+        saver.save(wait=False)  # waits for the previous save
         assert saver._saver.running is not None
         report = saver.step()
         assert report is not None
@@ -283,7 +242,7 @@ def test_mistakes_are_told_before_anything_is_made(
 
 @pytest.mark.parametrize("name", ["weekly", "aweekly"])
 def test_a_dcp_save_beside_a_run_hides_nothing(tmp_path: Path, job: Job, name: str) -> None:
-    """Each takes the next number, whoever took the one before."""
+    """Take the next number in every save, whoever took the previous one."""
     with checkpointer(tmp_path, job) as saver:
         train(job, saver)
         saver.save()
@@ -329,7 +288,7 @@ def test_what_was_restored_has_a_lower_number_than_what_comes(tmp_path: Path, jo
 def test_nothing_is_committed_without_its_files(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
-    """As on an object store, where a directory doesn't go with the files of which it is made."""
+    """Refuse to commit on an object store, where files can go without their directory."""
     with checkpointer(tmp_path, job) as saver:
         train(job, saver)
         first = saver.save()
@@ -355,7 +314,7 @@ def test_nothing_is_committed_without_its_files(
 
 
 def test_gradients_that_were_dropped_wait_for_nobody() -> None:
-    """Another loss left them on parameters that it isn't for."""
+    """Ignore gradients that another loss has left on parameters of no optimizer."""
     layer = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(layer.parameters())
     pending = PendingGradients([optimizer])

@@ -1,4 +1,4 @@
-"""Ranks that agree on a step through the store: all act at it or none, whoever is early or late."""
+"""Agree on a step through the store: all ranks act at it or none, whichever is early or late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = ["save", "end"]
 
 
 class Turns:
-    """Lets one thread at a time go on, from one store operation to the next."""
+    """A scheduler that lets one thread at a time continue to its next store operation."""
 
     def __init__(self, ranks: int) -> None:
         self._condition = threading.Condition()
@@ -47,7 +47,7 @@ class Turns:
             self._condition.notify_all()
 
     def give(self, choice: int) -> bool:
-        """One operation of one of the ranks that want to; False when all have finished."""
+        """Let one of the waiting ranks do one operation; return False when all have finished."""
         with self._condition:
             assert self._condition.wait_for(lambda: not self._running, timeout=20)
             if not self._waiting:
@@ -76,7 +76,7 @@ class StoreInTurns:
 
 @contextmanager
 def virtual_time() -> Iterator[None]:
-    """Sleeping takes none."""
+    """Make sleeping take no time."""
     now = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -94,11 +94,11 @@ def run_in_turns(
     patience: float,
     urgent: bool,
 ) -> list[dict[int, str]]:
-    """Each rank's words, by how many steps it had done before.
+    """Return each rank's words, by the number of steps done before.
 
     Args:
-        order: who goes on next, one choice per store operation; then all in turn.
-        steps: each rank's, by number; where they jump, ranks meet, as for a restore.
+        order: the next rank for each store operation; afterwards all take turns.
+        steps: each rank's, by number; ranks meet where the numbers jump, as for a restore.
         wishes: rank 0's, by step.
     """
     ranks = len(steps)
@@ -148,7 +148,7 @@ def run_in_turns(
     urgent=st.booleans(),
     first=st.integers(0, 2),
 )
-@example(  # rank 0 comes to the step between a late rank's look and its word
+@example(  # rank 0 reaches the step between a late rank's look and its word
     order=[1] * 12 + [0] * 2 + [1] * 4 + [0] * 5,
     lengths=[12, 12],
     wishes=["save"],
@@ -164,7 +164,7 @@ def test_all_act_or_none(
     urgent: bool,
     first: int,
 ) -> None:
-    """Also where ranks drift apart, end early, start late, and where waiting is given up."""
+    """Act on all ranks or none although ranks drift, end early, start late or give up waiting."""
     starts = [1 if rank else 1 + first for rank in range(len(lengths))]
     steps = [range(start, last + 1) for start, last in zip(starts, lengths, strict=True)]
     words = run_in_turns(order, steps, wishes, patience, urgent)
@@ -183,7 +183,7 @@ def test_all_act_or_none(
 @example(order=[0] * 60, ranks=2, drift=12, ahead=False)
 @example(order=[1] * 60, ranks=2, drift=12, ahead=True)
 def test_agree_in_the_end(order: list[int], ranks: int, drift: int, ahead: bool) -> None:
-    """However far a rank runs ahead or stays behind, some step is far enough ahead of all."""
+    """Find a step far enough ahead of all ranks, however far ranks run ahead or stay behind."""
     offset = drift if ahead else -drift
     starts = [1 + drift, *([1 + drift + offset] * (ranks - 1))]
     words = run_in_turns(order, [range(start, 151) for start in starts], ["save"], 60.0, False)
@@ -196,7 +196,7 @@ def test_agree_in_the_end(order: list[int], ranks: int, drift: int, ahead: bool)
 
 
 class Visible(dist.PrefixStore):
-    """What was set is there for others, too: a TCPStore's set doesn't wait for the server."""
+    """A store whose values are visible at once: a TCPStore's set doesn't wait for the server."""
 
     def set(self, key: str, value: str) -> None:
         super().set(key, value)
@@ -205,7 +205,7 @@ class Visible(dist.PrefixStore):
 
 @pytest.fixture(params=["hash", "tcp"])
 def stores(request: pytest.FixtureRequest) -> list[dist.Store]:
-    """Three ranks' connections to one store."""
+    """Connect three ranks to one store."""
     if request.param == "hash":
         return [dist.HashStore()] * 3
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -213,8 +213,8 @@ def stores(request: pytest.FixtureRequest) -> list[dist.Store]:
     return [Visible("job", store) for store in (master, *ports)]
 
 
-def test_in_step(stores: list[dist.Store]) -> None:
-    """Threads with a collective in every step: what is wished is done ``LEAD`` steps later."""
+def test_ranks_in_step_act_together(stores: list[dist.Store]) -> None:
+    """Act on wishes ``LEAD`` steps later, in threads with a collective in every step."""
     barrier = threading.Barrier(3, timeout=20)
     words: list[dict[int, str | None]] = [{} for _ in stores]
 
@@ -251,7 +251,8 @@ def test_a_late_rank_ignores_it_and_all_meet_further_ahead(stores: list[dist.Sto
     leader, follower = (Appointments(stores[rank], rank, 2) for rank in range(2))
     assert leader.agreed(10, "save") is None
     assert follower.agreed(10 + LEAD + 1, None) is None
-    assert leader.agreed(10 + LEAD, "save") is None  # off, and announced twice as far ahead
+    # Cancelled, and announced again twice as far ahead
+    assert leader.agreed(10 + LEAD, "save") is None
     then = 10 + LEAD + 2 * LEAD
     assert follower.agreed(then - 1, None) is None
     assert leader.agreed(then, "save") == "save"
@@ -271,14 +272,15 @@ def test_off_when_no_longer_wished(stores: list[dist.Store]) -> None:
 
 
 def test_after_a_restore_of_an_older_step_others_are_announced(stores: list[dist.Store]) -> None:
-    """Whether or not a rank has heard of the first appointment."""
+    """Announce new appointments, whether or not a rank has heard of the first one."""
     ranks = [Appointments(store, rank, 3) for rank, store in enumerate(stores)]
     for step in (99, 100):
         assert [mine.agreed(step, "save") for mine in ranks[:2]] == [None, None]
     for step in range(50, 50 + LEAD):
         assert [mine.agreed(step, "end") for mine in ranks] == [None] * 3
     assert [mine.agreed(50 + LEAD, "end") for mine in ranks] == ["end"] * 3
-    for step in range(51 + LEAD, 110):  # nobody goes to the first one when its step comes round
+    # No rank keeps the first appointment when its step comes round
+    for step in range(51 + LEAD, 110):
         assert [mine.agreed(step, None) for mine in ranks] == [None] * 3
 
 
@@ -308,10 +310,10 @@ def test_all_act_or_none_over_restores(
     patience: float,
     urgent: bool,
 ) -> None:
-    """Restores take all ranks to another step, after the same number of steps.
+    """Take all ranks to another step by restores, after the same number of steps.
 
-    Each of the two restores can make all miss a step, and so can ``order`` four times (three steps
-    ahead, six, twelve, twenty-four): the step after that is 64 leads ahead.
+    Each of the two restores can make all ranks miss a step, and so can ``order`` four times (three
+    steps ahead, six, twelve, twenty-four): the next step is 64 leads ahead.
     """
     steps: list[int] = []
     for length, jump in [*restores, (80 * LEAD, 0)]:

@@ -1,4 +1,4 @@
-"""Triggers alone, and what a schedule makes of them on one rank and on several."""
+"""Test triggers alone, and the schedule made from them on one rank and on several."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Clock:
 
 @dataclass
 class WhenAsked:
-    """A user's own: looks at a file, and says yes just once."""
+    """A user's trigger that looks at a file, and says yes just once."""
 
     path: Path
     by_step: bool = False
@@ -56,7 +56,7 @@ class WhenAsked:
 
 
 class ThreadRanks(Ranks):
-    """Ranks that are threads of this process."""
+    """A group of ranks that are threads of this process."""
 
     def __init__(self, rank: int, world_size: int, shared: dist.Store) -> None:
         self._rank, self._world_size, self._shared = rank, world_size, shared
@@ -83,7 +83,7 @@ ALONE = Ranks.of(None)
 
 @settings(max_examples=examples(30), deadline=None)
 @given(every=st.integers(1, 7), start=st.integers(0, 20))
-def test_every_steps(every: int, start: int) -> None:
+def test_every_steps_is_due_at_multiples(every: int, start: int) -> None:
     schedule = Schedule([EverySteps(every)], ALONE)
     due = [step for step in range(start, start + 30) if schedule.due(step)]
     assert due == [step for step in range(start, start + 30) if step % every == 0]
@@ -96,11 +96,11 @@ def test_every_seconds_since_the_last_one_began() -> None:
     assert not schedule.due(1)
     clock.now = 10.0
     assert schedule.due(2)
-    assert schedule.due(3)  # none was begun
+    assert schedule.due(3)  # no save was begun
     schedule.saved()
     assert not schedule.due(4)
     clock.now = 15.0
-    schedule.saved()  # for another reason
+    schedule.saved()  # due to another trigger
     clock.now = 24.0
     assert not schedule.due(5)
     clock.now = 25.0
@@ -120,7 +120,7 @@ def test_a_trigger_of_ones_own_is_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("triggers", "at_end"), [([AtEnd()], True), ([EverySteps(1)], False)])
-def test_at_end(triggers: list[Trigger], at_end: bool) -> None:
+def test_at_end_is_known(triggers: list[Trigger], at_end: bool) -> None:
     schedule = Schedule(triggers, ALONE)
     assert schedule.at_end is at_end
     schedule.close()
@@ -140,7 +140,7 @@ def test_steps_are_whole() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_save_together_though_only_rank_0_has_the_time(ranks: int) -> None:
-    """Also at the steps that all know without asking; time counts from those as well."""
+    """Agree also on steps known without asking; measure time from those as well."""
     store, barrier = dist.HashStore(), threading.Barrier(ranks, timeout=20)
     due: list[list[int]] = [[] for _ in range(ranks)]
 
@@ -174,7 +174,7 @@ def test_steps_alone_need_no_store() -> None:
 
 @pytest.fixture
 def terminated() -> Iterator[list[int]]:
-    """A handler that was there before, and what it was called with; put back in any case."""
+    """Install a handler before the test's; yield the signals that it received, and restore it."""
     calls: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
     yield calls
@@ -198,12 +198,12 @@ def test_sigterm_makes_the_next_step_the_last(terminated: list[int]) -> None:
     assert schedule.due(2)
     assert schedule.ending
     assert 50 < schedule.remaining_seconds < 60
-    assert schedule.due(3)  # it could not be saved at step 2
+    assert schedule.due(3)  # no save was possible at step 2
     assert not terminated
     schedule.end()
     assert terminated == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is handler
-    # The handler has returned: the process is its own again.
+    # The handler has returned: the process continues normally.
     assert (schedule.due(4), schedule.ending) == (False, False)
     schedule.close()
     assert terminated == [signal.SIGTERM]
@@ -212,12 +212,12 @@ def test_sigterm_makes_the_next_step_the_last(terminated: list[int]) -> None:
 def test_without_a_handler_the_process_exits_as_after_sigterm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And should an exception keep it from that, the grace time ends it."""
+    """End the process after the grace time should an exception keep it from exiting."""
     ended: list[str] = []
 
     def end(reason: str) -> NoReturn:
         ended.append(reason)
-        raise SystemExit  # that thread alone, here
+        raise SystemExit  # ends this thread alone
 
     monkeypatch.setattr(preemption, "_exit", end)
     schedule = Schedule([OnSigterm(grace_seconds=3)], ALONE)
@@ -262,7 +262,7 @@ def test_closed_without_any_sigterm(terminated: list[int]) -> None:
 
 
 def test_one_upon_the_other_in_any_order(terminated: list[int]) -> None:
-    """What is closed out of order leaves the other's handler, and passes the signal on."""
+    """Leave the other's handler when closed out of order, and pass the signal on."""
     first, second = Sigterm(), Sigterm()
     first.restore()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -274,7 +274,7 @@ def test_one_upon_the_other_in_any_order(terminated: list[int]) -> None:
 
 
 def test_another_wakeup_descriptor(terminated: list[int]) -> None:
-    """Like asyncio's, which is set without a look at who had it before."""
+    """Keep another wakeup descriptor, such as asyncio's, which replaces any previous one."""
     sigterm = Sigterm()
     reader, other = socket.socketpair()
     with reader, other:
@@ -302,7 +302,7 @@ def test_elsewhere_than_in_the_main_thread(
 
 
 def test_a_forked_child_has_its_own_end(terminated: list[int]) -> None:
-    """A data loader's workers are ended by SIGTERM: the trainer must not take it for its own."""
+    """Ignore SIGTERM in a data loader's workers, which does not mean the trainer."""
     sigterm = Sigterm()
     child = os.fork()
     if child == 0:
@@ -327,6 +327,6 @@ def test_a_rank_that_closed_is_not_lost(
     closed.close()
     goes_on = Preemption(store, 2, 60.0)
     _send_sigterm(lambda: goes_on.all_here)
-    time.sleep(1.0)  # a lost one would have ended this process
+    time.sleep(1.0)  # a signal passed on wrongly would have ended this process
     goes_on.close()
     assert terminated == [signal.SIGTERM]

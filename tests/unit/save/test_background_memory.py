@@ -1,4 +1,4 @@
-"""Staging memory that grows, what doesn't fit into its budget, and budgets nobody can mean."""
+"""Test staging memory that grows, rows beyond the memory budget, and unreasonable budgets."""
 
 from __future__ import annotations
 
@@ -205,13 +205,13 @@ def test_a_state_beyond_the_budget_is_saved_and_named_once(
     assert f"a budget of {2 * size} bytes" in said
 
 
-# How much there is
+# Amounts
 
 
 def test_encoded_rows_take_less_than_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what was touched at the start is enough for all of them."""
+    """Encode into the memory that was touched at the start."""
     table = TableSpec("t0", 20_000, 16, ("f0",))
     spec = ModelSpec((CollectionSpec("c", (table,)),))
     job = Job.build(spec, uniform_plan(spec, "table_wise", 1))
@@ -241,7 +241,7 @@ def test_encoded_rows_take_less_than_copies(
 
 
 def test_rows_that_can_t_be_encoded_fit_as_well(tmp_path: Path, job: Job) -> None:
-    """Shards are staged as they are, in several turns of the memory."""
+    """Stage shards unencoded, in several rounds through the memory."""
     quantization = Quantization(bits=2, exact_below_rows=0)
     with checkpointer(
         tmp_path, job, Growing(), staging="encode", quantization=quantization, memory_budget=40_000

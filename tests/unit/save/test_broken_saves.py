@@ -1,5 +1,6 @@
-"""Saves that break where nobody expects it: between two statements, or for want of a thread. None
-hangs, and none loses a row.
+"""Break saves at unexpected places: between two statements, or for want of a thread.
+
+No save may hang or lose a row.
 """
 
 from __future__ import annotations
@@ -7,15 +8,14 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.crash.save_sweep import alone
 from tests.distributed.models import Job, gather
-from tests.unit.run.test_saver import checkpointer, make_job, restored, train
+from tests.unit.run.jobs import checkpointer, restored, train
 from torchrec_checknrun import AtEnd, Checkpointer
 from torchrec_checknrun.errors import ModelPartlyRestored, SaveFailed
 from torchrec_checknrun.model.tracked import TrackedModel
@@ -24,22 +24,14 @@ from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.save import background, staging
 from torchrec_checknrun.save.staged import StagedRows
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
 _PATIENCE_SECONDS = 20.0
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
-
-
-@pytest.fixture
-def job() -> Job:
-    return make_job()
-
-
 def once(act: Callable[..., Any], error: BaseException, *, after: bool = False) -> Any:
-    """Return the same function, whose first call ends in an error."""
+    """Return a function whose first call raises an error."""
     calls: list[None] = []
 
     def broken(*args: Any, **options: Any) -> Any:
@@ -54,9 +46,7 @@ def once(act: Callable[..., Any], error: BaseException, *, after: bool = False) 
 
 
 def refuse_threads(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
-    """The system gives no more: not the n-th thread of this name, counted from 0, nor later ones
-    that are asked for at once.
-    """
+    """Refuse the n-th thread of a name, counted from 0, and later ones requested at once."""
     start, asked = threading.Thread.start, []
 
     def refuse(self: threading.Thread) -> None:
@@ -70,7 +60,7 @@ def refuse_threads(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
 
 
 def save_in_time(saver: Checkpointer) -> None:
-    """Save, but don't wait forever: a thread that is gone would never end."""
+    """Save, but don't wait forever: a missing thread would never end."""
     saver.save(wait=False)
     running = saver._saver.running
     assert running is not None
@@ -105,7 +95,7 @@ def test_a_writer_that_can_t_be_made_fails_the_save(
 def test_no_thread_to_help(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, budget: int, helpers: int
 ) -> None:
-    """Fewer threads copy then, and training goes on only when all of them have."""
+    """Copy with fewer threads, and continue training only when all of them have finished."""
     copy = StagedRows.copy
 
     def slowly(*args: Any) -> None:
@@ -121,7 +111,7 @@ def test_no_thread_to_help(
             refuse_threads(patch, "checknrun-stage", helpers - 1)
             save_in_time(saver)
             wanted = gather(job)
-            train(job, saver)  # changes what was to be copied
+            train(job, saver)  # changes the rows to copy
             saver.wait()
     assert restored(tmp_path, wanted) == []
 
@@ -145,7 +135,7 @@ def test_staging_that_breaks(
 
 
 def test_no_thread_to_write(tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then all ranks hear of it at once, and the next save holds the rows."""
+    """Report the error to all ranks at once, and write the rows by the next save."""
     with checkpointer(tmp_path, job) as saver:
         train(job, saver)
         saver.save()
@@ -174,7 +164,7 @@ BETWEEN: list[tuple[type, str, bool]] = [
 def test_a_commit_whose_noting_is_interrupted_loses_no_row(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool
 ) -> None:
-    """In a notebook training goes on after Ctrl-C."""
+    """Continue training after Ctrl-C in a notebook."""
     with checkpointer(tmp_path, job) as saver:
         train(job, saver)
         saver.save()
@@ -197,7 +187,7 @@ def test_a_commit_whose_noting_is_interrupted_loses_no_row(
 def test_a_restore_whose_noting_is_interrupted_is_a_half_one(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
-    """The model is at an older state than what the next checkpoint would build on."""
+    """Refuse to continue with a model older than the parent of the next checkpoint."""
     with checkpointer(tmp_path, job) as saver:
         for _ in range(3):
             train(job, saver)
@@ -218,7 +208,7 @@ def test_a_restore_whose_noting_is_interrupted_is_a_half_one(
 
 
 def test_the_end_is_not_saved_in_silence_while_gradients_wait(tmp_path: Path, job: Job) -> None:
-    """The last batches didn't fill an accumulation."""
+    """Warn when the last batches don't fill an accumulation."""
     saver = checkpointer(tmp_path, job, triggers=[AtEnd()])
     train(job, saver)
     job.loss(*job.batch(job.steps)).backward()
@@ -228,7 +218,7 @@ def test_the_end_is_not_saved_in_silence_while_gradients_wait(tmp_path: Path, jo
 
 
 def test_nothing_is_committed_upon_a_chain_that_is_gone(tmp_path: Path, job: Job) -> None:
-    """Also where its last checkpoint is still there."""
+    """Refuse a broken chain even if its last checkpoint is still there."""
     with checkpointer(tmp_path, job) as saver:
         ids = []
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Digests of encoded state: the same for the same content, whatever the order of its keys."""
+"""Digest encoded state alike for the same content, whatever the order of its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0's checks of all ranks' plans, and of the files they wrote."""
+"""Check all ranks' plans on rank 0, and the files that the ranks wrote."""
 
 from dataclasses import replace
 from itertools import chain
@@ -27,7 +27,7 @@ from torchrec_checknrun.store.folder import Folder
 
 
 class TestGlobalPlan:
-    """Rank 0's checks of all ranks' plans."""
+    """Check all ranks' plans on rank 0."""
 
     def summary(self, *shards: tuple[str, Rectangle], **other: Any) -> PlanSummary:
         plain: State = {
@@ -150,7 +150,7 @@ class TestGlobalPlan:
         assert whole.states == {"rng": True}
 
     def test_a_state_that_only_some_ranks_have(self) -> None:
-        """Its writer must be one of them."""
+        """Choose the writer among the ranks that have the state."""
         plans, _ = self.plan(
             self.summary(tables={}), self.summary(tables={}, replicated={"late": 5})
         )
@@ -158,7 +158,7 @@ class TestGlobalPlan:
 
 
 def test_finish_counts_what_was_written(disk: Folder) -> None:
-    """A rank that silently wrote less than planned must not be committed."""
+    """Refuse to commit if a rank silently wrote less than planned."""
 
     class Forgetful(StorageWriter):
         def write_data(self, plan: SavePlan, planner: Any) -> Any:

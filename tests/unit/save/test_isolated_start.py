@@ -1,4 +1,4 @@
-"""The write process imports what its parent does, from nowhere else, and never outlives it."""
+"""Import in the write process what its parent does, from nowhere else; never outlive the parent."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ while True:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs parent-death signals")
 def test_it_ends_with_its_parent_at_any_moment(tmp_path: Path) -> None:
-    """The parent is killed within the first half of a second, while the process starts."""
+    """Kill the parent within the first half of a second, while the process starts."""
     moments = random.Random(0)
     source = PARENT.format(init=str(PACKAGE / "__init__.py"), folder=str(PACKAGE))
     for _ in range(12):

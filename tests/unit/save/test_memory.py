@@ -1,4 +1,4 @@
-"""Staging memory: pieces never overlap, come free in any order, and waiting ends."""
+"""Test staging memory: pieces never overlap, can be released in any order, and waiting ends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_take_waits_for_memory() -> None:
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(ring.take(ALIGNMENT)), daemon=True)
     thread.start()
-    ring.release(second)  # not the first: in a ring it can't be used yet
+    ring.release(second)  # not the first piece: a ring can't reuse this one yet
     thread.join(0.2)
     assert thread.is_alive()
     ring.release(first)
@@ -117,7 +117,7 @@ def test_the_default_budget_is_shared_by_a_machines_ranks(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A control group of 1 GB, all of it in use, 600 MB of that by files."""
+    """Make a control group of 1 GB, all of it in use, 600 MB of that by files."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(staging_memory, "_CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000000000\n")

@@ -1,4 +1,4 @@
-"""The process that writes: same file, errors come back, and it never outlives its parent."""
+"""Write in a process: the same file, errors are reported, and it never outlives its parent."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_errors_come_back_and_it_goes_on(
 def test_a_process_that_still_imports_is_no_silent_storage(
     memory: StagingMemory, tmp_path: Path
 ) -> None:
-    """An exit gives up a save whose storage is silent for seconds; imports take longer at times."""
+    """Allow slow imports, although an exit gives up a save whose storage is silent for seconds."""
     starting = WriteProcess(memory)
     os.kill(starting.pid, signal.SIGSTOP)
     silences: list[float] = []
@@ -126,7 +126,7 @@ def test_a_process_that_still_imports_is_no_silent_storage(
 
 
 class OnlyHere(DirFileSystem):
-    """Known to the process that registers it."""
+    """A codec known only to the process that registers it."""
 
     protocol = "only-here"
 
@@ -217,7 +217,7 @@ def test_it_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None
     assert is_alive(child)
     parent.send_signal(number)
     parent.wait()
-    deadline = time.monotonic() + 60  # on a busy machine its imports alone may take 10 s
+    deadline = time.monotonic() + 60  # imports alone may take 10 s on a busy machine
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(child)

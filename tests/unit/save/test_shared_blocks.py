@@ -1,5 +1,6 @@
-"""Blocks that ranks of another mesh may hold as well: digested from what is staged, not in the
-stall, and however a rank cuts them.
+"""Digest blocks that ranks of another mesh may hold as well.
+
+The digests are computed from staged blocks, not in the stall, however a rank cuts its blocks.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def test_digests_are_of_the_instant_whatever_the_pieces(size: int) -> None:
     for chunk_bytes in (100, 3000, 1 << 20):
         digests = staged(snapshot(values), chunk_bytes, size)
         assert set(digests) == {1, 2}
-        assert digests[1] == digests[2]  # of values, not of memory
+        assert digests[1] == digests[2]  # digests of values, not of memory
         assert first in (None, digests[1])
         first = digests[1]
         live = snapshot(values)
@@ -81,7 +82,7 @@ def test_digests_are_of_the_instant_whatever_the_pieces(size: int) -> None:
 def test_nothing_is_encoded_for_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     found = snapshot(torch.ones(SHAPE))
     items = Items.of(found, Quantization(), 3000)
-    # A lambda, so that its type can be declared.
+    # A lambda has a declared type here.
     refuse: Callable[..., EncodedChunk] = lambda *_: pytest.fail("encoded in the stall")  # noqa: E731
     monkeypatch.setattr(Block, "encode", refuse)
     monkeypatch.setattr("torchrec_checknrun.model.blocks.raw_bytes", refuse)

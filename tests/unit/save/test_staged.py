@@ -1,4 +1,4 @@
-"""Rows in staging memory: what plain indexing finds in the table, compiled and not."""
+"""Gather rows in staging memory as plain indexing does, compiled and not."""
 
 from unittest.mock import patch
 
@@ -20,7 +20,7 @@ COMPILED = [False, True] if has_extension() else [False]
 
 @st.composite
 def sorted_rows(draw: st.DrawFn, rows: int) -> torch.Tensor:
-    if draw(st.booleans()):  # a run
+    if draw(st.booleans()):  # a run of rows
         first = draw(st.integers(0, rows - 1))
         return torch.arange(first, draw(st.integers(first + 1, rows)))
     chosen = draw(st.sets(st.integers(0, rows - 1), min_size=1, max_size=rows))
@@ -68,7 +68,7 @@ def test_rows_are_copied_with_their_states(
 @pytest.mark.parametrize(
     ("positions", "offsets"),
     [
-        ([0, 5], [0, 64, 192]),  # a state has fewer rows
+        ([0, 5], [0, 64, 192]),  # a state of fewer rows
         ([-1, 0], [0, 64, 192]),
         ([0, 9], [0, 64, 192]),
         ([0, 1], [-8, 64, 192]),

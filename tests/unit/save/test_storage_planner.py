@@ -1,4 +1,4 @@
-"""Planners and storage through ``dcp.save`` and ``dcp.load`` in one process, without a group."""
+"""Use planners and storage through ``dcp.save`` and ``dcp.load`` in one process without a group."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_content_comes_back(root: Folder) -> None:
 
 
 def test_states_without_payload_stay_apart(root: Folder) -> None:
-    """Numbers stand in the index: chunks of several such states begin at the same offset."""
+    """Keep states of numbers apart, whose chunks are empty and so begin at the same offset."""
     names = ["a", "b", "c", "d"]
     save(root, "first", {name: Counter(i) for i, name in enumerate(names)})
     live = {name: Counter(-1) for name in reversed(names)}
@@ -113,7 +113,7 @@ def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_checkpoint_id_chooses_the_directory(disk: Folder) -> None:
-    """DCP's ``checkpoint_id`` sets the directory: writer and reader can be used again."""
+    """Use a writer and a reader again: DCP's ``checkpoint_id`` sets the directory."""
     writer, reader = StorageWriter(disk.url), StorageReader(disk.url)
     for name, fill in (("one", 1.0), ("two", 2.0)):
         dcp.save(

@@ -1,4 +1,4 @@
-"""Planners and storage refuse unsuitable partners, states and files, each by its name."""
+"""Refuse unsuitable partners, states and files by name, in planners and storage."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torchrec_checknrun.store.folder import Folder
 
 
 class TestPartnersThatDontFit:
-    """This package's planners and storage need each other: anything else is named, not guessed."""
+    """Refuse planners and storage of other packages by name."""
 
     def test_dcps_planner_with_our_writer(self, disk: Folder) -> None:
         error = cause(
@@ -40,7 +40,7 @@ class TestPartnersThatDontFit:
         assert MANIFEST_NAME not in (disk / "first").names()
 
     def test_our_planner_with_dcps_writer(self, disk: Folder) -> None:
-        """Otherwise it would write without the index that describes the bytes."""
+        """Refuse to write without the index that describes the bytes."""
         error = cause(
             lambda: dcp.save(
                 example(),

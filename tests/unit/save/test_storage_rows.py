@@ -1,4 +1,4 @@
-"""Rows of tables in local shards made by hand, saved as by a Checkpointer."""
+"""Save rows of tables in hand-made local shards as a Checkpointer does."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_a_manifest_accounts_for_every_byte(root: Folder, bits: int | None) -> N
 
 
 def read_tables(root: Folder, name: str) -> dict[str, torch.Tensor]:
-    """Read a chain's tables, newest rows last, by a reader of our own."""
+    """Read a chain's tables by an independent reader, newest rows last."""
     tables = {table: torch.full((s.rows, s.dim), torch.nan) for table, s in TABLES.items()}
     for part in read_content(root, resolve(root, name)).chunks:
         for chunk in part:
@@ -137,7 +137,7 @@ def test_full_and_differential_rows(root: Folder) -> None:
     stored = 4 * 8 + 40 * 4 + 4
     assert second.modified_fraction == stored / (800 + 28)
     assert report.bytes["weights"] == 4 * stored
-    assert report.bytes["ids"] == 3  # the gaps of the one shard whose rows don't follow each other
+    assert report.bytes["ids"] == 3  # the gaps of the one shard whose rows are not consecutive
     assert report.full_fp32_bytes == checkpoint_report(full, 1, Progress()).full_fp32_bytes
 
 

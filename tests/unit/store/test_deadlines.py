@@ -1,4 +1,4 @@
-"""No wait for the storage is endless, and a call that was given up does no harm when it returns."""
+"""Bound every wait for the storage; undo abandoned calls that return late."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrec_checknrun.threads import Threads
 
 TIMEOUT = 1.0
 _numbers = count()
-"""Of roots: what hung in an earlier test may still come back."""
+"""Numbers of roots: an abandoned operation of an earlier test may still return."""
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_several_operations_wait_shorter_until_one_is_answered(store: type[Hangi
 def test_a_put_that_was_given_up_is_taken_back(
     store: type[HangingStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The put's save has failed: the put must not commit anything an hour later."""
+    """Commit nothing by a put whose save has failed, even an hour later."""
     deleted: list[str] = []
     rm_file = store.rm_file
 
@@ -145,8 +145,8 @@ def test_a_call_knows_that_it_was_given_up() -> None:
     assert knew.result(60)
 
 
-def test_progress_counts() -> None:
-    """A chunk has no time limit as long as its bytes make progress."""
+def test_progress_extends_the_deadline() -> None:
+    """Set no time limit to a chunk whose bytes make progress."""
     patience, steps = Patience(0.5), iter(range(100))
 
     def slowly() -> str:

@@ -1,4 +1,4 @@
-"""Folders: the same on a disk and in an fsspec store, and whole files or none."""
+"""Use folders alike on a disk and in an fsspec store, with whole files or none."""
 
 import http.server
 import os
@@ -35,7 +35,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
     yield Folder(urls[request.param])
 
 
-def test_files(folder: Folder) -> None:
+def test_files_are_written_read_and_listed(folder: Folder) -> None:
     assert folder.names() == []
     assert folder.size("a.bin") is None
     folder.create()
@@ -74,7 +74,7 @@ def test_read_into_memory(folder: Folder, offset: int, length: int) -> None:
 
 
 def test_read_into_memory_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may return fewer bytes than asked for."""
+    """Continue when the system returns fewer bytes than asked for."""
     (tmp_path / "a.bin").write_bytes(CONTENT)
     preadv = os.preadv
 
@@ -87,7 +87,7 @@ def test_read_into_memory_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert memory.startswith(CONTENT[1:9])
 
 
-def test_missing_files(folder: Folder) -> None:
+def test_missing_files_are_named(folder: Folder) -> None:
     folder.create()
     with pytest.raises(FileNotFoundError):
         folder.read_into(memoryview(bytearray(1)), "a.bin", 0)
@@ -125,7 +125,7 @@ def test_a_folder_at_the_top_of_a_store() -> None:
 
 
 def test_files_of_others_are_seen_at_once(folder: Folder) -> None:
-    """Another process writes: earlier listings must not be cached."""
+    """See another process's files: no listing may be cached."""
     folder.create()
     assert folder.names() == []
     assert folder.size("a.bin") is None
@@ -165,7 +165,7 @@ def test_an_interrupted_put_leaves_what_was_there(
 def test_what_is_written_is_synced_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """File, rename, folder, in this order: otherwise a power cut can leave an empty manifest."""
+    """Sync file, rename, folder, in this order: a power cut must not leave an empty manifest."""
     calls: list[str] = []
     fsync, rename, link = os.fsync, os.rename, os.link
 
@@ -207,7 +207,7 @@ def test_a_failing_write_is_not_hidden(folder: Folder) -> None:
 def test_a_relative_path_stays_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The working directory may change after a checkpointer is made, by Hydra for example."""
+    """Keep the folder when the working directory changes later, by Hydra for example."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     folder = Folder("runs/one")
@@ -241,7 +241,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_url_opens_the_same_folder_again(tmp_path: Path, url: str) -> None:
-    """Another process opens the folder by its URL alone."""
+    """Open the folder by its URL alone, as another process does."""
     root = Folder(url.format(tmp_path))
     child = root / "seq-1"
     root.create()
@@ -328,6 +328,6 @@ def test_a_store_that_does_not_answer_when_it_is_opened() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_unknown_protocol() -> None:
+def test_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(ValueError, match="nosuch"):
         Folder("nosuch://bucket/run")

@@ -1,4 +1,4 @@
-"""Links planted in a root are refused: nothing outside the root is written or deleted."""
+"""Refuse links planted in a root: write and delete nothing outside the root."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ID = "seq-000001_step-00000001_0badcafe"
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[Path]:
-    """Make a directory outside the root, with files of our names, that must not change."""
+    """Make a directory outside the root, with the package's file names, that must not change."""
     outside = tmp_path / "outside"
     outside.mkdir()
     names = ("rank-00000.bin", "manifest.json", "pinned", "epoch-00000001.json", "values.json")
@@ -36,7 +36,7 @@ def outside(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Folder:
-    """Make a root that is reached through a link, as users' roots may be."""
+    """Make a root behind a link, as users' roots may be."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     return Folder(tmp_path / "link" / "run")
@@ -114,7 +114,7 @@ def test_a_checkpoint_directory_that_became_a_link(
     (tmp_path / "link" / "run" / ID).symlink_to(outside)
     with pytest.raises(CorruptCheckpoint, match=rf"{ID} is a symbolic link"):
         OPERATIONS[name](root / ID)
-    (root / ID).remove()  # says nothing, does nothing
+    (root / ID).remove()  # silent, without effect
 
 
 def test_the_write_process_does_not_follow_it_either(
@@ -150,7 +150,7 @@ def test_a_link_within_a_checkpoint_is_deleted_not_what_it_points_to(
 
 @contextmanager
 def attacker(act: Callable[[], object]) -> Iterator[None]:
-    """Repeat an action in another thread meanwhile."""
+    """Repeat an action in another thread during the block."""
     stop = threading.Event()
 
     def attack() -> None:
@@ -168,8 +168,10 @@ def attacker(act: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", ["rank-00000.bin", "manifest.json", "directory", "writers"])
-def test_a_race(root: Folder, outside: Path, tmp_path: Path, what: str) -> None:
-    """The operation fails and names the link, or acts in the right place only."""
+def test_a_link_planted_meanwhile_does_no_harm(
+    root: Folder, outside: Path, tmp_path: Path, what: str
+) -> None:
+    """Fail and name the link, or act only in the right place."""
     run = tmp_path / "disk" / "run"
     root.create()
     done: list[str] = []

@@ -1,4 +1,4 @@
-"""Transient storage errors are retried; permanent ones name the remedy."""
+"""Retry transient storage errors; name the remedy of permanent ones."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_answers_are_no_failures(error: Exception) -> None:
     assert caught.value is error
 
 
-def test_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "0.05")
     tried = []
 
@@ -134,7 +134,7 @@ def test_the_remedy_is_named(number: int, remedy: str) -> None:
     assert caught.value.errno == number
     assert "writing /run/rank-00000.bin" in str(caught.value)
     assert "what the system says" in str(caught.value)
-    again = pickle.loads(pickle.dumps(caught.value))  # it goes from rank to rank
+    again = pickle.loads(pickle.dumps(caught.value))  # sent from rank to rank
     assert (type(again), str(again)) == (StorageFailed, str(caught.value))
 
 

@@ -1,4 +1,4 @@
-"""Bytes handed over, reported and found must agree, even if a driver or disk lies."""
+"""Compare the bytes given, reported and found, even if a driver or disk lies."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_all_bytes_get_there(folder: Callable[..., Folder], how: str) -> None:
 def test_a_file_that_lacks_bytes_is_refused(folder: Callable[..., Folder], how: str) -> None:
     with pytest.raises(StorageFailed, match=r"rank-00000\.bin"):
         write(folder(how))
-    assert folder("honest").names() == []  # nothing of it is left
+    assert folder("honest").names() == []  # no part of the file is left
 
 
 @pytest.mark.parametrize("new", [False, True])
@@ -157,7 +157,7 @@ def test_of_a_new_record_nothing_torn_is_left(folder: Callable[..., Folder], how
     error = FileExistsError if how == "other" else StorageFailed
     with pytest.raises(error):
         folder(how).put("manifest.json", CONTENT, new=True)
-    if how != "other":  # it may be another writer's
+    if how != "other":  # the file may be another writer's
         assert folder("honest").names() == []
 
 

@@ -1,10 +1,9 @@
-"""A chain made into one full checkpoint restores to the same bits, and needs nothing else."""
+"""Compact a chain into one full checkpoint that restores the same bits and needs no other."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.unit.chains import (
     Part,
     content_of,
     make_shards,
-    marked,
     new_root,
     put_manifest,
     random_parts,
@@ -34,21 +32,14 @@ from tests.unit.chains import (
     write_chain,
 )
 from tests.unit.entries import decode_stored, fields
-from torchrec_checknrun import CheckpointReport, compact
+from tests.unit.tools.compacted import WHOLE, assert_restores_alike, compacted, flip, small_chain
+from torchrec_checknrun import compact
 from torchrec_checknrun.codecs import KMeans, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
-from torchrec_checknrun.errors import (
-    ChainBroken,
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    IncompatibleCheckpoint,
-)
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk
-from torchrec_checknrun.root import deletion
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
-from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import Rectangle
@@ -57,35 +48,14 @@ from torchrec_checknrun.tools import compact as compaction
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 
-WHOLE = (0, DIM)
-
 
 @pytest.fixture
-def root() -> Iterator[Folder]:
-    yield new_root()
-    fsspec.filesystem("memory").rm("/tests", recursive=True)
-
-
-def compacted(root: Folder, head: str | None = None, **options: Any) -> CheckpointReport:
-    report = compact(root.url, head, **options)
-    assert report is not None
-    return report
-
-
-def assert_restores_alike(root: Folder, one: str, other: str, places: list[Rectangle]) -> None:
-    rows = content_of(root, one).chain.head.tables[TABLE].rows
-    shards, wanted = make_shards(rows, places), make_shards(rows, places)
-    restore(root, one, wanted)
-    marks, _ = restore(root, other, shards)
-    for shard, plain in zip(shards, wanted, strict=True):
-        assert same_bits(shard.weight, plain.weight)
-        for name, state in shard.optimizer.items():
-            assert same_bits(state, plain.optimizer[name])
-    assert not any(marked(of_shard).any() for of_shard in marks)
+def root(memory_root: Folder) -> Folder:
+    return memory_root
 
 
 def states_of(root: Folder, name: str) -> dict[Any, Any]:
-    """By name and rank, in the checkpoint that a chain ends with."""
+    """Return the states in the last checkpoint of a chain, by name and rank."""
     return {
         (fields(chunk)["name"], fields(chunk)["rank"]): decode_stored(
             chunk.entry, read_chunk(root, chunk)
@@ -97,7 +67,7 @@ def states_of(root: Folder, name: str) -> dict[Any, Any]:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 60), ranks=st.sampled_from([1, 3]))
-def test_random_chains(data: st.DataObject, rows: int, ranks: int) -> None:
+def test_random_chains_restore_alike(data: st.DataObject, rows: int, ranks: int) -> None:
     pytest.importorskip("kmeans1d", reason="encoding k-means codebooks needs kmeans1d")
     chain = data.draw(random_parts(rows, [*CODECS, KMeans(2), KMeans(2, block_rows=4)]))
     root = new_root()
@@ -126,18 +96,8 @@ def test_random_chains(data: st.DataObject, rows: int, ranks: int) -> None:
     )
 
 
-def small_chain(root: Folder, encoding: TableEncoding | None = None) -> str:
-    options: dict[str, Any] = {"encoding": encoding} if encoding else {}
-    chain = [
-        [Part(WHOLE, list(range(100)), 10, **options)],
-        [Part(WHOLE, [5, 15, 25, 31, 39], 2, **options)],
-        [Part(WHOLE, list(range(20, 45)), 5, **options)],
-    ]
-    return write_chain(root, 100, chain, ranks=2)
-
-
 def test_an_older_one_stays_older(root: Folder) -> None:
-    """Else restores would go back to it, and what is newer would be a fork that was left behind."""
+    """Keep the order: otherwise restores would choose the copy and abandon newer checkpoints."""
     head = read_manifest(root, small_chain(root))
     newer = write(root, 100, [Part(WHOLE, [7], 1)], head)
     report = compact(root.url, head.id)
@@ -172,7 +132,7 @@ def test_it_is_the_newest_and_needs_no_other(root: Folder) -> None:
 
 
 def test_whole_chunks_are_copied_byte_by_byte(root: Folder) -> None:
-    """And those that are superseded are not even read."""
+    """Copy whole chunks, and skip superseded ones unread."""
     head = small_chain(root, TableEncoding(Rowwise(4), "log8", compress=True))
     content = content_of(root, head)
     superseded = [c for c in content.chunks[1] if fields(c)["kind"] == "rows"][1:]
@@ -184,7 +144,7 @@ def test_whole_chunks_are_copied_byte_by_byte(root: Folder) -> None:
     for chunks, count in ((content.chunks[2], 5), (content.chunks[1], 1), (content.chunks[0], 5)):
         rows = [c for c in chunks if fields(c)["kind"] == "rows" and c not in superseded]
         assert sum(bytes(read_chunk(root, c)) in stored for c in rows) == count
-    # Of the baseline's ten chunks two lost rows 5 and 15, two are superseded, one is by half.
+    # Of the baseline's ten chunks two lost rows 5 and 15, two are superseded, and one is halved.
     assert len(new) == 5 + 1 + 8
 
 
@@ -200,7 +160,7 @@ def test_files_are_bounded(root: Folder) -> None:
     assert_restores_alike(root, head, report.id, [Rectangle(0, 100, *WHOLE)])
 
 
-def test_progress(root: Folder) -> None:
+def test_progress_counts_all_bytes(root: Folder) -> None:
     head = small_chain(root)
     calls: list[tuple[int, int]] = []
     compacted(root, progress=lambda done, total: calls.append((done, total)))
@@ -214,59 +174,8 @@ def test_progress(root: Folder) -> None:
     assert done[-1] == sum(chunk.entry.length for chunk in chunks)
 
 
-def test_nothing_to_compact(root: Folder) -> None:
-    with pytest.raises(CheckpointNotFound, match="nothing to compact"):
-        compact(root.url)
-    first = write_chain(root, 10, [[Part(WHOLE, list(range(10)), 10)]])
-    assert compact(root.url) is None
-    assert committed(root) == [first]
-    with pytest.raises(CheckpointNotFound, match="nowhere"):
-        compact(root.url, "nowhere")
-
-
-def flip(root: Folder, checkpoint: str, file: str, offset: int) -> None:
-    filesystem, path = fsspec.core.url_to_fs(f"{root.url}/{checkpoint}/{file}")
-    data = bytearray(filesystem.cat_file(path))
-    data[offset] ^= 4
-    filesystem.pipe_file(path, bytes(data))
-
-
-def test_a_damaged_chunk_is_named_and_nothing_committed(root: Folder) -> None:
-    head = small_chain(root)
-    baseline = content_of(root, head).chunks[0]
-    chunk = [c for c in baseline if fields(c)["kind"] == "rows"][-1]
-    flip(root, chunk.checkpoint, chunk.file, chunk.entry.offset + 3)
-    with pytest.raises(CorruptCheckpoint, match=f"{chunk.checkpoint}/{chunk.file} at offset"):
-        compact(root.url, head)
-    name = committed(root)[0]
-    with pytest.raises(CheckpointNotFound):
-        read_manifest(root, name)
-    assert_restores_alike(root, resolve(root, head).head.id, head, [])
-    missing = resolve(root, head).baseline.files[0].name
-    filesystem, path = fsspec.core.url_to_fs(f"{root.url}/{chunk.checkpoint}/{missing}")
-    filesystem.rm(path)
-    with pytest.raises(ChainBroken, match=chunk.checkpoint):
-        compact(root.url)
-
-
-def test_storage_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Folder(tmp_path)
-    head = small_chain(root)
-
-    def full(self: Folder, name: str, data: bytes, new: bool = False) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Folder, "put", full)
-        with pytest.raises(OSError, match="No space left"):
-            compact(tmp_path)
-    report = compacted(root)
-    assert report.sequence == read_manifest(root, head).sequence
-    assert_restores_alike(root, head, report.id, [Rectangle(0, 100, *WHOLE)])
-
-
 def test_a_head_that_a_user_has_named(root: Folder) -> None:
-    """As by ``dcp.save``: restores choose the copy, which isn't made again, and it stays."""
+    """Choose and keep the copy of a checkpoint from ``dcp.save``, and make no second one."""
     head = read_manifest(root, small_chain(root))
     weekly = replace(head, id="weekly").sealed()
     (root / weekly.id).create()
@@ -285,73 +194,8 @@ def test_a_head_that_a_user_has_named(root: Folder) -> None:
     assert committed(root) == [report.id]
 
 
-def test_files_that_a_pruning_took_for_leftovers(
-    root: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a process that was stopped for so long that its claim has expired."""
-    head = small_chain(root)
-    make_manifest = compaction._manifest
-
-    def prune_first(*arguments: Any) -> Manifest:
-        with monkeypatch.context() as patched:
-            patched.setattr(deletion, "is_abandoned", lambda folder: True)
-            assert len(prune(root, Retention(1)).leftovers) == 1
-        return make_manifest(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(compaction, "_manifest", prune_first)
-        with pytest.raises(CorruptCheckpoint, match="but is missing"):
-            compact(root.url)
-    assert committed(root)[0] == head
-    assert_restores_alike(root, head, compacted(root).id, [Rectangle(0, 100, *WHOLE)])
-
-
-def test_a_checkpoint_that_came_too_late(root: Folder) -> None:
-    head = read_manifest(root, small_chain(root))
-    lease = Lease(root)
-    lease.acquire(lambda _: [manifest.id for manifest in resolve(root, head.id).manifests])
-    late = write(root, 100, [Part(WHOLE, [7], 1)], head, epoch=0)
-    try:
-        with pytest.raises(IncompatibleCheckpoint, match="writer that had been replaced"):
-            compact(root.url, late.id)
-    finally:
-        lease.release()
-
-
-@pytest.mark.parametrize(
-    ("newer", "message"),
-    [
-        (Part((0, 4), [1, 2], 2), r"overlapping columns \[\(0, 4\), \(0, 8\)\]"),
-        (Part(WHOLE, [1, 2], 2, states=("exp_avg",)), "newer ones"),
-    ],
-)
-def test_rows_that_are_replaced_in_part(
-    root: Folder,
-    newer: Part,
-    message: str,
-) -> None:
-    head = write_chain(root, 10, [[Part(WHOLE, list(range(10)), 10)], [newer]])
-    with pytest.raises(IncompatibleCheckpoint, match=message):
-        compact(root.url, head)
-    assert committed(root) == [p.id for p in reversed(resolve(root, head).manifests)]
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ([Part(WHOLE, [0, 1, 3], 10)], "holds 3 of the 4 rows"),
-        ([Part((0, 4), [0, 1, 2, 3], 10)], r"has columns \[\(0, 4\)\]"),
-    ],
-)
-def test_a_chain_that_is_not_full(root: Folder, parts: list[Part], message: str) -> None:
-    full = write(root, 4, parts)
-    write(root, 4, [Part(parts[0].columns, [0], 1)], full)
-    with pytest.raises(CorruptCheckpoint, match=message):
-        compact(root.url)
-
-
 def test_a_chain_upon_a_compacted_one(root: Folder) -> None:
-    """Rows without optimizer state, beside others with it, stay as they are; twice."""
+    """Keep rows without optimizer state beside others, in two compactions."""
     chain = [
         [Part(WHOLE, list(range(30)), 7, states=())],
         [Part(WHOLE, list(range(3, 30, 4)), 3)],
@@ -392,7 +236,7 @@ def test_memory_is_that_of_a_few_chunks(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_torchrec_is_not_needed(tmp_path: Path) -> None:
-    """It runs where nothing is trained."""
+    """Compact on a machine without TorchRec."""
     small_chain(Folder(tmp_path))
     code = f"""
 import sys

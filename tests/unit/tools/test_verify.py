@@ -1,4 +1,4 @@
-"""What ``verify`` calls sound, a restore takes; see also ``test_cli`` and ``test_hostile``."""
+"""Call a checkpoint sound exactly if a restore accepts it; ``test_cli`` has more cases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_rows_that_are_there_twice_while_others_are_missing() -> None:
 
 
 def test_columns_that_overlap_while_others_are_missing() -> None:
-    """As many values of each column as there should be."""
+    """Refuse overlapping columns even if the number of values is right."""
     forged = example()
     del forged[1:]
     for entry in entries(forged[0], "rows"):
@@ -68,7 +68,7 @@ def test_chunks_of_a_table_that_the_manifest_lacks() -> None:
 def test_rows_that_no_table_takes_with_the_others() -> None:
     root = new_root()
     full = write(root, 40, [Part(WHOLE, list(range(40)), 10, states=())])
-    first = write(root, 40, [Part(WHOLE, [3], 10)], full)  # its optimizer's first step
+    first = write(root, 40, [Part(WHOLE, [3], 10)], full)  # first step of the table's optimizer
     write(root, 40, [Part(WHOLE, [4], 10, states=("exp_avg",))], first)
     (found, *others) = verify(root.url)
     assert [other.problems for other in others] == [(), ()]
