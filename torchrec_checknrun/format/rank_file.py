@@ -10,12 +10,9 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import xxhash
 from msgspec import UNSET, to_builtins
@@ -24,7 +21,6 @@ from msgspec.structs import replace
 from torchrec_checknrun.errors import (
     CorruptCheckpoint,
     InvalidPlan,
-    StorageUnreachable,
     UnsupportedFormat,
 )
 from torchrec_checknrun.format.block_chunk import BlockHeader, block_header
@@ -48,12 +44,8 @@ from torchrec_checknrun.format.entries import (
 from torchrec_checknrun.format.manifest import RankFile, TableTotals
 from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
 from torchrec_checknrun.format.state_tree import check_tree
-from torchrec_checknrun.store.deadlines import Patience, silent
+from torchrec_checknrun.store.behind import WriteBehind
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.store.new_file import NewFile
-from torchrec_checknrun.threads import Threads
-
-T = TypeVar("T")
 
 FOOTER = struct.Struct("<QQ16s8s")
 """Index offset, index length, index checksum (xxh3-64, hex), magic."""
@@ -91,77 +83,69 @@ class Job(Protocol):
         """Release the chunk's memory, once written."""
 
 
-WriteRankFile = Callable[[Folder, int, Iterator[Job]], FileSummary]
+WriteRankFile = Callable[[Folder, int, Iterable[Job]], FileSummary]
 """A function that writes a rank's file, such as ``write_rank_file``."""
 
 
-def write_rank_file(folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSummary:
-    """Write a rank's file, durable on return; each chunk is encoded when the previous one is
-    handed to the writing thread.
+def write_rank_file(folder: Folder, rank: int, jobs: Iterable[Job]) -> FileSummary:
+    """Write a rank's file, durable on return; each chunk is encoded while the previous one is
+    written.
 
     Raises:
         OSError: the storage failed.
         InvalidPlan: a chunk or the index is larger than readers accept.
     """
     name = f"rank-{rank:05d}.bin"
-    index: list[Entry] = []
-    being_written: Future[Entry] | None = None
-    what, patience = f"writing {folder}/{name}", folder.patience
-    with folder.write(name) as file, _one_thread(patience, what) as writer:
-
-        def written(future: Future[T]) -> T:
-            return patience.result(future, what, file.tell)
-
+    chunks: list[_Written] = []
+    with folder.write_behind(name) as file:
         for job in jobs:
-            chunk = job.encode()
-            if being_written is not None:
-                index.append(written(being_written))
-            being_written = writer.submit(partial(_write_chunk, file, chunk, job))
-            del chunk, job  # before the next one is made
+            chunks.append(_write_chunk(file, job))
+            del job  # before the next one is made
         encoded_at = time.monotonic()
-        if being_written is not None:
-            index.append(written(being_written))
-        rank_file = written(writer.submit(partial(_write_index, file, name, rank, index)))
+        file.flush()
+        index = [chunk.entry for chunk in chunks]
+        rank_file = _write_index(file, name, rank, index)
     tables, dense_bytes = _totals(index)
     return FileSummary(rank_file, tables, dense_bytes, encoded_at, time.monotonic())
 
 
-@contextmanager
-def _one_thread(patience: Patience, what: str) -> Iterator[Threads]:
-    """Run the thread that writes. After an error, join the thread unless the storage hangs."""
-    threads = Threads(1, "checknrun-write")
-    try:
-        yield threads
-    except StorageUnreachable:
-        threads.close(cancel=True, seconds=0)
-        raise
-    except BaseException as error:
-        if not threads.close(cancel=True, seconds=patience.seconds):
-            raise silent(what, patience.seconds, patience.timeout_seconds) from error
-        raise
-    threads.close()
+@dataclass(frozen=True)
+class _Written:
+    """A chunk's place in a file. The checksum is complete once the chunk is written."""
+
+    described: Entry
+    offset: int
+    length: int
+    checksum: xxhash.xxh3_64
+
+    @property
+    def entry(self) -> Entry:
+        """The chunk's entry in the index."""
+        checksum = self.checksum.hexdigest()
+        return replace(self.described, offset=self.offset, length=self.length, checksum=checksum)
 
 
-def _write_chunk(file: NewFile, chunk: EncodedChunk, job: Job) -> Entry:
-    offset, checksum = file.tell(), xxhash.xxh3_64()
+def _write_chunk(file: WriteBehind, job: Job) -> _Written:
+    """Encode a chunk, and hand its bytes to the thread that writes."""
+    chunk, checksum = job.encode(), xxhash.xxh3_64()
     length = sum(memoryview(piece).nbytes for piece in chunk.pieces)
     try:
         require_chunk_size(chunk.entry, length)
-        for piece in chunk.pieces:
-            checksum.update(piece)
-            file.write(piece)
-    finally:
-        job.close()  # even after a failure: the next job may wait for this one's memory
-    return replace(chunk.entry, offset=offset, length=length, checksum=checksum.hexdigest())
+    except InvalidPlan:
+        job.close()  # the next job may wait for this one's memory
+        raise
+    offset = file.append(chunk.pieces, checksum.update, job.close)
+    return _Written(chunk.entry, offset, length, checksum)
 
 
-def _write_index(file: NewFile, name: str, rank: int, index: list[Entry]) -> RankFile:
+def _write_index(file: WriteBehind, name: str, rank: int, index: list[Entry]) -> RankFile:
     data = index_bytes(rank, index, name)
     checksum = xxhash.xxh3_64_hexdigest(data)
-    offset = file.tell()
-    file.write(data)
-    file.write(FOOTER.pack(offset, len(data), checksum.encode(), MAGIC))
-    return RankFile(name, file.tell(), offset, len(data), checksum, len(index))
+    offset = sum(entry.length for entry in index)
+    footer = FOOTER.pack(offset, len(data), checksum.encode(), MAGIC)
+    file.append((data, footer))
+    size = offset + len(data) + len(footer)
+    return RankFile(name, size, offset, len(data), checksum, len(index))
 
 
 def read_footer(folder: Folder, file: RankFile) -> None:

@@ -19,6 +19,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from torchrec_checknrun.errors import CheckpointExists, StorageFailed
+from torchrec_checknrun.store.behind import WriteBehind, write_behind
 from torchrec_checknrun.store.deadlines import TIMEOUT_SECONDS, Patience, given_up
 from torchrec_checknrun.store.driver import DriverStore
 from torchrec_checknrun.store.local import LocalStore
@@ -42,6 +43,7 @@ class Folder:
 
     Attributes:
         url: opens the same folder again, in any process; may contain a password.
+        name: the last part of the path.
         patience: bounds all waits for this storage.
 
     Raises:
@@ -64,6 +66,7 @@ class Folder:
         while type(self._fs) is DirFileSystem and isinstance(self._fs.fs, LocalFileSystem):
             path, self._fs = self._fs._join(path), self._fs.fs  # a disk, so links must be refused
         self._path = path.rstrip("/")
+        self.name = self._path.rsplit("/", 1)[-1]
         self._local = isinstance(self._fs, LocalFileSystem)
         self._below: tuple[str, ...] = ()
         protocols = self._fs.protocol
@@ -83,11 +86,6 @@ class Folder:
         folder = self._at(f"{self._path}/{name}", f"{before}{path}/{name}{after}")
         folder._below = (*self._below, name)
         return folder
-
-    @property
-    def name(self) -> str:
-        """Last part of the path."""
-        return self._path.rsplit("/", 1)[-1]
 
     @property
     def parent(self) -> Folder:
@@ -112,6 +110,7 @@ class Folder:
         """Return another folder of the same store."""
         folder = copy(self)
         folder._path, folder._below = path, ()
+        folder.name = path.rsplit("/", 1)[-1]
         folder.url = (path or "/") if self._local else url
         return folder
 
@@ -235,6 +234,13 @@ class Folder:
                 raise storage_failed(error, what) from error
             raise
         self._sync(f"writing {self}/{name}")
+
+    @contextmanager
+    def write_behind(self, name: str) -> Iterator[WriteBehind]:
+        """Open a new file that a thread writes; see ``write``."""
+        what = f"writing {self}/{name}"
+        with self.write(name) as file, write_behind(file, self.patience, what) as behind:
+            yield behind
 
     def _discard(self, file: NewFile, name: str) -> None:
         what = f"giving up {self}/{name}"
