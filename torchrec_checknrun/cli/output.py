@@ -16,8 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.format.manifest import sequence_of
-from torchrec_checknrun.root.checkpoints import committed
+from torchrec_checknrun.root.checkpoints import Listing, committed
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import masked
 
@@ -36,9 +35,9 @@ def _complete(context: typer.Context, incomplete: str) -> list[str]:
     if not root:
         return []
     try:
-        names = Folder(root).names()
-        ids = [name for name in names if sequence_of(name) is not None]
-        return [id for id in committed(Folder(root), ids) if id.startswith(incomplete)]
+        listing = Listing.of(Folder(root).names())
+        ids = committed(Folder(root), listing.only(listing.ids))
+        return [id for id in ids if id.startswith(incomplete)]
     except Exception:  # completion must not disturb the shell
         return []
 

@@ -34,6 +34,7 @@ from torchrec_checknrun.format.checks import (
     typed,
 )
 from torchrec_checknrun.format.checks import checksum as _checksum
+from torchrec_checknrun.format.names import parse_id
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -48,7 +49,6 @@ Kind = Literal["full", "differential"]
 _PLAIN_NAME = re.compile(r"\A(?!\.{1,2}\Z)(?!.*::)[^/\\\x00-\x1f\ud800-\udfff]{1,255}\Z")
 PlainName = Annotated[str, Meta(pattern=_PLAIN_NAME.pattern)]
 """The name of a file or a directory; see ``is_plain_name``."""
-_ID = re.compile(r"seq-([0-9]{6,18})_step-([0-9]{8,18})_[0-9a-f]{8}")
 
 
 def checkpoint_id(sequence: int, step: int, attempt: str) -> str:
@@ -89,8 +89,8 @@ def require_sequence(sequence: int) -> None:
 
 def sequence_of(name: str) -> int | None:
     """Parse the sequence number from a directory name; None if the name is not a checkpoint id."""
-    match = _ID.fullmatch(name)
-    return int(match[1]) if match else None
+    id = parse_id(name)
+    return id.sequence if id is not None else None
 
 
 def is_plain_name(name: object) -> bool:
@@ -218,6 +218,44 @@ class Manifest(Record, frozen=True, dict=True):
     epoch: Count = 0
     format_version: Count = FORMAT_VERSION
     checksum: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        header: Header,
+        *,
+        id: str,
+        sequence: int,
+        epoch: int,
+        world_size: int,
+        created_at: str,
+        created_by: str,
+        tables: dict[str, TableTotals],
+        states: dict[str, bool],
+        dense_bytes: int,
+        files: tuple[RankFile, ...],
+    ) -> Manifest:
+        """Make the manifest of a checkpoint that was written as its header says."""
+        return cls(
+            id=id,
+            sequence=sequence,
+            step=header.step,
+            kind=header.kind,
+            parent=header.parent,
+            previous=header.previous,
+            world_size=world_size,
+            created_at=created_at,
+            created_by=created_by,
+            lossy_restores=header.lossy_restores,
+            bits=header.bits,
+            tables=tables,
+            states=states,
+            dense_bytes=dense_bytes,
+            files=files,
+            earlier_fractions=header.earlier_fractions,
+            lineage=header.lineage,
+            epoch=epoch,
+        ).sealed()
 
     @property
     def link(self) -> Link:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ from torchrec_checknrun.format.entries import (
 from torchrec_checknrun.format.manifest import RankFile, TableTotals
 from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
 from torchrec_checknrun.format.state_tree import check_tree
+from torchrec_checknrun.shards import TableShape
 from torchrec_checknrun.store.behind import WriteBehind
 from torchrec_checknrun.store.folder import Folder
 
@@ -230,6 +231,26 @@ def add_totals(one: TableTotals, other: TableTotals) -> TableTotals:
         error_rows=rows,
         codecs=one.codecs + [codec for codec in other.codecs if codec not in one.codecs],
     )
+
+
+def sum_tables(
+    shapes: Mapping[str, TableShape],
+    parts: Iterable[Mapping[str, TableTotals]],
+    settings: Mapping[str, Mapping[str, Any]],
+) -> dict[str, TableTotals]:
+    """Sum the totals of all tables over ranks.
+
+    Args:
+        parts: by rank, the totals of the rank's chunks by table.
+        settings: by table, the fields that are no sums.
+    """
+    totals = {name: TableTotals(shape.rows, shape.dim) for name, shape in shapes.items()}
+    # Rank by rank, as in memory: a thousand ranks' parts exceed every processor's cache.
+    for part in parts:
+        for name, of_rank in part.items():
+            if name in totals:
+                totals[name] = add_totals(totals[name], of_rank)
+    return {name: replace(total, **settings[name]) for name, total in totals.items()}
 
 
 def index_bytes(rank: int, entries: Sequence[Entry], name: str) -> bytes:

@@ -17,6 +17,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.checkpoints import (
+    Listing,
     find_checkpoints,
     find_forbidden,
     has_manifest,
@@ -71,7 +72,7 @@ def incompatibility(child: Manifest, parent: Manifest) -> str | None:
     """Return why a checkpoint can't build on the one in its parent's place; None if it can."""
     link = child.parent
     assert link is not None, f"{child.id} is full"
-    if parent.link != link:
+    if (parent.id, parent.checksum) != (link.id, link.checksum):
         return (
             f"{child.id} needs {link.id} with checksum {link.checksum}, but the one there has "
             f"{parent.checksum}: it was replaced"
@@ -211,7 +212,7 @@ def _newest(
 ) -> tuple[Chain | None, list[str], set[str]]:
     """Look once; also return the names in which a manifest was looked for and not found."""
     claims = read_claims(root)
-    found = find_checkpoints(root, names)
+    found = find_checkpoints(root, Listing.of(names))
     absent = found.absent
     # Perhaps newer than the others: their numbers are unknown.
     problems = [f"{name}: {error}" for name, error in found.damaged.items() if name not in unusable]

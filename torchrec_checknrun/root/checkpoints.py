@@ -11,7 +11,7 @@ import difflib
 import errno
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_checknrun.errors import (
@@ -28,8 +28,8 @@ from torchrec_checknrun.format.manifest import (
     Manifest,
     is_plain_name,
     parse_manifest,
-    sequence_of,
 )
+from torchrec_checknrun.format.names import CheckpointId, parse_ids
 from torchrec_checknrun.root.claims import FOLDER
 from torchrec_checknrun.store.folder import Folder
 
@@ -38,6 +38,27 @@ logger = logging.getLogger(__name__)
 _RANK_FILE = re.compile(r"rank-[0-9]{5,}\.bin")
 _MOST_NAMED = 5
 """The most names that a description of a root lists."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The names in a root at one instant.
+
+    Attributes:
+        ids: those that are checkpoint ids, parsed.
+    """
+
+    names: Sequence[str]
+    ids: Mapping[str, CheckpointId]
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> Listing:
+        """Parse names."""
+        return cls(names, parse_ids(names))
+
+    def only(self, names: Iterable[str]) -> Listing:
+        """Return a part of the listing."""
+        return Listing([*names], self.ids)
 
 
 @dataclass
@@ -62,41 +83,28 @@ def read_manifest(root: Folder, name: str) -> Manifest:
         CheckpointNotFound: the directory has no manifest: its save was never begun or committed.
         CorruptCheckpoint, UnsupportedFormat: the manifest can't be read.
     """
-    where = f"{root}/{name}/{MANIFEST_NAME}"
     manifest = _parse(root, name)
+    problem = None
     if manifest.id != name:
-        raise CorruptCheckpoint(
-            f"{where} is the manifest of {manifest.id!r}: it was moved or copied"
-        )
-    if sequence_of(name) not in (None, manifest.sequence):
-        raise CorruptCheckpoint(f"{where} has sequence number {manifest.sequence}")
+        problem = f"is the manifest of {manifest.id!r}: it was moved or copied"
+    elif not _fits(name, manifest.sequence):
+        problem = f"has sequence number {manifest.sequence}"
+    if problem is not None:
+        raise CorruptCheckpoint(f"{root}/{name}/{MANIFEST_NAME} {problem}")
     return manifest
 
 
-def is_copy(name: str) -> bool:
-    """Return whether a name is a compacted checkpoint's: no other id has such a digit."""
-    return sequence_of(name) is not None and name[-8] >= "8"
-
-
-def age(sequence: int, name: str) -> tuple[int, bool, str]:
-    """Return the key that sorts checkpoints: the newest has the highest.
-
-    A compacted copy is newer than its original, even if a user named the original.
-    """
-    return sequence, is_copy(name), name
-
-
-def committed(root: Folder, names: Iterable[str] | None = None) -> list[str]:
+def committed(root: Folder, listing: Listing | None = None) -> list[str]:
     """Return ids of directories that may hold a committed checkpoint, highest number first; last
     come those whose number is unknown because their manifests are damaged.
 
     Args:
-        names: the names in the root, if listed already.
+        listing: the names in the root, if listed already.
 
     Raises:
         StorageFailed: the root can't be listed, or the storage doesn't answer.
     """
-    found = find_checkpoints(root, root.names() if names is None else names)
+    found = find_checkpoints(root, Listing.of(root.names()) if listing is None else listing)
     return [name for _, name in found.numbered] + list(found.damaged)
 
 
@@ -113,50 +121,51 @@ def has_manifest(root: Folder, name: str) -> bool:
 
 def highest_sequence(root: Folder) -> int:
     """Return the highest sequence number in use, committed or not; 0 if there is none."""
-    found = find_checkpoints(root, root.names())
+    found = find_checkpoints(root, Listing.of(root.names()))
     return max((sequence for sequence, _ in found.numbered), default=0)
 
 
-def find_checkpoints(root: Folder, names: Iterable[str]) -> Found:
+def find_checkpoints(root: Folder, listing: Listing) -> Found:
     """Tell checkpoints from other names in a root.
 
     Raises:
         StorageUnreachable: the storage doesn't answer.
     """
-    found: list[tuple[int, str]] = []
+    ages: list[tuple[int, bool, str]] = []
     damaged: dict[str, Exception] = {}
     absent: set[str] = set()
-    for name in names:
+    for name in listing.names:
         if name == FOLDER:
             continue
-        sequence = sequence_of(name)
-        if sequence is None and not _is_unicode(name):
+        if (id := listing.ids.get(name)) is not None:
+            ages.append((id.sequence, id.is_copy, name))
+            continue
+        if not _is_unicode(name):
             logger.warning("%s/%r is passed over: its name is not UTF-8; rename it", root, name)
             continue
         # A user's name: only the manifest knows the number. A link is not a directory of this
         # root: perhaps somebody's `latest`.
-        if sequence is None and not root.is_link(name):
+        if not root.is_link(name):
             try:
-                sequence = _parse(root, name).sequence
+                ages.append((_parse(root, name).sequence, False, name))
             except CheckpointNotFound:
                 absent.add(name)
-                continue
             except (CheckNRunError, StorageFailed) as error:
                 if (problem := _problem(root, name, error)) is not None:
                     damaged[name] = problem
-        if sequence is not None:
-            found.append((sequence, name))
-    return Found(sorted(found, key=lambda one: age(*one), reverse=True), damaged, absent)
+    numbered = [(sequence, name) for sequence, _, name in sorted(ages, reverse=True)]
+    return Found(numbered, damaged, absent)
 
 
 def find_forbidden(root: Folder) -> Iterator[str]:
     """Yield the directories that can't be looked into although they may be checkpoints of a user's
     naming: names that begin with a dot, and lost+found, belong to others.
     """
-    for name in root.names():
+    listing = Listing.of(root.names())
+    for name in listing.names:
         if name in (FOLDER, "lost+found") or name.startswith(".") or root.is_link(name):
             continue
-        if sequence_of(name) is None:
+        if name not in listing.ids:
             try:
                 _parse(root, name)
             except CheckNRunError:
@@ -172,9 +181,10 @@ def describe_empty(root: Folder) -> str:
     Raises:
         StorageFailed: the root can't be listed.
     """
-    names = [name for name in root.names() if name != FOLDER]
+    listing = Listing.of([name for name in root.names() if name != FOLDER])
+    names = listing.names
     neighbours = _neighbours(root)
-    begun = [name for name in names if sequence_of(name) is not None]
+    begun = [name for name in names if name in listing.ids]
     there = [name for name in begun if has_manifest(root, name)]
     if there:
         found = f"{root} holds {len(there)} checkpoint(s), as {there[-1]}"
@@ -200,11 +210,17 @@ def require_root(root: Folder) -> None:
         StorageFailed: the root can't be listed.
     """
     names = root.names()
-    if FOLDER not in names and not committed(root, names):
+    if FOLDER not in names and not committed(root, Listing.of(names)):
         raise CheckpointNotFound(
             f"no run has saved anything here: {describe_empty(root)}. Name the folder or URL that "
             "was given to Checkpointer"
         )
+
+
+def _fits(name: str, sequence: int) -> bool:
+    """Return whether a directory of this name may hold a checkpoint of a sequence number."""
+    id = parse_ids([name]).get(name)
+    return id is None or id.sequence == sequence
 
 
 def _parse(root: Folder, name: str) -> Manifest:

@@ -12,6 +12,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -152,6 +153,7 @@ class Claims:
         damaged: by file name, why a claim can't be read.
         undecided: file names of the damaged claims that may decide which checkpoints count.
         highest: the highest epoch of any claim, 0 without one.
+        names: all names in the folder of claims.
     """
 
     root: Folder
@@ -159,6 +161,7 @@ class Claims:
     damaged: dict[str, str]
     undecided: tuple[str, ...]
     highest: int
+    names: Sequence[str] = ()
 
     def decided(self) -> Claim | None:
         """Return the latest claim.
@@ -208,14 +211,27 @@ def read_claims(root: Folder, every: bool = False) -> Claims:
     return found
 
 
-def read_claim(root: Folder, epoch: int) -> Claim:
-    """Read one claim.
+def read_claim(folder: Folder, epoch: int) -> Claim:
+    """Read one claim in ``writers/``.
 
     Raises:
         FileNotFoundError: there is no such claim.
         ValueError, CorruptCheckpoint: the claim is damaged.
     """
-    data = (root / FOLDER).read(claim_name(epoch), 0, _MOST_BYTES + 1)
+    return parse_claim(read_bytes(folder, epoch), epoch)
+
+
+def read_bytes(folder: Folder, epoch: int) -> bytes:
+    """Read a claim's file in ``writers/``; raise as ``read_claim``."""
+    return folder.read(claim_name(epoch), 0, _MOST_BYTES + 1)
+
+
+def parse_claim(data: bytes, epoch: int) -> Claim:
+    """Parse a claim's file.
+
+    Raises:
+        ValueError: the claim is damaged, or of another epoch.
+    """
     claim = unseal(data, Claim, _MOST_BYTES, frozenset({"before"}))
     if claim.epoch != epoch:
         raise ValueError(f"the claim of epoch {claim.epoch}, renamed or copied")
@@ -228,10 +244,11 @@ def require_claim(root: Folder, id: str, epoch: int) -> None:
     Raises:
         ClaimDamaged: the claim was deleted, and with it the list of checkpoints that count.
     """
-    if max(epochs(root), default=0) >= epoch:
+    folder = root / FOLDER
+    if max(epochs(folder.names()), default=0) >= epoch:
         return
     try:
-        read_claim(root, epoch)  # where a listing lags behind
+        read_claim(folder, epoch)  # where a listing lags behind
     except (FileNotFoundError, ValueError, CorruptCheckpoint):
         raise ClaimDamaged(
             f"{root}/{id} was committed in epoch {epoch}, but {FOLDER}/ has no claim of that epoch "
@@ -240,9 +257,9 @@ def require_claim(root: Folder, id: str, epoch: int) -> None:
         ) from None
 
 
-def epochs(root: Folder) -> list[int]:
-    """List the epochs of all claims, by file name, ascending."""
-    return sorted(n for name in (root / FOLDER).names() if (n := claim_epoch(name)) is not None)
+def epochs(names: Iterable[str]) -> list[int]:
+    """Return the epochs of all claims among the names in ``writers/``, ascending."""
+    return sorted(epoch for name in names if (epoch := claim_epoch(name)) is not None)
 
 
 def claim_epoch(name: str) -> int | None:
@@ -277,7 +294,9 @@ def _read_claims(root: Folder, every: bool) -> Claims:
     latest: Claim | None = None
     damaged: dict[str, str] = {}
     undecided: tuple[str, ...] | None = None
-    numbers = epochs(root)
+    folder = root / FOLDER
+    names = folder.names()
+    numbers = epochs(names)
     if not numbers and root.size(FOLDER) is not None:
         raise CorruptCheckpoint(
             f"{root}/{FOLDER} is a file, where the directory of claims should be: put the "
@@ -285,7 +304,7 @@ def _read_claims(root: Folder, every: bool) -> Claims:
         )
     for epoch in reversed(numbers):
         try:
-            claim = read_claim(root, epoch)
+            claim = read_claim(folder, epoch)
         except FileNotFoundError:
             damaged[claim_name(epoch)] = "listed, but missing"
             continue
@@ -304,7 +323,7 @@ def _read_claims(root: Folder, every: bool) -> Claims:
                 break
     if undecided is None:
         undecided = tuple(damaged)
-    return Claims(root, latest, damaged, undecided, max(numbers, default=0))
+    return Claims(root, latest, damaged, undecided, max(numbers, default=0), names)
 
 
 @cache

@@ -7,7 +7,7 @@ should they become readable again, nothing is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 
 from torchrec_checknrun.errors import (
     CheckNRunError,
@@ -16,7 +16,7 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
 )
 from torchrec_checknrun.format.manifest import Manifest, sequence_of
-from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.checkpoints import Listing, committed, read_manifest
 from torchrec_checknrun.root.claims import Claim, require_claim
 from torchrec_checknrun.store.folder import Folder
 
@@ -26,21 +26,21 @@ logger = logging.getLogger(__name__)
 def counting(
     root: Folder,
     claim: Claim | None,
-    names: Iterable[str] | None = None,
+    listing: Listing | None = None,
     known: MutableMapping[str, Manifest] | None = None,
 ) -> Iterator[Manifest]:
     """List the committed checkpoints that can be read and count, highest sequence number first.
 
     Args:
         claim: the latest; checkpoints of earlier writers count only if it admits them.
-        names: the names in the root, if listed already.
+        listing: the names in the root, if listed already.
         known: manifests read before, by id; receives the ones read now.
 
     Raises:
         ClaimDamaged: the claim under which one of them was committed was deleted.
         StorageFailed: a manifest can't be read.
     """
-    for _, manifest in _each_that_counts(root, claim, names, known):
+    for _, manifest in _each_that_counts(root, claim, listing, known):
         if isinstance(manifest, StorageFailed):
             raise manifest
         if isinstance(manifest, Manifest):
@@ -88,13 +88,13 @@ def highest_epoch(root: Folder, known: MutableMapping[str, Manifest] | None = No
 def _each_that_counts(
     root: Folder,
     claim: Claim | None,
-    names: Iterable[str] | None,
+    listing: Listing | None,
     known: MutableMapping[str, Manifest] | None,
 ) -> Iterator[tuple[str, Manifest | Exception]]:
     """List committed checkpoints with their manifests, or with the error of reading them; the
     latter count, since nothing tells otherwise.
     """
-    for name in committed(root, names):
+    for name in committed(root, listing):
         try:
             manifest = _known_manifest(root, name, known)
         except (CheckpointNotFound, StorageUnreachable) as error:

@@ -14,7 +14,8 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, sequence_of
+from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.format.names import CheckpointId
 from torchrec_checknrun.root.claims import FOLDER
 from torchrec_checknrun.root.liveness import is_abandoned
 from torchrec_checknrun.root.retention import PINNED
@@ -88,20 +89,21 @@ def with_parents(known: Mapping[str, Manifest], ids: Collection[str]) -> set[str
 
 
 def find_leftovers(
-    root: Folder, names: Iterable[str], below: int | None, problems: list[str]
+    root: Folder, ids: Iterable[CheckpointId], below: int | None, problems: list[str]
 ) -> Iterator[str]:
     """Yield the names of directories that failed saves have left, without a manifest.
 
     Args:
+        ids: the names of the directories to look into.
         below: consider only lower sequence numbers; None for all.
         problems: receives a line for each directory that can't be looked into.
 
     Raises:
         StorageUnreachable: the storage doesn't answer.
     """
-    for name in names:
-        sequence = sequence_of(name)
-        if sequence is None or (below is not None and sequence >= below):
+    for id in ids:
+        name = id.name
+        if below is not None and id.sequence >= below:
             continue
         try:
             if _is_leftover(root, name):

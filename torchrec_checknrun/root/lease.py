@@ -29,6 +29,8 @@ from torchrec_checknrun.root.claims import (
     claim_name,
     epochs,
     latest_claim,
+    parse_claim,
+    read_bytes,
     read_claim,
     read_claims,
 )
@@ -61,6 +63,8 @@ class Lease:
         self._folder = root / FOLDER
         self._seconds = seconds
         self._claim: Claim | None = None
+        self._written: bytes | None = None
+        """The claim's file as this lease has written it; None if another has."""
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._moved = time.monotonic()
@@ -115,7 +119,7 @@ class Lease:
             # Listed only now: checkpoints committed before the claim was made count.
             earlier = _united(committed(latest), claim.uses)
             claim = replace(claim, earlier=earlier, before=None)
-            self._folder.put(claim.name, claim.to_bytes())
+            self._record(claim)
             self._forget_older(claim)
         for other in self._beside(claim):
             self._lock = other._lock
@@ -125,7 +129,7 @@ class Lease:
             self.use(uses)
         threading.Thread(target=self._renew, name="checknrun-lease", daemon=True).start()
         try:
-            clean_up(self._root, below=claim.epoch)
+            clean_up(self._root, self._folder.names(), below=claim.epoch)
         except Exception as error:
             logger.warning("temporary files in %s stay: %s", self._folder, error)
 
@@ -199,12 +203,12 @@ class Lease:
 
     def _newer(self, epoch: int) -> list[int]:
         """List the epochs that were claimed after this one; a listing may lag behind."""
-        return [other for other in epochs(self._root) if other > epoch]
+        return [other for other in epochs(self._folder.names()) if other > epoch]
 
     def _who(self, epoch: int) -> str:
         """Describe the holder of an epoch for errors."""
         try:
-            return str(read_claim(self._root, epoch).holder)
+            return str(read_claim(self._folder, epoch).holder)
         except (FileNotFoundError, ValueError, CorruptCheckpoint):
             return "another writer"
 
@@ -265,7 +269,7 @@ class Lease:
                 "a root of its own"
             ) from None
         # In a store without conditional puts, the last of two simultaneous ones wins.
-        if self._newer(epoch) or self._written(epoch) != claim:
+        if self._newer(epoch) or self._read_back(epoch) != claim:
             raise RootInUse(
                 f"{self._root} was claimed at the same moment by another writer: give this run a "
                 "root of its own"
@@ -276,15 +280,15 @@ class Lease:
         """Delete the claims older than the one before this, now that this one has its list. Keep
         later ones: they may have no list yet.
         """
-        older = [epoch for epoch in epochs(self._root) if epoch < claim.epoch]
+        older = [epoch for epoch in epochs(self._folder.names()) if epoch < claim.epoch]
         for epoch in older[:-1]:
             self._folder.delete(claim_name(epoch))
 
-    def _written(self, epoch: int) -> Claim | None:
+    def _read_back(self, epoch: int) -> Claim | None:
         """Read a claim just written; a store may show it with a delay."""
         for pause in (0.05, 0.2, 1.0, 0.0):
             try:
-                return read_claim(self._root, epoch)
+                return read_claim(self._folder, epoch)
             except FileNotFoundError:
                 time.sleep(pause)
             except (ValueError, CorruptCheckpoint):
@@ -311,10 +315,13 @@ class Lease:
 
     def _is_ours(self) -> bool | None:
         """Return whether the root is still this process's; None if the claim is damaged or gone."""
-        if self._newer(self.claim.epoch):
+        epoch = self.claim.epoch
+        if self._newer(epoch):
             return False
         try:
-            return read_claim(self._root, self.claim.epoch).holder == self.claim.holder
+            data = read_bytes(self._folder, epoch)
+            # The very bytes that were written here name this holder: nothing to parse.
+            return data == self._written or parse_claim(data, epoch).holder == self.claim.holder
         except (FileNotFoundError, ValueError, CorruptCheckpoint):
             return None
 
@@ -330,13 +337,18 @@ class Lease:
         renewals = 1 + max(lease.claim.renewals for lease in together)
         idle = max(0.0, time.monotonic() - max(lease._moved for lease in together))
         self._claim = replace(self.claim, renewals=renewals, idle=round(idle, 3))
-        data = replace(self.claim, uses=uses).to_bytes()
         try:
             gone = self._folder.size(self.claim.name) is None
-            self._folder.put(self.claim.name, data, new=gone)
+            self._record(replace(self.claim, uses=uses), new=gone)
         except FileExistsError:
             return False
         return True
+
+    def _record(self, claim: Claim, new: bool = False) -> None:
+        """Put the claim's file, and remember its bytes."""
+        data = claim.to_bytes()
+        self._folder.put(claim.name, data, new=new)
+        self._written = data
 
 
 def _united(*ids: Iterable[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torchrec_checknrun.format.manifest import Header, Link, Manifest, new_id
 from torchrec_checknrun.root.chain import Chain, narrow
 from torchrec_checknrun.root.policy import Decision, Policy
+from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoint_report
 from torchrec_checknrun.store.folder import Folder
 
 _numbers: dict[str, int] = {}
@@ -34,12 +35,14 @@ class Lineage:
 
     Attributes:
         history: the last full checkpoint and those based on it, oldest first.
+        previous: the last checkpoint; None at a run's start.
         lossy_restores: restores from lossy checkpoints so far.
         id: the lineage's name; until the first commit, rank 0's is the one that counts.
     """
 
     def __init__(self) -> None:
         self.history: tuple[Manifest, ...] = ()
+        self.previous: Manifest | None = None
         self.lossy_restores = 0
         self.id = secrets.token_hex(8)
         self._converted = False
@@ -47,11 +50,6 @@ class Lineage:
         """The history's widths, see ``Chain.widths``: kept up to date rather than recomputed while
         training waits, which would take longer with each checkpoint.
         """
-
-    @property
-    def previous(self) -> Manifest | None:
-        """The last checkpoint; None at a run's start."""
-        return self.history[-1] if self.history else None
 
     @property
     def chain_length(self) -> int:
@@ -88,17 +86,18 @@ class Lineage:
             raise TypeError(
                 f"the policy {policy!r} decided {decision!r}: decide() must return a Decision"
             )
+        previous = self.previous.link if self.previous else None
         parent: Link | None = None
         if decision is Decision.SINCE_BASELINE:
             parent = self.history[0].link
         elif decision is Decision.SINCE_LAST:
-            parent = self.history[-1].link
+            parent = previous
         header = Header(
             kind="differential" if parent else "full",
             step=step,
             sequence=sequence,
             parent=parent,
-            previous=self.previous.link if self.previous else None,
+            previous=previous,
             lossy_restores=self.lossy_restores,
             bits=bits,
             earlier_fractions=self._fractions() if parent else (),
@@ -107,9 +106,14 @@ class Lineage:
         )
         return Proposal(new_id(sequence, step), header, decision)
 
+    def report(self, progress: Progress) -> CheckpointReport:
+        """Report on the last checkpoint, which took these times."""
+        assert self.previous is not None
+        return checkpoint_report(self.previous, self.chain_length, progress)
+
     def committed(self, manifest: Manifest) -> None:
         """Append a proposed checkpoint, now committed; idempotent."""
-        if self.previous is not None and self.previous.link == manifest.link:
+        if self._is_previous(manifest):
             return
         self.id = manifest.lineage
         full = manifest.kind == "full"
@@ -117,6 +121,7 @@ class Lineage:
         narrow(self._widths, manifest)
         # In one assignment: a pruning reads the history meanwhile.
         self.history = (manifest,) if full else (*self.history, manifest)
+        self.previous = manifest
         self._converted = False
 
     def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
@@ -126,7 +131,8 @@ class Lineage:
             converted: on some rank, the shards' column ranges differ from the stored ones.
             forks: the restore abandons a newer checkpoint.
         """
-        self.history, self._widths = chain.manifests, chain.widths
+        self.history, self.previous = chain.manifests, chain.head
+        self._widths = chain.widths
         self.lossy_restores = chain.head.lossy_restores + int(chain.lossy)
         self.id = secrets.token_hex(8) if forks else chain.head.lineage
         self._converted = converted
@@ -141,6 +147,10 @@ class Lineage:
         """Return whether the last checkpoint is of this step and at least as wide as a new one."""
         last = self.previous
         return last is not None and last.step == step and not self._must_be_full(widths)
+
+    def _is_previous(self, manifest: Manifest) -> bool:
+        last = self.previous
+        return last is not None and (last.id, last.checksum) == (manifest.id, manifest.checksum)
 
     def _fractions(self) -> tuple[float, ...]:
         """Return the fractions of the differential checkpoints since the last full one."""

@@ -139,10 +139,16 @@ def is_fresh(
     return age is None or age <= seconds
 
 
-def clean_up(root: Folder, below: int = 0, others: Iterable[tuple[str, str]] = ()) -> None:
+def clean_up(
+    root: Folder,
+    names: Iterable[str],
+    below: int = 0,
+    others: Iterable[tuple[str, str]] = (),
+) -> None:
     """Delete temporary files of killed processes.
 
     Args:
+        names: the names in ``writers/``; a temporary file's is never used again.
         below: nobody writes claims of lower epochs any more; other files stay until they are a
             lease old, by the store's times.
         others: temporary files outside ``writers/``: checkpoint ids and names.
@@ -150,14 +156,15 @@ def clean_up(root: Folder, below: int = 0, others: Iterable[tuple[str, str]] = (
     Raises:
         StorageFailed: the storage refused.
     """
-    folder = root / FOLDER
-    found = {(folder, name): temporary_epoch(name) for name in folder.names()}
-    found |= {(root / id, name): 0 for id, name in others}
-    temporary = {place: epoch for place, epoch in found.items() if epoch is not None}
-    if not temporary:
+    epochs = {name: epoch for name in names if (epoch := temporary_epoch(name)) is not None}
+    others = [*others]
+    if not epochs and not others:
         return
+    folder = root / FOLDER
+    temporary = [(folder, name, epoch) for name, epoch in epochs.items()]
+    temporary += [(root / id, name, 0) for id, name in others]
     with probe(folder) as now:
-        for (folder, name), epoch in temporary.items():
+        for folder, name, epoch in temporary:
             age = _age(folder, name, now)
             if 0 < epoch < below or (age is not None and age > LEASE_SECONDS):
                 folder.delete(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 from torchrec_checknrun.errors import (
@@ -22,9 +22,10 @@ from torchrec_checknrun.errors import (
     UnsupportedFormat,
 )
 from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.format.names import CheckpointId
 from torchrec_checknrun.root.chain import files_problem
-from torchrec_checknrun.root.checkpoints import committed, read_manifest
-from torchrec_checknrun.root.claims import Claim, latest_claim
+from torchrec_checknrun.root.checkpoints import Listing, committed, read_manifest
+from torchrec_checknrun.root.claims import Claim, read_claims
 from torchrec_checknrun.root.counting import counting, counting_ids, highest_epoch
 from torchrec_checknrun.root.deletion import Deletion, find_leftovers, with_parents
 from torchrec_checknrun.root.lease import Lease
@@ -35,7 +36,7 @@ from torchrec_checknrun.root.retention import (
     Verdict,
     is_pinned,
     judge,
-    original_of,
+    originals_of,
 )
 from torchrec_checknrun.store.folder import Folder
 
@@ -96,13 +97,13 @@ def prune(
             nothing was deleted.
         StorageFailed: the storage refused; another pruning resumes where this one stopped.
     """
-    claim = _deciding_claim(root, own)
+    claim, claims = _deciding_claim(root, own)
     known = {} if known is None else known
     plan = _plan(root, retention, in_use, own, claim, below, known)
     if not dry_run:
         if plan.leftovers and own is None and claim is not None and not _fence(root, claim):
             plan.leftovers = ()
-        _carry_out(root, plan, below, Deletion(root, known, still_ours))
+        _carry_out(root, plan, claims, below, Deletion(root, known, still_ours))
     problems = tuple(dict.fromkeys(plan.problems))
     return Pruned(plan.verdict, plan.leftovers, plan.bytes, problems)
 
@@ -112,21 +113,23 @@ class _Plan:
     """What a pruning is about to delete.
 
     Attributes:
-        sizes: bytes of all committed checkpoints, by id.
+        found: the committed checkpoints, by id.
         temporary: files of killed processes in checkpoints, by id and name.
+        unclear: directories that may be leftovers.
         leftovers: directories of saves that were never committed.
     """
 
     verdict: Verdict
-    sizes: dict[str, int]
+    found: Mapping[str, Manifest]
     temporary: list[tuple[str, str]]
+    unclear: dict[str, CheckpointId] = field(default_factory=dict)
     leftovers: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
         """Bytes of the checkpoints to delete."""
-        return sum(self.sizes[id] for id in self.verdict.delete)
+        return sum(self.found[id].stored_bytes for id in self.verdict.delete)
 
 
 def _plan(
@@ -139,27 +142,30 @@ def _plan(
     known: MutableMapping[str, Manifest],
 ) -> _Plan:
     """Decide what to delete; arguments as in ``prune``, with the claim that decides."""
-    names = root.names()
+    listing = Listing.of(root.names())
+    names = set(listing.names)
     others_live = own is None and claim is not None and _may_live(root, claim)
-    for id in known.keys() - set(names):
+    for id in known.keys() - names:
         del known[id]  # otherwise a long run's would grow
-    found = list(counting(root, claim, names, known))
+    found = list(counting(root, claim, listing, known))
     used = {*in_use}
     if claim is not None and (own is not None or others_live):
         used |= {*claim.uses, *_committed_last(claim, found)}
     plan = _decide(root, retention, names, found, known, used, by_person=own is None)
     if not others_live:
-        unknown = sorted(set(names) - plan.sizes.keys())
-        plan.leftovers = tuple(find_leftovers(root, unknown, below, plan.problems))
+        unknown = sorted(listing.ids.keys() - plan.found.keys())
+        plan.unclear = {name: listing.ids[name] for name in unknown}
+        of_none = find_leftovers(root, plan.unclear.values(), below, plan.problems)
+        plan.leftovers = tuple(of_none)
     if plan.verdict.delete:
-        _check_readable(root, set(names) - known.keys())
+        _check_readable(root, listing.only(names - known.keys()))
     return plan
 
 
 def _decide(
     root: Folder,
     retention: Retention,
-    names: Collection[str],
+    names: set[str],
     found: list[Manifest],
     known: MutableMapping[str, Manifest],
     used: set[str],
@@ -173,7 +179,7 @@ def _decide(
         used: ids that stay whatever the retention says.
         by_person: also decide on checkpoints that don't count.
     """
-    apart = set(names) - {manifest.id for manifest in found}
+    apart = names - {manifest.id for manifest in found}
     others = [manifest for id, manifest in known.items() if id in apart]
     verdict = judge(found, retention, in_use=used)
     temporary: list[tuple[str, str]] = []
@@ -188,12 +194,16 @@ def _decide(
             needed = with_parents(known, {*verdict.keep, *(m.id for m in found)})
             ignored = {m.id: "of a replaced writer" for m in others if m.id not in needed}
             verdict = Verdict(verdict.keep, {**ignored, **verdict.delete})
-    sizes = {manifest.id: manifest.stored_bytes for manifest in [*found, *others]}
-    return _Plan(verdict, sizes, temporary)
+    return _Plan(verdict, {m.id: m for m in [*found, *others]}, temporary)
 
 
-def _carry_out(root: Folder, plan: _Plan, below: int | None, delete: Deletion) -> None:
+def _carry_out(
+    root: Folder, plan: _Plan, claims: Collection[str], below: int | None, delete: Deletion
+) -> None:
     """Delete checkpoints and leftovers; leave in the plan the leftovers that are gone.
+
+    Args:
+        claims: the names in ``writers/``.
 
     Raises:
         StorageFailed: the storage refused a deletion.
@@ -203,32 +213,33 @@ def _carry_out(root: Folder, plan: _Plan, below: int | None, delete: Deletion) -
     gone: list[str] = []
     for name in plan.leftovers:
         # Looked at again: a save or a compaction may have gone on meanwhile.
-        for still in find_leftovers(root, [name], below, plan.problems):
+        for still in find_leftovers(root, [plan.unclear[name]], below, plan.problems):
             gone += [name] if delete.leftover(still) else []
     plan.leftovers = tuple(gone)
     plan.problems += delete.odd
     if delete.failed:
         raise delete.failed[0]
     try:
-        clean_up(root, others=plan.temporary)
+        clean_up(root, claims, others=plan.temporary)
     except StorageUnreachable:
         raise
     except StorageFailed as error:
         plan.problems.append(f"temporary files in {root} stay: {error}")
 
 
-def _deciding_claim(root: Folder, own: Claim | None) -> Claim | None:
-    """Return the latest claim, which decides what counts.
+def _deciding_claim(root: Folder, own: Claim | None) -> tuple[Claim | None, Collection[str]]:
+    """Return the latest claim, which decides what counts, and the names in ``writers/``.
 
     Raises:
         RootInUse: the writer that asks was replaced.
     """
-    claim = latest_claim(root)
+    claims = read_claims(root)
+    claim = claims.decided()
     if own is not None and (claim is None or claim.epoch < own.epoch):
-        return own  # a listing lags behind
+        return own, claims.names  # a listing lags behind
     if own is not None and claim is not None and claim.epoch > own.epoch:
         raise RootInUse(f"{root} has another writer now, which decides what is deleted")
-    return claim
+    return claim, claims.names
 
 
 def _may_live(root: Folder, claim: Claim) -> bool:
@@ -281,18 +292,20 @@ def _committed_last(claim: Claim, found: Iterable[Manifest]) -> Iterable[str]:
     """Return the id of a live writer's last checkpoint, on which its next may build. Compacted
     copies don't count: the writer doesn't know of them.
     """
-    own = [m for m in found if m.epoch == claim.epoch and original_of(m) == m.id]
+    own = [m for m in found if m.epoch == claim.epoch]
+    originals = originals_of(own)
+    own = [m for m in own if originals[m.id] == m.id]
     return [max(own, key=lambda m: m.sequence).id] if own else []
 
 
-def _check_readable(root: Folder, names: Iterable[str]) -> None:
+def _check_readable(root: Folder, listing: Listing) -> None:
     """Refuse to delete anything if a checkpoint that must stay has unknown parents.
 
     Raises:
         UnsupportedFormat: it is of a newer release.
         CorruptCheckpoint: it is pinned, and its manifest is damaged.
     """
-    for name in committed(root, names):
+    for name in committed(root, listing):
         try:
             read_manifest(root, name)
         except UnsupportedFormat as error:
@@ -334,17 +347,17 @@ class Pruner:
     Failures are logged: an extra checkpoint does no harm.
     """
 
-    def __init__(self, prune: Callable[[int], Pruned]) -> None:
+    def __init__(self, prune: Callable[[Manifest], Pruned]) -> None:
         self._prune = prune
         self._thread: threading.Thread | None = None
         self._told: set[str] = set()
 
-    def start(self, sequence: int) -> None:
-        """Prune after the commit of a sequence number; do nothing while a pruning still runs."""
+    def start(self, last: Manifest) -> None:
+        """Prune after the commit of a checkpoint; do nothing while a pruning still runs."""
         if self._thread is not None and self._thread.is_alive():
             return  # the next commit prunes
         self._thread = threading.Thread(
-            target=self._run, args=(sequence,), name="checknrun-prune", daemon=True
+            target=self._run, args=(last,), name="checknrun-prune", daemon=True
         )
         self._thread.start()
 
@@ -353,9 +366,9 @@ class Pruner:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _run(self, sequence: int) -> None:
+    def _run(self, last: Manifest) -> None:
         try:
-            done = self._prune(sequence)
+            done = self._prune(last)
         except Exception as error:
             logger.warning("pruning failed, the next commit tries again: %s", error)
             return

@@ -13,9 +13,10 @@ from datetime import datetime
 
 from torchrec_checknrun.errors import ChainBroken, CorruptCheckpoint
 from torchrec_checknrun.format.checks import Record, Text, seal, unseal
-from torchrec_checknrun.format.manifest import Manifest, sequence_of
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import parse_ids
 from torchrec_checknrun.root.chain import walk
-from torchrec_checknrun.root.checkpoints import age, is_copy, read_manifest
+from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
 
 PINNED = "pinned"
@@ -158,24 +159,37 @@ class _History:
 
     @classmethod
     def of(cls, manifests: Iterable[Manifest], damaged: Collection[str]) -> _History:
-        ordered = sorted(manifests, key=lambda m: age(m.sequence, m.id), reverse=True)
+        found = {manifest.id: manifest for manifest in manifests}
+        copies = {name for name, id in parse_ids(found).items() if id.is_copy}
+        ordered = sorted(
+            found.values(), key=lambda m: (m.sequence, m.id in copies, m.id), reverse=True
+        )
         by_id = {manifest.id: manifest for manifest in ordered}
         sound = {id: manifest for id, manifest in by_id.items() if id not in damaged}
         whole = [m for m in ordered if m.id in sound and _needs(m, sound) is not None]
-        abandoned = _abandoned(whole, by_id)
+        originals = originals_of(whole)
+        abandoned = _abandoned(whole, by_id, originals)
         points: dict[str, Manifest] = {}
         for manifest in whole:
             if manifest.id not in abandoned:
-                points.setdefault(original_of(manifest), manifest)  # a copy comes before it
+                points.setdefault(originals[manifest.id], manifest)  # a copy comes before it
         return cls(ordered, by_id, whole, points, abandoned)
 
 
-def original_of(manifest: Manifest) -> str:
-    """Return the id of a compacted copy's original; for other checkpoints their own id."""
-    link = manifest.previous
-    if link is None or manifest.kind != "full" or not is_copy(manifest.id):
-        return manifest.id
-    return link.id if sequence_of(link.id) in (None, manifest.sequence) else manifest.id
+def originals_of(manifests: Iterable[Manifest]) -> dict[str, str]:
+    """Return by id the ids of compacted copies' originals; for other checkpoints their own ids."""
+    originals: dict[str, str] = {}
+    links = {}
+    for manifest in manifests:
+        originals[manifest.id] = manifest.id
+        if manifest.previous is not None and manifest.kind == "full":
+            links[manifest.id] = manifest.previous.id, manifest.sequence
+    ids = parse_ids({*links, *(original for original, _ in links.values())}) if links else {}
+    for copy, (original, sequence) in links.items():
+        fits = original not in ids or ids[original].sequence == sequence
+        if fits and copy in ids and ids[copy].is_copy:
+            originals[copy] = original
+    return originals
 
 
 def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] | None:
@@ -186,9 +200,11 @@ def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] 
         return None
 
 
-def _abandoned(whole: Sequence[Manifest], by_id: Mapping[str, Manifest]) -> set[str]:
+def _abandoned(
+    whole: Sequence[Manifest], by_id: Mapping[str, Manifest], originals: Mapping[str, str]
+) -> set[str]:
     """Return the ids that the newest lineage has jumped over by resuming from an older one."""
-    copies = {original_of(manifest): manifest for manifest in whole}  # originals may be deleted
+    copies = {originals[manifest.id]: manifest for manifest in whole}  # originals may be deleted
     lineage: set[str] = set()
     jumps: list[tuple[int, int]] = []
     at = whole[0] if whole else None

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
-from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, SaveFailed
 from torchrec_checknrun.format.manifest import (
     MANIFEST_NAME,
-    Header,
     Link,
     Manifest,
-    require_sequence,
-    sequence_of,
 )
 from torchrec_checknrun.root.chain import Chain, files_problem
-from torchrec_checknrun.root.checkpoints import committed, highest_sequence, read_manifest
+from torchrec_checknrun.root.checkpoints import (
+    Listing,
+    committed,
+    highest_sequence,
+    read_manifest,
+)
 from torchrec_checknrun.root.claims import Claim, Holder, latest_claim
 from torchrec_checknrun.root.counting import counting_ids, highest_epoch
 from torchrec_checknrun.root.lease import Lease
-from torchrec_checknrun.root.lineage import Lineage, last_number
+from torchrec_checknrun.root.lineage import Lineage, Proposal, last_number
+from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.prune import Pruned, Pruner, prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.store.folder import Folder
@@ -118,8 +122,10 @@ class RootWriter:
         """Ids that nobody may delete while this run has the root."""
         return tuple(dict.fromkeys((*self._resumed_from, *self._abandoned)))
 
-    def next_sequence(self) -> int:
-        """Return the next checkpoint's sequence number.
+    def propose(
+        self, policy: Policy, bits: int | None, widths: Mapping[str, int], step: int
+    ) -> Proposal:
+        """Decide on the next checkpoint; see ``Lineage.propose``.
 
         Raises:
             CorruptCheckpoint: a directory in the root has the last number there is.
@@ -129,12 +135,14 @@ class RootWriter:
         # Above saves through dcp.save meanwhile, and above restored checkpoints.
         numbers = (manifest.sequence for manifest in self._lineage.history)
         sequence = max(self._sequence, last_number(self._root), *numbers) + 1
-        self._sequence = None  # looked for again if this number is refused
-        require_sequence(sequence)
         self._sequence = sequence
-        return sequence
+        try:
+            return self._lineage.propose(policy, bits, widths, step, sequence, self.epoch)
+        except CorruptCheckpoint:
+            self._sequence = None  # looked for again
+            raise
 
-    def before_commit(self, header: Header) -> None:
+    def before_commit(self, proposal: Proposal) -> None:
         """Check in the background, right before a commit, that the checkpoint will be usable.
 
         Raises:
@@ -142,15 +150,25 @@ class RootWriter:
             SaveFailed: the checkpoint could not be restored, or a restore would choose another.
         """
         self.lease.check()
-        if (gone := self._gone(header.parent)) is not None:
+        sequence, parent = proposal.header.sequence, proposal.header.parent
+        assert sequence is not None, "it was decided"
+        chain = self._chain(parent)
+        gone = self._broken_end(chain)
+        # Listed last of all, to see every commit until now.
+        listing = Listing.of(self._root.names() if gone is None else [])
+        if gone is None and parent is not None:
+            names = set(listing.names)
+            gone = next((m.id for m in chain[1:-1] if m.id not in names), None)
+        if gone is not None:
             self.lost_parent = True
             raise SaveFailed(
                 f"{gone}, which this checkpoint builds on, was deleted from {self._root}, or files "
                 "of it: the next checkpoint is full. Leave deletions to `retention` or `checknrun "
                 "prune`"
             )
-        assert header.sequence is not None, "it was decided"
-        if (newer := self._taken(header.sequence)) is not None:
+        # In its own directory, which was empty, nobody else has committed: ``put`` would refuse.
+        others = (name for name in listing.names if name != proposal.id)
+        if (newer := self._taken(listing.only(others), sequence)) is not None:
             self._sequence = None
             raise SaveFailed(
                 f"{newer} was committed to {self._root} meanwhile, with a sequence number that "
@@ -165,10 +183,10 @@ class RootWriter:
         """
         self.lease.check()
 
-    def prune(self, sequence: int) -> None:
-        """Prune in the background, after the commit of a sequence number."""
+    def prune(self, last: Manifest) -> None:
+        """Prune in the background, after the commit of a checkpoint."""
         if self._pruner is not None:
-            self._pruner.start(sequence)
+            self._pruner.start(last)
 
     def wait_for_pruning(self) -> None:
         """Wait for a running pruning, at most a minute."""
@@ -190,26 +208,30 @@ class RootWriter:
         sizes = (self._root / manifest.id).sizes()
         return MANIFEST_NAME in sizes and files_problem(manifest, sizes) is None
 
-    def _gone(self, parent: Link | None) -> str | None:
-        """Return a checkpoint that is missing from the chain that ends in ``parent``, if any. Check
-        files at the chain's ends; check only the directories of the others, which are many.
-        """
-        names = set(self._root.names()) if parent is not None else set[str]()
-        chain = {manifest.link: manifest for manifest in self._lineage.history}
-        ends = (parent, self._lineage.history[0].link) if self._lineage.history else ()
-        while parent in chain:
-            manifest = chain.pop(parent)
-            there = self._is_whole(manifest) if parent in ends else manifest.id in names
-            if not there:
-                return manifest.id
+    def _chain(self, parent: Link | None) -> list[Manifest]:
+        """Return what a checkpoint with this parent builds on in the lineage, newest first."""
+        history = {(m.id, m.checksum): m for m in self._lineage.history}
+        chain = []
+        while parent is not None:
+            manifest = history.pop((parent.id, parent.checksum), None)
+            if manifest is None:
+                break
+            chain.append(manifest)
             parent = manifest.parent
-        return None
+        return chain
 
-    def _taken(self, sequence: int) -> str | None:
+    def _broken_end(self, chain: list[Manifest]) -> str | None:
+        """Return the end of a chain that is missing, or that lacks files, if any. Of the others,
+        which are many, the directories alone are looked for.
+        """
+        ends = (*chain[:1], *chain[1:][-1:])
+        return next((manifest.id for manifest in ends if not self._is_whole(manifest)), None)
+
+    def _taken(self, listing: Listing, sequence: int) -> str | None:
         """Return a checkpoint that another process has committed with this number or higher."""
-        # Listed last of all, to see every commit until now.
-        names = [n for n in self._root.names() if (sequence_of(n) or sequence) >= sequence]
-        for name in committed(self._root, names):
+        ids = listing.ids
+        names = (n for n in listing.names if n not in ids or ids[n].sequence >= sequence)
+        for name in committed(self._root, listing.only(names)):
             try:
                 if read_manifest(self._root, name).sequence >= sequence:
                     return name
@@ -217,8 +239,9 @@ class RootWriter:
                 continue
         return None
 
-    def _prune(self, sequence: int) -> Pruned:
+    def _prune(self, last: Manifest) -> Pruned:
         assert self._retention is not None
+        self._manifests[last.id] = last  # read back when it was committed
         # The next checkpoint may build on these; their parents stay with them.
         history = self._lineage.history
         in_use = {*self._uses, *(m.id for m in (*history[:1], *history[-1:]))}
@@ -228,6 +251,6 @@ class RootWriter:
             in_use=in_use,
             own=self.lease.claim,
             still_ours=self.lease.check,
-            below=sequence,
+            below=last.sequence,
             known=self._manifests,
         )

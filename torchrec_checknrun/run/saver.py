@@ -22,7 +22,7 @@ from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain, resolve
 from torchrec_checknrun.root.lineage import Lineage, Proposal
 from torchrec_checknrun.root.policy import Decision
-from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoint_report
+from torchrec_checknrun.root.report import CheckpointReport, Progress
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.run.facts import Begun, Facts
 from torchrec_checknrun.run.options import Options
@@ -125,7 +125,7 @@ class Saver:
         """
         self.lineage.restored(chain, converted, forks)
         self._ranks.on_all_ranks(lambda: self.writer.restored(chain))  # rank 0 writes to the root
-        self._last = checkpoint_report(chain.head, self.lineage.chain_length, Progress())
+        self._last = self.lineage.report(Progress())
         self._fingerprint = None
         if not partly:
             with suppress(Exception):  # the next save reports it
@@ -182,7 +182,8 @@ class Saver:
         proposal = facts[0].proposal
         assert proposal is not None
         previous = self.lineage.previous
-        if previous is not None and previous.link != proposal.header.previous:
+        known = proposal.header.previous
+        if previous is not None and (known is None or known.checksum != previous.checksum):
             # This rank has dropped its marks for a commit that rank 0 never heard of.
             self._target.tracked.mark_all()
         self._target.tracked.all_reduce_marks(self._ranks.group)
@@ -240,11 +241,11 @@ class Saver:
             self._target.tracked.forget(save.cut)
         self._forget_running()  # last: after an interruption above, this runs again
         self._fingerprint = save.fingerprint
-        self._last = checkpoint_report(manifest, self.lineage.chain_length, save.progress)
+        self._last = self.lineage.report(save.progress)
         self._report = self._last
         self.log("%s", self._report)
         if self._ranks.rank == 0:
-            self.writer.prune(manifest.sequence)
+            self.writer.prune(manifest)
         for callback in self._callbacks:
             try:
                 callback(self._report)
@@ -351,14 +352,8 @@ class Saver:
 
     def _decide(self, step: int) -> Proposal:
         quantization = self.quantization
-        return self.lineage.propose(
-            self._policy,
-            quantization.width,
-            quantization.widths(self._rows()),
-            step,
-            self.writer.next_sequence(),
-            self.writer.epoch,
-        )
+        widths = quantization.widths(self._rows())
+        return self.writer.propose(self._policy, quantization.width, widths, step)
 
     def _take(self, proposal: Proposal, started: float) -> None:
         snapshot: Snapshot | Exception
@@ -376,7 +371,7 @@ class Saver:
                 cut,
                 self.quantization,
                 started,
-                before_commit=partial(self.writer.before_commit, proposal.header),
+                before_commit=partial(self.writer.before_commit, proposal),
                 after_commit=self.writer.after_commit,
             )
             self._running, self._finish_at_exit = save, partial(finish_at_exit, save)

@@ -166,7 +166,7 @@ class Background:
         quantization: Quantization,
         begun: float,
         before_commit: Callable[[], object],
-        after_commit: Callable[[], object] = lambda: None,
+        after_commit: Callable[[], object],
     ) -> Save:
         """Stage a snapshot and start its background; training may go on afterwards. Call this on
         all ranks.
@@ -274,17 +274,13 @@ class Background:
         before_commit, after_commit = checks
         folder = self._root / save.proposal.id
         folder.patience = save.patience
-
-        def last_look() -> None:
-            before_commit()
-            save.begin_commit()
-
         try:
             writer = CheckpointWriter(
                 folder,
                 write_rank_file if process is None else process.write,
-                last_look,
+                (before_commit, save.begin_commit),
                 after_commit,
+                self._root,
             )
             manifest = save_checkpoint(self._ranks, writer, prepare)
         except BaseException as error:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -98,7 +98,7 @@ class WriteProcess:
         self._connection.send(memory.size)
         send_handle(self._connection, memory.descriptor, self.pid)
 
-    def write(self, folder: Folder, rank: int, jobs: Iterator[Job]) -> FileSummary:
+    def write(self, folder: Folder, rank: int, jobs: Iterable[Job]) -> FileSummary:
         """Write a rank file of staged jobs; see ``write_rank_file``.
 
         Raises:
@@ -132,7 +132,7 @@ class WriteProcess:
         _require_written(folder, exchange.outcome)
         return exchange.outcome
 
-    def _send(self, exchange: _Exchange, jobs: Iterator[Job]) -> BaseException | None:
+    def _send(self, exchange: _Exchange, jobs: Iterable[Job]) -> BaseException | None:
         """Send the jobs until the process has failed; return the error of ``jobs``, if any."""
         try:
             for job in jobs:

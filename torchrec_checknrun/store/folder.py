@@ -193,9 +193,15 @@ class Folder:
 
         return self._do(see, f"reading {self}/{name}")
 
-    def create(self) -> None:
-        """Make the folder; object stores have no folders to make."""
+    def create(self, durable: bool = False) -> None:
+        """Make the folder; object stores have no folders to make.
+
+        Args:
+            durable: make its own entry in its parent durable, too.
+        """
         self._do(self._store.create, f"making {self}")
+        if durable:
+            self.sync()
 
     @contextmanager
     def write(self, name: str) -> Iterator[NewFile]:

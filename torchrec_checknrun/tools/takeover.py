@@ -86,7 +86,7 @@ def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None =
             if isinstance(error, StorageUnreachable):
                 raise
             stay.append(f"{id}/{PINNED}: {error}")
-    clean_up(root)
+    clean_up(root, (root / FOLDER).names())
     if stay:
         raise CorruptCheckpoint(
             f"everything in {root} is repaired but pins that can't be rewritten: "

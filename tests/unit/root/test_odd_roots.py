@@ -207,7 +207,7 @@ def test_odd_leftovers_stop_no_other_deletion(
     with caplog.at_level("WARNING"):
         for _ in range(2):
             pruner = Pruner(lambda _: prune(root, Retention(1)))
-            pruner.start(9)
+            pruner.start(made[0])
             pruner.wait(60)
     assert any("a folder" in record.message for record in caplog.records)
 

@@ -335,7 +335,7 @@ class Attempt:
     def save(self) -> Manifest:
         made = commit(self.root, self.writer.epoch)
         self.lineage.committed(made)
-        self.writer._prune(made.sequence)
+        self.writer._prune(made)
         return made
 
     def die(self) -> None:
