@@ -88,11 +88,10 @@ def build_command() -> str:
     )
 
 
-def can_copy(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Tell whether ``copy_rows`` can copy: both tensors contiguous, on the CPU, and not empty."""
+def can_copy(*tensors: torch.Tensor) -> bool:
+    """Tell whether ``copy_rows`` can copy: all tensors contiguous, on the CPU, and not empty."""
     return all(
-        rows.device.type == "cpu" and rows.is_contiguous() and rows.numel() > 0
-        for rows in (source, target)
+        rows.device.type == "cpu" and rows.is_contiguous() and rows.numel() > 0 for rows in tensors
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TypeVar, cast
 
 import torch.distributed as dist
@@ -61,12 +62,14 @@ class Ranks:
             dist.destroy_process_group(self.group)
             self.group = None
 
-    @property
+    @cached_property
     def rank(self) -> int:
+        """This rank's number in the group."""
         return dist.get_rank(self.group) if self.group else 0
 
-    @property
+    @cached_property
     def world_size(self) -> int:
+        """The number of ranks in the group."""
         return dist.get_world_size(self.group) if self.group else 1
 
     def gather(self, value: T) -> list[T]:

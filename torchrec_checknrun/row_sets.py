@@ -80,25 +80,26 @@ class RowSet:
         ]
         return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
 
-    def spans(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield ranges of rows with ``size`` rows of the set each, as ``(start, stop, count)``.
+    def spans(self, size: int) -> list[tuple[int, int, int]]:
+        """Return ranges of rows with ``size`` rows of the set each, as ``(start, stop, count)``.
 
         The last range may have fewer rows of the set, but at least one.
         """
         if has_extension():
             flat = torch.ops.checknrun.marked_spans(self._bits, self.rows, size)
-            yield from zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-            return
+            return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+        spans = []
         start = held = 0
         for first, mask in self.masks():
             positions = first + np.flatnonzero(mask)
             begins = range(size - held, len(positions), size)
             for begin in begins:
-                yield start, int(positions[begin]), size
+                spans.append((start, int(positions[begin]), size))
                 start = int(positions[begin])
             held = len(positions) - begins[-1] if begins else held + len(positions)
         if held:
-            yield start, self.rows, held
+            spans.append((start, self.rows, held))
+        return spans
 
     def _mask(self, start: int, stop: int) -> np.ndarray:
         packed = self._bits[start // 8 : (stop + 7) // 8].numpy()

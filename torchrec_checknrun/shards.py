@@ -8,7 +8,7 @@ Together the ranks' rectangles must make up each table: no value twice, none mis
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,10 +38,6 @@ class Rectangle:
     @property
     def area(self) -> int:
         return self.rows * self.cols
-
-    def spans_columns(self, shape: TableShape) -> bool:
-        """Tell whether the rectangle has all columns of a table."""
-        return self.col_start == 0 and self.col_stop == shape.dim
 
     def intersect(self, other: Rectangle) -> Rectangle | None:
         """Return the common block of two rectangles; None where there is none."""
@@ -122,6 +118,7 @@ class LocalShard:
         optimizer: fused optimizer state by TorchRec's name (``momentum1``, ``exp_avg_sq`` …), each
             ``(rows,)`` (row-wise) or ``(rows, cols)`` (pointwise), views as well.
         replicated: every rank holds the whole table (data parallel).
+        name: the table with the rectangle.
     """
 
     table: str
@@ -130,9 +127,13 @@ class LocalShard:
     weight: torch.Tensor
     optimizer: Mapping[str, torch.Tensor]
     replicated: bool = False
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.table}{self.rectangle}"
 
     def __str__(self) -> str:
-        return f"{self.table}{self.rectangle}"
+        return self.name
 
     @property
     def tensors(self) -> list[torch.Tensor]:

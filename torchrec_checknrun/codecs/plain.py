@@ -34,10 +34,7 @@ class Exact(Codec):
     name: ClassVar[str] = "exact"
     lossy: ClassVar[bool] = False
     verbatim: ClassVar[bool] = True
-
-    @property
-    def value_bits(self) -> int:
-        return 32
+    value_bits = 32
 
     def encode(
         self,
@@ -93,10 +90,7 @@ class Narrow(Codec):
     name: ClassVar[str]
     dtype: ClassVar[torch.dtype]
     lossy: ClassVar[bool] = True
-
-    @property
-    def value_bits(self) -> int:
-        return 16
+    value_bits = 16
 
     def encode(
         self,

@@ -168,8 +168,7 @@ class SavePlanner(DcpSavePlanner):
         )
         snapshot.blocks = [b for b in find_blocks(state_dict, stored) if not b.replica]
         if self._tracked is not None:
-            snapshot.progress = self._tracked.progress()
-            snapshot.collisions = self._tracked.collisions.state()
+            snapshot.progress, snapshot.collisions = self._tracked.beside_rows()
         items = Items.of(snapshot, self._quantization, self._chunk_bytes)
         summary = summarize(header, snapshot, items, self._quantization)
         differences = RankDifferences(items.trees, snapshot.models, told=self._told)

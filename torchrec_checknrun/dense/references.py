@@ -65,10 +65,9 @@ class References:
         return False
 
 
-def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a module's parameters and buffers."""
-    yield from module.parameters()
-    yield from module.buffers()
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return a module's parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
 
 
 def local_tensors(value: object) -> Iterator[torch.Tensor]:

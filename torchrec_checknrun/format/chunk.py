@@ -23,7 +23,7 @@ from torchrec_checknrun.format.entries import (
     Section,
     StateEntry,
 )
-from torchrec_checknrun.format.state import Tree, decode_state
+from torchrec_checknrun.format.state import Tree, decode_state, encode_state
 
 DECODED_BYTES = 64 << 20
 """The largest decoded chunk that may be compressed: a few bytes can expand to any number of zeros,
@@ -63,6 +63,19 @@ def state_chunk(
 ) -> EncodedChunk:
     """Wrap an encoded state object as a chunk; ``rank`` is None for a replicated object."""
     return EncodedChunk(StateEntry(name=name, rank=rank, tree=tree), pieces)
+
+
+def encode_state_chunk(name: str, rank: int | None, value: object) -> tuple[EncodedChunk, Tree]:
+    """Encode a state object as a chunk; ``rank`` is None for a replicated object.
+
+    Returns:
+        The chunk, and the object's tree.
+
+    Raises:
+        UnsupportedState: the object holds a value that can't be stored.
+    """
+    tree, pieces = encode_state(value, name)
+    return state_chunk(name, rank, tree, pieces), tree
 
 
 def decode_state_chunk(entry: StateEntry | CollisionsEntry, payload: bytes | memoryview) -> Any:

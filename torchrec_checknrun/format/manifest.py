@@ -176,6 +176,15 @@ class TableTotals(Record, frozen=True):
     codecs: list[Options] = msgspec.field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a checkpoint as ``Manifest`` has them."""
+
+    stored_bytes: int
+    full_fp32_bytes: int
+    modified_fraction: float
+
+
 class Manifest(Record, frozen=True, dict=True):
     """A committed checkpoint.
 
@@ -277,6 +286,10 @@ class Manifest(Record, frozen=True, dict=True):
         """Bytes of a full fp32 checkpoint: all rows, optimizer state and dense part."""
         return sum(table.fp32_bytes for table in self.tables.values()) + self.dense_bytes
 
+    def sizes(self) -> Sizes:
+        """Return the sizes that a report shows."""
+        return Sizes(self.stored_bytes, self.full_fp32_bytes, self.modified_fraction)
+
     @property
     def modified_fraction(self) -> float:
         """Stored values over all values of the tables."""
@@ -304,6 +317,7 @@ class Manifest(Record, frozen=True, dict=True):
         _checked(content)
         data = seal("manifest", content)
         require_limits(data, MANIFEST_BYTES)
+        vars(self)["size"] = len(data)  # reports ask for the size: not encoded again for that
         return data
 
     @cached_property

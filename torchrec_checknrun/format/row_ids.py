@@ -8,7 +8,6 @@ plain or compressed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -127,7 +126,7 @@ def _bitmap(ids: np.ndarray, span: int) -> bytes:
 def _offsets_of_bitmap(data: bytes | memoryview, span: int, count: int) -> np.ndarray:
     rows = RowSet.of_bits(np.frombuffer(data, np.uint8), span)
     # Counted first: as int64 the rows of a damaged bitmap could take any memory.
-    held = [rows_of_span for _, _, rows_of_span in islice(rows.spans(count), 2)]
+    held = [rows_of_span for _, _, rows_of_span in rows.spans(count)[:2]]
     if held != [count]:
         raise ValueError(f"the bitmap has {'more' if len(held) > 1 else sum(held)} rows")
     return rows.positions(0, span)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from reprlib import repr as shown
 from typing import Any
 
@@ -157,13 +156,21 @@ def _after(end: int, span: _Span) -> int:
     return span.offset + span.length
 
 
-def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the values of given types in a live state dict, each with the keys that lead to it."""
+def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> list[tuple[Path, Any]]:
+    """Find the values of given types in a live state dict, each with the keys that lead to it."""
+    found: list[tuple[Path, Any]] = []
+    _collect(value, kinds, path, found)
+    return found
+
+
+def _collect(
+    value: Any, kinds: tuple[type, ...], path: Path, found: list[tuple[Path, Any]]
+) -> None:
     if isinstance(value, kinds):
-        yield path, value
+        found.append((path, value))
     elif isinstance(value, dict) and len(path) <= MOST_DEPTH:
         for key, item in value.items():
-            yield from leaves(item, kinds, (*path, key))
+            _collect(item, kinds, (*path, key), found)
     elif type(value) in (list, tuple) and len(path) <= MOST_DEPTH:
         for i, item in enumerate(value):
-            yield from leaves(item, kinds, (*path, i))
+            _collect(item, kinds, (*path, i), found)

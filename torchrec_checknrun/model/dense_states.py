@@ -132,6 +132,8 @@ class DenseStates:
     def _optimizers(
         self, which: Collection[str], resized: bool = False
     ) -> dict[str, NestedOptimizer]:
+        if not which:
+            return {}
         dense = partial(
             DenseOptimizer,
             names=self._names(),
@@ -157,6 +159,17 @@ class DenseStates:
     def _sharded(self) -> frozenset[str]:
         replicas = {s.table for s in self._tracked.shards if s.local.replicated}
         return frozenset(self._tracked.tables.keys() - replicas)
+
+
+def stored_optimizers(
+    model: nn.Module, states: Mapping[str, object], tracked: TrackedModel
+) -> dict[str, Any]:
+    """Return the stored form of each optimizer among state objects by name; see ``DenseStates``.
+
+    Raises:
+        SaveFailed: names the optimizer whose state can't be read.
+    """
+    return DenseStates(model, states, tracked).stored()
 
 
 def _is_known(state: object) -> TypeGuard[Optimizer]:

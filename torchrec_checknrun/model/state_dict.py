@@ -22,7 +22,7 @@ from torchrec_checknrun.boxes import Box, Span
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.block_chunk import Path, name_of
 from torchrec_checknrun.format.chunk import dtype_name
-from torchrec_checknrun.format.state import MOST_DEPTH, SHARDED, TORCH_DTYPES, is_sharded
+from torchrec_checknrun.format.state import MOST_DEPTH, SHARDED, TORCH_DTYPES
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.placements import LocalPart, local_parts
@@ -104,7 +104,7 @@ class StoredTables:
 
         That is a sharded tensor, or a data-parallel table or its optimizer state.
         """
-        return is_sharded(value) or (
+        return isinstance(value, SHARDED) or (
             isinstance(value, torch.Tensor) and value.numel() > 0 and self.holds(value)
         )
 
@@ -120,13 +120,30 @@ class StoredTables:
         return False
 
 
+def split_states(
+    live: dict[str, Any],
+    tables: Iterable[str],
+    shards: Iterable[LocalShard],
+    optimizers: Container[object] = (),
+) -> tuple[dict[str, Any], list[Block]]:
+    """Split states by name into their dense part and the blocks that this rank writes; what is
+    written as table rows is in neither. Arguments as of ``StoredTables`` and ``find_blocks``.
+
+    Raises:
+        UnsupportedState: see ``find_blocks``.
+    """
+    stored = StoredTables(tables, shards)
+    dense = {name: drop_tables(value, stored) for name, value in live.items()}
+    return dense, [b for b in find_blocks(live, stored, optimizers) if not b.replica]
+
+
 def drop_tables(value: Any, stored: StoredTables, depth: int = 0) -> Any:
     """Copy a state dict without sharded leaves (see ``find_blocks``) and data-parallel tables.
 
     Entries of the tables' optimizers are left out as well. In lists and tuples None takes their
     place.
     """
-    if is_sharded(value):
+    if isinstance(value, SHARDED):
         return None
     if type(value) in (list, tuple) and depth <= MOST_DEPTH:
         return type(value)(drop_tables(item, stored, depth + 1) for item in value)
@@ -252,7 +269,7 @@ def plain_targets(value: Any, paths: Container[Path]) -> list[Block]:
     return [
         Block(path, tuple(leaf.shape), Box.whole(leaf.shape), leaf.detach())
         for path, leaf in leaves(value, (torch.Tensor,))
-        if path in paths and not is_sharded(leaf)
+        if path in paths and not isinstance(leaf, SHARDED)
     ]
 
 

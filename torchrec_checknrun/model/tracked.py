@@ -19,6 +19,7 @@ from torchrec.distributed.mc_embedding_modules import (
 )
 
 from torchrec_checknrun.dense.optimizers import torch_optimizers
+from torchrec_checknrun.format.collision_chunk import CollisionState
 from torchrec_checknrun.model.collisions import Collisions
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.hooks import DataParallelHook, KernelHook, announce_evictions
@@ -70,7 +71,7 @@ class TrackedModel:
     * cut a checkpoint: ``waiting``, ``all_reduce_marks``, ``cut``, then ``merge`` or ``forget``;
     * keep up with the kernels' memory: ``refresh``, ``flush``, ``write_back``, ``purge``;
     * notice writes outside of training: ``check_writes``, ``acknowledge_writes``;
-    * move the optimizers' clocks: ``progress``, ``set_progress``;
+    * move the optimizers' clocks: ``progress``, ``beside_rows``, ``set_progress``;
     * stop tracking: ``close``.
 
     Attributes:
@@ -242,6 +243,12 @@ class TrackedModel:
     def progress(self) -> dict[str, OptimizerClock]:
         """Return the clocks of the tables' optimizers, by table with a shard on this rank."""
         return table_progress(self._kernels())
+
+    def beside_rows(self) -> tuple[dict[str, OptimizerClock], CollisionState | None]:
+        """Return what a checkpoint stores of the tables beside rows: ``progress``, and the state of
+        managed-collision modules; None without such modules.
+        """
+        return self.progress(), self.collisions.state()
 
     def set_progress(self, progress: Mapping[str, OptimizerClock]) -> None:
         """Set the clocks of the tables' optimizers, see ``set_table_progress``."""

@@ -125,10 +125,9 @@ def check_sizes(root: Folder, manifest: Manifest) -> None:
     Raises:
         CorruptCheckpoint: names the file.
     """
-    folder = root / manifest.id
-    problem = files_problem(manifest, folder.sizes())
+    problem = files_problem(manifest, root.sizes(manifest.id))
     if problem is not None:
-        raise CorruptCheckpoint(f"{folder}/{problem}")
+        raise CorruptCheckpoint(f"{root}/{manifest.id}/{problem}")
 
 
 def resolve(root: Folder, name: str) -> Chain:

@@ -151,7 +151,7 @@ def _plan(
     used = {*in_use}
     if claim is not None and (own is not None or others_live):
         used |= {*claim.uses, *_committed_last(claim, found)}
-    plan = _decide(root, retention, names, found, known, used, by_person=own is None)
+    plan = _decide(root, retention, listing, found, known, used, by_person=own is None)
     if not others_live:
         unknown = sorted(listing.ids.keys() - plan.found.keys())
         plan.unclear = {name: listing.ids[name] for name in unknown}
@@ -165,7 +165,7 @@ def _plan(
 def _decide(
     root: Folder,
     retention: Retention,
-    names: set[str],
+    listing: Listing,
     found: list[Manifest],
     known: MutableMapping[str, Manifest],
     used: set[str],
@@ -179,16 +179,16 @@ def _decide(
         used: ids that stay whatever the retention says.
         by_person: also decide on checkpoints that don't count.
     """
-    apart = names - {manifest.id for manifest in found}
+    apart = set(listing.names) - {manifest.id for manifest in found}
     others = [manifest for id, manifest in known.items() if id in apart]
-    verdict = judge(found, retention, in_use=used)
+    verdict = judge(found, retention, in_use=used, ids=listing.ids)
     temporary: list[tuple[str, str]] = []
     if verdict.delete or (others and by_person):  # otherwise pins and damage make no difference
         pinned, damaged, gone, temporary = _look(root, [*found, *others])
         for id in gone:  # deleted by another process since it was read, perhaps not to the end
             del known[id]
         found, others = [[m for m in ms if m.id not in gone] for ms in (found, others)]
-        verdict = judge(found, retention, pinned, used, damaged, others)
+        verdict = judge(found, retention, pinned, used, damaged, others, listing.ids)
         if by_person:
             _require_counting(root, [m for m in found if m.id not in damaged], others)
             needed = with_parents(known, {*verdict.keep, *(m.id for m in found)})

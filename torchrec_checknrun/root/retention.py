@@ -14,7 +14,7 @@ from datetime import datetime
 from torchrec_checknrun.errors import ChainBroken, CorruptCheckpoint
 from torchrec_checknrun.format.checks import Record, Text, seal, unseal
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.format.names import parse_ids
+from torchrec_checknrun.format.names import CheckpointId, parse_ids
 from torchrec_checknrun.root.chain import walk
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
@@ -77,6 +77,7 @@ def judge(
     in_use: Collection[str] = (),
     damaged: Collection[str] = (),
     ignored: Iterable[Manifest] = (),
+    ids: Mapping[str, CheckpointId] | None = None,
 ) -> Verdict:
     """Decide on all committed checkpoints of a root.
 
@@ -87,8 +88,9 @@ def judge(
         damaged: ids of checkpoints with missing or short files: no restorable points.
         ignored: checkpoints that don't count and are not decided on; pinned ones stay nevertheless,
             with those that they need.
+        ids: the checkpoints' names, if parsed already.
     """
-    history = _History.of(manifests, damaged)
+    history = _History.of(manifests, damaged, ids)
     by_id = {**{manifest.id: manifest for manifest in ignored}, **history.by_id}
     held = [id for id in pinned if id in by_id]
     # A pinned checkpoint may be of a fork, which can't be told once the rest of the fork is gone.
@@ -99,8 +101,8 @@ def judge(
     if retention.every_hours is not None:
         for manifest in _first_of_each(candidates, 3600 * retention.every_hours):
             keep.setdefault(manifest.id, f"the first of {retention.every_hours:g} hours")
-    for ids, reason in ((held, "pinned"), (in_use, "in use")):
-        for id in ids:
+    for which, reason in ((held, "pinned"), (in_use, "in use")):
+        for id in which:
             if id in by_id:
                 keep.setdefault(id, reason)
     for id in list(keep):
@@ -158,9 +160,15 @@ class _History:
     abandoned: set[str]
 
     @classmethod
-    def of(cls, manifests: Iterable[Manifest], damaged: Collection[str]) -> _History:
+    def of(
+        cls,
+        manifests: Iterable[Manifest],
+        damaged: Collection[str],
+        ids: Mapping[str, CheckpointId] | None = None,
+    ) -> _History:
         found = {manifest.id: manifest for manifest in manifests}
-        copies = {name for name, id in parse_ids(found).items() if id.is_copy}
+        ids = parse_ids(found) if ids is None else ids
+        copies = {name for name, id in ids.items() if id.is_copy}
         ordered = sorted(
             found.values(), key=lambda m: (m.sequence, m.id in copies, m.id), reverse=True
         )

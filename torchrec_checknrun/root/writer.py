@@ -205,7 +205,7 @@ class RootWriter:
             self._lease.release()
 
     def _is_whole(self, manifest: Manifest) -> bool:
-        sizes = (self._root / manifest.id).sizes()
+        sizes = self._root.sizes(manifest.id)
         return MANIFEST_NAME in sizes and files_problem(manifest, sizes) is None
 
     def _chain(self, parent: Link | None) -> list[Manifest]:

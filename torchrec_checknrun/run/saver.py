@@ -52,6 +52,7 @@ class Saver:
     Attributes:
         lineage: the checkpoints that were committed or restored last.
         writer: the root's writer, in use on rank 0 only.
+        quantization: the quantization in force, after the restores so far.
         deferred: whether a checkpoint was due while gradients waited for their optimizer.
     """
 
@@ -66,7 +67,8 @@ class Saver:
         self._ranks = ranks
         self._background = background
         self._policy = options.policy
-        self._quantization = options.quantization
+        self._chosen = options.quantization
+        self._resolve()
         self._max_failures = options.max_failures
         self._callbacks = options.callbacks
         self._declared = Declared(
@@ -99,10 +101,10 @@ class Saver:
         """The checkpoint that was begun and whose outcome was not noted yet."""
         return self._running
 
-    @property
-    def quantization(self) -> Quantization:
-        """The quantization in force, after the restores so far."""
-        return self._quantization.resolved(self.lineage.lossy_restores)
+    def _resolve(self) -> None:
+        """Note the quantization in force after the restores so far."""
+        self.quantization: Quantization = self._chosen.resolved(self.lineage.lossy_restores)
+        self._bits = self.quantization.width
 
     def progressed(self) -> None:
         """Note a training step; claim the root at the first one.
@@ -124,6 +126,7 @@ class Saver:
             partly: whether something was skipped, so that the model holds more than the checkpoint.
         """
         self.lineage.restored(chain, converted, forks)
+        self._resolve()
         self._ranks.on_all_ranks(lambda: self.writer.restored(chain))  # rank 0 writes to the root
         self._last = self.lineage.report(Progress())
         self._fingerprint = None
@@ -351,9 +354,8 @@ class Saver:
         return {name: shape.rows for name, shape in self._target.tracked.tables.items()}
 
     def _decide(self, step: int) -> Proposal:
-        quantization = self.quantization
-        widths = quantization.widths(self._rows())
-        return self.writer.propose(self._policy, quantization.width, widths, step)
+        widths = self.quantization.widths(self._rows())
+        return self.writer.propose(self._policy, self._bits, widths, step)
 
     def _take(self, proposal: Proposal, started: float) -> None:
         snapshot: Snapshot | Exception

@@ -16,7 +16,6 @@ from msgspec import to_builtins
 
 from torchrec_checknrun.dense.param_groups import OWNERS
 from torchrec_checknrun.dense.wrappers import WRAPPERS
-from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.entries import Entry, StateEntry
 from torchrec_checknrun.format.state import Tree, tree_items
 
@@ -49,13 +48,12 @@ class Digest:
     alike: bytes
 
     @classmethod
-    def of(cls, chunk: EncodedChunk) -> Digest:
+    def of(cls, entry: Entry, pieces: Sequence[Bytes]) -> Digest:
         """Digest a chunk: a state object's tree and payload, any other one's entry and bytes."""
-        entry = chunk.entry
         if not isinstance(entry, StateEntry):
-            digest = _plain_digest(entry, chunk.pieces)
+            digest = _plain_digest(entry, pieces)
             return cls(digest, b"", digest)
-        read = _reader([memoryview(piece) for piece in chunk.pieces])
+        read = _reader([memoryview(piece) for piece in pieces])
         parts = list(_parts(entry.tree, read))
         digests = [digest for _, digest in parts]
         first = b"".join(digest[:_PART_BYTES] for digest in digests[:_MOST_PARTS])
@@ -77,11 +75,15 @@ class Digest:
         return list(dict.fromkeys(path for path, part in pairs if part not in theirs))
 
 
-def joint_digest(chunks: Iterable[EncodedChunk]) -> str:
-    """Digest the joined bytes of chunks, however they are split among the chunks."""
+def joint_digest(chunks: Iterable[Sequence[Bytes]]) -> str:
+    """Digest the joined bytes of chunks, however they are split among the chunks.
+
+    Args:
+        chunks: the pieces of each chunk.
+    """
     digest = xxhash.xxh3_128()
-    for chunk in chunks:
-        for piece in chunk.pieces:
+    for pieces in chunks:
+        for piece in pieces:
             digest.update(piece)
     return digest.hexdigest()
 

@@ -16,10 +16,10 @@ from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
 from torchrec_checknrun.errors import UnsupportedState
-from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
+from torchrec_checknrun.format.chunk import EncodedChunk, encode_state_chunk
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.format.row_chunk import encode_rows
-from torchrec_checknrun.format.state import Tree, encode_state
+from torchrec_checknrun.format.state import Tree
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.save.digest import Digest, joint_digest
@@ -90,6 +90,7 @@ class Items:
         by_name: items by name, in writing order: the small ones first.
         replicated: bytes of each replicated state.
         trees: trees of the replicated states, without their bytes.
+        surveyed: shards with codecs that all ranks must settle before rows are encoded.
         shared: names of the pieces, row-major, of each block that ranks of another mesh may hold as
             well; by the block's number.
     """
@@ -98,6 +99,7 @@ class Items:
     replicated: dict[str, int] = field(default_factory=dict)
     trees: dict[str, Tree] = field(default_factory=dict)
     shared: dict[int, list[str]] = field(default_factory=dict)
+    surveyed: list[ShardSnapshot] = field(default_factory=list)
 
     @classmethod
     def of(cls, snapshot: Snapshot, quantization: Quantization, chunk_bytes: int) -> Items:
@@ -114,11 +116,10 @@ class Items:
         rank = dist.get_rank() if dist.is_initialized() else 0
         for name, value in snapshot.states.items():
             own = name in snapshot.per_rank
-            tree, pieces = encode_state(value, name)
+            chunk, tree = encode_state_chunk(name, rank if own else None, value)
             if not own:
-                items.replicated[name] = sum(memoryview(piece).nbytes for piece in pieces)
+                items.replicated[name] = sum(memoryview(p).nbytes for p in chunk.pieces)
                 items.trees[name] = tree
-            chunk = state_chunk(name, rank if own else None, tree, pieces)
             items._add(state_key(name, rank if own else None), ChunkItem(chunk))
         for i, block in enumerate(snapshot.blocks):
             for number, piece in enumerate(block.pieces(chunk_bytes)):
@@ -130,8 +131,10 @@ class Items:
             items._add(f"collisions@{rank}", ChunkItem(snapshot.collisions.encode(rank)))
         for shard in snapshot.shards:
             encoding = quantization.for_table(shard.shard.table, shard.shard.shape.rows)
+            if encoding.codec.surveys:
+                items.surveyed.append(shard)
             for number, (start, stop, count) in enumerate(shard.spans(chunk_bytes)):
-                name = f"{shard.shard}#{number}"
+                name = f"{shard.shard.name}#{number}"
                 items._add(name, RowsItem(shard, start, stop, count, encoding))
         return items
 
@@ -145,15 +148,19 @@ class Items:
 
     def digests(self) -> dict[str, Digest]:
         """Digest all items but table rows, by name."""
-        return {
-            name: Digest.of(item.job({}))
-            for name, item in self.by_name.items()
-            if not isinstance(item, RowsItem)
-        }
+        found = {}
+        for name, item in self.by_name.items():
+            if not isinstance(item, RowsItem):
+                chunk = item.job({})
+                found[name] = Digest.of(chunk.entry, chunk.pieces)
+                del chunk  # before the next one is made
+        return found
 
     def shared_digest(self, number: int) -> str:
         """Digest the live values of a block that is ``shared``."""
-        return joint_digest(self.by_name[name].job({}).encode() for name in self.shared[number])
+        return joint_digest(
+            self.by_name[name].job({}).encode().pieces for name in self.shared[number]
+        )
 
 
 def fingerprint(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.codecs.quantization import Quantization
@@ -148,7 +149,10 @@ class Prepared:
     def jobs(self, share: Share) -> Iterator[Job]:
         """Drop the items that other ranks write; return the jobs of this rank's share."""
         self.chosen(frozenset(share.items))
-        return (self.items[name].job(share.settled) for name in share.items)
+        return map(partial(self._job, share.settled), share.items)
+
+    def _job(self, settled: Settled, name: str) -> Job:
+        return self.items[name].job(settled)
 
 
 def summarize(
@@ -164,7 +168,7 @@ def summarize(
         replicated=items.replicated,
         per_rank=tuple(sorted(snapshot.per_rank)),
         blocks=[block.summary for block in snapshot.blocks],
-        surveys=survey(snapshot.shards, quantization),
+        surveys=survey(items.surveyed, quantization),
         lowest=tuple(sorted(snapshot.replicated)),
     )
 
@@ -193,7 +197,8 @@ def make_global_plan(
     again = _check_coverage(summaries)
     differing = differences.differing(_held(summaries))
     writers = _assign_writers(summaries, differing | set(first.lowest))
-    settled = settle(summary.surveys for summary in summaries)
+    surveys = [summary.surveys for summary in summaries if summary.surveys]
+    settled = settle(surveys) if surveys else {}
     shares = []
     for rank, plan in enumerate(plans):
         own = (name for name in plan.items if writers.get(name, rank) == rank)
@@ -218,13 +223,13 @@ def make_global_plan(
 def _fp32_bytes(shards: list[ShardSnapshot]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for shard in shards:
-        values = sum(tensor.numel() for tensor in shard.shard.tensors)
+        values = sum(tensor.numel() for tensor in shard.tensors)
         sizes[shard.shard.table] = sizes.get(shard.shard.table, 0) + 4 * values
     return sizes
 
 
 def _check_agreement(summaries: list[PlanSummary]) -> None:
-    for rank, summary in enumerate(summaries):
+    for rank, summary in enumerate(summaries[1:], 1):
         for what in ("header", "tables", "per_rank", "lowest"):
             first, other = getattr(summaries[0], what), getattr(summary, what)
             if first != other:
@@ -253,7 +258,8 @@ def _check_coverage(summaries: list[PlanSummary]) -> list[tuple[str, ...]]:
         for table, place in summary.shards:
             if table not in tables:
                 raise InvalidPlan(f"rank {rank} writes rows of {table!r}, which is no known table")
-            if place.row_start == rows_done[table] and place.spans_columns(tables[table]):
+            whole_rows = (place.col_start, place.col_stop) == (0, tables[table].dim)
+            if whole_rows and place.row_start == rows_done[table]:
                 rows_done[table] = place.row_stop
             else:
                 others[table] = []

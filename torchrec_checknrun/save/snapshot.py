@@ -5,7 +5,7 @@ A snapshot points at the live tables and is staged, or written, before training 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,10 @@ from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_nam
 from torchrec_checknrun.errors import SaveFailed, UnsupportedState
 from torchrec_checknrun.format.collision_chunk import CollisionState
 from torchrec_checknrun.model.blocks import Block
-from torchrec_checknrun.model.dense_states import DenseStates
+from torchrec_checknrun.model.dense_states import stored_optimizers
 from torchrec_checknrun.model.marks import Consumer, Cut
 from torchrec_checknrun.model.progress import OptimizerClock
-from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
+from torchrec_checknrun.model.state_dict import MODEL, split_states
 from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.shards import LocalShard, TableShape
@@ -35,26 +35,28 @@ class ShardSnapshot:
     Attributes:
         shard: the shard.
         modified: positions of the rows to write; None: all rows.
+        tensors: the shard's weight and optimizer states at the snapshot's instant.
     """
 
     shard: LocalShard
     modified: RowSet | None
+    tensors: list[torch.Tensor] = field(init=False)
 
-    def spans(self, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Cut the shard into chunks: yield half-open ranges of positions, and the number of rows to
-        write in each.
+    def __post_init__(self) -> None:
+        self.tensors = self.shard.tensors
+
+    def spans(self, chunk_bytes: int) -> list[tuple[int, int, int]]:
+        """Cut the shard into chunks: return half-open ranges of positions, and the number
+        of rows to write in each.
 
         Args:
             chunk_bytes: memory for all copies of a chunk that a save or a restore makes.
         """
-        size = max(1, chunk_bytes // _row_memory(self.shard))
+        size = max(1, chunk_bytes // _row_memory(self.tensors))
         if self.modified is not None:
-            yield from self.modified.spans(size)
-            return
+            return self.modified.spans(size)
         rows = self.shard.rectangle.rows
-        for start in range(0, rows, size):
-            stop = min(start + size, rows)
-            yield start, stop, stop - start
+        return [(at, min(at + size, rows), min(size, rows - at)) for at in range(0, rows, size)]
 
     def positions(self, start: int, stop: int) -> torch.Tensor:
         """Return the positions of the rows to write in a range: ``(n,)`` int64, sorted."""
@@ -151,8 +153,8 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
     states, content = declared.states, model.state_dict()
     buffers = buffer_names(model, content)
     live: dict[str, Any] = {MODEL: content}
-    optimizers = DenseStates(model, states, tracked)
-    live |= optimizers.stored()
+    optimizers = stored_optimizers(model, states, tracked)
+    live |= optimizers
     for name, state in states.items():
         if name not in optimizers:
             try:
@@ -164,9 +166,8 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
                     f"{type(error).__name__}: {error}. Rows are kept for the next checkpoint; fix "
                     "it and save again"
                 ) from error
-    stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
-    dense = {name: drop_tables(value, stored) for name, value in live.items()}
-    blocks = [block for block in find_blocks(live, stored, optimizers) if not block.replica]
+    shards = [shard.local for shard in tracked.shards]
+    dense, blocks = split_states(live, tracked.tables, shards, optimizers)
     for name, value in dense[MODEL].items():
         if not isinstance(value, torch.Tensor):
             raise UnsupportedState(
@@ -177,6 +178,7 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
     if own := declared.buffers.take(dense[MODEL]):
         dense[BUFFERS] = own
         per_rank |= {BUFFERS}
+    progress, collisions = tracked.beside_rows()
     return Snapshot(
         shards=[],
         tables=tracked.tables,
@@ -185,9 +187,9 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
         replicated=declared.replicated,
         models=frozenset({MODEL}),
         buffers=buffers,
-        progress=tracked.progress(),
+        progress=progress,
         blocks=blocks,
-        collisions=tracked.collisions.state(),
+        collisions=collisions,
     )
 
 
@@ -230,7 +232,7 @@ def _own_part(shard: TrackedShard, modified: RowSet | None) -> ShardSnapshot:
     return ShardSnapshot(local, modified)
 
 
-def _row_memory(shard: LocalShard) -> int:
+def _row_memory(tensors: list[torch.Tensor]) -> int:
     """Bound the bytes that a row of a chunk takes while the chunk is saved or restored.
 
     A row is held as the kernel has it and as it is stored, at most as fp32; and the allocator keeps
@@ -240,6 +242,6 @@ def _row_memory(shard: LocalShard) -> int:
     """
     values = sum(
         max(4, tensor.element_size()) * (tensor.shape[1] if tensor.dim() == 2 else 1)
-        for tensor in shard.tensors
+        for tensor in tensors
     )
     return 5 * values + 48

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +52,13 @@ def aligned(size: int) -> int:
 
 def rows_size(shard: LocalShard, rows: int) -> int:
     """Return the bytes of memory that a number of rows of a shard takes in ``StagedRows``."""
+    return tensors_size(shard.tensors, rows)
+
+
+def tensors_size(tensors: Iterable[torch.Tensor], rows: int) -> int:
+    """Return the bytes of memory that rows of a shard's tensors take; see ``rows_size``."""
     per_row = [torch.int64.itemsize]
-    per_row += [tensor.stride(0) * tensor.element_size() for tensor in shard.tensors]
+    per_row += [tensor.stride(0) * tensor.element_size() for tensor in tensors]
     return sum(aligned(rows * size) for size in per_row)
 
 
@@ -108,7 +113,7 @@ class StagedRows:
         """
         parts = [(shard.weight, self.weight)]
         parts += [(shard.optimizer[name], state) for name, state in self.optimizer.items()]
-        if has_extension() and all(can_copy(live, memory) for live, _ in parts):
+        if has_extension() and can_copy(memory, *(live for live, _ in parts)):
             # One call: between several calls, Python's lock would go from thread to thread.
             torch.ops.checknrun.stage_rows(
                 positions,
@@ -154,7 +159,11 @@ class StagedChunk:
 
     def encode(self, memory: torch.Tensor) -> EncodedChunk:
         """Return the chunk; its bytes are views of the memory."""
-        return EncodedChunk(self.entry, [self.data.at(memory).numpy().data])
+        return EncodedChunk(self.entry, self.pieces(memory))
+
+    def pieces(self, memory: torch.Tensor) -> list[bytes | memoryview]:
+        """Return the chunk's bytes: views of the memory."""
+        return [self.data.at(memory).numpy().data]
 
 
 Staged = StagedRows | StagedChunk

@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +21,7 @@ import torch
 
 from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
-from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.chunk import Entry
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.save.digest import Digest, joint_digest
 from torchrec_checknrun.save.items import BlockItem, ChunkItem, Item, Items, RowsItem
@@ -34,6 +34,7 @@ from torchrec_checknrun.save.staged import (
     StagedTensor,
     aligned,
     rows_size,
+    tensors_size,
     with_encoding,
 )
 from torchrec_checknrun.shards import LocalShard
@@ -95,7 +96,7 @@ class Staging:
         """
         found = dict(self._digests)
         for name in self._dense() - found.keys():
-            found[name] = Digest.of(self._chunk(name))
+            found[name] = Digest.of(*self._content(name))
         return found
 
     def shared_digests(self) -> dict[int, str]:
@@ -104,16 +105,19 @@ class Staging:
         """
         found = dict(self._shared_digests)
         for number in self._all.shared.keys() - found.keys():
-            found[number] = joint_digest(map(self._chunk, self._all.shared[number]))
+            contents = map(self._content, self._all.shared[number])
+            found[number] = joint_digest(pieces for _, pieces in contents)
         return found
 
-    def _chunk(self, name: str) -> EncodedChunk:
+    def _content(self, name: str) -> tuple[Entry, Sequence[bytes | memoryview]]:
+        """Return the entry and the bytes of an item other than rows."""
         with self._changed:
             if name not in self._staged:
                 assert self._failure is not None
                 raise self._failure
             staged, _, _ = self._staged[name]
-        return staged.encode(self._memory.bytes)
+        assert isinstance(staged, StagedChunk)
+        return staged.entry, staged.pieces(self._memory.bytes)
 
     def _dense(self) -> set[str]:
         return {name for name, item in self._items.items() if not isinstance(item, RowsItem)}
@@ -122,7 +126,8 @@ class Staging:
         """Digest the items for which there is no staging memory yet, while training waits."""
         staged = set(self._staged)
         for name in self._dense() - staged:
-            self._digests[name] = Digest.of(self._items[name].job({}))
+            chunk = self._items[name].job({})
+            self._digests[name] = Digest.of(chunk.entry, chunk.pieces)
         for number, names in self._all.shared.items():
             if not staged.issuperset(names):
                 self._shared_digests[number] = self._all.shared_digest(number)
@@ -205,7 +210,7 @@ class Staging:
         if event is not None:
             event.synchronize()
         item = self._items[name]
-        if isinstance(item, RowsItem):
+        if settled and isinstance(item, RowsItem):
             staged = with_encoding(staged, item.encoding.settled(settled))
         return StagedJob(staged, self._memory.bytes, lambda: self._ring.release(offset))
 
@@ -293,7 +298,7 @@ def encoded_size(shard: LocalShard, rows: int, encoding: TableEncoding) -> int:
 def copied_size(item: RowsItem | BlockItem | ChunkItem) -> int:
     """Return the bytes of staging memory for a copy of an item, which is the most that it takes."""
     if isinstance(item, RowsItem):
-        return rows_size(item.shard.shard, item.count)
+        return tensors_size(item.shard.tensors, item.count)
     if isinstance(item, BlockItem):
         size = item.piece.volume * item.block.tensor.element_size()
     else:

@@ -136,9 +136,14 @@ class Folder:
         """Return the names of the folder's entries, sorted; none where there is no folder."""
         return sorted(self._do(self._store.list, f"listing {self}"))
 
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file directly in the folder, by name, in one operation."""
-        return self._do(self._store.sizes, f"listing {self}")
+    def sizes(self, of: str | None = None) -> dict[str, int]:
+        """Return the bytes of each file directly in the folder, by name, in one operation.
+
+        Args:
+            of: a folder within this one, which is looked into instead.
+        """
+        folder = self if of is None else self / of
+        return self._do(folder._store.sizes, f"listing {folder}")
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a file; None where there is none."""
