@@ -61,6 +61,7 @@ class Ranks:
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
             self.group = None
+            vars(self).update(rank=0, world_size=1)
 
     @cached_property
     def rank(self) -> int:
