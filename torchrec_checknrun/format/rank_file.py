@@ -158,10 +158,10 @@ def _write_chunk(file: NewFile, chunk: EncodedChunk, job: Job) -> Entry:
 def _write_index(file: NewFile, name: str, rank: int, index: list[Entry]) -> RankFile:
     data = index_bytes(rank, index, name)
     checksum = xxhash.xxh3_64_hexdigest(data)
-    offset = file.tell()
-    file.write(data)
-    file.write(FOOTER.pack(offset, len(data), checksum.encode(), MAGIC))
-    return RankFile(name, file.tell(), offset, len(data), checksum, len(index))
+    offset = index[-1].offset + index[-1].length if index else 0
+    file.write(data + FOOTER.pack(offset, len(data), checksum.encode(), MAGIC))
+    size = offset + len(data) + FOOTER.size
+    return RankFile(name, size, offset, len(data), checksum, len(index))
 
 
 def read_footer(folder: Folder, file: RankFile) -> None:
