@@ -142,7 +142,7 @@ def _write_chunk(file: WriteBehind, job: Job) -> _Written:
 def _write_index(file: WriteBehind, name: str, rank: int, index: list[Entry]) -> RankFile:
     data = index_bytes(rank, index, name)
     checksum = xxhash.xxh3_64_hexdigest(data)
-    offset = sum(entry.length for entry in index)
+    offset = index[-1].offset + index[-1].length if index else 0
     footer = FOOTER.pack(offset, len(data), checksum.encode(), MAGIC)
     file.append((data, footer))
     size = offset + len(data) + len(footer)
