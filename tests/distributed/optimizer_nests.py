@@ -53,6 +53,54 @@ class Averaging(OptimizerWrapper):
                 self.average[name] = old.lerp(p.detach(), self.decay)
 
 
+class Delegating(KeyedOptimizer):
+    """A user's warm-up with TorchRec's interface alone: all but the rate is the inner optimizer's,
+    whose attribute has a name of its own.
+    """
+
+    def __init__(self, inner: KeyedOptimizer, steps: int = 4) -> None:
+        self._inner = inner
+        self.steps, self.done = steps, 0
+        self.rates = [group["lr"] for group in inner.param_groups]
+
+    @property
+    def params(self) -> Any:
+        return self._inner.params
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._inner.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self._inner.param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        return self._inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.done += 1
+        for group, rate in zip(self.param_groups, self.rates, strict=True):
+            group["lr"] = rate * min(1.0, self.done / self.steps)
+        self._inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._inner.load_state_dict(state_dict)
+
+    def post_load_state_dict(self) -> None:
+        self._inner.post_load_state_dict()
+
+    def save_param_groups(self, save: bool) -> None:
+        self._inner.save_param_groups(save)
+
+
 def stages() -> list[WarmupStage]:
     return [
         WarmupStage(WarmupPolicy.LINEAR, 2, 0.1),
@@ -82,6 +130,9 @@ NESTS: dict[str, Callable[[KeyedOptimizer, KeyedOptimizer], KeyedOptimizer]] = {
     "warm warm combined": lambda f, d: warm(warm(both(f, d)), "__second"),
     "warm in warm": lambda f, d: warm(both(f, warm(clip(d), "__inner")), "__outer"),
     "averaging": lambda f, d: Averaging(both(f, Averaging(warm(d)))),
+    "delegating combined": lambda f, d: Delegating(both(f, d)),
+    "delegating each": lambda f, d: both(Delegating(f), Delegating(warm(d))),
+    "warm delegating": lambda f, d: warm(Delegating(clip(both(f, d)))),
     "combined twice": lambda f, d: CombinedOptimizer([("x", warm(both(f, d)))]),
 }
 ALONE: dict[str, Callable[[KeyedOptimizer], KeyedOptimizer]] = {

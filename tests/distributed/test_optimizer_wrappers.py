@@ -31,6 +31,7 @@ ROWS = layout("row_wise", "row_wise")
         {"layout": COLUMNS, "nest": "warm each", "factory": "momentum"},
         {"layout": APART, "nest": "combined", "factory": "adamw", "schedule": "step"},
         {"layout": APART, "nest": "combined warm"},
+        {"layout": APART, "nest": "delegating combined"},
     ],
     ids=lambda case: case["nest"],
 )

@@ -254,7 +254,28 @@ def _shows(outer: Optimizer, name: str, inner: Optimizer) -> bool:
     """Return whether an optimizer's state dict shows the state of one that it holds."""
     if name == "_optimizer" and isinstance(outer, KeyedOptimizer):  # TorchRec's wrappers
         return True
-    return outer.state is inner.state
+    return outer.state is inner.state or _hands_on(outer, inner)
+
+
+def _hands_on(outer: Optimizer, inner: Optimizer) -> bool:
+    """Return whether a user's wrapper has the parameters and state of the optimizer inside.
+
+    ``CombinedOptimizer`` makes a new dict at each look at its state, so that a wrapper's is never
+    the same object: either the wrapper asks for it each time, too, or has kept an earlier one.
+    """
+    if not (isinstance(outer, KeyedOptimizer) and isinstance(inner, KeyedOptimizer)):
+        return False
+    if _identities(outer.params) != _identities(inner.params):
+        return False
+    shown, inside = _identities(outer.state), _identities(inner.state)
+    if "state" in vars(outer):  # an empty dict of its own would fit any optimizer inside
+        return bool(shown) and shown.items() <= inside.items()
+    return shown == inside
+
+
+def _identities(items: Mapping[Any, Any]) -> dict[int | str, int]:
+    """Return a mapping's keys and values by identity, keys that are names as they are."""
+    return {key if isinstance(key, str) else id(key): id(item) for key, item in items.items()}
 
 
 def _optimizers_in(value: object, name: str, depth: int = 0) -> Iterator[tuple[str, Optimizer]]:

@@ -171,7 +171,7 @@ def _kernel(module: Any, prefix: str, optimizers: tuple[Optimizer, ...]) -> Kern
             f"tables {[prefix + name for name in names]} are held by {type(module).__name__}, "
             "whose rows can't be tracked, read and written in place: shard them with compute "
             "kernel 'fused', 'fused_uvm' or 'fused_uvm_caching', which needs a fused optimizer "
-            "(apply_optimizer_in_backward)"
+            "(apply_optimizer_in_backward; for frozen tables torch.optim.SGD with lr 0)"
         )
     tbe = module._emb_module
     weights = module.split_embedding_weights()
