@@ -191,7 +191,7 @@ def test_a_field_of_another_kind(
     result = console.run("report", run[0], "--log", tmp_path / "log", "--json")
     assert (result.code, result.out) == (2, "")
     assert len(result.err.splitlines()) == 1
-    assert f"{field}: " in result.err
+    assert f"$.{field}" in result.err
 
 
 @pytest.mark.parametrize("after", ["", '{"event": "step"}\n', "\n"])
