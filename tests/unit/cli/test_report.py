@@ -6,11 +6,11 @@ import base64
 import json
 import re
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.chains import DIM, Part, new_root, one_thread, write
 from tests.unit.console import Console
