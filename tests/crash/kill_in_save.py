@@ -1,7 +1,7 @@
-"""The trainer with a bomb in it: SIGKILLs itself at the point that the plan has for this attempt.
+"""Run the trainer with a bomb: SIGKILL at the point that the plan has for this attempt.
 
-Also writes down which checkpoints are committed before each restore, by looking for manifests
-itself: what the restore is then compared with.
+Before each restore the committed checkpoints are written down, found by their manifests alone: the
+restore is compared with them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TornFile:
 
 
 class Bomb:
-    """Goes off once, at the planned point of the planned save or restore."""
+    """A bomb that goes off once, at the planned point of the planned save or restore."""
 
     def __init__(self, kill: kills.Kill) -> None:
         self.kill = kill
@@ -65,7 +65,7 @@ class Bomb:
         self._checkpoint = ""
 
     def arm(self) -> None:
-        """Puts itself into all that a save and a restore go through."""
+        """Patch all functions that a save and a restore go through."""
         if self.kill.rank == RANK:
             self._arm_begin()
             self._arm_save()
@@ -73,7 +73,7 @@ class Bomb:
         self._arm_restore()
 
     def explode(self) -> None:
-        """Does not return where this rank is among the victims."""
+        """Kill the victims; don't return if this rank is among them."""
         victims = self.kill.victims or (RANK,)
         pids = {rank: int(_pid_file(rank).read_text()) for rank in victims}
         event = {"attempt": ATTEMPT, "pid": pids[victims[0]], "checkpoint": self._checkpoint}
@@ -84,7 +84,7 @@ class Bomb:
         self.kill = replace(self.kill, point="over")
 
     def is_last_chunk(self) -> bool:
-        """Counts the chunks of a file or restore, down to the one that is not to be outlived."""
+        """Count the chunks of a file or restore, down to the one that is not to be outlived."""
         self._chunks_left -= 1
         return self._chunks_left == 0
 

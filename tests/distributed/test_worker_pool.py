@@ -1,4 +1,4 @@
-"""The harness itself: a case that fails, hangs or dies fails alone."""
+"""A case that fails, hangs or dies in the worker pool fails alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real torchrun workers that stay: started once per number of ranks, sent one case after another.
+"""Keep torchrun workers: start them once per number of ranks, send them one case after another.
 
 Importing TorchRec costs a process seconds and 300 MB, a case only milliseconds. A case that fails
 or hangs fails its own test; the workers are replaced for the next one.
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 WORKER = "tests.distributed.worker"
 START_SECONDS = 120.0
 GRACE_SECONDS = 3.0
-"""After one rank has failed, what the others may take to say something as well."""
+"""Time that the other ranks get to answer after one has failed."""
 
 
 class CaseFailed(Exception):
@@ -32,7 +32,7 @@ class CaseFailed(Exception):
 
 
 class WorkerPool:
-    """``world_size`` processes that run the same function together.
+    """A pool of ``world_size`` processes that run the same function together.
 
     Args:
         worker: the module that every process is.
@@ -50,10 +50,10 @@ class WorkerPool:
     def run(
         self, function: Callable[..., Any], *, timeout: float = 90.0, **arguments: Any
     ) -> list[Any]:
-        """Calls a module's function with JSON arguments on all ranks; their (JSON) results.
+        """Call a module's function with JSON arguments on all ranks; return their JSON results.
 
         Raises:
-            CaseFailed: it raised or did not end in time on some rank.
+            CaseFailed: the case raised, or did not end in time, on some rank.
         """
         if self._torchrun is None:
             self._start()
@@ -83,7 +83,7 @@ class WorkerPool:
         return [answers[rank]["result"] for rank in range(self.world_size)]
 
     def stop(self) -> None:
-        """Kills the workers; the next case gets new ones."""
+        """Kill the workers; the next case gets new ones."""
         for connection in self._connections:
             connection.close()
         if self._torchrun is not None:
@@ -124,7 +124,7 @@ class WorkerPool:
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    """The next message; empty if the worker is gone."""
+    """Receive the next message; return an empty one if the worker is gone."""
     data = b""
     with suppress(OSError):
         while not data.endswith(b"\n"):

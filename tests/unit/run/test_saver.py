@@ -15,7 +15,8 @@ from torch import nn
 
 from tests.crash.save_sweep import SPEC, alone
 from tests.distributed import references
-from tests.distributed.models import Job, State, gather, uniform_plan
+from tests.distributed.models import Job, uniform_plan
+from tests.distributed.states import State, gather
 from torchrec_checknrun import (
     AtEnd,
     Checkpointer,
