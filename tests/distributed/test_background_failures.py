@@ -20,12 +20,12 @@ from tests.distributed.background_jobs import (
     storage_fails,
     where,
 )
+from tests.distributed.fork_server import REPOSITORY
 from tests.distributed.models import (
     Plan,
 )
 from tests.distributed.small_job import Workers
 from tests.distributed.states import gather
-from tests.distributed.worker_pool import REPOSITORY
 from torchrec_checknrun.errors import SaveFailed
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.worker_pool import REPOSITORY
+from tests.distributed.fork_server import REPOSITORY
 from torchrec_checknrun.elastic import attempt_store, init_process_group
 
 SCRIPT = """

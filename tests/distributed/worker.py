@@ -1,6 +1,6 @@
 """Run cases from pytest on one rank of a worker pool, and answer with their results.
 
-Started by ``torchrun -m tests.distributed.worker SOCKET``. Each case gets a process group of its
+Started by a worker pool, which calls ``main``. Each case gets a process group of its
 own, so that one case's collectives and groups are nothing to the next.
 """
 
@@ -92,7 +92,3 @@ def _freeze_modules() -> None:
     if len(sys.modules) > _modules:
         _modules = len(sys.modules)
         gc.freeze()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
