@@ -22,7 +22,7 @@ from tests.crash import kills
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.restore.plan import ChainRestore
-from torchrec_checknrun.root import deletion
+from torchrec_checknrun.root.deletion import Deletion
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.run import saver
 from torchrec_checknrun.save.commit import CheckpointWriter
@@ -128,19 +128,19 @@ class Bomb:
         _replace(StagedJob, "encode", die_or_encode)
 
     def _arm_retention(self) -> None:
-        delete_all, delete = deletion.delete_checkpoint, Folder.delete
-        deleting: list[Folder] = []
+        delete_all, delete = Deletion._delete, Folder.delete
+        deleting: list[str] = []
 
-        def delete_all_here(folder: Folder) -> None:
-            deleting.append(folder)
-            delete_all(folder)
+        def delete_all_here(deletion: Deletion, id: str, *args: Any) -> bool:
+            deleting.append(id)
+            return delete_all(deletion, id, *args)
 
         def delete_and_die(folder: Folder, name: str) -> None:
             delete(folder, name)
             if self.kill.point == kills.RETENTION and deleting and name != MANIFEST_NAME:
                 self.explode()
 
-        _replace(deletion, "delete_checkpoint", delete_all_here)
+        _replace(Deletion, "_delete", delete_all_here)
         _replace(Folder, "delete", delete_and_die)
 
     def _arm_save(self) -> None:

@@ -1,4 +1,4 @@
-"""Torchrun's ranks that run programs in forks of theirs, for all tests here."""
+"""Keep two ranks that run programs in forks of theirs, for all tests here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Both = Callable[..., tuple[Ranks, Ranks]]
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[WorkerPool]:
-    """Two ranks; ``run`` gives each one's ``value``, ``error`` or ``signal``."""
+    """Return a pool of two ranks; ``run`` gives each one's ``value``, ``error`` or ``signal``."""
     pool = WorkerPool(2, "tests.programs.worker")
     yield pool
     pool.stop()
