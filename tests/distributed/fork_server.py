@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from functools import cache
 from pathlib import Path
@@ -36,12 +37,16 @@ class ForkServer:
 
     def __init__(self) -> None:
         mine, its = socket.socketpair()
-        with its:
+        self._folder = tempfile.TemporaryDirectory(prefix="fork-server-")
+        self._log = Path(self._folder.name) / "log"
+        with its, self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(its.fileno())],
                 cwd=REPOSITORY,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
                 pass_fds=[its.fileno()],
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         mine.settimeout(START_SECONDS)
         self._socket = mine
@@ -50,11 +55,12 @@ class ForkServer:
     def fork(self, module: str, argument: str, log: Path, environment: dict[str, str]) -> int:
         """Call ``main(argument)`` of a module in a new process; return its process id."""
         request = {"module": module, "argument": argument, "log": str(log), "env": environment}
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
-        answer = self._answers.readline()
-        if not answer:
-            raise OSError("the fork server is gone")
-        return int(answer)
+        try:
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            return int(self._answers.readline())
+        except (OSError, ValueError) as error:
+            text = self._log.read_text(errors="replace")
+            raise OSError(f"the fork server doesn't answer: {error!r}\n{text[-4000:]}") from error
 
 
 @cache
