@@ -27,13 +27,14 @@ import numpy as np
 
 REPOSITORY = Path(__file__).parents[2]
 SERVERS = 2
-START_SECONDS = 120.0
+START_SECONDS = 240.0
+"""For the imports, on a busy machine."""
 IMPORTED = ("pytest", "hypothesis", "torchrec_checknrun", "tests.distributed.zoo")
 PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """A process that forks others, until this one ends."""
+    """A process that forks others; it ends, and they with it, when this object is dropped."""
 
     def __init__(self) -> None:
         mine, its = socket.socketpair()
@@ -48,6 +49,7 @@ class ForkServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+        self.pid = self._process.pid
         mine.settimeout(START_SECONDS)
         self._socket = mine
         self._answers = mine.makefile("rb")
@@ -55,12 +57,17 @@ class ForkServer:
     def fork(self, module: str, argument: str, log: Path, environment: dict[str, str]) -> int:
         """Call ``main(argument)`` of a module in a new process; return its process id."""
         request = {"module": module, "argument": argument, "log": str(log), "env": environment}
+        answer = b""
         try:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
-            return int(self._answers.readline())
+            answer = self._answers.readline()
+            return int(answer)
         except (OSError, ValueError) as error:
             text = self._log.read_text(errors="replace")
             raise OSError(f"the fork server doesn't answer: {error!r}\n{text[-4000:]}") from error
+        finally:
+            if not answer:
+                servers.cache_clear()  # it may still answer: the next start gets new servers
 
 
 @cache

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.distributed.fork_server import START_SECONDS, servers
+from tests.distributed.fork_server import START_SECONDS, ForkServer, servers
 
 WORKER = "tests.distributed.worker"
 GRACE_SECONDS = 3.0
@@ -42,6 +42,7 @@ class WorkerPool:
         self.world_size = world_size
         self._worker = worker
         self._store: dist.TCPStore | None = None
+        self._servers: list[ForkServer] = []
         self._connections: list[socket.socket] = []
         self._pids: list[int] = []
         self._folder = tempfile.TemporaryDirectory(prefix="workers-")
@@ -89,7 +90,7 @@ class WorkerPool:
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._store, self._connections, self._pids = None, [], []
+        self._store, self._servers, self._connections, self._pids = None, [], [], []
 
     def _start(self) -> None:
         self._starts += 1
@@ -102,8 +103,9 @@ class WorkerPool:
             listener.listen()
             listener.settimeout(START_SECONDS)
             try:
+                self._servers = servers()
                 for rank in range(self.world_size):
-                    server = servers()[rank % len(servers())]
+                    server = self._servers[rank % len(self._servers)]
                     environment = self._environment(rank, self._store.port)
                     self._pids.append(server.fork(self._worker, address, log, environment))
                 found = [listener.accept()[0] for _ in range(self.world_size)]
