@@ -17,7 +17,7 @@ DATA ?=
 ARGS ?=
 
 # Of tests, which wait for other processes most of the time: groups run beside each other.
-GROUPS := tests/crash tests/distributed other-tests
+GROUPS := tests/crash tests/distributed tests/unit other-tests
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 # The site, in build/site: any warning fails. The variable silences an advertisement.
@@ -80,7 +80,7 @@ docs: $(STAMP)
 
 test: $(STAMP)
 ifeq ($(ARGS),)
-	@echo 'ruff and mypy, and tests in three groups: all at once, each is shown when it is done'
+	@echo 'ruff and mypy, and tests in four groups: all at once, each is shown when it is done'
 	@$(MAKE) --no-print-directory --keep-going --jobs $(SYNC) check $(GROUPS)
 else
 	@$(MAKE) --no-print-directory check

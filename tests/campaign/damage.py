@@ -30,7 +30,7 @@ from tests.campaign.kill_rank import Run, join
 from tests.campaign.outcome import Outcome
 from tests.campaign.record import Record, Values, values_of
 from tests.distributed import references
-from tests.distributed.models import Part, State, gather, scramble
+from tests.distributed.states import Part, State, gather, scramble
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format import reader as read_chunks

@@ -36,7 +36,8 @@ from tests.campaign.kill_rank import join
 from tests.campaign.outcome import Outcome
 from tests.crash.faulty_store import faulty_disk
 from tests.distributed import references
-from tests.distributed.models import Job, State, gather, local_parts, scramble, uniform_plan
+from tests.distributed.models import Job, uniform_plan
+from tests.distributed.states import State, gather, local_parts, scramble
 from torchrec_checknrun import Checkpointer, Retention
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format import reader as read_chunks

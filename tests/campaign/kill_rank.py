@@ -23,7 +23,8 @@ from tests.campaign.board import Board
 from tests.campaign.kill_plan import LIFE_STEPS, RANKS, SPEC, Kill, Phase, Trial
 from tests.campaign.record import Record, Values, values_of
 from tests.crash.faulty_store import Faults, faulty_disk
-from tests.distributed.models import Job, Part, local_parts
+from tests.distributed.models import Job
+from tests.distributed.states import Part, local_parts
 from torchrec_checknrun import Checkpointer, CheckpointReport, PerRank
 from torchrec_checknrun.errors import RootInUse, SaveFailed
 from torchrec_checknrun.store.folder import Folder

@@ -28,7 +28,7 @@ from tests.campaign.kill_rank import Life, Run
 from tests.campaign.outcome import Outcome
 from tests.campaign.record import Record
 from tests.distributed import references
-from tests.distributed.models import gather, scramble
+from tests.distributed.states import gather, scramble
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.checkpoints import committed, read_manifest

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.distributed.models import Part, State
+from tests.distributed.states import Part, State
 
 Values = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.ndarray]]
 """Pieces of tensors by name and offset: the whole tensor's size, and this rank's piece."""

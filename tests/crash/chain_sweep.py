@@ -1,4 +1,4 @@
-"""One operation of a compaction, or of a pruning, fails, each in turn; what the storage then holds.
+"""Fail one operation of a compaction or a pruning, each in turn, and judge what the storage holds.
 
 The chains are made by hand: no model is needed.
 """
@@ -37,7 +37,7 @@ class ChainSweep:
         self._new_root = new_root
 
     def run(self, work: str, mode: Mode, start: int = 1, stride: int = 1) -> Tally:
-        """Every ``stride``-th operation of ``compact`` or ``prune`` fails that way."""
+        """Fail every ``stride``-th operation of ``compact`` or ``prune`` that way."""
         act = {"compact": self._compact, "prune": self._prune}[work]
         operations = act(0, Mode.ONCE, Tally())
         tally = Tally(sum(operation.can_fail(mode) for operation in operations))
@@ -52,7 +52,7 @@ class ChainSweep:
     def _work(
         self, act: Callable[[], object], number: int, mode: Mode, tally: Tally, what: str
     ) -> tuple[list[Operation], OSError | None]:
-        """Does it with a fault, and counts."""
+        """Act with a fault, and count the outcome."""
         told: OSError | None = None
         self._faults.arm(number, mode if number else None)
         try:
@@ -137,7 +137,7 @@ class ChainSweep:
 
 
 def _full(root: Folder, before: Manifest) -> Manifest:
-    """A full checkpoint after another one."""
+    """Write a full checkpoint after another one."""
     made = write(root, ROWS, [Part((0, DIM), list(range(ROWS)), 10)], before)
     (root / made.id).delete(MANIFEST_NAME)
     full = replace(made, kind="full", parent=None).sealed()

@@ -1,4 +1,4 @@
-"""Every job here is a real torchrun; its trainer modules are found from the repository's root."""
+"""Run every test at the repository's root, where torchrun finds the trainer modules."""
 
 from __future__ import annotations
 

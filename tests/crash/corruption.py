@@ -1,4 +1,4 @@
-"""Every file of a chain is damaged in every way; what ``verify`` and a restore make of it."""
+"""Damage every file of a chain in every way, and judge what ``verify`` and a restore make of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import msgspec
 
 from tests.crash.save_sweep import SPEC
 from tests.distributed import references
-from tests.distributed.models import Job, State, gather, scramble, uniform_plan
+from tests.distributed.models import Job, uniform_plan
+from tests.distributed.states import State, gather, scramble
 from torchrec_checknrun import Checkpointer, Consecutive
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format import reader as read_chunks
@@ -23,15 +24,15 @@ from torchrec_checknrun.tools.verify import verify
 
 LENGTH = 3
 FLIPS = 8
-"""In each file: at its ends, and evenly between."""
+"""Flipped bytes in each file: at its ends, and evenly between."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to a copy of the run.
+    """A damage to a copy of the run.
 
     Attributes:
-        checkpoint: which one of the chain it is done to, 0 for the baseline.
+        checkpoint: the damaged one of the chain, 0 for the baseline.
         file: its file.
     """
 
@@ -46,12 +47,12 @@ class Damage:
 
 @dataclass
 class Found:
-    """What the sweep has come to.
+    """The outcome of a sweep.
 
     Attributes:
-        tried: damages.
-        restored_older: after which a restore had to fall back; in the others it needed nothing of
-            what was damaged.
+        tried: number of damages.
+        restored_older: number after which a restore had to fall back; the others left all that it
+            needed.
     """
 
     tried: int = 0
@@ -91,7 +92,7 @@ class CorruptionSweep:
         return ids
 
     def damages(self) -> Iterator[Damage]:
-        """All of them."""
+        """Yield every damage."""
         for age, id in enumerate(self.ids):
             for file in sorted((self._folder / "sound" / id).iterdir()):
                 size = file.stat().st_size
@@ -106,7 +107,7 @@ class CorruptionSweep:
             yield Damage(age, "", "delete")
 
     def run(self, damages: Iterator[Damage]) -> Found:
-        """Each in turn."""
+        """Try each damage in turn."""
         found = Found()
         with mock.patch.object(read_chunks, "VISIBLE_SECONDS", 0.0):
             for damage in damages:
@@ -152,7 +153,7 @@ class CorruptionSweep:
         return problems
 
     def _apply(self, root: Path, damage: Damage) -> str:
-        """Does it; returns the directory that is damaged then."""
+        """Apply a damage; return the directory that is damaged then."""
         id = self.ids[damage.checkpoint]
         path = root / id / damage.file
         other = self._folder / "other" / self._others[damage.checkpoint] / damage.file
@@ -178,7 +179,7 @@ class CorruptionSweep:
         return id
 
     def _older(self, path: Path, other: Path) -> bytes:
-        """Sound in itself, and of the same checkpoint by its name, but not this one."""
+        """Make a file that is sound and names this checkpoint, but is of another one."""
         if path.name != MANIFEST_NAME:
             return other.read_bytes()
         manifest = parse_manifest(other.read_bytes(), str(other))

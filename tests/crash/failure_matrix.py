@@ -1,4 +1,4 @@
-"""A save fails in each phase on each rank: what all ranks hear of it, and whether rows are lost.
+"""Fail a save in each phase on each rank: compare what all ranks hear, and look for lost rows.
 
 ``fail_everywhere`` runs on all ranks of a worker pool, with one model for all cases.
 """
@@ -17,15 +17,8 @@ import torch.distributed as dist
 
 from tests.crash.save_sweep import Tally
 from tests.distributed import references
-from tests.distributed.models import (
-    CollectionSpec,
-    Job,
-    ModelSpec,
-    TableSpec,
-    gather,
-    scramble,
-    uniform_plan,
-)
+from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
+from tests.distributed.states import gather, scramble
 from torchrec_checknrun import Checkpointer, Consecutive, Retention
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format import rank_file
@@ -39,7 +32,7 @@ from torchrec_checknrun.store.folder import Folder
 
 SPEC = ModelSpec((CollectionSpec("c", (TableSpec("t0", 60, 8, ("f0",)),)),))
 BOUND_SECONDS = 20.0
-"""A save that fails takes no longer than this, also where a rank could wait for another one."""
+"""The longest that a failing save may take, also where a rank could wait for another one."""
 
 PHASES: dict[str, tuple[Any, str]] = {
     "lease": (Lease, "check"),
@@ -68,7 +61,7 @@ KINDS: dict[str, Callable[[], Exception]] = {
 
 
 def cases(every_kind: bool = True) -> list[tuple[str, int, str]]:
-    """Phase, rank and kind of error; if not with every kind, then with one in turns."""
+    """List phase, rank and kind of error; if not with every kind, then with one in turns."""
     found = [
         (phase, rank, kind)
         for phase in PHASES
@@ -86,7 +79,7 @@ def cases(every_kind: bool = True) -> list[tuple[str, int, str]]:
 
 
 def fail_everywhere(root: str, chosen: list[list[Any]]) -> list[dict[str, Any]]:
-    """On this rank: what was told in each case, how long that took, and what is wrong."""
+    """Return of each case on this rank the error told, the seconds it took, and what is wrong."""
     plan = uniform_plan(SPEC, "row_wise", dist.get_world_size())
     job, reader = Job.build(SPEC, plan), Job.build(SPEC, plan, seed=5)
     return [
@@ -139,7 +132,7 @@ def _fail(root: str, job: Job, reader: Job, phase: str, rank: int, kind: str) ->
 
 
 def judge(answers: list[list[dict[str, Any]]], chosen: list[tuple[str, int, str]]) -> Tally:
-    """What all ranks say of all cases, together.
+    """Judge the answers of all ranks to all cases.
 
     Args:
         answers: by rank and case.

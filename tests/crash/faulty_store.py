@@ -1,4 +1,4 @@
-"""Storage that fails at a chosen operation: a fsspec file system of its own, or the local disk.
+"""Fail storage at a chosen operation: a fsspec file system of its own, or the local disk.
 
 Operations are counted as ``Folder`` asks for them. The fsspec one (``faulty://``) is in memory and
 behaves as object stores do; the disk is the real one, with the calls to it wrapped.
@@ -29,7 +29,7 @@ RENEWAL = "checknrun-lease"
 
 
 class Mode(Enum):
-    """How an operation fails."""
+    """A way in which an operation fails."""
 
     ONCE = "once"
     EVER = "for ever"
@@ -40,7 +40,7 @@ class Mode(Enum):
 
     @property
     def transient(self) -> bool:
-        """Whether another try may heal it."""
+        """Tell whether another try may heal it."""
         return self in (Mode.BUSY, Mode.LOST_BUSY)
 
     def error(self) -> OSError:
@@ -53,7 +53,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Operation:
-    """One that was asked for.
+    """An operation that was asked for.
 
     Attributes:
         changes: something in the storage.
@@ -65,21 +65,22 @@ class Operation:
     partly: bool
 
     def can_fail(self, mode: Mode) -> bool:
-        """Whether that is another failure than ``ONCE``, or than ``BUSY``."""
+        """Tell whether that is another failure than ``ONCE``, or than ``BUSY``."""
         if mode is Mode.PARTIAL:
             return self.partly
         return self.changes or mode not in (Mode.LOST, Mode.LOST_BUSY)
 
     @property
     def streams(self) -> bool:
-        """It is part of a file that is written piece by piece, or makes it durable: not repeated,
-        since nobody knows what the first try has left.
+        """Tell whether the operation writes a file piece by piece, or makes it durable.
+
+        Such an operation is not repeated: nobody knows what the first try has left.
         """
         return self.name in ("write", "flush", "close", "fsync", "fsync of a folder")
 
 
 class Faults:
-    """Counts operations, and makes the chosen one fail.
+    """A count of operations, of which the chosen one fails.
 
     Attributes:
         asked_for: all while it was armed.
@@ -96,7 +97,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def arm(self, at: int, mode: Mode | None) -> None:
-        """From now on one operation fails, or only counts if there is no mode.
+        """Count from now on, and fail one operation if there is a mode.
 
         Args:
             at: which of those that can fail that way, counted from 1.
@@ -107,7 +108,7 @@ class Faults:
             self._armed = True
 
     def disarm(self) -> None:
-        """From now on nothing is counted, and nothing fails."""
+        """Count nothing and fail nothing from now on."""
         with self._lock:
             self._armed = False
 
@@ -118,7 +119,7 @@ class Faults:
         changes: bool = False,
         half: Callable[[], object] | None = None,
     ) -> T:
-        """An operation; what it does by way of others is part of it.
+        """Run an operation; others that it consists of are part of it.
 
         The renewal of a claim is none: it comes by the clock, every 15 seconds, and on a busy
         machine a case can take as long.
@@ -196,7 +197,7 @@ class FaultyFile:
 
 
 class FaultyStore(MemoryFileSystem):
-    """Objects in memory: a put is there wholly or not at all."""
+    """A store of objects in memory: a put is there wholly or not at all."""
 
     protocol = PROTOCOL
     store: ClassVar[dict[str, Any]] = {}
@@ -251,13 +252,13 @@ class FaultyStore(MemoryFileSystem):
 
     @classmethod
     def clear(cls) -> None:
-        """Forgets everything that was stored."""
+        """Forget everything that was stored."""
         cls.store.clear()
         cls.pseudo_dirs[:] = [""]
 
     @classmethod
     def copied(cls) -> dict[str, bytes]:
-        """All objects, by path."""
+        """Return all objects, by path."""
         return {path: file.getvalue() for path, file in cls.store.items()}
 
 
@@ -295,7 +296,7 @@ class _FaultyOs:
         )
 
     def _open(self, path: str, flags: int, *mode: int, **options: Any) -> int:
-        """On the way to a file its directories are opened: that is part of what is done there."""
+        """Open a file; opening the directories on the way to it is part of what is done there."""
         if flags & os.O_DIRECTORY:
             return os.open(path, flags, *mode, **options)
         new = bool(flags & os.O_CREAT)
@@ -317,7 +318,7 @@ class _FaultyOs:
 
 @contextmanager
 def faulty_disk(faults: Faults) -> Iterator[None]:
-    """Every ``Folder`` on a local disk meets the faults."""
+    """Let every ``Folder`` on a local disk meet the faults."""
 
     with (
         mock.patch.object(local, "os", _FaultyOs(faults)),
@@ -328,7 +329,7 @@ def faulty_disk(faults: Faults) -> Iterator[None]:
 
 @contextmanager
 def patience(mode: Mode) -> Iterator[None]:
-    """Retries go on for seconds where another try may help, and there are none where it can't."""
+    """Retry for seconds where another try may help, and not at all where it can't."""
     seconds = "20" if mode.transient else "0"
     with (
         mock.patch.dict(os.environ, {"CHECKNRUN_RETRY_SECONDS": seconds}),

@@ -1,5 +1,6 @@
-"""A store that stops answering: a fsspec file system (``hanging://``), in memory, whose calls wait
-for ever from a chosen one on; and a script that trains on it, saves, closes or just ends.
+"""Let a store stop answering: an fsspec file system (``hanging://``) in memory, and a script on it.
+
+From a chosen call on, calls wait for ever; the script trains, saves, closes or just ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class HangingFile:
 
 
 class HangingStore(MemoryFileSystem):
-    """Objects in memory.
+    """A store of objects in memory.
 
     Attributes:
         hangs: names of the calls that don't return; ``manifest``: puts of a manifest.
@@ -87,7 +88,7 @@ for _name in set(CALLS) - {"open", "pipe_file"}:
     setattr(HangingStore, _name, _hanging(_name))
 fsspec.register_implementation("hanging", HangingStore, clobber=True)
 kept = ExitStack()
-"""Of ``main``: as a script that doesn't tidy up."""
+"""Keeps ``main``'s checkpointer alive, as a script that doesn't tidy up does."""
 
 
 def main(how: str, what: str, timeout_seconds: float) -> None:

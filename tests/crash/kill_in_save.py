@@ -1,7 +1,7 @@
-"""The trainer with a bomb in it: SIGKILLs itself at the point that the plan has for this attempt.
+"""Run the trainer with a bomb: SIGKILL at the point that the plan has for this attempt.
 
-Also writes down which checkpoints are committed before each restore, by looking for manifests
-itself: what the restore is then compared with.
+Before each restore the committed checkpoints are written down, found by their manifests alone: the
+restore is compared with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.crash import kills
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
 from torchrec_checknrun.restore.plan import ChainRestore
-from torchrec_checknrun.root import deletion
+from torchrec_checknrun.root.deletion import Deletion
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.run import saver
 from torchrec_checknrun.save.commit import CheckpointWriter
@@ -56,7 +56,7 @@ class TornFile:
 
 
 class Bomb:
-    """Goes off once, at the planned point of the planned save or restore."""
+    """A bomb that goes off once, at the planned point of the planned save or restore."""
 
     def __init__(self, kill: kills.Kill) -> None:
         self.kill = kill
@@ -65,7 +65,7 @@ class Bomb:
         self._checkpoint = ""
 
     def arm(self) -> None:
-        """Puts itself into all that a save and a restore go through."""
+        """Patch all functions that a save and a restore go through."""
         if self.kill.rank == RANK:
             self._arm_begin()
             self._arm_save()
@@ -73,7 +73,7 @@ class Bomb:
         self._arm_restore()
 
     def explode(self) -> None:
-        """Does not return where this rank is among the victims."""
+        """Kill the victims; don't return if this rank is among them."""
         victims = self.kill.victims or (RANK,)
         pids = {rank: int(_pid_file(rank).read_text()) for rank in victims}
         event = {"attempt": ATTEMPT, "pid": pids[victims[0]], "checkpoint": self._checkpoint}
@@ -84,7 +84,7 @@ class Bomb:
         self.kill = replace(self.kill, point="over")
 
     def is_last_chunk(self) -> bool:
-        """Counts the chunks of a file or restore, down to the one that is not to be outlived."""
+        """Count the chunks of a file or restore, down to the one that is not to be outlived."""
         self._chunks_left -= 1
         return self._chunks_left == 0
 
@@ -128,19 +128,19 @@ class Bomb:
         _replace(StagedJob, "encode", die_or_encode)
 
     def _arm_retention(self) -> None:
-        delete_all, delete = deletion.delete_checkpoint, Folder.delete
-        deleting: list[Folder] = []
+        delete_all, delete = Deletion._delete, Folder.delete
+        deleting: list[str] = []
 
-        def delete_all_here(folder: Folder) -> None:
-            deleting.append(folder)
-            delete_all(folder)
+        def delete_all_here(deletion: Deletion, id: str, *args: Any) -> bool:
+            deleting.append(id)
+            return delete_all(deletion, id, *args)
 
         def delete_and_die(folder: Folder, name: str) -> None:
             delete(folder, name)
             if self.kill.point == kills.RETENTION and deleting and name != MANIFEST_NAME:
                 self.explode()
 
-        _replace(deletion, "delete_checkpoint", delete_all_here)
+        _replace(Deletion, "_delete", delete_all_here)
         _replace(Folder, "delete", delete_and_die)
 
     def _arm_save(self) -> None:

@@ -1,4 +1,4 @@
-"""What is to be killed when: drawn from a seed, read by the trainer that kills itself."""
+"""Plan the kills: drawn from a seed, read by the trainer that kills itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PHASES = (
 
 @dataclass(frozen=True)
 class Kill:
-    """One attempt's end.
+    """The end of one attempt.
 
     Attributes:
         save: inside which of the attempt's saves, counted from 1.
@@ -56,7 +56,7 @@ class Kill:
 
 
 def sweep() -> list[Kill]:
-    """One after the other, each phase with rank 0, rank 1 and both of them killed in it."""
+    """Plan each phase in turn with rank 0, rank 1 and both of them killed in it."""
     return [
         Kill(
             point=point,
@@ -71,7 +71,7 @@ def sweep() -> list[Kill]:
 
 
 def draw(seed: int, interval: int) -> list[Kill]:
-    """Ten kills in random order, one for each attempt: every point once, the rest from outside."""
+    """Draw ten kills in random order, one per attempt: every point once, the rest from outside."""
     rng = random.Random(seed)
     points = [*UNCOMMITTED, AFTER_MANIFEST, IN_RESTORE, OUTSIDE, OUTSIDE, OUTSIDE]
     rng.shuffle(points)

@@ -1,4 +1,4 @@
-"""One rank of a job that gets SIGTERM: trains, or is stuck in C++, and tells what it comes to.
+"""Run one rank of a job that gets SIGTERM: trains, or is stuck in C++, and reports its end.
 
 Started by forkserver (``train`` and the like), or by torchrun as a program.
 """
@@ -25,7 +25,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Rank:
-    """Joins the job; ``say`` appends to the file that the test reads."""
+    """A rank that has joined the job; ``say`` appends to the file that the test reads."""
 
     def __init__(
         self, rank: int, world_size: int, port: int, folder: str, keeps_store: bool = False
@@ -58,7 +58,7 @@ class Rank:
 
 
 def train(rank: int, world_size: int, port: int, folder: str, seconds: float = 0.01) -> None:
-    """Steps with a collective each, until SIGTERM ends them."""
+    """Train steps with a collective each, until SIGTERM ends them."""
     job = Rank(rank, world_size, port, folder)
     with job.schedule(grace=20.0) as schedule:
         for step in range(1, 10_000):
@@ -71,7 +71,7 @@ def train(rank: int, world_size: int, port: int, folder: str, seconds: float = 0
 
 
 def go_on(rank: int, world_size: int, port: int, folder: str) -> None:
-    """The application has a handler of its own, which stops the loop."""
+    """Train under a handler of the application, which stops the loop."""
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     job = Rank(rank, world_size, port, folder)
@@ -90,14 +90,14 @@ def go_on(rank: int, world_size: int, port: int, folder: str) -> None:
 
 
 def stuck(rank: int, world_size: int, port: int, folder: str, grace: float = 20.0) -> None:
-    """In C++, where no Python handler runs."""
+    """Wait in C++, where no Python handler runs."""
     job = Rank(rank, world_size, port, folder)
     with job.schedule(grace):
         job.store.wait(["never"], TIMEOUT)
 
 
 def lose_the_store(rank: int, world_size: int, port: int, folder: str) -> None:
-    """Rank 1 keeps it; the others are stuck in something else."""
+    """Keep the store on rank 1; wait in another collective on the others."""
     job = Rank(rank, world_size, port, folder, keeps_store=rank == 1)
     elsewhere = dist.HashStore()
     with job.schedule(grace=20.0):
@@ -105,7 +105,7 @@ def lose_the_store(rank: int, world_size: int, port: int, folder: str) -> None:
 
 
 def fail(rank: int, world_size: int, port: int, folder: str) -> None:
-    """Rank 1 raises and stays a while on its way out; the others are stuck."""
+    """Raise on rank 1, which stays a while on its way out; wait on the others."""
     job = Rank(rank, world_size, port, folder)
     with job.schedule(grace=20.0):
         if rank == 1:
@@ -114,7 +114,7 @@ def fail(rank: int, world_size: int, port: int, folder: str) -> None:
 
 
 def main(folder: str) -> None:
-    """Under torchrun: rank 1 kills itself when all are stuck."""
+    """Kill rank 1 from within once all are stuck, under torchrun."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job = Rank(rank, world_size, int(os.environ["MASTER_PORT"]), folder)
     with job.schedule(grace=20.0):

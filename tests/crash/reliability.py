@@ -1,4 +1,4 @@
-"""Injects every fault there is; prints the table of docs/explanation/consistency_and_crashes.md.
+"""Inject every fault there is; print the table of docs/explanation/consistency_and_crashes.md.
 
 ``python -m tests.crash.reliability --json recipes/results/reliability.json``; with ``--only`` some
 of its rows (or none), beside those that the file holds already.
@@ -39,7 +39,7 @@ def _disks(folder: Path) -> Iterator[Path | None]:
 
 
 def saves(folder: Path) -> Row:
-    """One operation of a save fails, each in turn."""
+    """Fail one operation of a save, each in turn."""
     total = Tally()
     with alone():
         for disk in _disks(folder):
@@ -51,7 +51,7 @@ def saves(folder: Path) -> Row:
 
 
 def chains(folder: Path) -> Row:
-    """One operation of a compaction or a pruning fails, each in turn."""
+    """Fail one operation of a compaction or a pruning, each in turn."""
     total = Tally()
     with alone():
         for disk in _disks(folder):
@@ -63,7 +63,7 @@ def chains(folder: Path) -> Row:
 
 
 def phases(folder: Path) -> Row:
-    """A save fails in each phase on each of two ranks."""
+    """Fail a save in each phase on each of two ranks."""
     chosen, pool = failure_matrix.cases(), WorkerPool(2)
     try:
         answers = pool.run(
@@ -78,7 +78,7 @@ def phases(folder: Path) -> Row:
 
 
 def corruptions(folder: Path) -> Row:
-    """Every file of a chain is damaged in every way."""
+    """Damage every file of a chain in every way."""
     with alone():
         sweep = CorruptionSweep(folder)
         found = sweep.run(sweep.damages())
@@ -92,7 +92,7 @@ def corruptions(folder: Path) -> Row:
 
 
 def killed(folder: Path) -> Row:
-    """SIGKILL in every phase, to each of two ranks and to both."""
+    """Send SIGKILL in every phase, to each of two ranks and to both."""
     from tests.crash.test_kills import sweep_kills, train_uninterrupted
 
     uninterrupted = train_uninterrupted(folder / "uninterrupted")
@@ -107,7 +107,7 @@ def killed(folder: Path) -> Row:
 
 
 def soak(results: Path) -> Row:
-    """A thousand checkpoints with retention and random faults (`make soak`)."""
+    """Save a thousand checkpoints with retention and random faults (`make soak`)."""
     result = json.loads((results / "soak.json").read_text())
     return {
         "tried": result["faults"],
@@ -118,7 +118,7 @@ def soak(results: Path) -> Row:
 
 
 def hostile(results: Path) -> Row:
-    """Forged and damaged chains are read (`tests.unit.fuzz`)."""
+    """Read forged and damaged chains (`tests.unit.fuzz`)."""
     result = json.loads((results / "fuzz.json").read_text())
     # It ends with an error at the first input that does harm, and writes no file.
     return {
@@ -144,7 +144,7 @@ OTHERS: dict[str, tuple[str, Callable[[Path], Row]]] = {
 
 
 def table(rows: dict[str, Row]) -> str:
-    """As it stands in the docs."""
+    """Format the table as it stands in the docs."""
     lines = ["| what | tried | lost | seconds |", "|---|---|---|---|"]
     for name, row in rows.items():
         act = ROWS[name] if name in ROWS else OTHERS[name][1]

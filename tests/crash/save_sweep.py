@@ -1,4 +1,4 @@
-"""One operation of a save fails, each in turn; what the storage then holds, and the next save."""
+"""Fail one operation of a save, each in turn; judge what the storage holds, and the next save."""
 
 from __future__ import annotations
 
@@ -25,16 +25,8 @@ from tests.crash.faulty_store import (
     patience,
 )
 from tests.distributed import references
-from tests.distributed.models import (
-    CollectionSpec,
-    Job,
-    ModelSpec,
-    State,
-    TableSpec,
-    gather,
-    scramble,
-    uniform_plan,
-)
+from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
+from tests.distributed.states import State, gather, scramble
 from torchrec_checknrun import Checkpointer, Consecutive, Full, Retention
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.root.checkpoints import committed
@@ -47,7 +39,7 @@ _roots = itertools.count()
 
 
 class Phase(Enum):
-    """What is going on when the operation fails."""
+    """The work during which the operation fails."""
 
     FIRST = "the root is claimed, and a full checkpoint saved"
     NEXT = "a differential checkpoint is saved"
@@ -56,7 +48,7 @@ class Phase(Enum):
 
 @dataclass
 class Tally:
-    """What a sweep has come to.
+    """The outcome of a sweep.
 
     Attributes:
         operations: that the work consists of.
@@ -81,7 +73,7 @@ class Tally:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A process group of one rank, and one thread: the models are tiny."""
+    """Make a process group of one rank, and use one thread: the models are tiny."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     ours = not dist.is_initialized()
@@ -97,7 +89,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def faulty_roots(disk: Path | None) -> Iterator[tuple[Faults, Callable[[], str]]]:
-    """Faults, and a function that makes new roots, which meet them; the one before is forgotten.
+    """Yield faults and a function that makes new roots, which meet them, and forgets the old one.
 
     Args:
         disk: a folder for the roots; None: they are in memory.
@@ -132,11 +124,11 @@ class Sweep:
 
     @cached_property
     def operations(self) -> list[Operation]:
-        """What the work consists of."""
+        """Return the operations that the work consists of."""
         return self._case(0, Mode.ONCE, Tally())
 
     def run(self, mode: Mode, start: int = 1, stride: int = 1) -> Tally:
-        """Every ``stride``-th operation that can fail that way fails, one in each case."""
+        """Fail every ``stride``-th operation that can fail that way, one in each case."""
         tally = Tally(sum(operation.can_fail(mode) for operation in self.operations))
         with patience(mode):
             for number in range(start, tally.operations + 1, stride):
@@ -194,7 +186,7 @@ class Sweep:
         return asked_for
 
     def _look(self, root: str, told: str, old: State | None, new: State, tally: Tally) -> list[str]:
-        """What a process that starts now would find."""
+        """Judge what a process that starts now would find."""
         at, problems = self._restored(root, new)
         is_new = at is not None and not problems
         if not is_new and not told:
@@ -213,7 +205,7 @@ class Sweep:
         return problems
 
     def _restored(self, root: str, wanted: State) -> tuple[str | None, list[str]]:
-        """The checkpoint that another process restores, and how that differs."""
+        """Restore as another process; return the checkpoint, and how it differs."""
         scramble(self._reader)
         with _checkpointer(root, self._reader) as reader:
             report = reader.restore()
@@ -228,7 +220,7 @@ def _checkpointer(root: str, job: Job, **options: Any) -> Checkpointer:
 
 
 def _save(saver: Checkpointer) -> str:
-    """What the caller is told, if it fails."""
+    """Save; return the error's text, or an empty one."""
     try:
         saver.save()
     except SaveFailed as error:
@@ -242,5 +234,5 @@ def _wait_for_pruner(saver: Checkpointer) -> None:
 
 
 def leftovers(root: Folder) -> list[str]:
-    """What is beside committed checkpoints and the claims."""
+    """Return all names beside committed checkpoints and the claims."""
     return [n for n in root.names() if n != FOLDER and (root / n).size("manifest.json") is None]

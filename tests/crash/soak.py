@@ -1,4 +1,4 @@
-"""Many checkpoints with retention and random faults: nothing grows, and nothing is lost.
+"""Save many checkpoints with retention and random faults: nothing grows, and nothing is lost.
 
 ``python -m tests.crash.soak --checkpoints 1000 --json soak.json``
 """
@@ -20,24 +20,25 @@ from typing import Any
 from tests.crash.faulty_store import Faults, Mode, faulty_disk, patience
 from tests.crash.save_sweep import SPEC, alone, leftovers
 from tests.distributed import references
-from tests.distributed.models import Job, gather, scramble, uniform_plan
+from tests.distributed.models import Job, uniform_plan
+from tests.distributed.states import gather, scramble
 from torchrec_checknrun import Checkpointer, Intermittent, Retention
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
 FAULTS = 0.2
-"""Of the checkpoints meet one."""
+"""Fraction of the checkpoints that meet a fault."""
 OPERATIONS = 60
-"""A save has about so many: the faulty one is drawn from these."""
+"""Operations of a save, about: the faulty one is drawn from these."""
 RESTORE_EVERY = 25
 SAMPLES = 20
 WARM_UP = 0.3
-"""Of the checkpoints, after which nothing may grow any more."""
+"""Fraction of the checkpoints after which nothing may grow any more."""
 MOST_GROWTH_MB = 8.0
-"""Of the memory after that: allocators keep some pages."""
+"""Most growth of the memory after that: allocators keep some pages."""
 MOST_FILES = 100
-"""In the store: two restorable points with all that they need, and a few leftovers of faults."""
+"""Most files in the store: two restore points with all they need, and a few leftovers of faults."""
 
 
 class Soak:
@@ -66,7 +67,7 @@ class Soak:
         }
 
     def run(self, checkpoints: int) -> dict[str, Any]:
-        """Saves so many times; what came of it."""
+        """Save so many times; return the outcome."""
         result, started = self.result, time.monotonic()
         with faulty_disk(self._faults), self._checkpointer(self._job, Intermittent()) as saver:
             for number in range(1, checkpoints + 1):
@@ -98,7 +99,7 @@ class Soak:
         self.result["faults"] += len(self._faults.failed)
 
     def _restore(self, saver: Checkpointer) -> None:
-        """What was saved last, over noise, into another model."""
+        """Restore the last save over noise, into another model."""
         saver.mark_all()  # also if the last step is committed: what is looked at is of now
         saver.save()
         _wait_for_pruner(saver)
@@ -131,7 +132,7 @@ class Soak:
 
 
 def _growth(samples: list[dict[str, Any]], checkpoints: int) -> list[str]:
-    """What has grown since it was warm."""
+    """Name what has grown since the run was warm."""
     warm = [sample for sample in samples if sample["checkpoint"] >= WARM_UP * checkpoints]
     if len(warm) < 2:
         return []

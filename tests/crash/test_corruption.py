@@ -1,4 +1,4 @@
-"""Whatever is damaged is found and named, and a restore gives the newest whole chain."""
+"""Every damage is found and named, and a restore gives the newest whole chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo itself, on rows of the real data set where there are any."""
+"""The demo runs, on rows of the real data set where there are any."""
 
 from __future__ import annotations
 

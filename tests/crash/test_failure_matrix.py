@@ -1,4 +1,4 @@
-"""Whatever fails on whichever rank: all ranks are told the same, in time, and no row is lost."""
+"""A failure in any phase on any rank: all are told the same, in time, and no row is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that stops answering: saves, ``close`` and the interpreter's exit end, and say why."""
+"""On a store that stops answering, saves, ``close`` and the interpreter's exit end, and say why."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from tests.crash.hanging import CALLS, HangingStore
 from tests.crash.save_sweep import alone
-from tests.distributed.models import Plan, gather
+from tests.distributed.models import Plan
 from tests.distributed.small_job import Workers, build, checkpointer, where
+from tests.distributed.states import gather
 from tests.unit.run import jobs
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import SaveFailed
@@ -28,7 +29,7 @@ from torchrec_checknrun.store import new_file
 
 TIMEOUT = 3.0
 SLACK = 8.0
-"""On a busy machine."""
+"""Seconds that a busy machine may take on top."""
 _numbers = count()
 
 
@@ -43,10 +44,9 @@ def store() -> Iterator[type[HangingStore]]:
 
 
 def made(**options: Any) -> tuple[Any, Checkpointer]:
-    """In a root of its own: what hung in an earlier test may still come back."""
+    """Make a job and its saver in a new root: a call that hung before may still come back."""
     job = jobs.make_job()
     root = f"hanging://run-{next(_numbers)}"
-    # One rank stands for the workers that its helpers are written for.
     # The other file's helpers take its own Job; this one has what they use.
     saver = jobs.checkpointer(root, job, **{"timeout_seconds": TIMEOUT, **options})  # type: ignore[arg-type]
     jobs.train(job, saver)
@@ -88,7 +88,7 @@ def test_a_save_and_close_end(store: type[HangingStore], hangs: str, told: str) 
 
 
 def test_rows_of_a_save_that_hung_are_part_of_the_next(store: type[HangingStore]) -> None:
-    """Also when what hung comes back in between: it is never committed."""
+    """Never commit the hung save, though it comes back in between."""
     job, saver = made()
     store.hangs.add("manifest")
     with pytest.raises(SaveFailed):
@@ -101,7 +101,6 @@ def test_rows_of_a_save_that_hung_are_part_of_the_next(store: type[HangingStore]
     assert report is not None
     saver.close()
     assert len(manifests(saver)) == 2
-    # As above.
     # The other file's helpers take its own Job; this one has what they use.
     assert jobs.restored(saver.root.url, wanted) == []  # type: ignore[arg-type]
 
@@ -109,7 +108,7 @@ def test_rows_of_a_save_that_hung_are_part_of_the_next(store: type[HangingStore]
 def test_a_save_that_does_not_move_is_given_up(
     store: type[HangingStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever keeps it, though no call to the storage does; it commits nothing when it goes on."""
+    """Give up a save that hangs outside the storage; it commits nothing when it goes on."""
     _, saver = made(timeout_seconds=1.0)
     go, write = threading.Event(), background.write_rank_file
 
@@ -135,7 +134,7 @@ def test_a_save_that_does_not_move_is_given_up(
 def test_a_slow_store_is_no_dead_one(
     store: type[HangingStore], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It moves: the exit waits for it, although it takes longer than a call may."""
+    """Let the exit wait for a save that moves, although it takes longer than a call may."""
     monkeypatch.setattr(waiting, "EXIT_SECONDS", 2.0)
     job = jobs.make_job()
     saver = jobs.checkpointer(tmp_path, job)
@@ -158,7 +157,7 @@ def test_a_slow_store_is_no_dead_one(
 
 
 def test_the_exit_takes_seconds(tmp_path: Path) -> None:
-    """With half an hour's patience, too; and its status is the script's."""
+    """Exit with the script's status, even with half an hour's patience."""
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "tests.crash.hanging", "exit", "write", "1800"],
@@ -174,7 +173,7 @@ def test_the_exit_takes_seconds(tmp_path: Path) -> None:
 
 
 def one_rank_hangs(root: str, spec: dict[str, Any], plan: Plan) -> list[float]:
-    """The disk of rank 1 hangs once: seconds until all know, and that they go on."""
+    """Hang the disk of rank 1 once; return the seconds until all know, and save again."""
     job = build(spec, plan)
     saver = checkpointer(root, job, timeout_seconds=5.0)
     job.train()

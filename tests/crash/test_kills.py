@@ -1,4 +1,4 @@
-"""Ten kills in one run, wherever they fall: it ends as if there had been none.
+"""Ten kills in one run, wherever they fall, change nothing in its end.
 
 Every kill is a SIGKILL to a real torchrun worker, by another process after a random time or by the
 worker itself at a point inside a save or restore. `CHECKNRUN_KILL_SEED` repeats the kills of a run;
@@ -42,7 +42,7 @@ OVERRIDES = (
 
 @pytest.fixture
 def seed(capsys: pytest.CaptureFixture[str]) -> int:
-    """Another one each time, unless the environment has one."""
+    """Draw another seed each time, unless the environment has one."""
     value = int(os.environ.get("CHECKNRUN_KILL_SEED") or random.SystemRandom().getrandbits(32))
     with capsys.disabled():
         print(f"\nkills drawn with CHECKNRUN_KILL_SEED={value}", flush=True)
@@ -95,12 +95,12 @@ def test_ten_kills_of_other_jobs(overrides: tuple[str, ...], seed: int, tmp_path
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_phase_on_each_rank_and_on_both(uninterrupted: demo.Run, tmp_path: Path) -> None:
-    """With retention: what is left over is cleared away meanwhile."""
+    """Sweep with retention: what is left over is cleared away meanwhile."""
     assert not sweep_kills(uninterrupted, tmp_path)
 
 
 def sweep_kills(uninterrupted: demo.Run, directory: Path) -> list[str]:
-    """Runs the job through a kill in every phase; what was lost."""
+    """Run the job through a kill in every phase; return what was lost."""
     planned = kills.sweep()
     run, killed = train_under_fire("consecutive", ("checkpoint.keep=2",), planned, directory)
     lost = [f"no kill {kill}" for i, kill in enumerate(planned) if i not in killed]
@@ -127,7 +127,7 @@ def be_killed(
     uninterrupted: demo.Run,
     directory: Path,
 ) -> None:
-    """Runs the job through all kills, and looks at all that came of it."""
+    """Run the job through all kills, and check all outcomes."""
     print(*planned, sep="\n")
     run, killed = train_under_fire(policy, overrides, planned, directory)
     check_killed(run, planned, killed)
@@ -141,7 +141,7 @@ def be_killed(
 def train_under_fire(
     policy: str, overrides: tuple[str, ...], planned: list[Kill], directory: Path
 ) -> tuple[demo.Run, dict[int, dict[str, Any]]]:
-    """The run, and by attempt what its killer says."""
+    """Run the job; return it, and by attempt what its killer says."""
     kills.write_plan(directory, planned)
     (directory / "killed.jsonl").touch()  # by those who kill themselves: perhaps by none
     run = demo.Run(directory)
@@ -172,7 +172,7 @@ def train_under_fire(
 
 
 def check_killed(run: demo.Run, planned: list[Kill], killed: dict[int, dict[str, Any]]) -> None:
-    """Every planned kill took place, took that process away, and cost one restart."""
+    """Assert that every planned kill took place, ended that process, and cost one restart."""
     assert sorted(killed) == list(range(len(planned)))
     starts = {start["attempt"]: start for start in run.starts}
     never_started = {i for i, kill in enumerate(planned) if kill.point == kills.IN_RESTORE}
@@ -185,7 +185,7 @@ def check_killed(run: demo.Run, planned: list[Kill], killed: dict[int, dict[str,
 
 
 def check_restored(run: demo.Run, planned: list[Kill], killed: dict[int, dict[str, Any]]) -> None:
-    """Each attempt went on from the newest checkpoint that had a manifest, and from no other."""
+    """Assert that each attempt went on from the newest checkpoint with a manifest alone."""
     lines = (run.directory / "restores.jsonl").read_text().splitlines()
     newest = {entry["attempt"]: entry["newest"] for entry in map(json.loads, lines)}
     restored = {
@@ -210,7 +210,7 @@ def check_restored(run: demo.Run, planned: list[Kill], killed: dict[int, dict[st
 
 
 def check_left_over(folder: Path, kill: Kill) -> None:
-    """The kill was where it was meant to be: the files are as they were at that moment."""
+    """Assert that the files are as they were at the planned point of the kill."""
     assert not (folder / "manifest.json").exists()
     own = folder / f"rank-{kill.rank:05d}.bin"
     if kill.point == kills.BEFORE_FILES:

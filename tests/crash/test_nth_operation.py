@@ -16,7 +16,7 @@ from tests.crash.save_sweep import Phase, Sweep, alone, faulty_roots
 from torchrec_checknrun.store.folder import Folder
 
 STRIDE = 24
-"""Of the operations that `make test` takes; each mode begins with another one."""
+"""Distance of the operations that `make test` takes; each mode begins with another one."""
 
 Where = tuple[Faults, Callable[[], str]]
 
@@ -67,7 +67,7 @@ def test_compactions_and_prunings_at_every_operation(where: Where, work: str) ->
 
 
 def test_a_put_of_which_the_answer_was_lost_is_made_durable(tmp_path: Path) -> None:
-    """Also its entry in the folder, although another try finds the file there already."""
+    """Sync the entry in the folder too, although another try finds the file there already."""
     faults, folder = Faults(), Folder(tmp_path)
     with faulty_disk(faults), patience(Mode.LOST_BUSY):
         faults.arm(1, None)
@@ -83,7 +83,7 @@ def test_a_put_of_which_the_answer_was_lost_is_made_durable(tmp_path: Path) -> N
 
 
 def test_a_compaction_never_puts_an_older_state_before_the_newest(where: Where) -> None:
-    """When the newest checkpoint can't be read for a while."""
+    """Fail while the newest checkpoint can't be read."""
     tally = ChainSweep(*where).run("compact", Mode.ONCE, start=3, stride=1000)
     assert tally.surfaced == tally.injected == 1
     assert not tally.lost

@@ -1,4 +1,4 @@
-"""The demo's checks find what they are there to find: one broken thing, and they turn red."""
+"""The demo's checks find every broken thing: one of them, and they turn red."""
 
 from __future__ import annotations
 

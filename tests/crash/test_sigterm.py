@@ -1,4 +1,4 @@
-"""Real SIGTERMs to real processes: all ranks save at one step, and nobody waits for the dead."""
+"""On a real SIGTERM all ranks save at one step, and nobody waits for the dead."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torchrec_checknrun.run.preemption import EXIT_CODE
 
 REPOSITORY = Path(__file__).parents[2]
 GIVES_UP_SECONDS = 10.0
-"""Half of the grace time that ranks here would wait: two seconds, on a busy machine."""
+"""Half of the grace time that ranks here would wait; two seconds on an idle machine."""
 
 
 class Job:
-    """Ranks in processes of their own; the store is kept by this one, which outlives them."""
+    """A job of ranks in processes of their own; this process keeps the store, and outlives them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ class Job:
         os.kill(pid, number)
 
     def end(self, rank: int, seconds: float = 20) -> tuple[float, int | None]:
-        """How long it took to end, and its exit code."""
+        """Join a rank; return the seconds until its end, and its exit code."""
         started = time.monotonic()
         self.processes[rank].join(seconds)
         return time.monotonic() - started, self.processes[rank].exitcode
@@ -84,7 +84,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 @pytest.mark.parametrize("to", [[0, 1], [0], [1]])
 def test_all_ranks_save_at_the_same_step(job: Job, to: list[int]) -> None:
-    """Also where only one node's ranks get it."""
+    """Save on all ranks even where only one node's ranks get the signal."""
     job.start(preempted.train)
     for rank in to:
         job.kill(rank)
@@ -96,7 +96,7 @@ def test_all_ranks_save_at_the_same_step(job: Job, to: list[int]) -> None:
 
 
 def test_slow_steps_are_not_counted_ahead(job: Job) -> None:
-    """The step that is running, and one more."""
+    """Run the step that is running, and one more."""
     job.start(preempted.train, seconds=0.8)
     job.kill(0)
     assert [job.end(rank)[1] for rank in range(2)] == [EXIT_CODE] * 2
@@ -145,7 +145,7 @@ def test_a_lost_store(job: Job) -> None:
 
 
 def test_a_peer_lost_in_the_grace_time(job: Job) -> None:
-    """All were there when the roll was called first, and might have saved."""
+    """Lose a peer that answered the first roll call, and might have saved."""
     job.start(preempted.stuck)
     job.kill(0)
     job.kill(1)

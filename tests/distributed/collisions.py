@@ -36,7 +36,8 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.distributed import references
-from tests.distributed.models import CPU, gather, local_bytes
+from tests.distributed.models import CPU
+from tests.distributed.states import gather, local_bytes
 from tests.distributed.zoo import Net, Zoo, ZooBatch, shard_net
 from torchrec_checknrun import Checkpointer, Consecutive, errors
 from torchrec_checknrun.dcp import SavePlanner, StorageWriter
@@ -45,11 +46,11 @@ from torchrec_checknrun.model.kernels import find_modules
 DIM, SAMPLES = 4, 6
 CHUNK_BYTES = 700
 Options = dict[str, Any]
-"""Of a ``Spec``, as JSON."""
+"""Fields of a ``Spec``, as JSON."""
 RAW_IDS = 240
 """Raw ids are below this: 1 to 6 ranks get equally many."""
 ROWS = {"t0": 48, "t1": 24}
-"""So that the rows of 4 ranks make up those of 2."""
+"""Chosen so that the rows of 4 ranks make up those of 2."""
 FEATURES = {"t0": ["f0", "f1"], "t1": ["f2"]}
 MAPS = "embeddings._managed_collision_collection._managed_collision_modules"
 POLICIES: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Checkpoints that several modules damage, or don't fit."""
+"""Provide checkpoints that several modules damage, or restore into models that don't fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.distributed.small_job import Made, Workers, three_checkpoints, where
 
 @pytest.fixture(scope="session")
 def made(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Puts three checkpoints, and copies of their states, into a folder; trained once for all."""
+    """Return a function that copies three checkpoints and their states into a folder."""
     folders: dict[bool, tuple[Path, list[str]]] = {}
 
     def make(tmp_path: Path, full: bool = False) -> list[str]:

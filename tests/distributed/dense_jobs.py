@@ -1,4 +1,4 @@
-"""Jobs whose dense parameters have any optimizer under any wrapper, and all of their state."""
+"""Build jobs whose dense parameters have any optimizer under any wrapper."""
 
 from __future__ import annotations
 

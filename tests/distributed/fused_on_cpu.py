@@ -16,7 +16,7 @@ KERNEL = fbgemm.SplitTableBatchedEmbeddingBagsCodegen
 
 
 class _Change(ast.NodeTransformer):
-    """Takes the refusal away; and ``super()`` has to name the class outside of it."""
+    """A rewrite of a constructor that drops its refusal and keeps ``super()`` working outside."""
 
     def __init__(self) -> None:
         self.removed = 0

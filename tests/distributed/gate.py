@@ -1,6 +1,7 @@
-"""A gate between a checkpointer and its storage: what comes by is held there, or fails there.
+"""Put a gate between a checkpointer and its storage, which holds or fails what passes.
 
-It stands in the workers, on every rank, and reaches into a rank file as well as behind the commit.
+The gate stands in the workers, on every rank, and reaches into a rank file as well as behind the
+commit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PATIENCE = 60.0
 
 
 class Passage:
-    """One checkpoint's way, on this rank."""
+    """One checkpoint's way to the storage, on this rank."""
 
     def __init__(self, way: Way) -> None:
         self.way = way
@@ -42,7 +43,7 @@ class Passage:
         self._reached = threading.Event()
 
     def at(self, point: Point) -> None:
-        """Called by whoever takes the checkpoint to the storage."""
+        """Hold or fail the checkpoint at this point, if its way says so."""
         if self.way.holds(point, dist.get_rank()):
             self._reached.set()
             assert self._let_go.wait(PATIENCE), f"held at {point!r} for good"
@@ -55,7 +56,7 @@ class Passage:
         self._let_go.set()
 
     def wait(self) -> None:
-        """Until it is held, or at its end, on all ranks."""
+        """Wait until the checkpoint is held, or at its end, on all ranks."""
         hold, rank = self.way.hold, dist.get_rank()
         if hold is None or (hold is Point.HEARD and rank != self.way.hold_rank):
             self.wait_for_end()
@@ -69,7 +70,7 @@ class Passage:
 
 
 class Gate:
-    """Puts itself into all that a save goes through."""
+    """A patch of every function that a save goes through."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.next = Way()
@@ -133,7 +134,7 @@ class Gate:
 
 
 class _Torn:
-    """A file of which only the beginning can be written, if that is where it fails."""
+    """A file whose second write may fail: only its beginning is written then."""
 
     def __init__(self, file: NewFile, at: Callable[[Point], None]) -> None:
         self._file = file

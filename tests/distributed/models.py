@@ -1,8 +1,7 @@
-"""Small sharded models for the tests: described by JSON, built on every rank, compared as bytes.
+"""Describe small sharded models by JSON, and build them on every rank.
 
-A ``ModelSpec`` and a plan say all there is to know; a worker builds a ``Job`` from them. ``gather``
-puts the whole state (tables, fused optimizer state, dense part, dense optimizer) together, from
-TorchRec's own state dicts, so that it says nothing about how this package sees the tables.
+A ``ModelSpec`` and a plan say all there is to know; a worker builds a ``Job`` from them. ``states``
+gathers and compares what a job holds.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -49,8 +46,6 @@ DENSE_FEATURES = 3
 
 Plan = dict[str, str]
 """By ``collection.table``: ``row_wise`` or ``table_wise:RANK``."""
-State = dict[str, np.ndarray]
-"""A model's whole state: global tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ class ModelSpec:
 
     @property
     def features(self) -> dict[str, int]:
-        """Every feature, with the rows of the smallest table that it feeds."""
+        """Return every feature, with the rows of the smallest table that it feeds."""
         found: dict[str, int] = {}
         for collection in self.collections:
             for table in collection.tables:
@@ -105,7 +100,7 @@ class ModelSpec:
 
     @property
     def table_paths(self) -> dict[str, TableSpec]:
-        """The tables by their state-dict names without ``.weight``."""
+        """Return the tables by their state-dict names without ``.weight``."""
         return {
             f"{c.name}.{'embedding_bags' if c.bag else 'embeddings'}.{t.name}": t
             for c in self.collections
@@ -114,7 +109,7 @@ class ModelSpec:
 
 
 def random_spec(seed: int) -> ModelSpec:
-    """A random model: equal table names in two collections, shared features, tiny tables."""
+    """Draw a model: equal table names in two collections, shared features, tiny tables."""
     draw = random.Random(seed)
     names = ["t0", "t1", "t2"]
     features = ["f0", "f1", "f2", "f3"]
@@ -142,7 +137,7 @@ def random_spec(seed: int) -> ModelSpec:
 
 
 def random_plan(spec: ModelSpec, world_size: int, seed: int) -> Plan:
-    """``row_wise`` or ``table_wise`` on some rank, for each table."""
+    """Draw ``row_wise`` or ``table_wise`` on some rank, for each table."""
     draw = random.Random(seed)
     plan: Plan = {}
     for collection in spec.collections:
@@ -154,7 +149,7 @@ def random_plan(spec: ModelSpec, world_size: int, seed: int) -> Plan:
 
 
 def uniform_plan(spec: ModelSpec, sharding: str, world_size: int) -> Plan:
-    """The same sharding for all tables; ``table_wise`` ones dealt out over the ranks."""
+    """Give all tables the same sharding; deal ``table_wise`` ones out over the ranks."""
     names = [f"{c.name}.{t.name}" for c in spec.collections for t in c.tables]
     if sharding == "table_wise":
         return {name: f"table_wise:{i % world_size}" for i, name in enumerate(names)}
@@ -165,7 +160,9 @@ def uniform_plan(spec: ModelSpec, sharding: str, world_size: int) -> Plan:
 
 
 def _leave_no_kernel_empty(plan: Plan, collection: CollectionSpec, world_size: int) -> None:
-    """FBGEMM's CPU kernels can't train if their last table has no row on a rank, which happens to
+    """Make a collection's row-wise tables table-wise if the last one has no row on some rank.
+
+    FBGEMM's CPU kernels can't train if their last table has no row on a rank, which happens to
     row-wise tables with fewer rows than ranks, or nearly; the other tables may be empty there.
     """
 
@@ -185,7 +182,7 @@ def _leave_no_kernel_empty(plan: Plan, collection: CollectionSpec, world_size: i
 
 
 class Model(nn.Module):
-    """Embedding collections, dense features and two linear layers to one logit."""
+    """A model of embedding collections, dense features and two linear layers to one logit."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -238,7 +235,7 @@ class Model(nn.Module):
 
 
 def _pool(jagged: list[Any], batch: int) -> torch.Tensor:
-    """The sum of a sequence model's embeddings per sample, over all features."""
+    """Sum a sequence model's embeddings per sample, over all features."""
     pooled = torch.zeros(batch, jagged[0].values().shape[1])
     for feature in jagged:
         sample = torch.repeat_interleave(torch.arange(batch), feature.lengths())
@@ -259,7 +256,7 @@ class Job:
 
     @classmethod
     def build(cls, spec: ModelSpec, plan: Plan, seed: int = 0, samples: int = 4) -> Job:
-        """Shards the model over all ranks.
+        """Shard a model over all ranks.
 
         Args:
             seed: of the starting weights.
@@ -299,7 +296,7 @@ class Job:
     def batch(
         self, step: int, rows: Mapping[str, int] | None = None
     ) -> tuple[torch.Tensor, KeyedJaggedTensor]:
-        """This rank's batch: bags of zero to three ids, some of them often empty.
+        """Draw this rank's batch: bags of zero to three ids, some of them often empty.
 
         Args:
             rows: by feature, ids are drawn below this; by default every table has them.
@@ -326,7 +323,7 @@ class Job:
         return (self.model(dense, sparse) - dense.sum(dim=1)).square().sum()
 
     def train(self, steps: int = 1) -> None:
-        """Trains that many batches."""
+        """Train that many batches."""
         for _ in range(steps):
             self.optimizer.zero_grad()
             self.loss(*self.batch(self.steps)).backward()
@@ -334,7 +331,7 @@ class Job:
             self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data: this makes a job a state object of a checkpoint."""
+        """Return the position in the data: this makes a job a state object of a checkpoint."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -346,86 +343,3 @@ def _generator(sharding: str) -> Any:
     if kind == "table_wise":
         return table_wise(rank=int(rank))
     return row_wise()
-
-
-@dataclass
-class Part:
-    """A local piece of a global tensor."""
-
-    name: str
-    size: tuple[int, ...]
-    offset: tuple[int, ...]
-    tensor: torch.Tensor
-
-
-class Trained(Protocol):
-    """What has a state: a ``Job``, or anything like it."""
-
-    model: Any
-    optimizer: Any
-
-
-def local_parts(job: Trained) -> list[Part]:
-    """This rank's pieces of everything, as views (or plain numbers) of the live state."""
-    parts: list[Part] = []
-    _collect(job.model.state_dict(), "model", parts)
-    _collect(job.optimizer.state_dict(), "optimizer", parts)
-    return parts
-
-
-def _collect(value: Any, path: str, parts: list[Part]) -> None:
-    if isinstance(value, ShardedTensor):
-        for shard in value.local_shards():
-            offset = tuple(shard.metadata.shard_offsets)
-            parts.append(Part(path, tuple(value.size()), offset, shard.tensor.detach()))
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _collect(item, f"{path}/{key}", parts)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            _collect(item, f"{path}[{i}]", parts)
-    elif isinstance(value, torch.Tensor):
-        parts.append(Part(path, tuple(value.shape), (0,) * value.dim(), value.detach()))
-    elif isinstance(value, (int, float)):
-        parts.append(Part(path, (), (), torch.tensor(value, dtype=torch.float64)))
-
-
-def gather(job: Trained) -> State:
-    """The whole state; call it on all ranks. Every rank gets it."""
-    mine = [(p.name, p.size, p.offset, p.tensor.cpu().numpy().copy()) for p in local_parts(job)]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    state: State = {}
-    for name, size, offset, array in (part for parts in everyone for part in parts):
-        whole = state.setdefault(name, np.zeros(size, array.dtype))
-        whole[tuple(slice(o, o + n) for o, n in zip(offset, array.shape, strict=True))] = array
-    return state
-
-
-def row_bytes(
-    spec: ModelSpec, state: State
-) -> dict[tuple[str, int], tuple[bytes, dict[str, bytes]]]:
-    """Weight and optimizer state of every row, by table and row."""
-    found: dict[tuple[str, int], tuple[bytes, dict[str, bytes]]] = {}
-    for path, table in spec.table_paths.items():
-        prefix = f"optimizer/state/{path}.weight/{table.name}."
-        optimizer = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        for row, weight in enumerate(state[f"model/{path}.weight"]):
-            states = {name: values[row].tobytes() for name, values in optimizer.items()}
-            found[path, row] = (weight.tobytes(), states)
-    return found
-
-
-def local_bytes(job: Trained) -> dict[str, bytes]:
-    """Everything of this rank as bytes, to see that nothing changed."""
-    return {f"{p.name}@{p.offset}": p.tensor.cpu().numpy().tobytes() for p in local_parts(job)}
-
-
-@torch.no_grad()
-def scramble(job: Job, seed: int = 99) -> None:
-    """Overwrites the whole state with noise, so that what a restore leaves out shows."""
-    generator = torch.Generator().manual_seed(seed + dist.get_rank())
-    for part in local_parts(job):
-        if part.tensor.is_floating_point():
-            part.tensor.copy_(torch.rand(part.tensor.shape, generator=generator))
-    job.steps = -1

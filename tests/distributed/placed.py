@@ -1,4 +1,4 @@
-"""A model of tables and dense layers that are DTensors: FSDP2, HSDP, tensor parallelism."""
+"""Build a model of tables and dense layers that are DTensors: FSDP2, HSDP, tensor parallelism."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class Model(nn.Module):
-    """Layers of sizes that no number of ranks divides, so that shards are uneven or empty."""
+    """A model of layers whose sizes no number of ranks divides: shards are uneven or empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class PlacedJob:
             self.steps += 1
 
     def batch(self) -> KeyedJaggedTensor:
-        """This rank's next batch."""
+        """Draw this rank's next batch."""
         generator = torch.Generator().manual_seed(self.steps * 64 + dist.get_rank())
         ids = torch.randint(0, ROWS, (8,), generator=generator)
         return KeyedJaggedTensor(["f"], ids, lengths=torch.full((4,), 2))
@@ -115,7 +115,7 @@ class PlacedJob:
         self.steps = state["steps"]
 
     def digests(self) -> dict[str, str]:
-        """Every live tensor, whole, as a digest; call it on all ranks."""
+        """Hash every live tensor, whole; call it on all ranks."""
         found: dict[str, str] = {}
         for name, value in self.model.state_dict().items():
             found[name] = digest(value)
@@ -148,7 +148,7 @@ class PlacedJob:
 
 
 def digest(value: Any) -> str:
-    """A digest of a tensor as it is on all ranks together."""
+    """Hash a tensor as it is on all ranks together."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, ShardedTensor):

@@ -1,4 +1,4 @@
-"""Which rows a checkpoint's files hold, read without a line of the package: only the format."""
+"""Read which rows a checkpoint's files hold from the format alone, without the package."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ StoredPart = tuple[tuple[int, int], bytes, dict[str, bytes]]  # columns, weight,
 
 
 def read_ids(encoding: str, data: bytes, count: int) -> np.ndarray:
-    """A chunk's rows, counted from its first one."""
+    """Decode a chunk's rows, counted from its first one."""
     if encoding.endswith("_zstd"):
         data = zstandard.decompress(data)
     if encoding == "range":

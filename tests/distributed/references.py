@@ -1,4 +1,4 @@
-"""The state that a restored checkpoint is compared with: copies in files, and what may differ."""
+"""Keep copies of states in files, and compare restored states with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.distributed.models import State
+from tests.distributed.states import State
 
 
 def store(path: Path, state: State) -> None:
@@ -24,7 +24,7 @@ def load(path: Path) -> State:
 
 
 def narrowest_bits(root: Path, checkpoint: str) -> int | None:
-    """The fewest bits in the chain that ends at a checkpoint; None if all is exact."""
+    """Return the fewest bits in the chain that ends at a checkpoint; None if all is exact."""
     bits = []
     link: dict[str, str] | None = {"id": checkpoint}
     while link is not None:
@@ -35,10 +35,11 @@ def narrowest_bits(root: Path, checkpoint: str) -> int | None:
 
 
 def error_bound(rows: np.ndarray, bits: int) -> np.ndarray:
-    """How far ``(n, dim)`` values may be off in FBGEMM's rowwise formats, ``(n, 1)``.
+    """Bound the error of ``(n, dim)`` values in FBGEMM's rowwise formats, as ``(n, 1)``.
 
-    Half a step, and the rounding of scale and bias: fp32 (and 1e-8 in a divisor) at 8 bit, fp16 at
-    4 and 2 bit, where the last code is wrong by the scale's rounding as often as there are codes.
+    The bound is half a step, and the rounding of scale and bias: fp32 (and 1e-8 in a divisor) at
+    8 bit, fp16 at 4 and 2 bit, where the last code is wrong by the scale's rounding as often as
+    there are codes.
     """
     low, high = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)
     largest, spread = np.maximum(abs(low), abs(high)), high - low
@@ -51,7 +52,7 @@ def error_bound(rows: np.ndarray, bits: int) -> np.ndarray:
 
 
 def differences(found: State, wanted: State, bits: int | None) -> list[str]:
-    """What isn't as it should be: bit for bit, but embedding rows within the bound of ``bits``."""
+    """Describe every difference; embedding rows may be off by the bound of ``bits``."""
     problems = [f"only in one of them: {name}" for name in found.keys() ^ wanted.keys()]
     for name in found.keys() & wanted.keys():
         a, b = found[name], wanted[name]

@@ -1,4 +1,4 @@
-"""TorchRec's dynamic resharding on gloo, and comparisons for tests of it."""
+"""Run TorchRec's dynamic resharding on gloo, and compare what tests of it need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What a sequence of operations must lead to: a Checkpointer in plain Python, without any rows.
+"""Predict what a sequence of operations leads to: a Checkpointer in plain Python, without rows.
 
-Knows of every checkpoint whether it will be listed, and of every call on every rank what it returns
-or raises. Rows are compared elsewhere, with copies taken when a checkpoint was begun.
+``Reference`` knows of every checkpoint whether it will be listed, and of every call on every rank
+what it returns or raises. ``sequences`` compares rows, with copies taken when a checkpoint was
+begun; ``sequence_parents`` tells which checkpoint each one is differential to.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class Point(IntEnum):
-    """Where on its way a checkpoint can be held, and can fail. The order is that of time."""
+    """A point on a checkpoint's way at which it can be held or fail, in the order of time."""
 
     FILE = 0
     """A rank is about to write its file."""
@@ -29,12 +30,12 @@ class Point(IntEnum):
 
 @dataclass(frozen=True)
 class Life:
-    """One life of the training processes: how many they are, and what they are told.
+    """One life of the training processes: their number and their options.
 
     Attributes:
         plan: seed of the sharding.
         in_parts: so little staging memory that no snapshot fits.
-        at_end: a checkpoint is due when they end in peace.
+        at_end: a checkpoint is due when they close.
     """
 
     world_size: int = 2
@@ -51,11 +52,11 @@ class Life:
 
 @dataclass(frozen=True)
 class Way:
-    """What a checkpoint meets on its way to the storage.
+    """The holds and faults on a checkpoint's way to the storage.
 
     Attributes:
         hold: where it is held until it is let go.
-        hold_rank: who is held at ``HEARD``; elsewhere it is everyone who comes there.
+        hold_rank: who is held at ``HEARD``; elsewhere everyone who comes there is.
         fault: where it fails.
         fault_rank: for whom; None for all who come there.
     """
@@ -66,8 +67,10 @@ class Way:
     fault_rank: int | None = None
 
     def fitted(self, life: Life) -> Way:
-        """As it can happen: nobody is held behind the point where it fails, and a snapshot in parts
-        is staged only while its file is written.
+        """Return the way as it can happen in a life.
+
+        Nobody is held behind the point of failure, and a snapshot in parts is staged only while its
+        file is written.
         """
         hold = self.hold
         if hold is not None and self.fault is not None and self.fault < hold:
@@ -86,7 +89,7 @@ class Way:
         )
 
     def heard_by(self, rank: int) -> bool:
-        """Whether a rank is told that it was committed."""
+        """Tell whether a rank hears that the checkpoint was committed."""
         return self.fault is None or (
             self.fault is Point.HEARD and not self.fails(self.fault, rank)
         )
@@ -110,8 +113,8 @@ class Begun:
     Attributes:
         held: on its way, and not let go yet.
         listed: whether it is or will be; None if that can't be known.
-        id: once the sequence has run so far.
-        digest: of what the first restore of it gave.
+        id: known once the sequence has run so far.
+        digest: of the state that its first restore gave.
     """
 
     number: int
@@ -123,14 +126,14 @@ class Begun:
     digest: str = ""
 
     def known_to(self, rank: int) -> bool:
-        """Whether a rank knows by now what became of it."""
+        """Tell whether a rank knows by now how the checkpoint ended."""
         elsewhere = self.way.hold is Point.HEARD and rank != self.way.hold_rank
         return not self.held or elsewhere
 
 
 @dataclass
 class Answer:
-    """What a call must do on one rank.
+    """The required outcome of a call on one rank.
 
     Attributes:
         told: of which checkpoints the callbacks hear.
@@ -161,8 +164,9 @@ class _Rank:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that the next checkpoint's kind follows from: ``restored``, ``begun``, or
-    ``committed`` and rank 0 knows.
+    """An event that decides the next checkpoint's kind: ``restored``, ``begun``, or ``committed``.
+
+    Committed ones count once rank 0 knows.
     """
 
     what: str
@@ -171,14 +175,14 @@ class Event:
 
 @dataclass
 class Call:
-    """A call and what it must do: answers by rank, and which checkpoints it begins."""
+    """A call and its required outcome: answers by rank, and the checkpoint that it begins."""
 
     answers: list[Answer]
     begun: Begun | None = None
 
 
 class Reference:
-    """The state of a run: what is listed, and what each rank of this life knows.
+    """The state of a run: which checkpoints are listed, and what each rank of this life knows.
 
     Attributes:
         begun: every checkpoint that was ever begun, in order.
@@ -192,11 +196,11 @@ class Reference:
 
     @property
     def listed(self) -> list[Begun]:
-        """In the order of their sequence numbers."""
+        """Return the listed checkpoints in the order of their sequence numbers."""
         return [begun for begun in self.begun if begun.listed]
 
     def born(self, life: Life) -> None:
-        """New processes."""
+        """Start new processes."""
         self._life = life
         self._ranks = [_Rank() for _ in range(life.world_size)]
         self._last: Begun | None = None
@@ -205,17 +209,17 @@ class Reference:
         self.steps = 0
 
     def fitted(self, way: Way) -> Way:
-        """As it can happen in this life."""
+        """Return the way as it can happen in this life."""
         return way.fitted(self._life)
 
     @property
     def held(self) -> Begun | None:
-        """The checkpoint that is on its way, and held."""
+        """Return the checkpoint that is on its way, and held."""
         return next((r.running for r in self._ranks if r.running and r.running.held), None)
 
     @property
     def pending(self) -> bool:
-        """Whether a rank has something to hear of."""
+        """Tell whether a rank has something to hear of."""
         return any(rank.running or rank.error for rank in self._ranks)
 
     def let_go(self) -> None:
@@ -223,7 +227,7 @@ class Reference:
             self.held.held = False
 
     def restore(self, source: Begun | None) -> Begun | None:
-        """Of a checkpoint, or of the newest. What was restored."""
+        """Restore a checkpoint, or the newest, and return it."""
         self._settle_all()
         for rank in self._ranks:  # what failed before is only logged
             rank.error, rank.report, rank.told = False, None, []
@@ -234,7 +238,7 @@ class Reference:
         return found
 
     def step(self, due: Way | None = None) -> Call:
-        """One step of training and ``step``, at which a checkpoint may be due."""
+        """Train one step and call ``step``, at which a checkpoint may be due."""
         self.steps += 1
         for rank in range(len(self._ranks)):
             self._settle(rank, wait=False)
@@ -264,7 +268,7 @@ class Reference:
         return Call(self._outcomes())
 
     def close(self, way: Way) -> Call:
-        """The end in peace."""
+        """Close the checkpointer."""
         self._settle_all()
         begun = None
         has_unsaved_steps = self._last is None or self._last.step != self.steps
@@ -279,7 +283,7 @@ class Reference:
         return Call(answers, begun)
 
     def die(self, let_go: bool) -> None:
-        """The end without a word.
+        """End the processes without ``close``.
 
         Args:
             let_go: what was held goes on, and gets nobody knows how far.
@@ -342,88 +346,3 @@ def _joined(first: list[Answer], second: list[Answer]) -> list[Answer]:
     return [
         Answer(b.error, b.report, [*a.told, *b.told]) for a, b in zip(first, second, strict=True)
     ]
-
-
-Manifests = Mapping[str, Mapping[str, Any]]
-"""By id, of what is listed."""
-
-
-def wrong_parents(life: Life, events: list[Event], manifests: Manifests) -> list[str]:
-    """Which of a life's checkpoints are not what they should be: full, or differential to which."""
-    problems = []
-    history: list[str] = []
-    for event in events:
-        name = event.checkpoint.id
-        if event.what == "restored":
-            history = _chain(name, manifests)
-        elif event.what == "committed":
-            history = [*history, name] if manifests[name]["parent"] else [name]
-        elif name in manifests:
-            previous = history[-1] if history else None
-            if _linked(manifests[name]["previous"]) != previous:
-                problems.append(f"{name} does not follow {previous}")
-            wanted = _parent(life, history, manifests)
-            if (parent := _linked(manifests[name]["parent"])) != wanted:
-                problems.append(f"{name} is differential to {parent}, not to {wanted}")
-            if manifests[name]["earlier_fractions"] != _sizes(name, manifests)[:-1]:
-                problems.append(f"{name} tells other sizes than those before it have")
-    return problems
-
-
-def _chain(name: str, manifests: Manifests) -> list[str]:
-    parent = _linked(manifests[name]["parent"])
-    return [*(_chain(parent, manifests) if parent else []), name]
-
-
-def _linked(link: Mapping[str, str] | None) -> str | None:
-    return link["id"] if link else None
-
-
-def _parent(life: Life, history: list[str], manifests: Manifests) -> str | None:
-    """Id of what the next checkpoint must be differential to; None: it must be full.
-
-    Args:
-        history: what was restored or committed since the last full one, with that.
-    """
-    if not history or life.policy == "full":
-        return None
-    widths = [
-        table["value_bits"] for name in history for table in manifests[name]["tables"].values()
-    ]
-    if (life.bits or 32) > min(widths):
-        return None
-    if life.policy == "intermittent" and begins_anew(_sizes(history[-1], manifests)):
-        return None
-    return history[-1 if life.policy == "consecutive" else 0]
-
-
-def begins_anew(sizes: list[float]) -> bool:
-    """Check-N-Run's predictor (section 5.1): whether a full checkpoint pays.
-
-    Args:
-        sizes: of the differential ones since the last full one, as fractions of that.
-    """
-    return bool(sizes) and 1 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
-
-
-def _sizes(name: str, manifests: Manifests) -> list[float]:
-    """Of all that were committed since the last full one, one upon the other, up to this one:
-    also those that no restore of this one reads.
-    """
-    since: list[Mapping[str, Any]] = []
-    manifest = manifests[name]
-    while manifest["parent"]:
-        since.append(manifest)
-        manifest = manifests[manifest["previous"]["id"]]
-    return [_fraction(each, manifest) for each in reversed(since)]
-
-
-def _fraction(manifest: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
-    """A checkpoint's bytes over its baseline's; where their widths differ, its values over all."""
-    tables = manifest["tables"]
-    stored = {name: table for name, table in tables.items() if table["stored_values"]}
-    if all(t["value_bits"] == baseline["tables"][name]["value_bits"] for name, t in stored.items()):
-        sizes = [sum(file["size"] for file in each["files"]) for each in (manifest, baseline)]
-        return sizes[0] / sizes[1]
-    values = sum(table["rows"] * table["dim"] for table in tables.values())
-    return sum(table["stored_values"] for table in stored.values()) / values

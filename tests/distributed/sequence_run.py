@@ -1,6 +1,4 @@
-"""A random run as a Hypothesis state machine: it writes a script for every life of the processes,
-has it run, and looks at what it has led to.
-"""
+"""Drive random runs as a Hypothesis state machine: write, run and judge a script for each life."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.distributed.models import ModelSpec, Plan, random_plan, random_spec
-from tests.distributed.sequence_model import Begun, Call, Life, Point, Reference, Way, wrong_parents
+from tests.distributed.sequence_model import Begun, Call, Life, Point, Reference, Way
+from tests.distributed.sequence_parents import wrong_parents
 from tests.distributed.sequences import live
 from tests.distributed.worker_pool import CaseFailed, WorkerPool
 
@@ -63,8 +62,9 @@ ALPHABET = {
 
 
 def sharding(spec: ModelSpec, life: Life) -> Plan:
-    """A life's own. Every rank holds a row of each table that is cut: FBGEMM's CPU kernels write
-    beyond their memory when they train one of which they have none.
+    """Draw a life's plan in which every rank holds a row of each table that is cut.
+
+    FBGEMM's CPU kernels write beyond their memory when they train a table without rows.
     """
     plan = random_plan(spec, life.world_size, life.plan)
     for collection in spec.collections:
@@ -75,12 +75,12 @@ def sharding(spec: ModelSpec, life: Life) -> Plan:
 
 
 class Run(RuleBasedStateMachine):
-    """Writes a script for a life of the processes, has it run, and looks at what it has led to.
+    """A run, life by life: each life's script, and how its outcome is judged.
 
     Args:
         ends: how a life may end before its time.
         backgrounds: who may write.
-        seen: counts what has happened, but for what is done in the end, in every run.
+        seen: counts what has happened, except for the operations that end every run.
         sabotage: what is broken, see ``SABOTAGE``.
     """
 
@@ -118,9 +118,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(steps=STEPS, way=WAYS)
     def train_until_due(self, steps: int, way: Way) -> None:
-        """After the last step a checkpoint is due; while one is on its way it is skipped, or waits
-        for it.
-        """
+        """Train until a checkpoint is due; if another is on its way, skip it or wait."""
         assert self.life is not None
         if steps > 1:
             self.train(steps - 1)
@@ -130,7 +128,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(steps=STEPS, way=WAYS, meanwhile=st.integers(0, 2))
     def save_in_the_background(self, steps: int, way: Way, meanwhile: int) -> None:
-        """After some steps; some more follow without a look at what becomes of it."""
+        """Train, save in the background, and train on without a look at the outcome."""
         self.train(steps)
         call = self.model.save(way, wait=False)
         later = [self.model.step() for _ in range(meanwhile)]
@@ -138,7 +136,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 2), way=WAYS)
     def save(self, steps: int, way: Way) -> None:
-        """After a step at least: one that is committed is not saved again (test_one_writer.py)."""
+        """Train a step at least, since a committed step is not saved again, and save."""
         self.train(steps)
         way = replace(way, hold=None)
         self._begin("save", self.model.save(way, wait=True), way)
@@ -170,12 +168,12 @@ class Run(RuleBasedStateMachine):
     def restart(
         self, end: int, last: Way, life: Life, background: int, newest: bool, which: int
     ) -> None:
-        """New processes. The checkpoint that may be due at the end of the old ones goes its way."""
+        """Start new processes, after a checkpoint that may be due at the end of the old ones."""
         self._die(self.ends[end % len(self.ends)], last)
         self._born(life, background, None if newest else which)
 
     def teardown(self) -> None:
-        """Everything that is listed is restored on one rank and on two."""
+        """Restore every listed checkpoint on one rank and on two."""
         try:
             if self.life is not None and not self.broken:
                 with self._uncounted():
@@ -251,7 +249,7 @@ class Run(RuleBasedStateMachine):
     def _begin(
         self, name: str, call: Call, way: Way, steps: list[Call] | None = None, **more: Any
     ) -> None:
-        """Something that may begin a checkpoint."""
+        """Note a call that may begin a checkpoint."""
         if call.begun is not None:
             self.new.append((call.begun, self.seen))
             if way.fault is not None:
@@ -267,7 +265,7 @@ class Run(RuleBasedStateMachine):
         self.checks.append(lambda answers: self._check(where, expected, answers, seen))
 
     def _live(self) -> None:
-        """Has the script run, and compares what it has led to with what it should have."""
+        """Run the script, and compare its outcome with the reference's."""
         assert self.life is not None
         self.broken = True
         where = {
@@ -326,7 +324,7 @@ class Run(RuleBasedStateMachine):
             assert answer["digest"] == wanted.digest, f"{at}: another restore gave something else"
 
     def _check_listing(self) -> None:
-        """All that should be is listed, in the order of its begin, with the right parents."""
+        """Assert that the right checkpoints are listed, in the order of their begin."""
         assert self.life is not None
         manifests = {
             path.parent.name: json.loads(path.read_text())["manifest"]

@@ -1,6 +1,6 @@
-"""What the workers of ``test_sequences`` do: one life of a job, operation by operation.
+"""Run one life of a job, operation by operation, in the workers of ``test_sequences``.
 
-Between its checkpointer and the storage stands a ``Gate``. At every begin a copy of the whole state
+Between the checkpointer and the storage stands a ``Gate``. At every begin a copy of the whole state
 is put aside.
 """
 
@@ -22,8 +22,9 @@ from msgspec.structs import replace
 
 from tests.distributed import references
 from tests.distributed.gate import PATIENCE, Gate
-from tests.distributed.models import Job, ModelSpec, State, gather, scramble
+from tests.distributed.models import Job, ModelSpec
 from tests.distributed.sequence_model import Life, Way
+from tests.distributed.states import State, gather, scramble
 from torchrec_checknrun import (
     Checkpointer,
     CheckpointReport,
@@ -53,7 +54,7 @@ POLICIES: dict[str, Policy] = {
 }
 CHUNK_BYTES = 700
 SMALL_BUDGET = 3 * CHUNK_BYTES
-"""The least there is; a single item that needs more gets it."""
+"""The smallest budget; a single item that needs more gets more."""
 
 
 class Requested:
@@ -106,7 +107,7 @@ class Living:
         return {"steps": [self._step() for _ in range(steps)]}
 
     def due(self, way: dict[str, Any]) -> dict[str, Any]:
-        """A step at which a checkpoint is due."""
+        """Train a step at which a checkpoint is due."""
         self.job.train()
         if self.life.when_busy == "wait":
             self._let_go_soon()
@@ -117,7 +118,7 @@ class Living:
             self._trigger.pulled = False
 
     def save_in_the_background(self, way: dict[str, Any], meanwhile: int) -> dict[str, Any]:
-        """``save(wait=False)``, and batches while nothing but the storage makes it wait."""
+        """Call ``save(wait=False)``, and train while nothing but the storage holds the save."""
         self._let_go_soon()
         answer = self._beginning(lambda: self.saver.save(wait=False), way, meanwhile)
         answer["steps"] = [self._call(self.saver.step) for _ in range(meanwhile)]
@@ -128,7 +129,7 @@ class Living:
         return self._beginning(self.saver.save, way)
 
     def let_go(self) -> dict[str, Any]:
-        """What is held goes on to its end, while training waits for something else."""
+        """Let the held checkpoint go on to its end, while training waits for something else."""
         if self.gate.passage is not None:
             self.gate.passage.let_go()
             self.gate.passage.wait_for_end()
@@ -140,7 +141,7 @@ class Living:
         return {"call": self._call(self.saver.wait)}
 
     def restore(self, number: int | None, anything: bool) -> dict[str, Any]:
-        """Of the newest checkpoint, or of another.
+        """Restore the newest checkpoint, or another.
 
         Args:
             number: which of those that were begun, from 0 on; None for the newest.
@@ -161,7 +162,7 @@ class Living:
         return self._beginning(self.saver.close, way)
 
     def abandon(self) -> dict[str, Any]:
-        """As if the process were gone: nothing that it still does reaches the storage."""
+        """End as if the process were gone: nothing that it still does reaches the storage."""
         with pytest.raises(InterruptedError), self.saver:
             raise InterruptedError
         if (passage := self.gate.passage) is not None:
@@ -171,7 +172,7 @@ class Living:
         return {}
 
     def kill(self, let_go: bool) -> None:
-        """SIGKILL, on all ranks; perhaps some moments after what was held went on."""
+        """Send SIGKILL to this rank, on all ranks; perhaps after the held save went on."""
         if let_go and self.gate.passage is not None:
             self.gate.passage.let_go()
             time.sleep(0.004 * len(self.ids))
@@ -184,7 +185,7 @@ class Living:
     def _beginning(
         self, call: Callable[[], CheckpointReport | None], way: dict[str, Any], meanwhile: int = 0
     ) -> dict[str, Any]:
-        """A call that may begin a checkpoint; when it is over, that one is held or at its end."""
+        """Make a call that may begin a checkpoint; return once that one is held or at its end."""
         before = self.gate.passage
         self.gate.next = Way.from_json(way)
         state = gather(self.job)
@@ -214,13 +215,13 @@ class Living:
         return {"error": False, "report": report and report.id, "told": list(self._told)}
 
     def _let_go_soon(self) -> None:
-        """For calls that wait for what is held."""
+        """Let the held checkpoint go in a moment, for calls that wait for it."""
         if self.gate.passage is not None:
             threading.Timer(0.002, self.gate.passage.let_go).start()
 
 
 def compare(job: Job, root: str, copies: Path, name: str) -> dict[str, Any]:
-    """How a restored job differs from the copy that was put aside, and what it holds."""
+    """Compare a restored job with the copy that was put aside, and hash its state."""
     state = gather(job)
     wanted = references.load(copies / f"{name}.npz")
     digest = hashlib.sha256()
@@ -238,7 +239,7 @@ def live(
     script: list[list[Any]],
     sabotage: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Goes through a script of operations; what each has led to.
+    """Go through a script of operations; return the outcome of each.
 
     Args:
         where: ``root``, ``copies``, ``spec`` and ``plan``.
@@ -257,7 +258,7 @@ def live(
 
 
 def leave(where: dict[str, Any], done: list[dict[str, Any]]) -> None:
-    """Puts down what was done, for when the process can't return it."""
+    """Write the outcomes to a file, for when the process can't return them."""
     Path(where["copies"], f"rank{dist.get_rank()}.json").write_text(json.dumps(done))
     dist.barrier()
 
@@ -278,7 +279,7 @@ def _no_marks_after_restore(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_copies(patch: pytest.MonkeyPatch) -> None:
-    """Rows are taken out of the live tables when they are encoded."""
+    """Take rows out of the live tables when they are encoded, not when they are staged."""
     copy, encode = StagedRows.copy, StagedRows.encode
     live_rows: dict[int, tuple[Any, ...]] = {}
 
@@ -303,7 +304,7 @@ def _always_anew(patch: pytest.MonkeyPatch) -> None:
 
 
 def _anew_too_late(patch: pytest.MonkeyPatch) -> None:
-    """The predictor forgets what a restore of the last one does not read."""
+    """Let the predictor forget sizes that a restore of the last checkpoint does not read."""
     decide = Intermittent.decide
 
     def decide_from_the_last(policy: Intermittent, history: Sequence[Manifest]) -> Decision:

@@ -1,4 +1,4 @@
-"""A small job of one or two ranks, three checkpoints of it, and a restore that is refused."""
+"""Train a small job of one or two ranks, save three checkpoints of it, refuse a restore."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed import references
-from tests.distributed.models import (
-    CollectionSpec,
-    Job,
-    ModelSpec,
-    Plan,
-    TableSpec,
-    gather,
-    local_bytes,
-    uniform_plan,
-)
+from tests.distributed.models import CollectionSpec, Job, ModelSpec, Plan, TableSpec, uniform_plan
+from tests.distributed.states import gather, local_bytes
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Checkpointer, Consecutive, Full, errors
 
@@ -71,7 +63,7 @@ def is_at(job: Job, root: str, name: str) -> bool:
 
 
 def three_checkpoints(root: str, spec: dict[str, Any], plan: Plan, full: bool = False) -> list[str]:
-    """A full checkpoint and two on top of it (or three full ones), each with a copy beside."""
+    """Save a full checkpoint and two on top of it (or three full ones); copy the states."""
     job = build(spec, plan)
     names = []
     with checkpointer(root, job, policy=Full() if full else Consecutive()) as saver:
@@ -106,7 +98,7 @@ def restore_is_refused(
     name: str | None = None,
     verify: Any = "read",
 ) -> None:
-    """It raises, nothing is changed, and training and saving go on (in another root)."""
+    """Assert that a restore raises and changes nothing, and that training and saving go on."""
     job = build(spec, plan, seed=5)
     job.train(1)
     with checkpointer(root, job) as saver:

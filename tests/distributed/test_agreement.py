@@ -1,4 +1,4 @@
-"""Ranks that were started with other arguments, or see other storage, are told so at once."""
+"""Ranks with different arguments, models or storage are told so at once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def within(folder: Path) -> Iterator[None]:
 
 
 class Own:
-    """A policy of a user's own: what it holds may differ between ranks."""
+    """A user's policy whose content may differ between ranks."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -97,7 +97,7 @@ def make(root: str, job: Any, options: dict[str, Any]) -> Checkpointer:
 
 
 def all_are_refused(root: str, spec: dict[str, Any], plan: Plan) -> dict[str, str]:
-    """The error of each mistake, and that a Checkpointer without one works afterwards."""
+    """Return the error of each mistake; assert that a Checkpointer without one works afterwards."""
     job = build(spec, plan)
     rank = dist.get_rank()
     told = {}
@@ -136,7 +136,7 @@ def test_arguments_that_differ(workers: Workers, tmp_path: Path) -> None:
 
 
 def other_tables_are_refused(root: str, spec: dict[str, Any], plan: Plan) -> str:
-    """Rank 1 has built a table with more rows."""
+    """Build a table with more rows on rank 1, and return the error."""
     job = build(spec, plan)
     if dist.get_rank():
         for module in job.model.modules():
@@ -156,7 +156,7 @@ def test_models_that_differ(workers: Workers, tmp_path: Path) -> None:
 def disks_of_their_own(
     root: str, spec: dict[str, Any], plan: Plan, of_others: str
 ) -> dict[str, str]:
-    """The same path is another folder for each process, as it is on each machine's own disk."""
+    """Give each process another folder under the same path, as machines with own disks have."""
     shared_root.PATIENCE_SECONDS = 0.5
     own = Path(root).parent / f"disk{dist.get_rank()}"
     own.mkdir(parents=True, exist_ok=True)

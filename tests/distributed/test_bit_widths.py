@@ -1,4 +1,4 @@
-"""The width of a lineage: what it expects to be restored decides, and then what it was restored."""
+"""The bit width of a lineage follows from its expected restores, then from its actual ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPEC = ModelSpec(
 def lives(
     root: str, spec: dict[str, Any], plan: Plan, quantization: dict[str, Any], times: int
 ) -> list[dict[str, Any]]:
-    """What a job saved that was started so often: two checkpoints in each life."""
+    """Start a job so often, save two checkpoints in each life, and return what was saved."""
     found = []
     for _ in range(times):
         job = Job.build(ModelSpec.from_json(spec), plan, samples=200)
@@ -94,7 +94,7 @@ def test_eight_bits_after_more_restores_than_expected(
 
 
 def test_as_many_restores_as_expected(workers: Workers, tmp_path: Path) -> None:
-    """And restores of exact checkpoints, which disturb nothing and are not counted."""
+    """Count no restores of exact checkpoints, which disturb nothing."""
     plan = uniform_plan(SPEC, "row_wise", 1)
     where: dict[str, Any] = {"spec": SPEC.to_json(), "plan": plan, "times": 4}
     enough = {"bits": "auto", "expected_restores": 3, "exact_below_rows": 0}
@@ -107,7 +107,7 @@ def test_as_many_restores_as_expected(workers: Workers, tmp_path: Path) -> None:
 
 
 def test_importance_is_the_same_for_all_tables_and_ranks(workers: Workers, tmp_path: Path) -> None:
-    """One constant, found over the rows of all of them; the manifest names it."""
+    """Find one constant over the rows of all tables; the manifest names it."""
     plan = uniform_plan(SPEC, "row_wise", 2)
     asked = {"method": "importance", "mean_bits": 4, "exact_below_rows": 0}
     where: dict[str, Any] = {"spec": SPEC.to_json(), "plan": plan, "quantization": asked}

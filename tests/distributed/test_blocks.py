@@ -1,4 +1,4 @@
-"""Any sharded tensor in a state object: saved where it is, restored into any other sharding."""
+"""Any sharded tensor in a state object is saved in place, and restored into any other sharding."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Buffers:
         self.state["steps"] = state["steps"]  # sharded tensors were restored in place
 
     def check(self, layout: str, dtensor: bool) -> None:
-        """Against tensors made anew."""
+        """Compare with tensors made anew."""
         for kind, found in self.state["deep"][7].items():
             wanted = sharded(layout, kind, dtensor, fill=True)
             for one, other in zip(locals_of(found), locals_of(wanted), strict=True):
@@ -99,7 +99,7 @@ class Buffers:
 
 
 def kinds_of(layout: str) -> list[str]:
-    """Column shards have two dimensions."""
+    """Name the kinds of tensors for a sharding: column shards have two dimensions."""
     columns = layout in ("columns", "three")
     return [kind for kind, (_, two) in KINDS.items() if two or not columns]
 
@@ -187,7 +187,7 @@ SPEC = random_spec(11)
 
 
 def with_a_model(root: str) -> None:
-    """Beside a model's tables, in every checkpoint and wholly; restored with it."""
+    """Save buffers beside a model's tables, in every checkpoint and wholly; restore both."""
     job = Job.build(SPEC, uniform_plan(SPEC, "row_wise", 2))
     buffers = Buffers("several", dtensor=False, fill=True)
     state: dict[str, Any] = {"optimizer": job.optimizer, "buffers": buffers}

@@ -1,4 +1,4 @@
-"""What a checkpoint costs in storage, from listing the store, against what it should cost."""
+"""A checkpoint's cost in storage, from listing the store, is what its rows should cost."""
 
 from __future__ import annotations
 
@@ -10,17 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.models import (
-    CollectionSpec,
-    Job,
-    ModelSpec,
-    Plan,
-    TableSpec,
-    gather,
-    row_bytes,
-    uniform_plan,
-)
+from tests.distributed.models import CollectionSpec, Job, ModelSpec, Plan, TableSpec, uniform_plan
 from tests.distributed.reader30 import read_rows
+from tests.distributed.states import gather, row_bytes
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Checkpointer, Consecutive, Quantization
 
@@ -41,7 +33,7 @@ TAIL = {8: 8, 4: 4, 2: 4}
 
 
 def train(root: str, spec: dict[str, Any], plan: Plan, bits: int | None) -> dict[str, Any]:
-    """A consecutive checkpoint after some steps, its report, and by table the rows that changed."""
+    """Save a consecutive checkpoint after some steps; return its report and the changed rows."""
     job = Job.build(ModelSpec.from_json(spec), plan, samples=200)
     saver = Checkpointer(
         root,

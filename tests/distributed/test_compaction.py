@@ -1,4 +1,4 @@
-"""Compacted chains of real runs: the same bits on any ranks, and a run that doesn't mind."""
+"""Compacted chains of real runs give the same bits on any ranks; a run is not disturbed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import references
-from tests.distributed.models import (
-    CollectionSpec,
-    Job,
-    ModelSpec,
-    Plan,
-    TableSpec,
-    gather,
-    scramble,
-    uniform_plan,
-)
+from tests.distributed.models import CollectionSpec, Job, ModelSpec, Plan, TableSpec, uniform_plan
+from tests.distributed.states import gather, scramble
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import (
     Checkpointer,
@@ -45,7 +37,7 @@ SPEC = ModelSpec((CollectionSpec("a", TABLES), CollectionSpec("b", TABLES[:1])))
 
 
 class Own:
-    """A state that each rank has its own of."""
+    """A state that differs between ranks."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -93,7 +85,7 @@ def train(root: str, spec: dict[str, Any], plan: Plan, **options: Any) -> list[s
 
 
 def restores_alike(root: str, spec: dict[str, Any], plan: Plan, names: list[str]) -> list[str]:
-    """How two checkpoints differ; and a run goes on from the second."""
+    """Describe how two checkpoints differ; continue a run from the second."""
     job, own, found = build(spec, plan), Own(0), []
     with checkpointer(root, job, own) as saver:
         for name in names:
@@ -151,7 +143,7 @@ def test_the_same_bits(workers: Workers, tmp_path: Path, case: dict[str, Any]) -
 
 
 def goes_on(root: str, spec: dict[str, Any], plan: Plan, policy: str) -> None:
-    """Another process compacts what a run has saved, while it trains and saves."""
+    """Compact what a run has saved, from another process, while the run trains and saves."""
     job = build(spec, plan)
     with checkpointer(root, job, Own(1), policy) as saver:
         names: list[str] = []

@@ -1,4 +1,4 @@
-"""A Checkpointer that one rank can't make: all ranks hear of it, and another one can be made."""
+"""All ranks hear of a Checkpointer that one rank can't make; another one can be made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planners and the storage in the hands of someone who calls ``dcp.save`` and ``dcp.load``."""
+"""``dcp.save`` and ``dcp.load`` work with this package's planners and storage."""
 
 from __future__ import annotations
 
@@ -13,18 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed import references
-from tests.distributed.models import (
-    Job,
-    ModelSpec,
-    Plan,
-    gather,
-    local_bytes,
-    random_spec,
-    row_bytes,
-    scramble,
-    uniform_plan,
-)
+from tests.distributed.models import Job, ModelSpec, Plan, random_spec, uniform_plan
 from tests.distributed.reader30 import read_rows
+from tests.distributed.states import gather, local_bytes, row_bytes, scramble
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Checkpointer, Quantization
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
@@ -60,7 +51,7 @@ def manifest(path: Path) -> dict[str, Any]:
 
 
 def keep(job: Job, path: Path) -> None:
-    """A copy of the state beside the checkpoints."""
+    """Copy the state into a file beside the checkpoints."""
     state = gather(job)
     if dist.get_rank() == 0:
         references.store(path.with_suffix(".npz"), state)
@@ -169,7 +160,7 @@ def test_saves_after_a_load(workers: Workers, tmp_path: Path) -> None:
 
 
 def save_and_load_without_tracker(root: str, spec: dict[str, Any], plan: Plan, form: str) -> None:
-    """Full checkpoints from the ShardedTensors of a state dict, in three of its forms."""
+    """Save full checkpoints from the ShardedTensors of a state dict, in three of its forms."""
 
     def contents(job: Job) -> dict[str, Any]:
         model = job.model.state_dict()
@@ -219,7 +210,7 @@ def test_without_a_tracker_every_save_is_full(
 
 
 class FailingWriter(StorageWriter):
-    """Its storage is full on rank 1, after some chunks."""
+    """A writer whose storage is full on rank 1, after some chunks."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         if dist.get_rank() == 1:
@@ -229,7 +220,7 @@ class FailingWriter(StorageWriter):
 
 
 class FailingPlanner(SavePlanner):
-    """Fails on rank 1 after its marks were cut."""
+    """A planner that fails on rank 1 after its marks were cut."""
 
     def create_local_plan(self) -> Any:
         plan = super().create_local_plan()
@@ -239,7 +230,7 @@ class FailingPlanner(SavePlanner):
 
 
 def fail_then_save(root: str, spec: dict[str, Any], plan: Plan, how: str, first: bool) -> None:
-    """A save that fails between others; the next one holds its rows."""
+    """Fail a save between others; the next one holds its rows."""
     job = build(spec, plan)
     tracked = track(job.model)
     job.train(1)
@@ -290,7 +281,7 @@ def test_a_failed_save_loses_no_row(
 
 
 def checkpointer_goes_on(root: str, spec: dict[str, Any], plan: Plan) -> str:
-    """From what ``dcp.save`` wrote to differential checkpoints of a Checkpointer upon it."""
+    """Continue with a Checkpointer's differential checkpoints upon what ``dcp.save`` wrote."""
     job = build(spec, plan, seed=5)
     with Checkpointer(root, model=job.model, state={"optimizer": job.optimizer}) as checkpointer:
         for name in ("first", "second"):
@@ -329,7 +320,7 @@ def test_both_ways_to_save_read_each_other(workers: Workers, tmp_path: Path) -> 
 
 
 def refuse(root: str, spec: dict[str, Any], plan: Plan) -> None:
-    """DCP's own planner or storage in place of this package's: an error, nothing changed."""
+    """Refuse DCP's own planner or storage in place of this package's, without any change."""
     job = build(spec, plan)
     state = {"model": job.model, "optimizer": job.optimizer}
     path = Path(root) / "mixed"

@@ -1,4 +1,4 @@
-"""Dense optimizers: state made late or never, under any wrapper, of tables that come and go."""
+"""Dense optimizers: state made late or never, any wrapper, tables that come and go."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def values(name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def make(layout: str, name: str, whole: torch.Tensor) -> Any:
-    """The tensor, laid out over all ranks."""
+    """Lay the tensor out over all ranks."""
     if layout == "plain":
         return whole.clone()
     if layout == "sharded":
@@ -70,7 +70,7 @@ def make(layout: str, name: str, whole: torch.Tensor) -> Any:
 
 
 meshes: dict[str, DeviceMesh] = {}
-"""Of the case that runs: each has process groups."""
+"""Meshes of the running case: each has process groups."""
 
 
 def make_meshes() -> None:
@@ -87,7 +87,7 @@ def placements(along: list[str], dimensions: int) -> list[Placement]:
 
 
 def as_sharded(whole: torch.Tensor) -> Any:
-    """A ShardedTensor of as many rows on each rank as there are, the last ones on the last."""
+    """Make a ShardedTensor with the given rows on each rank, the last rank's last."""
     if not whole.dim() or not whole.numel():
         return whole.clone()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -100,7 +100,7 @@ def as_sharded(whole: torch.Tensor) -> Any:
 
 
 def state(layout: str, dtype: str, fill: bool) -> dict[str, Any]:
-    """Tensors of all shapes, deep in containers, beside other values."""
+    """Nest tensors of all shapes in containers, beside other values."""
     wanted = getattr(torch, dtype)
     made = {}
     for name in SHAPES:
@@ -193,7 +193,7 @@ def test_one_type_of_float_into_another(workers: Workers, tmp_path: Path) -> Non
 
 
 def train(root: str, placing: str, optimizer: str) -> dict[str, Any]:
-    """Three steps, a save, and three more: digests at the save, and at the end."""
+    """Train three steps, save, train three more; return digests at the save and at the end."""
     job = PlacedJob(placing, optimizer)
     with Checkpointer(root, model=job.model, state=states_of(job)) as saver:
         job.train(3)
@@ -209,7 +209,7 @@ def states_of(job: PlacedJob) -> dict[str, Any]:
 
 
 def resume(root: str, placing: str, optimizer: str) -> dict[str, Any]:
-    """In a new model with other weights, whose optimizer has made no state: digests as above."""
+    """Resume in a new model with other weights, without optimizer state; return digests."""
     job = PlacedJob(placing, optimizer, seed=9)
     with Checkpointer(root, model=job.model, state=states_of(job)) as saver:
         assert saver.restore() is not None
@@ -259,7 +259,7 @@ def refused() -> None:
 
 
 def apart(root: str) -> dict[str, Any]:
-    """Each pair of ranks has a mesh of its own, as tensor parallelism under DDP."""
+    """Give each pair of ranks a mesh of its own, as tensor parallelism under DDP."""
     mesh = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])][dist.get_rank() // 2]
     whole = torch.arange(12.0).reshape(4, 3)
     same = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
@@ -284,7 +284,7 @@ def test_meshes_of_their_own(workers: Workers, tmp_path: Path) -> None:
 
 
 def direct(root: str) -> None:
-    """Through ``dcp.save`` and ``dcp.load``, tables and all."""
+    """Save and load through ``dcp.save`` and ``dcp.load``, tables included."""
     job, path = PlacedJob("fsdp", "adam"), Path(root) / "direct"
     job.train(2)
     state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
@@ -298,7 +298,7 @@ def direct(root: str) -> None:
 
 
 def gradients(root: str) -> None:
-    """A checkpoint waits until the sharded parameters' optimizer has stepped."""
+    """Begin no checkpoint before the sharded parameters' optimizer has stepped."""
     job = PlacedJob("fsdp", "adam")
     with Checkpointer(root, model=job.model, state=states_of(job), every_steps=1) as saver:
         job.train(1)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.worker_pool import REPOSITORY
+from tests.distributed.fork_server import REPOSITORY
 from torchrec_checknrun.elastic import attempt_store, init_process_group
 
 SCRIPT = """
@@ -89,7 +89,7 @@ def test_every_restart_joins(script: Path, tmp_path: Path, kills: int) -> None:
 
 @pytest.mark.slow
 def test_nodes_that_count_restarts_differently(script: Path, tmp_path: Path) -> None:
-    """The agent of the node whose worker did not fail restarts its worker without counting."""
+    """Restart the worker of the agent whose worker did not fail: that restart is not counted."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -150,7 +150,7 @@ def test_attempts_share_no_keys(store: dist.TCPStore) -> None:
 
 
 def test_a_dead_process_question_is_no_obstacle(store: dist.TCPStore) -> None:
-    """Rank 1 of an attempt asked and died before rank 0 came."""
+    """Let rank 1 of an attempt ask and die before rank 0 comes."""
     dist.PrefixStore("torchrec_checknrun.elastic", store).set("question/1", "of the dead")
     first, second = joined(store, 2)
     first.set("address", "here")

@@ -1,4 +1,4 @@
-"""An error of one rank outside the storage is every rank's: nobody waits for the timeout."""
+"""An error of one rank outside the storage reaches every rank before the timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is damaged, or fails midway, is said with this package's errors, on all ranks."""
+"""Damage, and errors midway, are reported on all ranks with this package's errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.damage import chunks_of, damage, flip
-from tests.distributed.models import Plan, local_bytes, scramble
+from tests.distributed.models import Plan
 from tests.distributed.small_job import (
     Made,
     Note,
@@ -26,6 +26,7 @@ from tests.distributed.small_job import (
     three_checkpoints,
     where,
 )
+from tests.distributed.states import local_bytes, scramble
 from torchrec_checknrun import errors
 from torchrec_checknrun.dcp import LoadPlanner, StorageReader
 from torchrec_checknrun.format.reader import StoredChunk
@@ -111,7 +112,7 @@ def test_nothing_committed_is_a_fresh_start(workers: Workers, tmp_path: Path) ->
 def falls_back(
     root: str, spec: dict[str, Any], plan: Plan, to: str, passed_over: list[str]
 ) -> list[str]:
-    """Restores the newest whole chain, trains, and saves upon it."""
+    """Restore the newest whole chain, train, and save upon it."""
     job = build(spec, plan, seed=5)
     with checkpointer(root, job) as saver:
         report = saver.restore()
@@ -168,7 +169,7 @@ def only_one_is_damaged(root: str, spec: dict[str, Any], plan: Plan, name: str |
 
 
 def mend(root: str, spec: dict[str, Any], plan: Plan, name: str, sound: str) -> None:
-    """After one that failed half-way, a sound checkpoint makes the model whole again."""
+    """Restore a sound checkpoint after one that failed half-way: the model is whole again."""
     job = build(spec, plan, seed=5)
     with checkpointer(root, job) as saver:
         with pytest.raises(errors.ModelPartlyRestored):
@@ -209,7 +210,7 @@ def superseded_is_damaged(root: str, spec: dict[str, Any], plan: Plan, names: li
 def test_damage_in_rows_that_newer_ones_replace(
     workers: Workers, made: Made, tmp_path: Path
 ) -> None:
-    """They are not read, unless everything is to be verified."""
+    """Don't read replaced rows, unless everything is to be verified."""
     names = made(tmp_path)
     newer = [c for name in names[1:] for _, c in chunks_of(tmp_path / "root" / name, "rows")]
     replaced = 0
@@ -222,7 +223,7 @@ def test_damage_in_rows_that_newer_ones_replace(
 
 
 def covers(newer: dict[str, Any], older: dict[str, Any]) -> bool:
-    """Whether it has all the rows of another chunk's range."""
+    """Tell whether a chunk has all the rows of another chunk's range."""
     (first, last), (start, stop) = [[chunk["first"], chunk["last"]] for chunk in (newer, older)]
     same = newer["table"] == older["table"] and newer["columns"] == older["columns"]
     return same and newer["count"] == last - first + 1 and first <= start and stop <= last
@@ -275,7 +276,7 @@ def test_damaged_checkpoint_through_dcp_load(
 
 
 def read_fails_on_one_rank(root: str, spec: dict[str, Any], plan: Plan, names: list[str]) -> None:
-    """The storage answers rank 1 with errors for the newest checkpoint's chunks."""
+    """Answer rank 1 with errors for the newest checkpoint's chunks."""
     read_chunk = chunks.read_chunk
 
     def failing(folder: filesystem.Folder, chunk: StoredChunk, *memory: Any) -> memoryview:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.models import Plan, gather, row_bytes, scramble
+from tests.distributed.models import Plan
 from tests.distributed.reader30 import read_rows
 from tests.distributed.small_job import Note, Workers, build, checkpointer, is_at, keep, save, where
+from tests.distributed.states import gather, row_bytes, scramble
 from torchrec_checknrun import Consecutive, errors
 from torchrec_checknrun.format import rank_file
 from torchrec_checknrun.root.policy import Decision
@@ -18,7 +19,7 @@ from torchrec_checknrun.store import folder
 
 
 class Unstorable(Note):
-    """Can't be stored on one rank, while it is switched on."""
+    """A state object that can't be stored on one rank, while it is switched on."""
 
     def __init__(self, how: str) -> None:
         super().__init__(0)
@@ -32,14 +33,14 @@ class Unstorable(Note):
         if self.how == "raises what nobody else knows":
 
             class OwnError(Exception):
-                """Can't be pickled, and so not be sent to other ranks."""
+                """An error that can't be pickled, and so not be sent to other ranks."""
 
             raise OwnError("no state here")
         return {"value": {"deep": [1, object()]}}
 
 
 def save_fails_once(root: str, spec: dict[str, Any], plan: Plan, how: str, error: str) -> None:
-    """A save fails on one rank; on all it is an error, and the next holds its rows."""
+    """Fail a save on one rank: all ranks raise, and the next save holds its rows."""
     note = Unstorable(how)
     job = build(spec, plan)
     saver = checkpointer(root, job, state={"note": note}, policy=Consecutive())
@@ -97,7 +98,7 @@ def test_save_that_fails_loses_no_row(workers: Workers, tmp_path: Path, how: str
 
 
 class Undecided:
-    """A policy that raises what can't be pickled."""
+    """A policy that raises an error that can't be pickled."""
 
     def decide(self, history: object) -> Decision:
         class OwnError(Exception):

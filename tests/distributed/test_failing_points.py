@@ -1,4 +1,4 @@
-"""At whatever point a save or a restore fails on one rank, every rank is told, and no row is lost.
+"""Wherever a save or a restore fails on one rank, every rank is told, and no row is lost.
 
 Nobody waits for the collectives' timeout, whatever is raised, ``KeyboardInterrupt`` included.
 """
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.models import Plan, local_bytes, scramble
+from tests.distributed.models import Plan
 from tests.distributed.small_job import Workers, build, checkpointer, is_at, keep, save, where
+from tests.distributed.states import local_bytes, scramble
 from torchrec_checknrun import Consecutive
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.restore import restore as restoring
@@ -58,7 +59,7 @@ LOADING: dict[str, tuple[Any, str]] = {
 
 def errors() -> list[BaseException]:
     class Unsendable(Exception):
-        """Of a class that no other process knows."""
+        """An error of a class that no other process knows."""
 
     return [
         ValueError("says the test"),
@@ -71,7 +72,7 @@ def errors() -> list[BaseException]:
 def failing(
     point: tuple[Any, str], error: BaseException, here: bool, after: bool
 ) -> Iterator[None]:
-    """Let a function fail, once it is done if ``after``, on some ranks."""
+    """Fail a function on some ranks; if ``after``, once it is done."""
     owner, name = point
     whole: Callable[..., Any] = getattr(owner, name)
 

@@ -1,4 +1,4 @@
-"""Somebody else compacts and prunes a root while a run goes on in it: it loses nothing."""
+"""A run loses nothing when another process compacts and prunes its root."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed import references
-from tests.distributed.models import Plan, gather, scramble
+from tests.distributed.models import Plan
 from tests.distributed.small_job import build, checkpointer, save, where
+from tests.distributed.states import gather, scramble
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot, compact
 from torchrec_checknrun.errors import SaveFailed
@@ -31,7 +32,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def on_rank_0(act: Callable[[], Any]) -> None:
-    """Between barriers, as another process would at any time."""
+    """Act between barriers, as another process would at any time."""
     dist.barrier()
     if dist.get_rank() == 0:
         act()
@@ -74,7 +75,7 @@ def test_what_a_run_builds_on_stays(
 
 
 def resumes(root: str, spec: dict[str, Any], plan: Plan, claimed: bool) -> list[Any]:
-    """From an older checkpoint, which somebody prunes before the run has saved anything."""
+    """Resume from an older checkpoint, which is pruned before the run has saved anything."""
     job = build(spec, plan)
     with checkpointer(root, job, policy=Full()) as saver:
         names = []

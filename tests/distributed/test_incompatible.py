@@ -1,4 +1,4 @@
-"""A model that a checkpoint doesn't fit, or that can't be tracked: all ranks are told."""
+"""All ranks are told of a model that a checkpoint doesn't fit, or that can't be tracked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.models import CollectionSpec, ModelSpec, Plan, local_bytes
+from tests.distributed.models import CollectionSpec, ModelSpec, Plan
 from tests.distributed.small_job import (
     SPEC,
     TABLES,
@@ -23,6 +23,7 @@ from tests.distributed.small_job import (
     three_checkpoints,
     where,
 )
+from tests.distributed.states import local_bytes
 from torchrec_checknrun import errors
 
 
@@ -63,7 +64,7 @@ DENSE_OPTIMIZERS = ["adagrad", "adam", "sgd"]
 @pytest.mark.parametrize("saved", DENSE_OPTIMIZERS)
 @pytest.mark.parametrize("wanted", DENSE_OPTIMIZERS)
 def test_dense_optimizers(workers: Workers, tmp_path: Path, saved: str, wanted: str) -> None:
-    """Also Adam in a new process, which creates its state only at its first step."""
+    """Include Adam in a new process, which creates its state only at its first step."""
     workers(2).run(three_checkpoints, **where(tmp_path, replace(SPEC, dense=saved)))
     other = where(tmp_path, replace(SPEC, dense=wanted))
     if saved == wanted:
@@ -91,7 +92,7 @@ def dense_optimizer_is_refused(root: str, spec: dict[str, Any], plan: Plan) -> N
 
 
 def key_is_missing(root: str, spec: dict[str, Any], plan: Plan, only_rank: int) -> None:
-    """A state that the checkpoint hasn't got, on all ranks (-1) or one of them."""
+    """Ask for a state that the checkpoint lacks, on all ranks (-1) or one of them."""
     job = build(spec, plan, seed=5)
     extra = {"extra": Note("x")} if only_rank in (-1, dist.get_rank()) else {}
     if only_rank >= 0:

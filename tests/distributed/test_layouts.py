@@ -1,4 +1,4 @@
-"""Any saved layout onto any other: weights, optimizer state, and what training makes of them."""
+"""Any saved layout restores onto any other: weights, optimizer state, and training from there."""
 
 from __future__ import annotations
 
@@ -10,16 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.layouts import (
-    Layout,
-    Reference,
-    Whole,
-    build,
-    differences,
-    expected,
-    whole_state,
-)
+from tests.distributed.layouts import Layout, build
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
+from tests.distributed.unsharded import Reference, Whole, differences, expected, whole_state
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Checkpointer, Consecutive
 from torchrec_checknrun.root.report import CheckpointReport
@@ -42,7 +35,7 @@ NAMES = ("a.t0", "a.t1", "b.t0", "c.t0", "c.t2")
 
 
 def layout(kind: str, ranks: int) -> Layout:
-    """The tables of ``SPEC`` sharded alike, or as nearly as TorchRec can on that many ranks."""
+    """Shard the tables of ``SPEC`` alike, or as nearly as TorchRec can on that many ranks."""
     last = ranks - 1
     halves, quarters = f"column_wise:0,{last}", f"column_wise:{last},0,0,{last}"
     nodes = 2 if ranks % 2 == 0 else 1
@@ -86,7 +79,7 @@ def keep(job: Any, layout: dict[str, Any], path: str) -> None:
 
 
 def save_chain(root: str, spec: dict[str, Any], layout: dict[str, Any], copy: str) -> list[str]:
-    """A full checkpoint and two differential ones; how training differed from the reference."""
+    """Save a full checkpoint and two differential ones; return differences to the reference."""
     job = build(spec, layout)
     with checkpointer(root, job) as saver:
         job.train(1)
@@ -111,7 +104,7 @@ def restore_and_go_on(
     kind: str | None = None,
     steps: int = 5,
 ) -> list[str]:
-    """Restores into a new model on a layout, trains and saves twice; what isn't as it should be.
+    """Restore into a new model on a layout, train and save twice; return what is wrong.
 
     Args:
         source: the layout that the copy of the state was taken on.
@@ -156,7 +149,7 @@ def restore_and_go_on(
 def run_chain(
     workers: Workers, folder: Path, spec: ModelSpec, layouts: list[Layout], steps: int = 5
 ) -> None:
-    """Saved on the first layout, restored on the second, trained and saved, and so on."""
+    """Save on the first layout, restore on the second, train and save there, and so on."""
     where: dict[str, Any] = {
         "root": str(folder / "root"),
         "spec": spec.to_json(),

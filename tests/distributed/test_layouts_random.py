@@ -1,4 +1,4 @@
-"""Random tables, layouts and chains, restored on another layout and then a third."""
+"""Random tables, layouts and chains restore on another layout and then a third."""
 
 from __future__ import annotations
 

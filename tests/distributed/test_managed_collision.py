@@ -29,7 +29,8 @@ from tests.distributed.collisions import (
     saved,
 )
 from tests.distributed.damage import chunks_of, flip
-from tests.distributed.models import CPU, gather
+from tests.distributed.models import CPU
+from tests.distributed.states import gather
 from tests.distributed.test_tracking_zoo import no_streams
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import ZooBatch, changed_rows, stored_rows, table_arrays

@@ -1,4 +1,4 @@
-"""Managed collisions on other ranks, or in modules that map ids differently."""
+"""Managed collisions move to other ranks, or into modules that map ids differently."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.distributed.collisions import (
     refused,
     saved,
 )
-from tests.distributed.models import gather, local_bytes
+from tests.distributed.states import gather, local_bytes
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import changed_rows, stored_rows, table_arrays
 from torchrec_checknrun import errors

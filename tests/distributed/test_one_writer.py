@@ -1,4 +1,4 @@
-"""Two trainers, one root; a step that is saved already; old checkpoints; late file systems."""
+"""One root has one writer; a saved step is saved once; old checkpoints go; file systems lag."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.models import Plan, gather, local_bytes
-from tests.distributed.test_background import build, checkpointer, differences, ids, where
+from tests.distributed.background_jobs import build, checkpointer, differences, ids, where
+from tests.distributed.models import Plan
+from tests.distributed.states import gather, local_bytes
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Full, Retention
 from torchrec_checknrun.errors import RootInUse, StorageUnreachable
@@ -26,7 +27,7 @@ Workers = Callable[[int], WorkerPool]
 
 
 def elsewhere() -> Any:
-    """Makes this process look like one of another machine."""
+    """Make this process look like one of another machine."""
     other = msgspec.structs.replace(
         Holder.this_process(), machine="another", host="far", pid=7, run="another"
     )
@@ -34,8 +35,9 @@ def elsewhere() -> Any:
 
 
 def two_trainers(root: str, plan: Plan) -> list[str]:
-    """The second is refused at its first step; and the first, once it was replaced, at its next
-    commit. What a rank hears.
+    """Refuse the second writer at its first step, the first one at its commit once replaced.
+
+    Return what this rank hears.
     """
     heard = []
     job = build(plan)
@@ -76,7 +78,7 @@ def test_two_trainers(workers: Workers, tmp_path: Path) -> None:
 
 
 def restarts(root: str, plan: Plan) -> list[Any]:
-    """A step that is committed isn't saved again, unless something has changed or is damaged."""
+    """Skip the save of a committed step, unless something has changed or is damaged."""
     job = build(plan)
     with checkpointer(root, job) as saver:
         job.train()
@@ -107,8 +109,9 @@ def test_a_step_that_is_committed(workers: Workers, tmp_path: Path) -> None:
 
 
 def keeps(root: str, plan: Plan) -> list[Any]:
-    """With full checkpoints, two points stay; and while there is no newer one, what was resumed
-    from. What crashed saves have left goes, what is being written stays.
+    """Keep two restore points, and the one resumed from while there is no newer one.
+
+    What crashed saves have left goes, what is being written stays.
     """
     job = build(plan)
     found: list[Any] = []
@@ -146,7 +149,7 @@ def test_old_checkpoints_go(workers: Workers, tmp_path: Path) -> None:
 
 
 def sees_files_late(root: str, plan: Plan) -> list[str]:
-    """Rank 1's file system shows what rank 0 has seen only a little later, and not all of it."""
+    """Show rank 1 what rank 0 has seen only a little later, and not all of it."""
     job = build(plan)
     with checkpointer(root, job) as saver:
         job.train()
@@ -179,7 +182,7 @@ def test_views_that_differ_for_a_while(workers: Workers, tmp_path: Path) -> None
 
 
 def storage_is_away(root: str, plan: Plan) -> list[str]:
-    """A restore doesn't take storage that doesn't answer for damage: it falls back to nothing."""
+    """Raise if the storage doesn't answer: a restore doesn't take that for damage."""
     job = build(plan)
     heard = []
     with checkpointer(root, job, policy=Full()) as saver:
@@ -217,7 +220,7 @@ def test_storage_that_is_away_is_not_damaged(workers: Workers, tmp_path: Path) -
 
 
 def on_s3(root: str, plan: Plan, environment: dict[str, str]) -> list[Any]:
-    """Saves, resumes and prunes in a bucket."""
+    """Save, resume and prune in a bucket."""
     import s3fs
 
     with mock.patch.dict(os.environ, environment):

@@ -18,16 +18,9 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.fused_on_cpu import any_fused_optimizer
-from tests.distributed.layouts import (
-    Layout,
-    LayoutJob,
-    Whole,
-    build,
-    differences,
-    expected,
-    table_names,
-)
+from tests.distributed.layouts import Layout, LayoutJob, build, table_names
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
+from tests.distributed.unsharded import Whole, differences, expected
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Checkpointer, Consecutive, Quantization
 from torchrec_checknrun.tools.verify import verify

@@ -12,15 +12,10 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.distributed.layouts import (
-    Layout,
-    LayoutJob,
-    Whole,
-    build,
-    differences,
-    whole_state,
-)
-from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec, local_bytes
+from tests.distributed.layouts import Layout, LayoutJob, build
+from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
+from tests.distributed.states import local_bytes
+from tests.distributed.unsharded import Whole, differences, whole_state
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Checkpointer, load_tables
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter

@@ -1,4 +1,4 @@
-"""State of which each rank has its own."""
+"""State that differs between ranks is saved and restored rank by rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.models import Plan, local_bytes
+from tests.distributed.models import Plan
 from tests.distributed.small_job import Note, Workers, build, checkpointer, save, where
+from tests.distributed.states import local_bytes
 from torchrec_checknrun import PerRank, errors
 
 

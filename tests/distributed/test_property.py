@@ -1,4 +1,4 @@
-"""Restoring any checkpoint of any run gives the state that the run had when it was saved."""
+"""A restore of any checkpoint of any run gives the state that the run had at that save."""
 
 from __future__ import annotations
 
@@ -14,16 +14,8 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from tests.distributed import references
-from tests.distributed.models import (
-    Job,
-    ModelSpec,
-    Plan,
-    gather,
-    random_plan,
-    random_spec,
-    scramble,
-    uniform_plan,
-)
+from tests.distributed.models import Job, ModelSpec, Plan, random_plan, random_spec, uniform_plan
+from tests.distributed.states import gather, scramble
 from tests.distributed.worker_pool import WorkerPool
 from tests.examples import examples
 from torchrec_checknrun import Checkpointer, Consecutive, Full, Intermittent, OneShot, Quantization
@@ -41,7 +33,7 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass(frozen=True)
 class Segment:
-    """One life of the training processes: before each checkpoint so many steps."""
+    """One life of the training processes: the steps before each checkpoint."""
 
     intervals: tuple[int, ...]
     policy: str = "one_shot"
@@ -63,7 +55,7 @@ def checkpointer(root: str, job: Job, segment: dict[str, Any]) -> Checkpointer:
 def train(
     root: str, copies: str, spec: dict[str, Any], plan: Plan, segments: list[dict[str, Any]]
 ) -> list[str]:
-    """Trains, saves and resumes; leaves a copy of the state of every checkpoint. Their ids."""
+    """Train, save and resume; copy the state of every checkpoint, and return their ids."""
     ids: list[str] = []
     for number, segment in enumerate(segments):
         job = Job.build(ModelSpec.from_json(spec), plan, seed=100 * number + len(list_ids(root)))
@@ -91,7 +83,7 @@ def list_ids(root: str) -> list[str]:
 
 
 def compare(root: str, copies: str, spec: dict[str, Any], plan: Plan) -> list[str]:
-    """Restores every checkpoint into a model full of noise; what isn't as it was."""
+    """Restore every checkpoint into a model full of noise; return all differences."""
     job = Job.build(ModelSpec.from_json(spec), plan, seed=7)
     problems = []
     with checkpointer(root, job, asdict(Segment(()))) as saver:
@@ -205,7 +197,7 @@ def test_third_differential_after_a_kill(
 
 
 def parents(root: str) -> list[str | None]:
-    """Of every checkpoint in order, as the chain that a restore reads says."""
+    """Return every checkpoint's parent, as the chain that a restore reads says, in order."""
     from torchrec_checknrun.root.checkpoints import read_manifest
     from torchrec_checknrun.store.folder import Folder
 
@@ -214,7 +206,7 @@ def parents(root: str) -> list[str | None]:
 
 
 def straight_run(spec: dict[str, Any], plan: Plan, steps: int, copy: str) -> list[str]:
-    """Trains without a checkpoint; how its end differs from a copy."""
+    """Train without a checkpoint; return how the end differs from a copy."""
     job = Job.build(ModelSpec.from_json(spec), plan, seed=0)
     job.train(steps)
     return references.differences(gather(job), references.load(Path(copy)), None)

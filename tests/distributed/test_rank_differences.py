@@ -1,4 +1,4 @@
-"""Content that differs between ranks: buffers, state objects, and what says so at a save."""
+"""Buffers and state objects that differ between ranks are reported at a save."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_pattern_without_a_buffer(workers: Workers, tmp_path: Path) -> None:
 
 
 def own_parameters(root: str) -> list[Any]:
-    """Parameters that are no longer alike: a warning, once, and rank 0's are stored."""
+    """Warn once of parameters that are no longer alike; store rank 0's."""
     job = NormalizedJob()
     with warnings_said() as told, job.checkpointer(root) as saver:
         for _ in range(2):
@@ -159,7 +159,7 @@ NAMED = {
 
 
 def save_odd(root: str, spec: dict[str, Any], plan: Any, case: str) -> list[Any]:
-    """An error that names it; declared, it is saved; and no row was lost."""
+    """Refuse differing content by name, save it once declared, and lose no row."""
     job = build(spec, plan)
     told = ""
     odd = Odd(content_of(case))
@@ -193,7 +193,7 @@ def test_a_state_object_that_differs(workers: Workers, tmp_path: Path, case: str
 
 
 def lost_rows(root: str, spec: dict[str, Any], plan: Any) -> list[Any]:
-    """The rows of a save that was refused are in the next one; a failure is told though allowed."""
+    """Put rows of a refused save into the next one; report it though failures are allowed."""
     job, note = build(spec, plan), Note(dist.get_rank())
     with checkpointer(root, job, state={"note": note}, max_failures=9) as saver:
         job.train()
@@ -219,7 +219,7 @@ def test_rows_of_a_refused_save(workers: Workers, tmp_path: Path) -> None:
 
 
 def snapshot_instant(root: str, spec: dict[str, Any], plan: Any, budget: int | None) -> list[Any]:
-    """What is compared is the snapshot's content, though training goes on before that happens."""
+    """Compare the content of the snapshot, though training goes on before the comparison."""
     job, note = build(spec, plan), Note(torch.arange(20_000))
     options: dict[str, Any] = {"memory_budget": budget, "state": {"note": note}}
     with checkpointer(root, job, **options) as saver:
@@ -244,7 +244,7 @@ def test_the_instant_of_a_comparison(workers: Workers, tmp_path: Path, budget: i
 
 
 def direct(root: str, spec: dict[str, Any], plan: Any) -> list[str]:
-    """``dcp.save`` compares as well."""
+    """Compare in ``dcp.save`` as well."""
     job, told = build(spec, plan), ""
     own = {"rank": dist.get_rank()}
     content = {"model": job.model.state_dict(), "own": own}

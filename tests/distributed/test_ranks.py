@@ -1,4 +1,4 @@
-"""Rank 0 decides for all: what each rank gets, and whose error each is told."""
+"""Rank 0 decides for all; every rank gets its own part, or the error of the rank that failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT = 20.0
 
 
 class Unsendable(Exception):
-    """Can't be pickled: it holds a function of a function."""
+    """An object that can't be pickled: it holds a function of a function."""
 
     def __init__(self) -> None:
         super().__init__("holds a lambda")
@@ -52,7 +52,7 @@ def results() -> None:
 
 
 def errors() -> None:
-    """Every error is every rank's, and nobody waits for the timeout."""
+    """Raise every rank's error on every rank, before the timeout."""
     ranks = Ranks(timedelta(seconds=TIMEOUT))
     here, last = dist.get_rank(), dist.get_rank() == ranks.world_size - 1
     started = time.monotonic()
@@ -78,7 +78,7 @@ def errors() -> None:
 
 
 def unsendable() -> None:
-    """What can't be sent is every rank's error, too; the ranks' next collective works."""
+    """Raise on every rank what can't be sent; the ranks' next collective works."""
     ranks = Ranks(timedelta(seconds=TIMEOUT))
     last = dist.get_rank() == ranks.world_size - 1
     started = time.monotonic()
@@ -93,7 +93,7 @@ def unsendable() -> None:
 
 
 def places() -> None:
-    """Every rank is told on which rank it failed, and where, with all that failed there."""
+    """Tell every rank on which rank the work failed, and where, with all that failed there."""
     ranks = Ranks(timedelta(seconds=TIMEOUT))
     here, world = ranks.rank, ranks.world_size
     collectives: tuple[Any, Any] = (ranks.reduce, ranks.reduce_scatter)

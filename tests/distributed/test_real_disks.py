@@ -1,4 +1,4 @@
-"""File systems that are full, read-only or another user's: real ones, where they can be had."""
+"""Full, read-only and foreign file systems: real ones, where they can be had."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.models import Plan, gather
-from tests.distributed.test_background import build, checkpointer, differences, ids, where
+from tests.distributed.background_jobs import build, checkpointer, differences, ids, where
+from tests.distributed.models import Plan
+from tests.distributed.states import gather
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun.errors import SaveFailed
 
@@ -22,7 +23,7 @@ SIZE = 2 << 20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of two megabytes."""
+    """Mount a file system of two megabytes."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "checknrun-tests", str(folder)]
@@ -36,7 +37,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def full(root: Path) -> Iterator[None]:
-    """There is no space left."""
+    """Fill the file system."""
     ballast = root.parent / "ballast"
     with ballast.open("wb", buffering=0) as file:
         try:
@@ -50,7 +51,7 @@ def full(root: Path) -> Iterator[None]:
 
 @contextmanager
 def read_only(root: Path) -> Iterator[None]:
-    """Nothing may be written."""
+    """Mount the file system read-only."""
     for mode in ("ro", "rw"):
         subprocess.run(["mount", "-o", f"remount,{mode}", str(root.parent)], check=True)
         if mode == "ro":
@@ -59,7 +60,7 @@ def read_only(root: Path) -> Iterator[None]:
 
 @contextmanager
 def another_users(root: Path) -> Iterator[None]:
-    """The root belongs to somebody else."""
+    """Give the root to another user."""
     for folder in (root, *root.iterdir()):
         folder.chmod(0o755)
     own = os.geteuid()
@@ -72,7 +73,7 @@ HOW = {"full": full, "read-only": read_only, "another user's": another_users}
 
 
 def fails_and_goes_on(root: str, plan: Plan, how: str) -> list[Any]:
-    """The error, whether older checkpoints are intact, and what the next one lacks."""
+    """Return the error, whether older checkpoints are intact, and what the next one lacks."""
     job = build(plan)
     with checkpointer(root, job) as saver:
         job.train()

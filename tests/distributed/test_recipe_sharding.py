@@ -1,4 +1,4 @@
-"""Every sharding plan of the recipe holds the same model; one that cannot be made is an error."""
+"""Every sharding plan of the recipe holds the same model; one that can't be made is an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLANS = ["row_wise", "table_wise", "column_wise", "planner", "everything"]
 
 
 def shards_of(plan: str) -> list[dict[str, Any]]:
-    """This rank's shards, with whether they hold what the seed says."""
+    """Return this rank's shards, and whether each holds the values of the seed."""
     overrides = [f"seed={SEED}", "model.scale=1e-4", f"sharding={plan}"]
     if plan == "everything":
         overrides[-1:] = ["sharding=planner", "sharding.sharding_types=null"]

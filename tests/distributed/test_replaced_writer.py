@@ -1,4 +1,4 @@
-"""A writer that is stopped between its last look and the commit, and replaced: its save fails."""
+"""A writer that is replaced between its last look and the commit fails its save."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.models import Plan, gather
-from tests.distributed.test_background import build, checkpointer, differences, ids, where
+from tests.distributed.background_jobs import build, checkpointer, differences, ids, where
+from tests.distributed.models import Plan
+from tests.distributed.states import gather
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun.errors import RootInUse, SaveFailed
 from torchrec_checknrun.format.manifest import MANIFEST_NAME
@@ -28,7 +29,7 @@ Workers = Callable[[int], WorkerPool]
 
 
 def before_the_manifest(act: Callable[[Folder], None]) -> Any:
-    """Does something on rank 0 once, after the last look and before the put."""
+    """Act on rank 0 once, after the last look and before the put."""
     real: Any = Folder.put
     done: list[str] = []
 
@@ -47,7 +48,7 @@ def is_stopped(folder: Folder) -> None:
 
 
 def is_replaced(root: str, plan: Plan) -> list[Any]:
-    """What the save says, whether rows stay marked, and what is restored afterwards."""
+    """Return the save's error, whether rows stay marked, and what is restored afterwards."""
     job = build(plan)
     with checkpointer(root, job) as saver:
         job.train()
@@ -82,7 +83,7 @@ def is_replaced(root: str, plan: Plan) -> list[Any]:
 
 
 def test_a_stopped_writer(workers: Workers, tmp_path: Path) -> None:
-    """A real process, stopped, replaced by ``checknrun unlock``, and woken up."""
+    """Stop a real process, replace it by ``checknrun unlock``, and wake it up."""
     place = where(tmp_path)
 
     def replace_it() -> None:

@@ -1,8 +1,8 @@
-"""Whatever happens to a run, in whatever order: no row is lost, and who should hear of it does.
+"""In any sequence of operations no row is lost, and all who should hear of a failure do.
 
-Hypothesis makes sequences of operations. They are run on real processes, life by life, and every
-answer is compared with a reference model's, every restored state with a copy that was taken when
-its checkpoint was begun.
+Hypothesis makes the sequences. They are run on real processes, life by life; every answer is
+compared with a reference model's, every restored state with a copy that was taken when its
+checkpoint was begun.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_sequences(
     ends: Sequence[str] = ("abandon", "close"),
     backgrounds: Sequence[str] = ("thread",),
 ) -> Counter[str]:
-    """What has happened in them, and how often.
+    """Run sequences; count what has happened in them.
 
     Args:
         start: where Hypothesis begins: the same sequences every time.
@@ -73,7 +73,7 @@ def test_nothing_is_lost_long(workers: Workers) -> None:
 
 
 def go_through(run: Run) -> None:
-    """A short sequence that has all in it that ``LOSES_ROWS`` breaks."""
+    """Run a short sequence that has all in it that ``LOSES_ROWS`` breaks."""
     run.begin_run(11, Life(policy="consecutive", staging="copy"), background=0)
     run.save(2, FREE)
     run.save(2, Way(fault=Point.FILE, fault_rank=1))
@@ -95,7 +95,7 @@ def test_a_lost_row_is_found(workers: Workers, sabotage: str) -> None:
 
 
 def grow(run: Run) -> None:
-    """The differential ones grow until a full one pays, from one life to the next."""
+    """Let differential checkpoints grow until a full one pays, from one life to the next."""
     run.begin_run(11, Life(policy="intermittent"), background=0)
     run.spec = ModelSpec((CollectionSpec("c", (TableSpec("t", 300, 40, ("f0", "f1")),)),))
     for steps in (1, 1, 1):
@@ -121,7 +121,7 @@ def test_a_wrong_predictor_is_found(workers: Workers, sabotage: str) -> None:
 
 @pytest.mark.parametrize("background", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_failing_in_parts(workers: Workers, background: str) -> None:
-    """Training waits for memory that is not given back in the ordinary way."""
+    """Train while a failed save does not give its memory back in the ordinary way."""
     run = Run(workers, backgrounds=(background,))
     run.begin_run(256, Life(plan=39, in_parts=True), background=0)
     for rank in (None, 1):
@@ -132,7 +132,7 @@ def test_failing_in_parts(workers: Workers, background: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_does_not_hear(workers: Workers, rank: int) -> None:
-    """The others have given up their marks by then."""
+    """Keep one rank from hearing, when the others have given up their marks."""
     run = Run(workers)
     run.begin_run(11, Life(policy="consecutive", plan=3), background=0)
     run.save(2, FREE)

@@ -1,4 +1,4 @@
-"""State objects that grow, shrink and change their types."""
+"""State objects may grow, shrink and change their types between save and restore."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.models import local_bytes
 from tests.distributed.small_job import Note, Workers, build, checkpointer, where
+from tests.distributed.states import local_bytes
 from torchrec_checknrun import PerRank, Replicated
 from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,

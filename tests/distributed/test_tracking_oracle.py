@@ -20,13 +20,12 @@ from tests.distributed.models import (
     Job,
     ModelSpec,
     TableSpec,
-    gather,
     random_plan,
     random_spec,
-    row_bytes,
     uniform_plan,
 )
 from tests.distributed.reader30 import read_rows
+from tests.distributed.states import gather, row_bytes
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Checkpointer, Consecutive, OneShot
 

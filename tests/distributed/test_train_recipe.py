@@ -1,4 +1,4 @@
-"""The trainer as its users run it: torchrun, real processes, and what they leave behind."""
+"""The trainer runs as its users run it: torchrun, real processes, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Run:
 def train(
     directory: Path, *overrides: str, kill: tuple[int, int] | None = None, ranks: int = RANKS
 ) -> Run:
-    """Runs the trainer; with `kill=(step, rank)` that rank dies once that step is done."""
+    """Run the trainer; with `kill=(step, rank)` that rank dies once that step is done."""
     settings = (*SETTINGS, f"trainer.final_state={directory / 'final'}", *overrides)
     events: list[dict[str, Any]] = []
     with Job(directory, settings, ranks=ranks, max_restarts=1 if kill else 0) as job:
@@ -123,7 +123,7 @@ def test_the_same_seed_gives_the_same_bits(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_plan_and_pipeline_change_no_bit(run: Run, tmp_path: Path) -> None:
-    """The pipeline that GPUs use, here with its evaluations at other steps and another plan."""
+    """Compare the GPUs' pipeline, with evaluations at other steps and another plan."""
     other = train(
         tmp_path / "other",
         "sharding=table_wise",
@@ -136,7 +136,7 @@ def test_plan_and_pipeline_change_no_bit(run: Run, tmp_path: Path) -> None:
 
 
 def trained_samples(run: Run, ranks: int = RANKS) -> Iterable[int]:
-    """The samples of the steps that led to the end: not of those that a restart has undone."""
+    """Return the samples of the steps that led to the end, without those undone by a restart."""
     resumed = {start["attempt"]: start["step"] for start in run.named("start")}
     for rank in range(ranks):
         for line in read_lines(run.directory / f"samples-rank{rank}.jsonl"):
@@ -151,7 +151,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow  # tests/crash has kills of this recipe that are always run
 def test_a_killed_rank_costs_no_sample_and_no_bit(run: Run, tmp_path: Path) -> None:
-    """Nor do the batches that the pipeline had read when it died."""
+    """Include the batches that the pipeline had read when the rank died."""
     killed = train(
         tmp_path / "killed",
         "checkpoint=check_n_run",
@@ -179,7 +179,7 @@ def test_a_restart_without_checkpoints_begins_again(run: Run, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_more_ranks_resume_to_the_same_bits(tmp_path: Path) -> None:
-    """More than two gradients are added up in an order, which a restart must not change."""
+    """Add more than two gradients in an order that a restart must not change."""
     settings = ("trainer.batch_size=240", "checkpoint=check_n_run")
     whole = train(tmp_path / "whole", *settings, ranks=4)
     killed = train(tmp_path / "killed", *settings, kill=(25, 2), ranks=4)
@@ -190,7 +190,7 @@ def test_more_ranks_resume_to_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_one_process_needs_no_torchrun(tmp_path: Path) -> None:
-    """It stops where the dataset ends, and a second start goes on from the last checkpoint."""
+    """Stop where the dataset ends, and go on from the last checkpoint at a second start."""
     command = [
         *(sys.executable, "-m", "recipes.dlrm_criteo.train", f"run_dir={tmp_path / 'run'}"),
         *("checkpoint=check_n_run", "checkpoint.every_steps=2", "checkpoint.at_end=true"),
@@ -207,7 +207,7 @@ def test_one_process_needs_no_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_failing_rank_ends_the_job_at_once(tmp_path: Path) -> None:
-    """Only rank 1 meets the bad line; nobody waits for it, and its error is told."""
+    """Fail on a line that only rank 1 meets: nobody waits, and its error is told."""
     good = "\t".join(["1", *["3"] * 13, *["a1b2c3d4"] * 26])
     lines = [good] * 96
     lines[60] = good.replace("a1b2c3d4", "no-hex", 1)

@@ -1,13 +1,19 @@
-"""The harness itself: a case that fails, hangs or dies fails alone."""
+"""A case that fails, hangs or dies in the worker pool fails alone."""
 
 from __future__ import annotations
 
 import os
+import random
+import signal
 import time
+from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
+from tests.distributed.fork_server import servers
+from tests.distributed.small_job import Workers
 from tests.distributed.worker_pool import CaseFailed, WorkerPool
 
 
@@ -39,3 +45,26 @@ def test_a_case_that_goes_wrong_fails_alone(how: str, message: str) -> None:
         assert pool.run(add, number=5) == [5, 6]
     finally:
         pool.stop()
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_dies_is_replaced() -> None:
+    servers.cache_clear()  # other pools keep theirs
+    pool = WorkerPool(2)
+    try:
+        (server, *_) = servers()
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(CaseFailed, match="the fork server doesn't answer"):
+            pool.run(add, number=3)
+        assert pool.run(add, number=5) == [5, 6]
+    finally:
+        pool.stop()
+
+
+def ranks_differ() -> list[Any]:
+    return [os.environ["RANK"], hash("a text"), np.random.random(), random.random()]
+
+
+def test_ranks_are_as_different_as_processes(workers: Workers) -> None:
+    for values in zip(*workers(2).run(ranks_differ), strict=True):
+        assert values[0] != values[1]

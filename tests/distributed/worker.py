@@ -1,6 +1,6 @@
-"""What every rank of a worker pool runs: takes cases from pytest, runs them, says what came out.
+"""Run cases from pytest on one rank of a worker pool, and answer with their results.
 
-Started by ``torchrun -m tests.distributed.worker SOCKET``. Each case gets a process group of its
+Started by a worker pool, which calls ``main``. Each case gets a process group of its
 own, so that one case's collectives and groups are nothing to the next.
 """
 
@@ -63,7 +63,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket, cases: queue.Queue[dict[str, Any]]) -> None:
-    """Ends the process when pytest is gone, also in the middle of a case."""
+    """Queue cases; end the process when pytest is gone, also in the middle of a case."""
     for line in connection.makefile("rb"):
         cases.put(json.loads(line))
     os._exit(0)
@@ -84,14 +84,11 @@ _modules = 0
 
 
 def _freeze_modules() -> None:
-    """What modules hold stays: the collection after each case, which is there for the case's own
-    objects, would go through all of TorchRec every time.
+    """Exempt all that modules hold from the collection after each case.
+
+    That collection is there for the case's own objects, and would go through all of TorchRec.
     """
     global _modules
     if len(sys.modules) > _modules:
         _modules = len(sys.modules)
         gc.freeze()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,7 +1,7 @@
-"""Real torchrun workers that stay: started once per number of ranks, sent one case after another.
+"""Keep workers: start them once per number of ranks, send them one case after another.
 
-Importing TorchRec costs a process seconds and 300 MB, a case only milliseconds. A case that fails
-or hangs fails its own test; the workers are replaced for the next one.
+Each is a process with the environment that torchrun gives to a rank. A case that fails or hangs
+fails its own test; the workers are replaced for the next one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,11 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[2]
+import torch.distributed as dist
+
+from tests.distributed.fork_server import START_SECONDS, ForkServer, servers
+
 WORKER = "tests.distributed.worker"
-START_SECONDS = 120.0
 GRACE_SECONDS = 3.0
-"""After one rank has failed, what the others may take to say something as well."""
+"""Time that the other ranks get to answer after one has failed."""
 
 
 class CaseFailed(Exception):
@@ -32,7 +32,7 @@ class CaseFailed(Exception):
 
 
 class WorkerPool:
-    """``world_size`` processes that run the same function together.
+    """A pool of ``world_size`` processes that run the same function together.
 
     Args:
         worker: the module that every process is.
@@ -41,7 +41,8 @@ class WorkerPool:
     def __init__(self, world_size: int, worker: str = WORKER) -> None:
         self.world_size = world_size
         self._worker = worker
-        self._torchrun: subprocess.Popen[bytes] | None = None
+        self._store: dist.TCPStore | None = None
+        self._servers: list[ForkServer] = []
         self._connections: list[socket.socket] = []
         self._pids: list[int] = []
         self._folder = tempfile.TemporaryDirectory(prefix="workers-")
@@ -50,12 +51,12 @@ class WorkerPool:
     def run(
         self, function: Callable[..., Any], *, timeout: float = 90.0, **arguments: Any
     ) -> list[Any]:
-        """Calls a module's function with JSON arguments on all ranks; their (JSON) results.
+        """Call a module's function with JSON arguments on all ranks; return their JSON results.
 
         Raises:
-            CaseFailed: it raised or did not end in time on some rank.
+            CaseFailed: the case raised, or did not end in time, on some rank.
         """
-        if self._torchrun is None:
+        if self._store is None:
             self._start()
         case = {
             "module": function.__module__,
@@ -83,36 +84,30 @@ class WorkerPool:
         return [answers[rank]["result"] for rank in range(self.world_size)]
 
     def stop(self) -> None:
-        """Kills the workers; the next case gets new ones."""
+        """Kill the workers; the next case gets new ones."""
         for connection in self._connections:
             connection.close()
-        if self._torchrun is not None:
-            self._torchrun.kill()
-            self._torchrun.wait()
-        for pid in self._pids:  # torchrun puts them in sessions of their own
+        for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._torchrun, self._connections, self._pids = None, [], []
+        self._store, self._servers, self._connections, self._pids = None, [], [], []
 
     def _start(self) -> None:
         self._starts += 1
         folder = Path(self._folder.name)
         address, log = str(folder / f"socket{self._starts}"), folder / f"log{self._starts}"
-        with socket.socket(socket.AF_UNIX) as listener, open(log, "wb") as output:
+        log.touch()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen()
             listener.settimeout(START_SECONDS)
-            self._torchrun = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                    *(f"--nproc-per-node={self.world_size}", "-m", self._worker, address),
-                ],
-                cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
             try:
+                self._servers = servers()
+                for rank in range(self.world_size):
+                    server = self._servers[rank % len(self._servers)]
+                    environment = self._environment(rank, self._store.port)
+                    self._pids.append(server.fork(self._worker, address, log, environment))
                 found = [listener.accept()[0] for _ in range(self.world_size)]
             except OSError as error:
                 self.stop()
@@ -120,11 +115,34 @@ class WorkerPool:
                 raise CaseFailed(f"the workers don't start: {error!r}\n{text[-4000:]}") from error
         hellos = {connection: _receive(connection) for connection in found}
         self._connections = sorted(found, key=lambda connection: hellos[connection]["rank"])
-        self._pids = [hello["pid"] for hello in hellos.values()]
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        """Return what torchrun gives to a rank on one node."""
+        return {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": f"{Path(self._folder.name).name}-{self._starts}",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        }
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    """The next message; empty if the worker is gone."""
+    """Receive the next message; return an empty one if the worker is gone."""
     data = b""
     with suppress(OSError):
         while not data.endswith(b"\n"):

@@ -44,8 +44,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from tests.distributed.layouts import generator_of
-from tests.distributed.models import CPU, gather
+from tests.distributed.models import CPU
 from tests.distributed.reader30 import read_rows
+from tests.distributed.states import gather
 
 SAMPLES = 6
 Row = tuple[str, int]

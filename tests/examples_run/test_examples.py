@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import InstantiationException
 
-from tests.distributed.worker_pool import REPOSITORY
+from tests.distributed.fork_server import REPOSITORY
 from torchrec_checknrun import verify
 
 EXAMPLES = REPOSITORY / "examples"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-from tests.distributed.test_background import where
+from tests.distributed.background_jobs import where
 from tests.distributed.test_one_writer import Workers, on_s3
 from tests.object_store.server import KEY, SECRET, Server
 

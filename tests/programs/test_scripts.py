@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_pool import REPOSITORY
+from tests.distributed.fork_server import REPOSITORY
 from tests.programs.conftest import Both
 from tests.programs.resuming import compare, compare_bytes
 

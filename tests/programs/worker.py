@@ -1,7 +1,7 @@
 """Run programs in forks: each in a fresh process that has everything imported, and may be killed.
 
-Started by ``torchrun -m tests.programs.worker SOCKET``, once for all programs, since the imports
-take longer than a program. Nothing but imports happens before a fork: no thread, no group, no
+Started by a worker pool, which calls ``main``, once for all programs, since the imports take
+longer than a program. Nothing but imports happens before a fork: no thread, no group, no
 generator is used, so that a fork knows as little of the runs before it as a new process.
 """
 
@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -80,7 +79,3 @@ def _run(number: int, case: dict[str, Any]) -> dict[str, Any]:
         return {"value": value}
     except BaseException:
         return {"error": traceback.format_exc()}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""The trainer with one thing broken: what the demo must find out.
+"""Break one thing in the trainer, which the demo must find out.
 
 One module each, to be run in the trainer's place (`--module tests.crash.sabotage.dropped_mark`).
 They change what the package does from outside, and say in the output when they have done so.
@@ -18,7 +18,7 @@ DONE = "SABOTAGE:"
 
 
 def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Puts a function in another's place, for the rest of the process."""
+    """Put a function in another's place, for the rest of the process."""
     mock.patch.object(owner, name, function).start()
 
 

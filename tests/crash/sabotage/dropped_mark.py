@@ -1,4 +1,4 @@
-"""After the baseline one row is never marked again, whatever training does to it."""
+"""Never mark one row again after the baseline, whatever training does to it."""
 
 from __future__ import annotations
 

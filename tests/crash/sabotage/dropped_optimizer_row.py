@@ -1,4 +1,4 @@
-"""In every differential checkpoint one row's optimizer state is written as zero."""
+"""Write one row's optimizer state as zero in every differential checkpoint."""
 
 from __future__ import annotations
 

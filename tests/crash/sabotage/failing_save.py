@@ -1,4 +1,4 @@
-"""The second differential save fails on one rank and training goes on: harmless, no row is lost."""
+"""Fail the second differential save on one rank and go on: harmless, no row is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save fails as in `failing_save`, and the marks that were cleared for it do not come back."""
+"""Fail a save as in `failing_save`, and lose the marks that were cleared for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a restart the reader goes on one batch too late."""
+"""Let the reader go on one batch too late after a restart."""
 
 from __future__ import annotations
 

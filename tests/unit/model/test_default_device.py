@@ -13,7 +13,8 @@ import torch
 
 from tests.crash.save_sweep import SPEC, alone
 from tests.distributed import references
-from tests.distributed.models import Job, gather, scramble, uniform_plan
+from tests.distributed.models import Job, uniform_plan
+from tests.distributed.states import gather, scramble
 from torchrec_checknrun import Checkpointer, Consecutive, Quantization
 
 PLAN = uniform_plan(SPEC, "table_wise", 1)

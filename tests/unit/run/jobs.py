@@ -7,7 +7,8 @@ from typing import Any
 
 from tests.crash.save_sweep import SPEC
 from tests.distributed import references
-from tests.distributed.models import Job, State, gather, uniform_plan
+from tests.distributed.models import Job, uniform_plan
+from tests.distributed.states import State, gather
 from torchrec_checknrun import Checkpointer, Consecutive
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from tests.distributed.models import Job, gather
+from tests.distributed.models import Job
+from tests.distributed.states import gather
 from tests.unit.run.jobs import checkpointer, restored, train
 from torchrec_checknrun import AtEnd, EverySteps, Full, OneShot, Retention
 from torchrec_checknrun.dcp import SavePlanner, StorageWriter

@@ -14,15 +14,8 @@ import torch
 
 from tests.crash.save_sweep import SPEC, alone
 from tests.distributed import references
-from tests.distributed.models import (
-    CollectionSpec,
-    Job,
-    ModelSpec,
-    TableSpec,
-    gather,
-    scramble,
-    uniform_plan,
-)
+from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
+from tests.distributed.states import gather, scramble
 from torchrec_checknrun import Checkpointer, Full, Quantization
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.save import background

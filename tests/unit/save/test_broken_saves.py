@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.models import Job, gather
+from tests.distributed.models import Job
+from tests.distributed.states import gather
 from tests.unit.run.jobs import checkpointer, restored, train
 from torchrec_checknrun import AtEnd, Checkpointer
 from torchrec_checknrun.errors import ModelPartlyRestored, SaveFailed

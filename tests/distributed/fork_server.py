@@ -1,0 +1,128 @@
+"""Fork worker processes from one that has imported TorchRec: a start takes milliseconds.
+
+Started by ``python -m tests.distributed.fork_server SOCKET``. Nothing but imports happens before a
+fork: no thread, no group, no generator is used, so that a fork knows as little as a new process. A
+fork has the hash seed of its server, so neighbouring ranks are forked from different servers: an
+order of a set that differs between ranks must show in the tests as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPOSITORY = Path(__file__).parents[2]
+SERVERS = 2
+START_SECONDS = 240.0
+"""For the imports, on a busy machine."""
+IMPORTED = ("pytest", "hypothesis", "torchrec_checknrun", "tests.distributed.zoo")
+PR_SET_PDEATHSIG = 1
+
+
+class ForkServer:
+    """A process that forks others; it ends, and they with it, when this object is dropped."""
+
+    def __init__(self) -> None:
+        mine, its = socket.socketpair()
+        self._folder = tempfile.TemporaryDirectory(prefix="fork-server-")
+        self._log = Path(self._folder.name) / "log"
+        with its, self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(its.fileno())],
+                cwd=REPOSITORY,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+                pass_fds=[its.fileno()],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.pid = self._process.pid
+        mine.settimeout(START_SECONDS)
+        self._socket = mine
+        self._answers = mine.makefile("rb")
+
+    def fork(self, module: str, argument: str, log: Path, environment: dict[str, str]) -> int:
+        """Call ``main(argument)`` of a module in a new process; return its process id."""
+        request = {"module": module, "argument": argument, "log": str(log), "env": environment}
+        answer = b""
+        try:
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            answer = self._answers.readline()
+            return int(answer)
+        except (OSError, ValueError) as error:
+            text = self._log.read_text(errors="replace")
+            raise OSError(f"the fork server doesn't answer: {error!r}\n{text[-4000:]}") from error
+        finally:
+            if not answer:
+                servers.cache_clear()  # it may still answer: the next start gets new servers
+
+
+@cache
+def servers() -> list[ForkServer]:
+    """Start the servers of this process; return them."""
+    return [ForkServer() for _ in range(SERVERS)]
+
+
+def main(descriptor: int) -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
+    with socket.socket(fileno=descriptor) as connection:
+        requests = connection.makefile("rb")
+        for line in requests:
+            _bury()
+            pid = os.fork()
+            if pid == 0:
+                os.close(descriptor)
+                _become(json.loads(line))
+            connection.sendall(f"{pid}\n".encode())
+
+
+def _bury() -> None:
+    """Reap the forks that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Turn a fork into the process asked for; end with it."""
+    code = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        with open(request["log"], "ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        np.random.seed()  # as in a new process; Python's own generator does so at each fork
+        importlib.import_module(request["module"]).main(request["argument"])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
