@@ -28,7 +28,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from recipes.benchmarks import machine
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, RankFile, TableTotals
+from torchrec_checknrun.format.manifest import Header, RankFile, TableTotals
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FileSummary
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.save.commit import CheckpointWriter

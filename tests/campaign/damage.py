@@ -34,7 +34,7 @@ from tests.distributed.states import Part, State, gather, scramble
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format import reader as read_chunks
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention, pin

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, parse_manifest
+from torchrec_checknrun.format.manifest import parse_manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME
 
 FLIPS = 48
 """Flipped bits of a checkpoint's file: at both ends, and evenly spread between."""

@@ -31,7 +31,8 @@ from tests.unit.forgery import ROWS, Forged, example, load, seal
 from tests.unit.fuzz import bounded_memory
 from torchrec_checknrun.errors import CheckNRunError, StorageFailed
 from torchrec_checknrun.format import reader as read_chunks
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, RankFile, parse_manifest
+from torchrec_checknrun.format.manifest import RankFile, parse_manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import parse_index
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.restore.chunks import read_content

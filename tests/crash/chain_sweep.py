@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from tests.crash.faulty_store import Faults, Mode, Operation, patience
 from tests.crash.save_sweep import Tally
 from tests.unit.chains import DIM, Part, make_shards, restore, same_bits, write, write_chain
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root import deletion
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import committed

@@ -19,7 +19,8 @@ from tests.distributed.states import State, gather, scramble
 from torchrec_checknrun import Checkpointer, Consecutive
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format import reader as read_chunks
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, parse_manifest
+from torchrec_checknrun.format.manifest import parse_manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.tools.verify import verify
 
 LENGTH = 3

@@ -20,7 +20,7 @@ from unittest import mock
 from recipes.dlrm_criteo.train import main
 from tests.crash import kills
 from torchrec_checknrun import Checkpointer
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.root.deletion import Deletion
 from torchrec_checknrun.root.lease import Lease

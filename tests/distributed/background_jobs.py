@@ -21,7 +21,7 @@ from tests.distributed.models import (
 )
 from tests.distributed.states import gather, scramble
 from torchrec_checknrun import Checkpointer, Consecutive
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.store.folder import Folder
 
 TABLES = (TableSpec("t0", 400, 8, ("f0", "f1")), TableSpec("t1", 300, 12, ("f1",)))

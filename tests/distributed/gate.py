@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.sequence_model import Point, Way
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.save import background
 from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.commit import CheckpointWriter

@@ -20,7 +20,8 @@ from tests.unit.entries import decode_rows
 from torchrec_checknrun.codecs import Bf16, Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.format.chunk import state_chunk
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Link, Manifest, TableTotals
+from torchrec_checknrun.format.manifest import Link, Manifest, TableTotals
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FileSummary, add_totals, write_rank_file
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.format.state import encode_state

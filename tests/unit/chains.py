@@ -18,7 +18,8 @@ from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
 from torchrec_checknrun.format.entries import RowsEntry
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, checkpoint_id
+from torchrec_checknrun.format.manifest import Manifest, TableTotals
+from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
 from torchrec_checknrun.format.rank_file import add_totals, write_rank_file
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.format.row_chunk import encode_rows

@@ -6,8 +6,12 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from torchrec_checknrun.format.block_chunk import BlockHeader, block_header
-from torchrec_checknrun.format.chunk import EncodedChunk, decode_state_chunk
+from torchrec_checknrun.format.chunk import (
+    BlockHeader,
+    EncodedChunk,
+    block_header,
+    decode_state_chunk,
+)
 from torchrec_checknrun.format.entries import (
     BlockEntry,
     CollisionsEntry,

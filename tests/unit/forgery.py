@@ -24,10 +24,9 @@ from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
     UnsupportedFormat,
 )
-from torchrec_checknrun.format.block_chunk import BlockHeader
-from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.chunk import BlockHeader, EncodedChunk
 from torchrec_checknrun.format.entries import StateEntry
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.model.blocks import Block

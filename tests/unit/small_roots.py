@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import fsspec
 
-from torchrec_checknrun.format.manifest import (
-    MANIFEST_NAME,
-    Link,
-    Manifest,
-    RankFile,
-    TableTotals,
-    checkpoint_id,
-)
+from torchrec_checknrun.format.manifest import Link, Manifest, RankFile, TableTotals
+from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 

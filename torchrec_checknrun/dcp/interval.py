@@ -7,7 +7,8 @@ import weakref
 from typing import ClassVar
 
 from torchrec_checknrun.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Link
+from torchrec_checknrun.format.manifest import Link
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.model.marks import Cut
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.root.chain import Chain, read_manifest

@@ -1,7 +1,7 @@
 """Index entries: the description of each chunk in a rank file's index, typed and bounded.
 
 An entry is made with the chunk and gets its place in the file, and its checksum, when the chunk is
-written. Entries from storage are converted from untrusted JSON; ``row_chunk`` and ``block_chunk``
+written. Entries from storage are converted from untrusted JSON; ``row_chunk`` and ``chunk``
 check how their fields agree.
 """
 

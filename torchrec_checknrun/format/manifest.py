@@ -7,16 +7,13 @@ that no chain contains a checkpoint that was replaced.
 
 from __future__ import annotations
 
-import re
-import secrets
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from reprlib import repr as shown
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
 from torchrec_checknrun.format.checks import (
@@ -34,68 +31,14 @@ from torchrec_checknrun.format.checks import (
     typed,
 )
 from torchrec_checknrun.format.checks import checksum as _checksum
-from torchrec_checknrun.format.names import parse_id
+from torchrec_checknrun.format.names import PlainName
 
 FORMAT_VERSION = 1
-MANIFEST_NAME = "manifest.json"
-LAST_SEQUENCE = 10**18 - 1
-"""The highest sequence number that fits into an id."""
 _UNSTORED = frozenset({"checksum"})
 _LATER = frozenset({"optimizer_options"})
 """Fields of tables that the first manifests lack."""
 
 Kind = Literal["full", "differential"]
-
-_PLAIN_NAME = re.compile(r"\A(?!\.{1,2}\Z)(?!.*::)[^/\\\x00-\x1f\ud800-\udfff]{1,255}\Z")
-PlainName = Annotated[str, Meta(pattern=_PLAIN_NAME.pattern)]
-"""The name of a file or a directory; see ``is_plain_name``."""
-
-
-def checkpoint_id(sequence: int, step: int, attempt: str) -> str:
-    """Build a directory name, never used twice.
-
-    Args:
-        attempt: eight hex digits unique to the attempt.
-    """
-    return f"seq-{sequence:06d}_step-{step:08d}_{attempt}"
-
-
-def new_id(sequence: int, step: int, *, compacted: bool = False) -> str:
-    """Draw an id for a new attempt; a compacted checkpoint's sorts after its chain's head's.
-
-    Raises:
-        CorruptCheckpoint: see ``require_sequence``.
-    """
-    require_sequence(sequence)
-    upper_half = 1 << 31
-    return checkpoint_id(
-        sequence, step, f"{secrets.randbelow(upper_half) + compacted * upper_half:08x}"
-    )
-
-
-def require_sequence(sequence: int) -> None:
-    """Refuse a number that ``sequence_of`` can't parse: such a save would never be cleaned up.
-
-    Raises:
-        CorruptCheckpoint: a directory in the root has used up the numbers.
-    """
-    if sequence > LAST_SEQUENCE:
-        raise CorruptCheckpoint(
-            f"no checkpoint can have the sequence number {sequence}: {LAST_SEQUENCE} is the last, "
-            "which no run reaches. Look in the root for a directory with that number or a higher "
-            f"one, in its name or as `sequence` in its {MANIFEST_NAME}, and move it away"
-        )
-
-
-def sequence_of(name: str) -> int | None:
-    """Parse the sequence number from a directory name; None if the name is not a checkpoint id."""
-    id = parse_id(name)
-    return id.sequence if id is not None else None
-
-
-def is_plain_name(name: object) -> bool:
-    """Return whether a name stays within its folder, on disk and in stores (no ``/``, ``..``)."""
-    return isinstance(name, str) and _PLAIN_NAME.match(name) is not None
 
 
 class Link(Record, frozen=True):

@@ -23,7 +23,6 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
     UnsupportedFormat,
 )
-from torchrec_checknrun.format.block_chunk import BlockHeader, block_header
 from torchrec_checknrun.format.checks import (
     INDEX_BYTES,
     Count,
@@ -32,7 +31,7 @@ from torchrec_checknrun.format.checks import (
     require_limits,
     typed,
 )
-from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.chunk import BlockHeader, EncodedChunk, block_header
 from torchrec_checknrun.format.entries import (
     ROWS_DTYPES,
     UNWRITTEN,

@@ -14,8 +14,14 @@ import torch
 
 from torchrec_checknrun.boxes import Box, Span, overlap, tiles
 from torchrec_checknrun.errors import InvalidPlan
-from torchrec_checknrun.format.block_chunk import BlockHeader, Path, decode_block, name_of
-from torchrec_checknrun.format.chunk import EncodedChunk, dtype_name
+from torchrec_checknrun.format.chunk import (
+    BlockHeader,
+    EncodedChunk,
+    Path,
+    decode_block,
+    dtype_name,
+    name_of,
+)
 from torchrec_checknrun.format.entries import BlockEntry
 from torchrec_checknrun.format.state import raw_bytes
 

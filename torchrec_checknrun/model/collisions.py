@@ -4,26 +4,54 @@ The remapping tables are blocks. But a module also keeps the ids seen since its 
 counts the steps to the next one: without them a restored run would evict at other steps, and other
 ids, than an uninterrupted one. Raw ids are distributed over the ranks by value, so remapping tables
 can't be cut elsewhere for another number of ranks. The checks of a restore are in
-``restore/collisions.py``, the stored form in ``format/collision_chunk.py``.
+``restore/collisions.py``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import nn
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
 from torchrec_checknrun.boxes import Span
-from torchrec_checknrun.format.collision_chunk import CollisionState, Tensors
-from torchrec_checknrun.format.entries import Facts
+from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.entries import CollisionsEntry, Facts
+from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.model.kernels import find_modules
 
+NAME = "managed collisions"
+"""The chunk's name in index entries and errors."""
+
+Tensors = dict[str, torch.Tensor]
 COLLECTION = "_managed_collision_collection."
 MODULES = "_managed_collision_modules."
 """Parts of a module's state-dict path."""
 RAW_IDS = frozenset({"_mch_sorted_raw_ids", HashZchManagedCollisionModule.IDENTITY_BUFFER})
 """The buffer with the raw ids, of each kind of module."""
+
+
+@dataclass
+class CollisionState:
+    """The state of all managed-collision modules of a rank.
+
+    Attributes:
+        facts: by the module's state-dict path.
+        tensors: by the same path, the ids and counts collected since the last eviction.
+    """
+
+    facts: dict[str, Facts]
+    tensors: dict[str, Tensors]
+
+    def encode(self, rank: int) -> EncodedChunk:
+        """Encode the state as a chunk, whose pieces share the live memory where possible."""
+        tree, pieces = encode_state(self.tensors, NAME)
+        return EncodedChunk(
+            CollisionsEntry(name=NAME, rank=rank, modules=self.facts, tree=tree), pieces
+        )
 
 
 def facts_of(module: ManagedCollisionModule, rows: Span) -> Facts:

@@ -19,8 +19,7 @@ from torchrec.distributed.mc_embedding_modules import (
 )
 
 from torchrec_checknrun.dense.optimizers import torch_optimizers
-from torchrec_checknrun.format.collision_chunk import CollisionState
-from torchrec_checknrun.model.collisions import Collisions
+from torchrec_checknrun.model.collisions import Collisions, CollisionState
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.hooks import DataParallelHook, KernelHook, announce_evictions
 from torchrec_checknrun.model.kernels import Kernel, find_kernels, find_modules

@@ -7,8 +7,7 @@ from typing import Any
 
 from torchrec_checknrun.boxes import Span, tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.format.block_chunk import BlockHeader, Path, name_of
-from torchrec_checknrun.format.chunk import dtype_name
+from torchrec_checknrun.format.chunk import BlockHeader, Path, dtype_name, name_of
 from torchrec_checknrun.format.state import are_convertible
 from torchrec_checknrun.model.blocks import Block
 

@@ -17,14 +17,15 @@ from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollis
 from torchrec_checknrun.boxes import Span
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import decode_state_chunk
-from torchrec_checknrun.format.collision_chunk import NAME, Tensors
 from torchrec_checknrun.format.entries import CollisionsEntry, Facts
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.collisions import (
     COLLECTION,
     MODULES,
+    NAME,
     RAW_IDS,
     Collisions,
+    Tensors,
     facts_of,
 )
 

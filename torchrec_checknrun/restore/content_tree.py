@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from torchrec_checknrun.format.block_chunk import BlockHeader, Path
-from torchrec_checknrun.format.chunk import dtype_name
+from torchrec_checknrun.format.chunk import BlockHeader, Path, dtype_name
 from torchrec_checknrun.format.state import Tree, tree_items, tree_values
 from torchrec_checknrun.placements import dtype_of
 from torchrec_checknrun.restore.blocks import SavedBlocks

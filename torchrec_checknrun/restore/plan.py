@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchrec_checknrun.format.block_chunk import BlockHeader
+from torchrec_checknrun.format.chunk import BlockHeader
 from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
 from torchrec_checknrun.format.state import SHARDED, is_sharded
 from torchrec_checknrun.format.state_tree import leaves

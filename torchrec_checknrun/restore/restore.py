@@ -25,7 +25,7 @@ from torchrec_checknrun.errors import (
     ModelPartlyRestored,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.format.block_chunk import Path
-from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.chunk import Path, decode_state_chunk
 from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.state import Tree, is_sharded, tree_items
 from torchrec_checknrun.model.dense_states import DenseStates

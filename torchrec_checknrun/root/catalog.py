@@ -17,7 +17,8 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root.chain import files_problem, walk
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import FOLDER, Claim, Claims, read_claims, require_claim

@@ -23,13 +23,8 @@ from torchrec_checknrun.errors import (
     UnsupportedFormat,
 )
 from torchrec_checknrun.format.checks import MANIFEST_BYTES
-from torchrec_checknrun.format.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    is_plain_name,
-    parse_manifest,
-)
-from torchrec_checknrun.format.names import CheckpointId, parse_ids
+from torchrec_checknrun.format.manifest import Manifest, parse_manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId, is_plain_name, parse_ids
 from torchrec_checknrun.root.claims import FOLDER
 from torchrec_checknrun.store.folder import Folder
 

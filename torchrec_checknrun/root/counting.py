@@ -15,7 +15,8 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.manifest import Manifest, sequence_of
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import sequence_of
 from torchrec_checknrun.root.checkpoints import Listing, committed, read_manifest
 from torchrec_checknrun.root.claims import Claim, require_claim
 from torchrec_checknrun.store.folder import Folder

@@ -14,8 +14,8 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.format.names import CheckpointId
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
 from torchrec_checknrun.root.claims import FOLDER
 from torchrec_checknrun.root.liveness import is_abandoned
 from torchrec_checknrun.root.retention import PINNED

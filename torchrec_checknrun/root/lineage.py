@@ -11,7 +11,8 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchrec_checknrun.format.manifest import Header, Link, Manifest, new_id
+from torchrec_checknrun.format.manifest import Header, Link, Manifest
+from torchrec_checknrun.format.names import new_id
 from torchrec_checknrun.root.chain import Chain, narrow
 from torchrec_checknrun.root.policy import Decision, Policy
 from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoint_report

@@ -21,8 +21,8 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
     UnsupportedFormat,
 )
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
-from torchrec_checknrun.format.names import CheckpointId
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
 from torchrec_checknrun.root.chain import files_problem
 from torchrec_checknrun.root.checkpoints import Listing, committed, read_manifest
 from torchrec_checknrun.root.claims import Claim, read_claims

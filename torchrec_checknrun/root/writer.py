@@ -1,16 +1,13 @@
-"""Rank 0's work in the root: claim it, number checkpoints, check before each commit, prune."""
+"""Rank 0's work in the root: claim it, number checkpoints, commit them, prune."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, SaveFailed
-from torchrec_checknrun.format.manifest import (
-    MANIFEST_NAME,
-    Link,
-    Manifest,
-)
+from torchrec_checknrun.format.manifest import Link, Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root.chain import Chain, files_problem
 from torchrec_checknrun.root.checkpoints import (
     Listing,
@@ -21,7 +18,7 @@ from torchrec_checknrun.root.checkpoints import (
 from torchrec_checknrun.root.claims import Claim, Holder, latest_claim
 from torchrec_checknrun.root.counting import counting_ids, highest_epoch
 from torchrec_checknrun.root.lease import Lease
-from torchrec_checknrun.root.lineage import Lineage, Proposal, last_number
+from torchrec_checknrun.root.lineage import Lineage, Proposal, last_number, note_number
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.prune import Pruned, Pruner, prune
 from torchrec_checknrun.root.retention import Retention
@@ -253,4 +250,62 @@ class RootWriter:
             still_ours=self.lease.check,
             below=last.sequence,
             known=self._manifests,
+        )
+
+
+def commit(
+    root: Folder,
+    folder: Folder,
+    manifest: Manifest,
+    *,
+    before: Iterable[Callable[[], object]] = (),
+    after: Callable[[], object] | None = None,
+) -> None:
+    """Put a checkpoint's manifest, which makes the checkpoint exist.
+
+    Args:
+        folder: the checkpoint's directory in ``root``; all rank files are durable there.
+        before: called first; each raises an error if the commit must not happen.
+        after: called last; raises an error if the commit doesn't count. None: the checkpoint must
+            count under the latest claim.
+
+    Raises:
+        ValueError: readers would refuse the manifest.
+        SaveFailed: the checkpoint was not committed, or its files are gone.
+    """
+    for check in before:
+        check()
+    _require_files(folder, manifest, "while it was written")
+    data = manifest.to_bytes()
+    folder.put(MANIFEST_NAME, data, new=True)
+    note_number(root, manifest.sequence)
+    # Between the last look and the put this process may have been stopped for hours.
+    _require_files(folder, manifest, "while it was committed")
+    if folder.read(MANIFEST_NAME) != data:
+        raise SaveFailed(f"{folder}/{MANIFEST_NAME} is not the one written here")
+    if after is not None:
+        after()
+        return
+    claim = latest_claim(root)
+    if claim is not None and not claim.admits(manifest.id, manifest.epoch):
+        raise SaveFailed(
+            f"a writer claimed {root} while {manifest.id} was committed, which therefore doesn't "
+            "count: save again, into another directory"
+        )
+
+
+def _require_files(folder: Folder, manifest: Manifest, when: str) -> None:
+    """Check that the files still have their sizes.
+
+    Raises:
+        SaveFailed: files are gone, which somebody may have taken for leftovers.
+    """
+    try:
+        problem = files_problem(manifest, folder.sizes())
+    except CorruptCheckpoint as error:
+        problem = str(error)
+    if problem is not None:
+        raise SaveFailed(
+            f"files of {manifest.id} went away {when}: {folder}: {problem}. Leave deleting to "
+            "`retention` or `checknrun prune`"
         )

@@ -11,7 +11,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torchrec_checknrun.errors import CheckpointExists, InvalidPlan
-from torchrec_checknrun.format.manifest import Manifest, is_plain_name, require_sequence
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import is_plain_name, require_sequence
 from torchrec_checknrun.format.rank_file import (
     FileSummary,
     Job,
@@ -22,7 +23,7 @@ from torchrec_checknrun.format.rank_file import (
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.checkpoints import highest_sequence
 from torchrec_checknrun.root.claims import latest_claim
-from torchrec_checknrun.root.commit import commit
+from torchrec_checknrun.root.writer import commit
 from torchrec_checknrun.save.plan import GlobalPlan, LocalPlan, Prepared, Share, make_global_plan
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import gc_paused

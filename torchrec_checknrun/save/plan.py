@@ -14,7 +14,7 @@ from functools import partial
 from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.errors import InvalidPlan
-from torchrec_checknrun.format.block_chunk import Path
+from torchrec_checknrun.format.chunk import Path
 from torchrec_checknrun.format.manifest import Header
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.model.blocks import BlockSummary, check_blocks

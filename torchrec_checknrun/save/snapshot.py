@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.errors import SaveFailed, UnsupportedState
-from torchrec_checknrun.format.collision_chunk import CollisionState
 from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.model.collisions import CollisionState
 from torchrec_checknrun.model.dense_states import stored_optimizers
 from torchrec_checknrun.model.marks import Consumer, Cut
 from torchrec_checknrun.model.progress import OptimizerClock

@@ -39,7 +39,8 @@ from torchrec_checknrun.format.entries import (
     WeightSection,
     unwritten,
 )
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, TableTotals, new_id
+from torchrec_checknrun.format.manifest import Manifest, TableTotals
+from torchrec_checknrun.format.names import MANIFEST_NAME, new_id
 from torchrec_checknrun.format.rank_file import FileSummary, add_totals, write_rank_file
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import RowsHeader, add_exact

@@ -15,8 +15,7 @@ import torch
 
 from torchrec_checknrun.boxes import Box, tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from torchrec_checknrun.format.block_chunk import BlockHeader, decode_block, name_of
-from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.chunk import BlockHeader, decode_block, decode_state_chunk, name_of
 from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.store.folder import Folder

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.errors import CheckpointExists, IncompatibleCheckpoint
-from torchrec_checknrun.format.manifest import is_plain_name
+from torchrec_checknrun.format.names import is_plain_name
 from torchrec_checknrun.format.plain_values import readable, sorted_members
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.restore.chunks import ChainContent, read_content

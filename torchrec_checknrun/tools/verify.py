@@ -18,8 +18,7 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.block_chunk import BlockHeader, decode_block
-from torchrec_checknrun.format.chunk import decode_state_chunk
+from torchrec_checknrun.format.chunk import BlockHeader, decode_block, decode_state_chunk
 from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import read_footer

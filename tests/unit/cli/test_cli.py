@@ -22,7 +22,8 @@ from tests.unit.chains import (
     same_bits,
 )
 from tests.unit.console import Console
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
 from torchrec_checknrun.root import lease
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.shards import Rectangle

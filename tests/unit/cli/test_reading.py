@@ -35,7 +35,8 @@ from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format import reader as read_chunks
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
 from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.restore.fit import full_name
 from torchrec_checknrun.root.chain import resolve

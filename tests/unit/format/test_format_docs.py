@@ -39,7 +39,8 @@ from torchrec_checknrun.format import (
     row_ids,
     state,
 )
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, RankFile, TableTotals
+from torchrec_checknrun.format.manifest import Manifest, RankFile, TableTotals
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC, write_rank_file
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.format.row_ids import ENCODINGS

@@ -28,7 +28,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format import checks, row_ids
 from torchrec_checknrun.format.checks import INDEX_BYTES, parse_json, require_limits
 from torchrec_checknrun.format.entries import StateEntry
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import LARGEST_CHUNK, index_bytes, require_chunk_size
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.root.chain import newest, resolve

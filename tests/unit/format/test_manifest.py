@@ -15,15 +15,17 @@ from tests.examples import examples
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
 from torchrec_checknrun.format.manifest import (
     FORMAT_VERSION,
-    LAST_SEQUENCE,
     Link,
     Manifest,
     RankFile,
     TableTotals,
+    parse_manifest,
+)
+from torchrec_checknrun.format.names import (
+    LAST_SEQUENCE,
     checkpoint_id,
     is_plain_name,
     new_id,
-    parse_manifest,
     sequence_of,
 )
 

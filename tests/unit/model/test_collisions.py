@@ -10,8 +10,9 @@ import torch
 
 from tests.unit.entries import collisions_of, fields
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.collision_chunk import CollisionState, Facts
+from torchrec_checknrun.format.entries import Facts
 from torchrec_checknrun.model.blocks import Span
+from torchrec_checknrun.model.collisions import CollisionState
 from torchrec_checknrun.restore.collisions import CollisionRestore, make_up
 
 

@@ -16,8 +16,7 @@ from tests.unit.boxes import tilings
 from tests.unit.entries import block_of, fields
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint, InvalidPlan
-from torchrec_checknrun.format.block_chunk import Path
-from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.chunk import EncodedChunk, Path
 from torchrec_checknrun.model.blocks import Block, BlockSummary, check_blocks
 from torchrec_checknrun.restore.blocks import BlockRestore, SavedBlocks, saved_blocks
 

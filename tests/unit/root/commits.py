@@ -7,7 +7,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.unit.chains import Part, write
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
 from torchrec_checknrun.root.checkpoints import committed, has_manifest, read_manifest
 from torchrec_checknrun.store.folder import Folder
 

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from tests.unit.console import Console
 from tests.unit.root.commits import commit, leftover
 from torchrec_checknrun.errors import IncompatibleCheckpoint, RootInUse, StorageFailed
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root import chain, deletion
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import committed

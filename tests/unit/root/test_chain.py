@@ -14,13 +14,8 @@ from torchrec_checknrun.errors import (
     CorruptCheckpoint,
     UnsupportedFormat,
 )
-from torchrec_checknrun.format.manifest import (
-    MANIFEST_NAME,
-    Link,
-    Manifest,
-    TableTotals,
-    checkpoint_id,
-)
+from torchrec_checknrun.format.manifest import Link, Manifest, TableTotals
+from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.checkpoints import committed, highest_sequence, read_manifest

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from tests.examples import examples
 from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot
-from torchrec_checknrun.format.manifest import Manifest, TableTotals, sequence_of
+from torchrec_checknrun.format.manifest import Manifest, TableTotals
+from torchrec_checknrun.format.names import sequence_of
 from torchrec_checknrun.policy import Decision, Policy
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.root.lineage import Lineage, Proposal

@@ -23,7 +23,8 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, is_plain_name
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME, is_plain_name
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore import shared_root
 from torchrec_checknrun.root import claims, lease, liveness

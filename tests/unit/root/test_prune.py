@@ -9,7 +9,8 @@ import pytest
 from tests.unit.chains import write
 from tests.unit.root.commits import ROWS, leftover, part, write_full
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Manifest, checkpoint_id
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.counting import counting

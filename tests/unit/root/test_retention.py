@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.examples import examples
-from torchrec_checknrun.format.manifest import Manifest, checkpoint_id
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import checkpoint_id
 from torchrec_checknrun.root.retention import Retention, abandoned_ids, judge
 
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)

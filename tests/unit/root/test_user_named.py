@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.small_roots import FILE, ids, put
 from torchrec_checknrun.errors import CorruptCheckpoint, StorageFailed, StorageUnreachable
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed

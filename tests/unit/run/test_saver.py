@@ -20,7 +20,7 @@ from torchrec_checknrun import AtEnd, EverySteps, Full, OneShot, Retention
 from torchrec_checknrun.dcp import SavePlanner, StorageWriter
 from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.model import marks
 from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.row_sets import RowSet

@@ -12,7 +12,8 @@ from tests.unit.plain_states import State, cause, example
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.dcp import SavePlanner, StorageWriter
 from torchrec_checknrun.errors import CheckNRunError, InvalidPlan
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, Link
+from torchrec_checknrun.format.manifest import Header, Link
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.model.blocks import BlockSummary
 from torchrec_checknrun.save.plan import (
     GlobalPlan,

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from tests.unit.plain_states import Counter, cause, example, load, save
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import CheckpointExists, CheckpointNotFound, InvalidPlan
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
 

@@ -18,7 +18,7 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
     UnsupportedState,
 )
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk, read_indexes
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder

@@ -7,7 +7,8 @@ from tests.unit.entries import decode_rows, fields
 from tests.unit.plain_states import cause, load
 from torchrec_checknrun import Quantization
 from torchrec_checknrun.errors import ChainBroken, IncompatibleCheckpoint
-from torchrec_checknrun.format.manifest import MANIFEST_NAME, Header, Link, Manifest
+from torchrec_checknrun.format.manifest import Header, Link, Manifest
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.chunks import read_content

@@ -36,7 +36,7 @@ from tests.unit.tools.compacted import WHOLE, assert_restores_alike, compacted, 
 from torchrec_checknrun import compact
 from torchrec_checknrun.codecs import KMeans, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
-from torchrec_checknrun.format.manifest import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
