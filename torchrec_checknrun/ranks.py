@@ -1,4 +1,4 @@
-"""Small agreements between ranks: rank 0 decides and all hear, or all tell and all know.
+"""Small agreements between ranks: rank 0 decides for all, or all ranks share their values.
 
 An error on one rank becomes an error on all, so that none is left waiting in the next collective.
 """
@@ -49,14 +49,14 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
-        """The ranks of a group that exists already; None: this rank alone."""
+        """Use a group that exists already; None: this rank alone."""
         ranks = cls.__new__(cls)
         ranks.group = group
         return ranks
 
     def close(self) -> None:
-        """Gives the group's threads and connections back; nobody may be using it. Waits for no
-        other rank.
+        """Release the group's threads and connections without waiting for other ranks; nobody may
+        be using the group.
         """
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
@@ -74,7 +74,7 @@ class Ranks:
         return dist.get_world_size(self.group) if self.group else 1
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on all ranks."""
+        """Return every rank's value, in rank order, on all ranks."""
         if self.world_size == 1:
             return [value]
         values: list[T] = [value] * self.world_size
@@ -82,7 +82,7 @@ class Ranks:
         return values
 
     def on_all_ranks(self, act: Callable[[], T]) -> list[T]:
-        """Runs ``act`` on all ranks and gives all results to all.
+        """Run ``act`` on all ranks and return all results on all of them.
 
         Raises:
             Exception: the first rank's that failed, on every rank; a ``RuntimeError`` or an
@@ -101,7 +101,7 @@ class Ranks:
         return results
 
     def from_rank_0(self, decide: Callable[[], T]) -> T:
-        """Runs ``decide`` on rank 0 only and gives its result, or its error, to all ranks."""
+        """Run ``decide`` on rank 0 only; return its result, or raise its error, on all ranks."""
         decided = self.on_all_ranks(lambda: [decide()] if self.rank == 0 else [])
         return decided[0][0]
 
@@ -175,7 +175,7 @@ class Ranks:
         return _foremost({0: decision}) if isinstance(decision, _Failure) else decision
 
     def store(self) -> dist.Store | None:
-        """A connection of its own to the ranks' key-value store; None for one rank alone.
+        """Open a connection of its own to the ranks' key-value store; None for one rank alone.
 
         Called on all ranks at once. Its keys are seen by nobody else: not by another call's, nor by
         the workers that torchrun starts after these, which find the same store.
@@ -263,7 +263,7 @@ def _foremost(failures: Mapping[int, _Failure]) -> _Failure:
 
 
 def picklable(error: Exception) -> Exception:
-    """The error itself, or one that says the same: an ``OSError`` stays one."""
+    """Return the error itself, or one that says the same: an ``OSError`` stays one."""
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
@@ -276,7 +276,7 @@ def picklable(error: Exception) -> Exception:
 
 @contextmanager
 def picklable_errors() -> Iterator[None]:
-    """Errors leave the block in a form in which they reach other ranks."""
+    """Raise errors of the block in a form in which they reach other ranks."""
     try:
         yield
     except Exception as error:
