@@ -68,15 +68,15 @@ class Delegating(KeyedOptimizer):
         return self._inner.params
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self._inner.state
 
     @property
-    def param_groups(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> Any:
         return self._inner.param_groups
 
     @property
-    def defaults(self) -> Any:  # type: ignore[override]
+    def defaults(self) -> Any:
         return self._inner.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -228,11 +228,10 @@ class Run:
         return Checkpointer(
             root,
             model=self.job.model,
-            state=state,
+            **{"state": state, **options},
             policy=Consecutive(),
             retention=None,
             chunk_bytes=700,
-            **options,
         )
 
     def live(self) -> Live:
