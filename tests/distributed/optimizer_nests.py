@@ -228,11 +228,10 @@ class Run:
         return Checkpointer(
             root,
             model=self.job.model,
-            state=state,
+            **{"state": state, **options},
             policy=Consecutive(),
             retention=None,
             chunk_bytes=700,
-            **options,
         )
 
     def live(self) -> Live:

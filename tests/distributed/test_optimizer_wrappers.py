@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from tests.distributed.live_optimizers import differences, kernels
 from tests.distributed.optimizer_nests import Run, goes_on, layout
 from tests.distributed.worker_pool import WorkerPool
+from torchrec_checknrun import PerRank
 
 Workers = Callable[[int], WorkerPool]
 
@@ -83,6 +85,22 @@ def test_kernel_rates(
         assert problems == []
 
 
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Collect what the package logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # a stub
+    logger = logging.getLogger("torchrec_checknrun")
+    logger.addHandler(handler)
+    logging.disable(logging.NOTSET)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logging.disable(logging.WARNING)
+
+
 def rates_disagree(root: str) -> list[str]:
     """Join tables with different rates in one kernel: it keeps its own rate, with a warning."""
     run = Run(APART, "combined")
@@ -94,18 +112,8 @@ def rates_disagree(root: str) -> list[str]:
         assert saver.save() is not None
     again = Run(ROWS, "combined", seed=4)
     before = [kernel.get_learning_rate() for kernel in kernels(again.job.model)]
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # a stub
-    logger = logging.getLogger("torchrec_checknrun")
-    logger.addHandler(handler)
-    logging.disable(logging.NOTSET)
-    try:
-        with again.checkpointer(root) as saver:
-            assert saver.restore() is not None
-    finally:
-        logger.removeHandler(handler)
-        logging.disable(logging.WARNING)
+    with heard() as lines, again.checkpointer(root) as saver:
+        assert saver.restore() is not None
     assert [kernel.get_learning_rate() for kernel in kernels(again.job.model)] == before
     return [line for line in lines if "learning_rate" in line]
 
@@ -123,8 +131,9 @@ def own_norms(root: str) -> list[str]:
     run.train(2)
     clipping: Any = dict(run.optimizer.optimizers)["dense"]
     clipping._last_total_grad_norm = torch.tensor(float(dist.get_rank()))
-    with run.checkpointer(root) as saver:
+    with heard() as lines, run.checkpointer(root) as saver:
         assert saver.save() is not None
+    assert not [line for line in lines if "wrappers" in line]
     again = Run(APART, "warm each", seed=3)
     with again.checkpointer(root) as saver:
         assert saver.restore() is not None
@@ -134,3 +143,45 @@ def own_norms(root: str) -> list[str]:
 def test_wrappers_may_differ_between_ranks(workers: Workers, tmp_path: Path) -> None:
     for problems in workers(2).run(own_norms, root=str(tmp_path)):
         assert problems == []
+
+
+def per_rank(run: Run, declared: bool) -> dict[str, Any]:
+    """Return the options that declare a run's optimizer as each rank's own."""
+    return {"state": {"optimizer": PerRank(run.optimizer), "job": run.job}} if declared else {}
+
+
+def own_values(root: str, declared: bool) -> tuple[list[str], list[str]]:
+    """Save a wrapper of which each rank has other values, undeclared or per rank; return what was
+    logged, and the differences after a restore.
+    """
+    run = Run(APART, "averaging")
+    run.train(1)
+    run.optimizer.history.extend([dist.get_rank()] * 3)
+    with heard() as lines, run.checkpointer(root, **per_rank(run, declared)) as saver:
+        for _ in range(2):
+            assert saver.save() is not None
+            run.train(1)
+            run.optimizer.history.extend([dist.get_rank()] * 3)
+        last = run.live()
+        assert saver.save() is not None
+    again = Run(APART, "averaging", seed=3)
+    with again.checkpointer(root, **per_rank(again, declared)) as saver:
+        assert saver.restore() is not None
+    return [line for line in lines if "wrappers" in line], differences(again.live(), last)
+
+
+def test_wrappers_that_differ_are_the_lowest_ranks(workers: Workers, tmp_path: Path) -> None:
+    """One warning names the values and what to declare; which rank's values come back is known."""
+    (told, same), (_, other) = workers(2).run(own_values, root=str(tmp_path), declared=False)
+    assert len(told) == 1
+    assert "'optimizer'" in told[0]
+    assert "wrappers.Averaging.attributes.history" in told[0]
+    assert "PerRank" in told[0]
+    assert same == []
+    assert all("history" in line for line in other)
+    assert other
+
+
+def test_wrappers_that_differ_come_back_where_declared(workers: Workers, tmp_path: Path) -> None:
+    for told, problems in workers(2).run(own_values, root=str(tmp_path), declared=True):
+        assert told == problems == []

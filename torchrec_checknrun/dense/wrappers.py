@@ -43,6 +43,8 @@ _OF_PROCESS = re.compile(r"(^|_)(rank|world)(_|$)")
 """Names of attributes that, as whole numbers, describe the process rather than the run."""
 _PLACES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 """Environment variables with values of such attributes."""
+OF_EACH_RANK = "_last_total_grad_norm"
+"""Attribute of TorchRec's clipping: the norm of a rank's own gradients at its last step."""
 _SETTING = "_save_param_groups"
 """A default that only controls the content of state dicts."""
 _REMEDY = (

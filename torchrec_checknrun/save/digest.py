@@ -15,7 +15,7 @@ import xxhash
 from msgspec import to_builtins
 
 from torchrec_checknrun.dense.param_groups import OWNERS
-from torchrec_checknrun.dense.wrappers import WRAPPERS
+from torchrec_checknrun.dense.wrappers import OF_EACH_RANK, WRAPPERS
 from torchrec_checknrun.format.entries import Entry, StateEntry
 from torchrec_checknrun.format.state import Tree, tree_items
 
@@ -36,11 +36,11 @@ class Digest:
     """A state object's digest, small enough to be sent to rank 0 with every plan.
 
     Attributes:
-        whole: digest of all content, 16 bytes.
+        whole: digest of all content, 16 bytes, but norms of a rank's own gradients in TorchRec's
+            wrappers.
         parts: four bytes for each of the first 512 values, which tell where two objects differ.
         alike: digest of the content that all ranks must have alike, 16 bytes: all but the content
-            of optimizers' wrappers, which may hold a rank's own values, such as the norm of its
-            gradients.
+            of optimizers' wrappers, which may hold a rank's own values.
     """
 
     whole: bytes
@@ -57,10 +57,11 @@ class Digest:
         parts = list(_parts(entry.tree, read))
         digests = [digest for _, digest in parts]
         first = b"".join(digest[:_PART_BYTES] for digest in digests[:_MOST_PARTS])
-        alike = digests
+        whole = alike = digests
         if OWNERS in tree_items(entry.tree):  # an optimizer's
+            whole = [d for path, d in parts if not _is_of_each_rank(path)]
             alike = [d for path, d in parts if path.partition(".")[0] != WRAPPERS]
-        return cls(_digest_of(digests), first, _digest_of(alike))
+        return cls(_digest_of(whole), first, _digest_of(alike))
 
     def differing(self, other: Digest, tree: Tree) -> list[str]:
         """Name the values of this object that another rank's object lacks, among the first 512.
@@ -86,6 +87,10 @@ def joint_digest(chunks: Iterable[Sequence[Bytes]]) -> str:
         for piece in pieces:
             digest.update(piece)
     return digest.hexdigest()
+
+
+def _is_of_each_rank(path: str) -> bool:
+    return path.startswith(f"{WRAPPERS}.") and path.endswith(f".{OF_EACH_RANK}")
 
 
 def _digest_of(digests: list[bytes]) -> bytes:

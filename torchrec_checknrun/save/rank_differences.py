@@ -1,7 +1,7 @@
 """Differences between ranks in replicated state, of which only one content can be stored.
 
-Differing state objects are an error, unless declared; of a model's differing buffers and parameters
-the lowest rank's are stored.
+Differing state objects are an error, unless declared; of a model's differing buffers and
+parameters, and of values that optimizers' wrappers hold, the lowest rank's are stored.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class RankDifferences:
             )
         for name in sorted(found & self.models):
             self._warn(name, states[name])
-        return found
+        wrapped = {n for n, held in states.items() if len({d.whole for _, d in held}) > 1} - found
+        for name in sorted(wrapped):
+            self._warn_of_wrappers(name, states[name])
+        return found | wrapped
 
     def progress(
         self, of_ranks: Sequence[Mapping[str, OptimizerClock]]
@@ -103,10 +106,27 @@ class RankDifferences:
             first,
         )
 
+    def _warn_of_wrappers(self, name: str, held: Held) -> None:
+        """Warn once of an optimizer's wrappers that hold other values on other ranks."""
+        if name in self.told:
+            return
+        self.told.add(name)
+        first, others, values = self._compare(name, held)
+        logger.warning(
+            "state %r: its wrappers hold other values on rank %d than on %s%s. Rank %d's are "
+            "stored and restored on all ranks; declare PerRank(optimizer) if each rank needs its "
+            "own",
+            name,
+            first,
+            ranks_text(others),
+            f" (in {listed(values)})" if values else "",
+            first,
+        )
+
     def _compare(self, name: str, held: Held) -> tuple[int, list[int], list[str]]:
         """Return the lowest rank, the ranks that differ from it, and the values that differ."""
         (first, own), *others = held
-        differing = [(rank, digest) for rank, digest in others if digest.alike != own.alike]
+        differing = [(rank, digest) for rank, digest in others if digest.whole != own.whole]
         tree = self.trees.get(name)
         values: dict[str, None] = {}
         # A few ranks, of thousands, suffice to name the values.
