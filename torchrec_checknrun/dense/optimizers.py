@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_checknrun.dense.tree import all_nodes
+from torchrec_checknrun.dense.tree import all_nodes, inner_optimizers
 
 
 def torch_optimizers(states: Iterable[object]) -> Iterator[Optimizer]:
@@ -32,6 +32,32 @@ def torch_optimizers(states: Iterable[object]) -> Iterator[Optimizer]:
             if not (node.fused or wrapper or id(node.optimizer) in seen):
                 seen.add(id(node.optimizer))
                 yield node.optimizer
+
+
+def left_to_others(states: Mapping[str, object]) -> list[str]:
+    """Describe TorchRec's optimizers inside state objects that are no optimizers themselves.
+
+    Such an object stores an optimizer by TorchRec's state dict, which leaves out rates and what
+    wrappers hold. Left out here are optimizers that are, or are part of, a state object as well,
+    and fused ones, whose rates go with the tables.
+    """
+    optimizers = {name: state for name, state in states.items() if isinstance(state, Optimizer)}
+    kept = {id(node.optimizer) for state in optimizers.values() for node in all_nodes(state)}
+    return [
+        f"state {name!r} holds a {type(inner).__name__} in {place}"
+        for name in states.keys() - optimizers.keys()
+        for place, inner in inner_optimizers(states[name]).items()
+        if isinstance(inner, KeyedOptimizer) and _loses(inner, kept)
+    ]
+
+
+def _loses(optimizer: KeyedOptimizer, kept: Collection[int]) -> bool:
+    """Return whether a part of an optimizer that has rates or counters is not kept."""
+    return any(
+        not (node.fused or isinstance(node.optimizer, CombinedOptimizer))
+        and id(node.optimizer) not in kept
+        for node in all_nodes(optimizer)
+    )
 
 
 def wraps_another(optimizer: Optimizer) -> bool:

@@ -170,19 +170,19 @@ def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
     return found
 
 
-def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers that one holds: parts, attributes, items of lists and dicts.
+def inner_optimizers(owner: object) -> dict[str, Optimizer]:
+    """Return the optimizers that an object holds: parts, attributes, items of lists and dicts.
 
     Returns:
         The optimizers by attribute (``base``, ``parts[0]``) or key in a combined optimizer.
     """
-    if isinstance(optimizer, CombinedOptimizer):
-        return dict(optimizer.optimizers)
+    if isinstance(owner, CombinedOptimizer):
+        return dict(owner.optimizers)
     found: dict[str, Optimizer] = {}
-    for name, value in vars(optimizer).items():
+    for name, value in getattr(owner, "__dict__", {}).items():
         if name not in _TORCHS:
             found.update(_optimizers_in(value, name))
-    return {name: inner for name, inner in found.items() if inner is not optimizer}
+    return {name: inner for name, inner in found.items() if inner is not owner}
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

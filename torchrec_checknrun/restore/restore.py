@@ -256,7 +256,7 @@ class _Attempts:
                 if name in optimizers:
                     optimizers.load(name, live[name])
                 else:
-                    stateful.load_state_dict(live[name])
+                    _load_state(name, stateful, live[name])
             optimizers.finish()
             target.tracked.set_progress(self._chain_restore.progress)
             target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
@@ -265,7 +265,23 @@ class _Attempts:
             any_copied = any(self._ranks.on_all_ranks(find))  # loading may be a collective
             self._ranks.on_all_ranks(hand_back)
         except Exception as error:
+            refused = f"the model or a state object refused its restored content: {error!r}"
+            if isinstance(error, _RefusedState):
+                refused = str(error)
             raise ModelPartlyRestored(
-                "the model or a state object refused its restored content: "
-                f"{error!r}. The model is no longer one state: start again from a new model"
+                f"{refused}. The model is no longer one state: start again from a new model"
             ) from error
+
+
+class _RefusedState(Exception):
+    """An error of a state object's ``load_state_dict``, with the object's name."""
+
+
+def _load_state(name: str, state: Stateful, content: Any) -> None:
+    try:
+        state.load_state_dict(content)
+    except Exception as error:
+        raise _RefusedState(
+            f"state {name!r} refused its restored content: {type(state).__name__}.load_state_dict "
+            f"raised {error!r}"
+        ) from error

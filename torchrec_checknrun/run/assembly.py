@@ -6,6 +6,7 @@ rank.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchrec_checknrun.dense.optimizers import left_to_others
 from torchrec_checknrun.model.tracked import TrackedModel, track
 from torchrec_checknrun.placements import local_bytes
 from torchrec_checknrun.ranks import Ranks
@@ -23,6 +25,8 @@ from torchrec_checknrun.run.agreement import agreed
 from torchrec_checknrun.run.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
 from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.save.background import Background
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 T = TypeVar("T")
 
@@ -70,6 +74,7 @@ class Assembly:
             tracked = agreed(ranks, lambda: _track(options.model, states), _tables)
             target = _target(options, tracked)
             background = _background(options, target, ranks, background_ranks)
+            _warn_of_optimizers(states)
         except BaseException:
             if tracked is not None:
                 tracked.close()
@@ -112,6 +117,17 @@ def _track(model: nn.Module, states: Mapping[str, Stateful]) -> TrackedModel:
         tracked.close()
         raise
     return tracked
+
+
+def _warn_of_optimizers(states: Mapping[str, Stateful]) -> None:
+    """Warn of optimizers whose rates a user's state object loses."""
+    for found in sorted(left_to_others(states)):
+        logger.warning(
+            "%s: TorchRec's state dict leaves out learning rates and the counters of warm-ups, and "
+            'they would be lost: give the optimizer itself as well, state={"optimizer": …}, and '
+            "leave it out of the object's own state_dict()",
+            found,
+        )
 
 
 def _tables(tracked: TrackedModel) -> dict[str, str]:
