@@ -154,10 +154,10 @@ from torchrec_checknrun.store.folder import Folder
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 put, create = Folder.put, Folder.create
 
-def create_later(folder):
+def create_later(folder, **options):
     if threading.current_thread() is not threading.main_thread():
         threading.main_thread().join()  # the script is over before a rank's file is begun
-    create(folder)
+    create(folder, **options)
 
 def put_later(folder, name, data, new=False):
     if name == "manifest.json":

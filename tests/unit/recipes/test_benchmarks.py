@@ -106,7 +106,8 @@ def test_a_peak_is_what_a_call_held_at_once() -> None:
         for _ in range(3):
             torch.zeros(50 << 20, dtype=torch.uint8).fill_(1)
 
-    assert 49 << 20 <= peak_of(call) <= 60 << 20
+    # Pages of libraries that the system had dropped may come back within a call, and count.
+    assert 49 << 20 <= min(peak_of(call) for _ in range(3)) <= 60 << 20
 
 
 def test_the_interval_holds_the_median_and_narrows() -> None:
