@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from tests.unit.entries import collisions_of, fields
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.entries import Facts
 from torchrec_checknrun.model.blocks import Span
-from torchrec_checknrun.model.collisions import CollisionState
+from torchrec_checknrun.model.collisions import RAW_IDS, CollisionState
 from torchrec_checknrun.restore.collisions import CollisionRestore, make_up
 
 
@@ -94,3 +95,7 @@ def test_history_as_bytes() -> None:
     chunk = state.encode(5)
     assert fields(chunk)["rank"] == 5
     assert chunk.getvalue() == torch.arange(3).numpy().tobytes()
+
+
+def test_raw_ids_of_hash_tables_have_torchrecs_name() -> None:
+    assert HashZchManagedCollisionModule.IDENTITY_BUFFER in RAW_IDS
