@@ -89,7 +89,8 @@ class CheckNRun(Callback):
         self.checkpointer = Checkpointer(
             self._root, model=model, state=self.states(trainer, pl_module), **self._options
         )
-        self.checkpointer.restore()
+        if self.checkpointer.restore() is not None:
+            _warn_of_plateaus(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if Lightning reads ahead of training."""
@@ -122,6 +123,18 @@ class CheckNRun(Callback):
         if self.checkpointer is not None:
             self.checkpointer.__exit__(type(exception), exception, exception.__traceback__)
             self.checkpointer = None
+
+
+def _warn_of_plateaus(trainer: Trainer) -> None:
+    """Warn of schedules that Lightning does not step at the end of a resumed epoch."""
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.interval == "epoch":
+            logger.warning(
+                "Lightning does not step %s at the end of the epoch that a run resumes in, nor "
+                "validates again after a checkpoint of an epoch's last batch: rates may come down "
+                "later than without the stop; use a schedule by steps if they must not",
+                type(config.scheduler).__name__,
+            )
 
 
 class _Progress:

@@ -98,8 +98,12 @@ Run = Callable[[Path, "int | None"], "tuple[Net, int, float]"]
 """
 
 
-def lightning(root: Path, cut: int | None) -> tuple[Net, int, float]:
-    """Run Lightning's Trainer."""
+def lightning(root: Path, cut: int | None, plateau: str | None = None) -> tuple[Net, int, float]:
+    """Run Lightning's Trainer.
+
+    Args:
+        plateau: interval of a schedule that waits for the loss, in place of the usual one.
+    """
     pl = pytest.importorskip("lightning.pytorch", exc_type=ImportError)
     from torchrec_checknrun.integrations.lightning import CheckNRun
 
@@ -109,10 +113,15 @@ def lightning(root: Path, cut: int | None) -> tuple[Net, int, float]:
             self.net = Net()
 
         def training_step(self, number: int, index: int) -> torch.Tensor:
-            return self.net(number)
+            loss: torch.Tensor = self.net(number)
+            self.log("loss", loss)
+            return loss
 
         def configure_optimizers(self) -> Any:
             adam, schedule = optimizer(self.net)
+            if plateau is not None:
+                waiting = torch.optim.lr_scheduler.ReduceLROnPlateau(adam)
+                return [adam], [{"scheduler": waiting, "interval": plateau, "monitor": "loss"}]
             return [adam], [{"scheduler": schedule, "interval": "step"}]
 
     module, reader = Module(), Reader(cut)
@@ -207,6 +216,18 @@ def test_a_loader_without_length_is_warned_of(
     lightning(tmp_path / "without", None)
     assert "'reader', 'rng'" in caplog.text
     assert "no length" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("interval", "warned"), [("epoch", 1), ("step", 0)])
+def test_a_schedule_that_lightning_does_not_step_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, interval: str, warned: int
+) -> None:
+    """Lightning leaves out the step at the end of an epoch that it resumes in."""
+    lightning(tmp_path, CUT, interval)
+    assert "ReduceLROnPlateau" not in caplog.text
+    lightning(tmp_path, None, interval)
+    assert caplog.text.count("does not step ReduceLROnPlateau") == warned
 
 
 def test_lightning_handles_sigterm_itself(tmp_path: Path) -> None:
