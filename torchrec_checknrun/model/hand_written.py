@@ -19,6 +19,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.marks.row_copies import KernelCopies
 from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.model.marks import Marks
 from torchrec_checknrun.model.stepped_tables import SteppedTables
@@ -45,6 +47,8 @@ class WriteWatch:
     Attributes:
         kernel, marks: as given.
         stepped: finds the tables that dense optimizers step.
+        copies: the rows of a checkpoint in progress that must be copied before they change; None
+            without one.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
             then the next checkpoint holds all rows anyway.
     """
@@ -57,6 +61,8 @@ class WriteWatch:
         self.stepped = SteppedTables(kernel)
         self._seen = self._look()
         self._announced = 0
+        self._turn = 0
+        self.copies: KernelCopies | None = None
         self._warned = False
         self.warns = False
         self._alive.add(self)
@@ -74,7 +80,10 @@ class WriteWatch:
         now = self._look()
         if now == self._seen:
             return
+        self._turn += 1
         self._seen = now
+        if self.copies is not None:
+            self.copies.copies.fail(self.written_outside())
         known = all(bool((marks.raw == 255).all()) for marks in self.marks)
         for marks in self.marks:
             marks.mark_all()
@@ -87,6 +96,43 @@ class WriteWatch:
                 "`with checkpointer.writing(table, rows):` or with write_rows",
                 sorted({shard.table for shard in self.kernel.shards}),
             )
+
+    def is_written(self) -> bool:
+        """Tell whether the memory was written, not announced, since last seen; from any thread."""
+        while True:
+            turn = self._turn
+            written = not self._announced and self._look() != self._seen
+            if turn == self._turn:
+                return written
+
+    def written_outside(self) -> SaveFailed:
+        """Return the error of a checkpoint whose rows were written, unannounced, before they were
+        copied.
+        """
+        tables = sorted({shard.table for shard in self.kernel.shards})
+        return SaveFailed(
+            f"weights or optimizer rows of {tables} were written outside of training "
+            "(load_state_dict, copy_, an assignment …) while they were being saved, so that the "
+            "checkpoint would not be of one instant: it is not committed, and its rows are kept "
+            "for the next one. Write them inside `with checkpointer.writing(table, rows):` or with "
+            'write_rows, or give Checkpointer staging="copy"'
+        )
+
+    def before_write(self, shard: int, ids: torch.Tensor) -> None:
+        """Save rows of one shard for the checkpoint in progress, and mark them.
+
+        Args:
+            shard: position among the kernel's shards.
+            ids: shard-local, as for ``Marks.mark``.
+        """
+        if self.copies is not None:
+            self.copies.before_write(shard, ids)
+        self.marks[shard].mark(ids)
+
+    def before_overwriting(self) -> None:
+        """Wait until all rows are saved for the checkpoint in progress."""
+        if self.copies is not None:
+            self.copies.copies.wait_until_over()
 
     def acknowledge(self) -> None:
         """Accept the memory's present content, whose modified rows are marked."""
@@ -131,25 +177,31 @@ def announced(modules: Iterable[object]) -> Iterator[None]:
     for watch in watches:
         watch.check()
         watch._announced += 1
+        watch._turn += 1
     try:
         yield
     except BaseException:
         for watch in watches:
             watch._announced -= 1
+            watch._turn += 1
         raise
     for watch in watches:
         watch._announced -= 1
         watch.acknowledge()
+        watch._turn += 1
 
 
 def mark_memory(written: Iterable[torch.Tensor]) -> None:
-    """Mark every row, for all trackers, of the kernels that hold one of these tensors."""
+    """Mark every row, for all trackers, of the kernels that hold one of these tensors, which are
+    about to be written.
+    """
     memory = {tensor.untyped_storage().data_ptr() for tensor in written if tensor.numel()}
     for watch in list(WriteWatch._alive):
         # The kernel is asked again: its weights may have moved since the shards were last used.
         weights = watch.kernel.module.split_embedding_weights()
         states = [state for shard in watch.kernel.shards for state in shard.optimizer.values()]
         if any(t.untyped_storage().data_ptr() in memory for t in (*weights, *states)):
+            watch.before_overwriting()
             for marks in watch.marks:
                 marks.mark_all()
 

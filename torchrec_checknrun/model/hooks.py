@@ -80,6 +80,8 @@ class KernelHook:
         if self.kernel.touches_other_rows:
             self._mark_whole()
             return
+        if self.writes.copies is not None:
+            self.writes.copies.before_update(values, offsets, self.kernel.feature_to_shard)
         for feature, shard in enumerate(self.kernel.feature_to_shard):
             self._marks[shard].mark(values[offsets[feature] : offsets[feature + 1]])
 
@@ -97,8 +99,8 @@ class KernelHook:
         if self.kernel.module._emb_module.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
             shards.add(self.kernel.feature_to_shard[table])  # other optimizers' rows aren't reset
         for shard in shards & set(range(len(self._marks))):
-            marks = self._marks[shard]
-            marks.mark(rows[(rows >= 0) & (rows < marks.rows)])
+            inside = (rows >= 0) & (rows < self._marks[shard].rows)
+            self.writes.before_write(shard, rows[inside])
 
     def _mark_whole(self) -> None:
         self._mark_all(range(len(self._marks)), self.kernel.module._emb_module.optimizer)

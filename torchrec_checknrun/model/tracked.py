@@ -292,6 +292,8 @@ class TrackedModel:
     def _resharding(self, group: dist.ProcessGroup | None) -> Iterator[None]:
         """Surround a collection's ``update_shards``, on all ranks."""
         self.check_writes()
+        for watch in WriteWatch.of(kernel.module for kernel in self._kernels()):
+            watch.before_overwriting()
         try:
             yield
             self._follow(Ranks.of(group))

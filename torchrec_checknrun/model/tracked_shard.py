@@ -58,13 +58,16 @@ class TrackedShard:
         """
         ids = as_ids(rows) - self.rectangle.row_start
         ids = ids[(ids >= 0) & (ids < self.rectangle.rows)]
-        for marks in self._all_marks() if everywhere else [self.marks]:
-            marks.mark(ids.to(marks.raw.device))
+        for writes in self._watches() if everywhere else [self._writes]:
+            writes.before_write(self._index, ids.to(self.local.weight.device))
 
     def mark_all(self, everywhere: bool = False) -> None:
-        """Mark every row of the shard; ``everywhere`` as for ``mark``."""
-        for marks in self._all_marks() if everywhere else [self.marks]:
-            marks.mark_all()
+        """Mark every row of the shard, which is about to be written; ``everywhere`` as for ``mark``.
+        """
+        for writes in self._watches() if everywhere else [self._writes]:
+            if everywhere:
+                writes.before_overwriting()
+            writes.marks[self._index].mark_all()
 
     def modified_rows(self, consumer: Consumer = Consumer.USER) -> torch.Tensor:
         """Return the rows modified since ``clear(consumer)``.
@@ -148,9 +151,9 @@ class TrackedShard:
             self.local.scatter(Rows(ids, weight, states))
         self._kernel.purge()
 
-    def _all_marks(self) -> list[Marks]:
-        """Return all trackers' marks of this shard."""
-        return [watch.marks[self._index] for watch in WriteWatch.of([self._kernel.module])]
+    def _watches(self) -> list[WriteWatch]:
+        """Return all trackers' watches on the shard's kernel."""
+        return WriteWatch.of([self._kernel.module])
 
 
 def as_ids(rows: RowIds) -> torch.Tensor:

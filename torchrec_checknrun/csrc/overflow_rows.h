@@ -1,0 +1,201 @@
+// Copies of a shard's rows in a fixed amount of memory, until the background has taken them.
+//
+// Without torch, so that the race test compiles it with the thread sanitizer.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+namespace checknrun {
+
+// A pool of pages in one block of memory, shared by the overflow rows of all shards.
+class Pages {
+ public:
+  Pages(uint8_t* memory, int64_t bytes, int64_t page) : memory_(memory), page_(page) {
+    total_ = bytes / page;
+    free_.reserve(size_t(total_));
+    for (int64_t i = total_; i-- > 0;) free_.push_back(memory + i * page);  // the first one first
+  }
+
+  // Returns a page, or null if none is free and ``beyond`` doesn't allow memory of the heap.
+  uint8_t* take(bool beyond) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    if (!free_.empty()) {
+      uint8_t* page = free_.back();
+      free_.pop_back();
+      return page;
+    }
+    if (!beyond) return nullptr;
+    return static_cast<uint8_t*>(::operator new(size_t(page_), std::align_val_t(64)));
+  }
+
+  void give(uint8_t* page) {
+    if (page < memory_ || page >= memory_ + total_ * page_) {
+      ::operator delete(page, std::align_val_t(64));
+      return;
+    }
+    std::lock_guard<std::mutex> hold(mutex_);
+    free_.push_back(page);
+  }
+
+  int64_t page() const { return page_; }
+  int64_t total() const { return total_; }
+
+  int64_t free() {
+    std::lock_guard<std::mutex> hold(mutex_);
+    return int64_t(free_.size());
+  }
+
+ private:
+  uint8_t* memory_;
+  int64_t page_, total_;
+  std::mutex mutex_;
+  std::vector<uint8_t*> free_;
+};
+
+// The copied rows of one shard, by buckets of neighbouring rows.
+//
+// A slot is reserved before its row is claimed, so that no claimed row waits for memory; it is
+// published once its bytes are there. A page goes back to the pool with the last of its slots.
+class OverflowRows {
+ public:
+  struct Page {
+    uint8_t* memory;
+    int64_t used;
+  };
+  struct Slot {
+    int64_t row;
+    Slot* next;
+    Page* page;
+    int64_t padding;  // the bytes that follow begin at a multiple of 16
+    uint8_t* bytes() { return reinterpret_cast<uint8_t*>(this + 1); }
+  };
+
+  OverflowRows(Pages& pages, int64_t rows, int64_t row_bytes)
+      : pages_(pages), slot_bytes_(int64_t(sizeof(Slot)) + (row_bytes + 15) / 16 * 16) {
+    const size_t buckets = size_t(rows / kBucket + 1);
+    // calloc's memory is touched where rows are copied only: a cut takes no longer for more rows.
+    heads_.reset(static_cast<Slot**>(std::calloc(buckets, sizeof(Slot*))));
+    counts_.reset(static_cast<int32_t*>(std::calloc(buckets, sizeof(int32_t))));
+    if (!heads_ || !counts_) throw std::bad_alloc();
+  }
+
+  ~OverflowRows() {
+    for (Page* page : all_) {
+      pages_.give(page->memory);
+      delete page;
+    }
+  }
+
+  // Reserves at most n slots; fewer where memory is short.
+  void reserve(size_t n, bool beyond, std::vector<Slot*>& into) {
+    into.clear();
+    std::lock_guard<std::mutex> hold(mutex_);
+    while (into.size() < n) {
+      if (!current_ || at_ + slot_bytes_ > pages_.page()) {
+        Page* page = new_page(beyond);
+        if (!page) return;
+        current_ = page;
+        at_ = 0;
+      }
+      Slot* slot = new (current_->memory + at_) Slot{-1, nullptr, current_, 0};
+      ++current_->used;
+      at_ += slot_bytes_;
+      into.push_back(slot);
+    }
+  }
+
+  // Publishes the first n slots, whose rows and bytes are set, and gives the other ones back.
+  void publish(const std::vector<Slot*>& slots, size_t n) {
+    if (slots.empty()) return;
+    std::lock_guard<std::mutex> hold(mutex_);
+    for (size_t i = 0; i < n; ++i) {
+      const size_t bucket = size_t(slots[i]->row / kBucket);
+      slots[i]->next = heads_.get()[bucket];
+      heads_.get()[bucket] = slots[i];
+      ++counts_.get()[bucket];
+    }
+    held_ += int64_t(n);
+    for (size_t i = n; i < slots.size(); ++i) unuse(slots[i]->page);
+  }
+
+  // Collects the rows in [first, last]; ``take`` unlinks them, to be given back by ``release``.
+  void find(int64_t first, int64_t last, bool take, std::vector<Slot*>& into) {
+    into.clear();
+    std::lock_guard<std::mutex> hold(mutex_);
+    for (int64_t bucket = first / kBucket; bucket <= last / kBucket; ++bucket) {
+      Slot** link = &heads_.get()[bucket];
+      while (Slot* slot = *link) {
+        if (slot->row < first || slot->row > last) {
+          link = &slot->next;
+          continue;
+        }
+        into.push_back(slot);
+        if (!take) {
+          link = &slot->next;
+          continue;
+        }
+        *link = slot->next;
+        --counts_.get()[bucket];
+        --held_;
+      }
+    }
+  }
+
+  void release(const std::vector<Slot*>& slots) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    for (Slot* slot : slots) unuse(slot->page);
+  }
+
+  // Returns about how many rows of [start, stop) are held, in whole buckets.
+  int64_t held_in(int64_t start, int64_t stop) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    int64_t held = 0;
+    for (int64_t b = start / kBucket; b * kBucket < stop; ++b) held += counts_.get()[b];
+    return held;
+  }
+
+  int64_t held() {
+    std::lock_guard<std::mutex> hold(mutex_);
+    return held_;
+  }
+
+ private:
+  static constexpr int64_t kBucket = 512;
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+
+  Page* new_page(bool beyond) {
+    if (slot_bytes_ > pages_.page()) return nullptr;
+    uint8_t* memory = pages_.take(beyond);
+    if (!memory) return nullptr;
+    all_.push_back(new Page{memory, 0});
+    return all_.back();
+  }
+
+  void unuse(Page* page) {
+    if (--page->used > 0) return;
+    if (page == current_) current_ = nullptr;
+    pages_.give(page->memory);
+    all_.erase(std::find(all_.begin(), all_.end(), page));
+    delete page;
+  }
+
+  Pages& pages_;
+  const int64_t slot_bytes_;
+  std::mutex mutex_;
+  std::unique_ptr<Slot*, Free> heads_;
+  std::unique_ptr<int32_t, Free> counts_;
+  std::vector<Page*> all_;
+  Page* current_ = nullptr;
+  int64_t at_ = 0, held_ = 0;
+};
+
+}  // namespace checknrun

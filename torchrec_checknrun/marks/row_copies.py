@@ -1,0 +1,285 @@
+"""Copy rows of a cut before training overwrites them, while the background copies the others.
+
+A cut fixes which rows a checkpoint holds; their copies are made later, each by whoever comes first:
+the hook that runs before a kernel's update, for the rows that the update is about to change, into
+overflow memory; or the background, chunk by chunk. So training waits for the few rows of a step
+instead of all rows of the checkpoint, and each copied row is still that of the cut. The compiled
+operations in ``csrc/copy_on_write.h`` claim rows; here is what surrounds them: memory, waiting,
+failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.native import has_extension
+
+logger = logging.getLogger(__name__)
+
+GENERATIONS = 127
+"""Cuts after which the states of a shard's rows are cleared: one byte holds no more."""
+PAGE_BYTES = 1 << 16
+_LOOK_SECONDS = 0.05
+"""Longest wait within one call, so that signals get through."""
+
+
+def can_copy_on_write(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether rows of these tensors can be copied before they change: each tensor contiguous
+    rows in CPU memory, a row of all tensors smaller than a page, and the extension is there.
+    """
+    row_bytes = sum(tensor.stride(0) * tensor.element_size() for tensor in tensors)
+    return (
+        all(t.is_cpu and t.is_contiguous() and t.dim() > 0 for t in tensors)
+        and row_bytes <= PAGE_BYTES - 64
+        and has_extension()
+    )
+
+
+class Overflow:
+    """Memory for the rows that training is about to overwrite, for all shards of a rank.
+
+    Args:
+        memory: ``(size,)`` uint8 on the CPU, touched; cut into pages of ``PAGE_BYTES``.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.native: Any = torch.classes.checknrun.OverflowMemory(memory, PAGE_BYTES)
+
+    @property
+    def nearly_full(self) -> bool:
+        """Whether less than a quarter of the pages is free."""
+        return bool(4 * self.native.free() < self.native.total())
+
+
+@dataclass
+class Protection:
+    """The price of a cut's protection, paid by training.
+
+    Attributes:
+        seconds, longest_seconds: time spent in hooks, in all and of the longest one.
+        memory_seconds: the part of it spent waiting for overflow memory.
+        row_seconds: the longest wait for a row that the background was just copying.
+        rows: number of rows copied before an update.
+    """
+
+    seconds: float = 0.0
+    longest_seconds: float = 0.0
+    memory_seconds: float = 0.0
+    row_seconds: float = 0.0
+    rows: int = 0
+
+
+class RowCopies:
+    """The copies of one cut's rows on one rank, from the cut until all rows are copied.
+
+    Args:
+        wait_seconds: longest time that one hook waits for overflow memory before it gives the
+            checkpoint up.
+    """
+
+    def __init__(self, overflow: Overflow, wait_seconds: float) -> None:
+        self.overflow = overflow
+        self.protection = Protection()
+        self.shards: list[ShardCopies] = []
+        self._wait_seconds = wait_seconds
+        self._changed = threading.Condition()
+        self._over = False
+        self._failure: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        """True once no row has to be protected any more: all are copied, or the save failed."""
+        return self._over
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The reason why the copies can't be used; None if they can."""
+        return self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Give the cut's copies up, unless all rows are copied already."""
+        with self._changed:
+            if not self._over:
+                self._failure = self._failure or error
+        self.end()
+
+    def end(self) -> None:
+        """End protection; threads that wait in hooks go on."""
+        with self._changed:
+            self._over = True
+            for shard in self.shards:
+                shard.native.abandon()
+            self._changed.notify_all()
+
+    def memory_freed(self) -> None:
+        """Wake the threads that wait for overflow memory."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def protect(self, copy: Callable[[int], int], count: int) -> None:
+        """Copy rows before an update; never raise an error of its own.
+
+        Args:
+            copy: copies the rows of ``count`` ids from a place among the ids on, and returns the
+                place up to which all are copied.
+        """
+        if self._over:
+            return
+        started = time.perf_counter()
+        try:
+            at = copy(0)
+            if at < count:
+                self._wait_and_copy(copy, at, count, started)
+        except Exception as error:
+            logger.exception("rows could not be copied before their update")
+            self.fail(SaveFailed(f"rows could not be copied before their update: {error!r}"))
+        finally:
+            spent = time.perf_counter() - started
+            self.protection.seconds += spent
+            self.protection.longest_seconds = max(self.protection.longest_seconds, spent)
+
+    def wait_until_over(self) -> None:
+        """Wait until all rows are copied, before a write to rows that can't be named; never without
+        bound: after ``wait_seconds`` the copies are given up.
+        """
+        limit = time.perf_counter() + self._wait_seconds
+        with self._changed:
+            while not self._over and time.perf_counter() < limit:
+                self._changed.wait(_LOOK_SECONDS)
+        if not self._over:
+            self.fail(
+                SaveFailed(
+                    "tables were about to be written as a whole, and the rows of the checkpoint in "
+                    f"progress were not copied within {self._wait_seconds:g} s: look at the storage"
+                )
+            )
+
+    def count(self) -> Protection:
+        """Return the price of protection so far, with the shards' own counts."""
+        self.protection.rows = sum(shard.native.protected_rows() for shard in self.shards)
+        longest = max((shard.native.longest_wait_ns() for shard in self.shards), default=0)
+        self.protection.row_seconds = longest / 1e9
+        return self.protection
+
+    def _wait_and_copy(
+        self, copy: Callable[[int], int], at: int, count: int, started: float
+    ) -> None:
+        """Wait for memory again and again, and copy what it allows."""
+        waiting = time.perf_counter()
+        while at < count and not self._over:
+            if time.perf_counter() - started > self._wait_seconds:
+                self.fail(
+                    SaveFailed(
+                        f"training waited {self._wait_seconds:g} s for memory for rows that it was "
+                        "about to overwrite while they were being saved: the storage takes them "
+                        "too slowly. Give a larger memory_budget, or save less often"
+                    )
+                )
+                break
+            with self._changed:
+                if not self._over:
+                    self._changed.wait(_LOOK_SECONDS)
+            at = copy(at)
+        self.protection.memory_seconds += time.perf_counter() - waiting
+
+
+class ShardCopies:
+    """The rows of one shard as of a cut.
+
+    Args:
+        frozen: the marks as of the cut, each ``(rows,)`` uint8 with the bits that count, or packed
+            (a bit per row) with -1; a row is in the set if any has it. None: all rows are.
+        tensors: weight and optimizer states, live, ``(rows, …)`` each.
+        states: a byte for each row, see ``csrc/copy_on_write.h``.
+        generation: 1 to ``GENERATIONS``, another one at each cut.
+    """
+
+    def __init__(
+        self,
+        copies: RowCopies,
+        frozen: Sequence[tuple[torch.Tensor, int]] | None,
+        tensors: Sequence[torch.Tensor],
+        states: torch.Tensor,
+        generation: int,
+    ) -> None:
+        marks = [] if frozen is None else [bytes_ for bytes_, _ in frozen]
+        bits = [] if frozen is None else [which for _, which in frozen]
+        if frozen is not None and not marks:  # an empty set, not all rows
+            marks, bits = [states], [0]
+        self.tensors = list(tensors)
+        self.native: Any = torch.classes.checknrun.ShardRows(
+            len(tensors[0]), marks, bits, self.tensors, states, generation, copies.overflow.native
+        )
+        copies.shards.append(self)
+
+    def stage(
+        self, positions: torch.Tensor, row_start: int, memory: torch.Tensor, offsets: list[int]
+    ) -> None:
+        """Copy rows as of the cut to memory, each row of the set once; see ``stage_rows``.
+
+        Args:
+            positions: all rows of the set within their range, ``(n,)`` int64, sorted.
+        """
+        self.native.stage(positions, row_start, memory, offsets)
+
+    def sample(self, positions: torch.Tensor) -> list[torch.Tensor]:
+        """Copy some rows of the set as of the cut; they are still to be staged.
+
+        Args:
+            positions: ``(n,)`` int64, sorted.
+
+        Returns:
+            For each of the shard's tensors its rows, ``(n, …)``.
+        """
+        into = [tensor.new_empty((len(positions), *tensor.shape[1:])) for tensor in self.tensors]
+        self.native.sample(positions, into)
+        return into
+
+
+class KernelCopies:
+    """The shards of one kernel whose rows are copied before they change.
+
+    Args:
+        shards: by place among the kernel's shards.
+    """
+
+    def __init__(self, copies: RowCopies, shards: dict[int, ShardCopies]) -> None:
+        self.copies = copies
+        self._native: Any = torch.classes.checknrun.KernelRows(
+            [shard.native for shard in shards.values()], list(shards)
+        )
+
+    def before_update(
+        self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]
+    ) -> None:
+        """Copy the rows of a backward pass, before the kernel updates them.
+
+        Args:
+            values: shard-local ids of all features, ``(n,)`` of any integer dtype.
+            offsets: place of each feature's first id, and the end.
+        """
+        if self.copies.over:
+            return
+        ids = values.to(torch.int64).contiguous()
+        self.copies.protect(
+            lambda at: self._native.protect(ids, offsets, feature_to_shard, at), len(ids)
+        )
+
+    def before_write(self, place: int, ids: torch.Tensor) -> None:
+        """Copy rows of one shard before they are written by other means than training.
+
+        Args:
+            ids: shard-local, ``(n,)`` of any integer dtype.
+        """
+        if self.copies.over:
+            return
+        ids = ids.to(device="cpu", dtype=torch.int64).reshape(-1).contiguous()
+        self.copies.protect(lambda at: self._native.protect_shard(place, ids, at), len(ids))
