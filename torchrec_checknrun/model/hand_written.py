@@ -19,8 +19,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.model.kernels import Kernel
-from torchrec_checknrun.model.marks import Marks
 from torchrec_checknrun.model.stepped_tables import SteppedTables
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class WriteWatch:
         if now == self._seen:
             return
         self._seen = now
-        known = all(bool((marks.raw == 255).all()) for marks in self.marks)
+        known = all(marks.all_marked() for marks in self.marks)
         for marks in self.marks:
             marks.mark_all()
         if self.warns and not known and not self._warned:

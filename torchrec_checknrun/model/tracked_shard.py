@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.codecs import Rowwise
+from torchrec_checknrun.marks.layers import Consumer
+from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
-from torchrec_checknrun.model.marks import Consumer, Marks
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 
 RowIds = torch.Tensor | np.ndarray | Sequence[int]
@@ -59,7 +60,7 @@ class TrackedShard:
         ids = as_ids(rows) - self.rectangle.row_start
         ids = ids[(ids >= 0) & (ids < self.rectangle.rows)]
         for marks in self._all_marks() if everywhere else [self.marks]:
-            marks.mark(ids.to(marks.raw.device))
+            marks.mark(ids.to(marks.device))
 
     def mark_all(self, everywhere: bool = False) -> None:
         """Mark every row of the shard; ``everywhere`` as for ``mark``."""
