@@ -1,14 +1,14 @@
 """Sets of a shard's rows, one bit per row: rows of a snapshot, rows that a restore has read.
 
 As int64 ids, or as a byte per row, a set could outweigh the chunks of a narrow table. So bits are
-unpacked a block of rows at a time. ``RowSet`` is cut from the marks while training waits: the
-extension needs one pass over the marks, NumPy several. ``DoneRows`` grows while a chain is read
+unpacked a block of rows at a time. ``RowSet`` is packed from marks, sometimes while training waits:
+the extension needs one pass over the marks, NumPy several. ``DoneRows`` grows while a chain is read
 from its newest checkpoint to its oldest: a row that was read once is not read again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -27,26 +27,22 @@ class RowSet:
     Args:
         marks: ``(rows,)`` bool or uint8, on any device.
         bits: a row is in the set if its mark has any of these bits.
-        take: whether to clear these bits in the marks.
 
     Attributes:
         rows: number of rows that may be in the set.
     """
 
-    def __init__(self, marks: torch.Tensor, bits: int = 255, take: bool = False) -> None:
+    def __init__(self, marks: torch.Tensor, bits: int = 255) -> None:
         self.rows = len(marks)
         marks = marks.view(torch.uint8)
         self._bits = torch.empty((self.rows + 7) // 8, dtype=torch.uint8, device="cpu")
         if marks.is_cpu and marks.is_contiguous() and has_extension():
-            keep = 255 & ~bits if take else 255
-            torch.ops.checknrun.pack_marks(marks, bits, keep, self._bits)
+            torch.ops.checknrun.pack_marks(marks, bits, 255, self._bits)
             return
         for start, stop in self._blocks(0, self.rows):
             block = marks[start:stop].bitwise_and(bits).cpu().numpy()
             packed = np.packbits(block, bitorder="little")
             self._bits[start // 8 : (stop + 7) // 8] = torch.from_numpy(packed)
-        if take:
-            marks.bitwise_and_(255 & ~bits)
 
     @classmethod
     def of_bits(cls, packed: np.ndarray, rows: int) -> RowSet:
@@ -54,6 +50,24 @@ class RowSet:
         found = cls.__new__(cls)
         found.rows, found._bits = rows, torch.from_numpy(packed.copy())
         return found
+
+    @classmethod
+    def union(cls, sets: Sequence[RowSet], rows: int) -> RowSet:
+        """Unite sets of positions in ``[0, rows)``; a single one is returned as it is."""
+        if len(sets) == 1:
+            return sets[0]
+        united = cls.of_bits(np.zeros((rows + 7) // 8, dtype=np.uint8), rows)
+        for each in sets:
+            united._bits.bitwise_or_(each._bits)
+        return united
+
+    def same_as(self, other: RowSet) -> bool:
+        """Tell whether another set of positions in the same range holds the same rows."""
+        return self._bits is other._bits or torch.equal(self._bits, other._bits)
+
+    def any(self) -> bool:
+        """Tell whether the set holds any row."""
+        return bool(self._bits.any())
 
     def __len__(self) -> int:
         return sum(int(mask.sum()) for _, mask in self.masks())

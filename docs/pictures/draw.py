@@ -38,7 +38,7 @@ SAVE = (
         "Training thread, every step",
         "#dbe9f6",
         (
-            Box(("the backward pass updates", "rows and marks them"), "model/marks.py"),
+            Box(("the backward pass updates", "rows and marks them"), "marks/marks.py"),
             Box(("step(): a trigger is due,", "no gradient waits"), "run/schedule.py"),
         ),
     ),

@@ -49,8 +49,8 @@ from recipes.dlrm_criteo import sharding
 from recipes.dlrm_criteo.model import Architecture, initialise_dense
 from recipes.dlrm_criteo.reader import Reader
 from recipes.dlrm_criteo.synthetic import Synthetic
+from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.kernels import find_kernels
-from torchrec_checknrun.model.marks import Consumer
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.tracking import track
 
@@ -187,7 +187,7 @@ class Ours(Nothing):
     def memory(self) -> int:
         if self._tracked is None:
             return 0
-        return sum(shard.marks._bytes.nbytes for shard in self._tracked.shards)
+        return sum(shard.marks._state.live.nbytes for shard in self._tracked.shards)
 
 
 class TorchRecs(Nothing):

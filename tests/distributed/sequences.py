@@ -36,7 +36,7 @@ from torchrec_checknrun import (
 )
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.model.marks import Consumer
+from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.policy import Policy
 from torchrec_checknrun.restore.restore import Target

@@ -20,7 +20,7 @@ from tests.distributed.states import gather
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun.errors import RootInUse, SaveFailed
 from torchrec_checknrun.format.names import MANIFEST_NAME
-from torchrec_checknrun.model.marks import Consumer
+from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools import takeover

@@ -25,7 +25,8 @@ from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.in_order import Turn, run_in_order
-from torchrec_checknrun.model.marks import Consumer, Marks
+from torchrec_checknrun.marks.layers import Consumer
+from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk, read_content
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.rows import RowRestore

@@ -21,7 +21,6 @@ from torchrec_checknrun.row_sets import RowSet
     st.integers(1, 20),
     st.sampled_from([8, 16, 1 << 20]),
     st.booleans(),
-    st.booleans(),
     st.data(),
 )
 def test_it_holds_what_the_marks_say(
@@ -30,7 +29,6 @@ def test_it_holds_what_the_marks_say(
     size: int,
     block: int,
     compiled: bool,
-    take: bool,
     data: st.DataObject,
 ) -> None:
     wanted = np.flatnonzero(np.array(marks, np.uint8) & bits)
@@ -40,9 +38,8 @@ def test_it_holds_what_the_marks_say(
         patch.object(row_sets, "has_extension", lambda: compiled),
     ):
         live = torch.tensor(marks, dtype=torch.uint8)
-        rows = RowSet(live, bits, take)
-        left = [mark & ~bits for mark in marks] if take else marks
-        assert live.tolist() == left
+        rows = RowSet(live, bits)
+        assert live.tolist() == marks
         assert len(rows) == len(wanted)
         masks = [mask for _, mask in rows.masks()]
         assert np.flatnonzero(np.concatenate([[], *masks])).tolist() == wanted.tolist()

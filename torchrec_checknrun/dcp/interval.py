@@ -9,7 +9,7 @@ from typing import ClassVar
 from torchrec_checknrun.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint
 from torchrec_checknrun.format.manifest import Link
 from torchrec_checknrun.format.names import MANIFEST_NAME
-from torchrec_checknrun.model.marks import Cut
+from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.root.chain import Chain, read_manifest
 from torchrec_checknrun.store.folder import Folder
@@ -55,6 +55,7 @@ class DirectInterval:
                 tracked.forget(cut)
             except (CheckpointNotFound, CorruptCheckpoint):
                 tracked.merge(cut)
+            cut.consolidate()  # training waits for a save anyway
             interval._pending = None
         if tracked.converted:
             interval._parent = None  # a differential checkpoint can't follow

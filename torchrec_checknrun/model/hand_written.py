@@ -20,9 +20,9 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.marks.row_copies import KernelCopies
 from torchrec_checknrun.model.kernels import Kernel
-from torchrec_checknrun.model.marks import Marks
 from torchrec_checknrun.model.stepped_tables import SteppedTables
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class WriteWatch:
         self._seen = now
         if self.copies is not None:
             self.copies.copies.fail(self.written_outside())
-        known = all(bool((marks.raw == 255).all()) for marks in self.marks)
+        known = all(marks.all_marked() for marks in self.marks)
         for marks in self.marks:
             marks.mark_all()
         if self.warns and not known and not self._warned:

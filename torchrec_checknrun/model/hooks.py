@@ -27,9 +27,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_checknrun.dense.gradients import has_gradient
 from torchrec_checknrun.dense.optimizers import touches_other_rows, wraps_another
+from torchrec_checknrun.marks.marks import Marks, PendingRows
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.kernels import Kernel
-from torchrec_checknrun.model.marks import Marks, PendingRows
 
 logger = logging.getLogger(__name__)
 

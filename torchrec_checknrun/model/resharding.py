@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ShardingEnv
 
+from torchrec_checknrun.marks.cuts import Cut
+from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.hooks import surround
 from torchrec_checknrun.model.kernels import embedding_collections
-from torchrec_checknrun.model.marks import Cut
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.shards import LocalShard, Rectangle
@@ -131,8 +132,8 @@ def carry_marks(
             rows are marked; if so, only rows that no rank held.
     """
     unknown = carry(
-        [Part(_place(shard), shard.marks.raw) for shard in gone],
-        [Part(_place(shard), shard.marks.raw) for shard in new],
+        [Part(_place(shard), shard.marks.everything()) for shard in gone],
+        [Part(_place(shard), shard.marks.live) for shard in new],
         ranks,
     )
     for i in unknown if all_known else range(len(new)):
@@ -156,8 +157,8 @@ def carry_cuts(
         held: numbers of the open cuts of each rank.
     """
     for number in sorted(frozenset().union(*held)):
-        cut = cuts.get(number, Cut(number, {}))
-        pending = {shard.marks: torch.zeros_like(shard.marks.raw) for shard in new}
+        cut = cuts.get(number, Cut(number, Consumer(0)))
+        pending = {shard.marks: torch.zeros_like(shard.marks.live) for shard in new}
         carry(
             [Part(_place(shard), cut.bytes(shard.marks)) for shard in gone],
             [Part(_place(shard), pending[shard.marks]) for shard in new],
@@ -167,7 +168,7 @@ def carry_cuts(
             cut.move([shard.marks for shard in gone], pending)
             continue
         for marks, taken in pending.items():
-            marks.raw.bitwise_or_(taken)
+            marks.live.bitwise_or_(taken)
 
 
 def carry(held: Sequence[Part], wanted: Sequence[Part], ranks: Ranks) -> list[int]:

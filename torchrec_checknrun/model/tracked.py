@@ -19,11 +19,13 @@ from torchrec.distributed.mc_embedding_modules import (
 )
 
 from torchrec_checknrun.dense.optimizers import torch_optimizers
+from torchrec_checknrun.marks.cuts import Cut, Cuts
+from torchrec_checknrun.marks.layers import Consumer
+from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.model.collisions import Collisions, CollisionState
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.hooks import DataParallelHook, KernelHook, announce_evictions
 from torchrec_checknrun.model.kernels import Kernel, find_kernels, find_modules
-from torchrec_checknrun.model.marks import Consumer, Cut, Cuts, Marks
 from torchrec_checknrun.model.progress import (
     OptimizerClock,
     set_table_progress,
@@ -68,6 +70,7 @@ class TrackedModel:
     * mark by hand: ``mark``, ``mark_all``, ``writing``;
     * read and clear marks: ``modified_rows``, ``is_modified``, ``clear``;
     * cut a checkpoint: ``waiting``, ``all_reduce_marks``, ``cut``, then ``merge`` or ``forget``;
+      ``keep_spares`` ahead of the first;
     * keep up with the kernels' memory: ``refresh``, ``flush``, ``write_back``, ``purge``;
     * notice writes outside of training: ``check_writes``, ``acknowledge_writes``;
     * move the optimizers' clocks: ``progress``, ``beside_rows``, ``set_progress``;
@@ -155,7 +158,7 @@ class TrackedModel:
     def is_modified(self, consumer: Consumer) -> bool:
         """Return whether any row of this rank's shards is marked."""
         self.check_writes()
-        return any(bool((s.marks.raw & int(consumer)).any()) for s in self.shards)
+        return any(shard.marks.any(consumer) for shard in self.shards)
 
     def clear(self, consumer: Consumer = Consumer.USER) -> None:
         """Clear the consumer's marks: its next interval begins."""
@@ -178,10 +181,10 @@ class TrackedModel:
         replicas = [shard.marks for shard in self.shards if shard.local.replicated]
         if not replicas or not dist.is_initialized():
             return
-        united = torch.cat([marks.raw.cpu() for marks in replicas])
+        united = torch.cat([marks.everything().cpu() for marks in replicas])
         dist.all_reduce(united, op=dist.ReduceOp.BOR, group=group)
         for marks, own in zip(replicas, united.split([m.rows for m in replicas]), strict=True):
-            marks.raw.copy_(own)
+            marks.live.bitwise_or_(own.to(marks.device))
 
     def cut(self, consumers: Consumer) -> Cut:
         """Take the consumers' marks away, to be given back by ``merge`` if still needed."""
@@ -198,6 +201,11 @@ class TrackedModel:
         The cut's rows then no longer follow the shards. Which ranks still hold the cut may differ.
         """
         self._cuts.forget(cut)
+
+    def keep_spares(self) -> None:
+        """Make the memory that the next cut takes, ahead of it."""
+        for shard in self.shards:
+            shard.marks.keep_spare()
 
     def refresh(self) -> None:
         """Find the shards again if they were replaced without notice, or by a failed reshard.

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.codecs import Rowwise
+from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
-from torchrec_checknrun.model.marks import Consumer, Marks
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 
 RowIds = torch.Tensor | np.ndarray | Sequence[int]
@@ -62,8 +62,7 @@ class TrackedShard:
             writes.before_write(self._index, ids.to(self.local.weight.device))
 
     def mark_all(self, everywhere: bool = False) -> None:
-        """Mark every row of the shard, which is about to be written; ``everywhere`` as for ``mark``.
-        """
+        """Mark every row of the shard, which is about to be written; ``everywhere`` as for ``mark``."""
         for writes in self._watches() if everywhere else [self._writes]:
             if everywhere:
                 writes.before_overwriting()

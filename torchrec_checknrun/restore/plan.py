@@ -15,8 +15,8 @@ from torchrec_checknrun.format.chunk import BlockHeader
 from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
 from torchrec_checknrun.format.state import SHARDED, is_sharded
 from torchrec_checknrun.format.state_tree import leaves
+from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.hand_written import mark_memory
-from torchrec_checknrun.model.marks import Consumer
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import (
     StoredTables,

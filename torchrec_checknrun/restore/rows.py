@@ -17,7 +17,8 @@ import torch
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.model.marks import Consumer, Marks
+from torchrec_checknrun.marks.layers import Consumer
+from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.native import Chosen
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.conversion import Conversion, is_converted

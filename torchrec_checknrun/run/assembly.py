@@ -153,6 +153,7 @@ def _background(
     made: list[Background] = []
 
     def make() -> None:
+        target.tracked.keep_spares()
         made.append(
             Background(
                 options.root,

@@ -16,7 +16,8 @@ from functools import partial
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
-from torchrec_checknrun.model.marks import Consumer, Cut
+from torchrec_checknrun.marks.cuts import Cut
+from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain, resolve

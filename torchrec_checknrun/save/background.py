@@ -1,8 +1,8 @@
 """Take snapshots to committed checkpoints while training goes on, one at a time.
 
 The training thread stages a snapshot. A background thread then plans with the other ranks over a
-group of its own, encodes, writes and commits. That thread never touches marks or the model; it only
-sets the outcome of a ``Save``.
+group of its own, encodes, writes and commits. That thread sets the outcome of a ``Save``. It never
+touches the model or live marks, only those that cuts have frozen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.format.rank_file import write_rank_file
-from torchrec_checknrun.model.marks import Cut
+from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.save.commit import CheckpointWriter, save_checkpoint
@@ -284,8 +284,10 @@ class Background:
             )
             manifest = save_checkpoint(self._ranks, writer, prepare)
         except BaseException as error:
+            _consolidate(save)
             save.finish(None, error)
         else:
+            _consolidate(save)
             if writer.written is not None:
                 save.progress.encoded = writer.written.encoded_at - save.begun
                 save.progress.written = writer.written.written_at - save.begun
@@ -293,6 +295,16 @@ class Background:
             save.finish(manifest)
         finally:
             ring.abort()  # wakes a training thread that still stages
+
+
+def _consolidate(save: Save) -> None:
+    """Consolidate the marks that the save has cut, before the next save can begin."""
+    if save.cut is None:
+        return
+    try:
+        save.cut.consolidate()
+    except Exception:  # marks stay as they are, only larger: no reason for a save to fail
+        logger.exception("the marks of modified rows could not be made smaller")
 
 
 def _checked(budget: int, warn: bool) -> int:

@@ -13,7 +13,7 @@ from torchrec_checknrun.errors import (
     SaveFailed,
 )
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.model.marks import Cut
+from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.root.report import Progress
 from torchrec_checknrun.save.items import Fingerprint

@@ -5,8 +5,9 @@ A snapshot points at the live tables and is staged, or written, before training 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.errors import SaveFailed, UnsupportedState
+from torchrec_checknrun.marks.cuts import Cut
+from torchrec_checknrun.marks.layers import Consumer, union
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.collisions import CollisionState
 from torchrec_checknrun.model.dense_states import stored_optimizers
-from torchrec_checknrun.model.marks import Consumer, Cut
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL, split_states
 from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
@@ -28,22 +30,34 @@ from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.shards import LocalShard, TableShape
 
 
-@dataclass
 class ShardSnapshot:
     """The rows of one local shard that are to be written.
 
-    Attributes:
+    Args:
         shard: the shard.
-        modified: positions of the rows to write; None: all rows.
+        modified: positions of the rows to write, or a function that finds them, as late as they are
+            needed; None: all rows.
+
+    Attributes:
+        shard: as given.
         tensors: the shard's weight and optimizer states at the snapshot's instant.
     """
 
-    shard: LocalShard
-    modified: RowSet | None
-    tensors: list[torch.Tensor] = field(init=False)
+    def __init__(self, shard: LocalShard, modified: RowSet | Callable[[], RowSet] | None) -> None:
+        self.shard = shard
+        self.tensors: list[torch.Tensor] = shard.tensors
+        self._modified = modified
 
-    def __post_init__(self) -> None:
-        self.tensors = self.shard.tensors
+    @property
+    def modified(self) -> RowSet | None:
+        """Positions of the rows to write; None: all rows.
+
+        The thread that asks first finds them.
+        """
+        modified = self._modified
+        if callable(modified):
+            modified = self._modified = modified()  # which lets go of the marks' layers
+        return modified
 
     def spans(self, chunk_bytes: int) -> list[tuple[int, int, int]]:
         """Cut the shard into chunks: return half-open ranges of positions, and the number
@@ -206,30 +220,34 @@ def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[Shard
         The rows to write, by shard; and the cut, to ``merge`` back unless the checkpoint commits.
     """
     tracked.write_back()
-    if since is Consumer.BASELINE:
-        shards = [_own_part(shard, RowSet(shard.marks.raw, int(since))) for shard in tracked.shards]
     cut = tracked.cut(Consumer.LAST if since else Consumer.LAST | Consumer.BASELINE)
-    if since is not Consumer.BASELINE:
-        taken = cut.taken[Consumer.LAST]
-        try:
-            shards = [
-                _own_part(shard, taken[shard.marks] if since else None) for shard in tracked.shards
-            ]
-        except BaseException:
-            tracked.merge(cut)
-            raise
-    return shards, cut
+    try:
+        return [_own_part(shard, cut, since) for shard in tracked.shards], cut
+    except BaseException:
+        tracked.merge(cut)
+        raise
 
 
-def _own_part(shard: TrackedShard, modified: RowSet | None) -> ShardSnapshot:
-    """Select this rank's part of a shard: all of it, or a share of one that every rank has."""
+def _own_part(shard: TrackedShard, cut: Cut, since: Consumer | None) -> ShardSnapshot:
+    """Select this rank's part of a shard: all of it, or a share of one that every rank has.
+
+    The rows are found when they are first asked for.
+    """
     local = shard.local
+    modified: Callable[[], RowSet] | None = None
+    if since is not None:
+        modified = partial(union, cut.selected(shard.marks, since), local.rectangle.rows)
     if local.replicated and dist.is_initialized():
         rank, world, rows = dist.get_rank(), dist.get_world_size(), local.rectangle.rows
         start, stop = rows * rank // world, rows * (rank + 1) // world
         local = local.part(start, stop)
-        modified = None if modified is None else modified.part(start, stop)
+        if modified is not None:
+            modified = partial(_part, modified, start, stop)
     return ShardSnapshot(local, modified)
+
+
+def _part(modified: Callable[[], RowSet], start: int, stop: int) -> RowSet:
+    return modified().part(start, stop)
 
 
 def _row_memory(tensors: list[torch.Tensor]) -> int:

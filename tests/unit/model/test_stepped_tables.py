@@ -14,9 +14,9 @@ from torchrec.distributed.types import ShardingPlan
 
 from tests.unit.tracked_model import Model, modified, train
 from torchrec_checknrun.dense.optimizers import is_same_memory
+from torchrec_checknrun.marks.marks import Marks, PendingRows
 from torchrec_checknrun.model.hand_written import _Seen
 from torchrec_checknrun.model.hooks import DataParallelHook
-from torchrec_checknrun.model.marks import Marks, PendingRows
 from torchrec_checknrun.tracking import TrackedModel, track
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -153,13 +153,13 @@ def test_pending_rows_are_kept_as_ids_or_marks(count: int) -> None:
         pending.add(ids[:0])
     assert pending
     assert sum(map(len, pending._ids)) + len(pending._ids) < 10000
-    assert not marks.raw.any()
+    assert not marks.live.any()
     pending.mark()
     assert not pending
-    assert marks.raw.nonzero()[:, 0].tolist() == sorted(set(ids.tolist()))
-    marks.raw.zero_()
+    assert marks.live.nonzero()[:, 0].tolist() == sorted(set(ids.tolist()))
+    marks.live.zero_()
     pending.mark()
-    assert not marks.raw.any()
+    assert not marks.live.any()
 
 
 def test_an_optimizer_without_a_hash(replicas: nn.Module) -> None:

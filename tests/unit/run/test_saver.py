@@ -21,7 +21,7 @@ from torchrec_checknrun.dcp import SavePlanner, StorageWriter
 from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.format.names import MANIFEST_NAME
-from torchrec_checknrun.model import marks
+from torchrec_checknrun.marks import layers
 from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save import background
@@ -65,7 +65,7 @@ def test_a_cut_that_is_interrupted_loses_no_row(
             raise error("says the test")
 
         with monkeypatch.context() as patch:
-            patch.setattr(marks, "RowSet", interrupted)
+            patch.setattr(layers, "RowSet", interrupted)
             with pytest.raises((SaveFailed, KeyboardInterrupt)):
                 saver.save()
         wanted = gather(job)

@@ -1,0 +1,5 @@
+"""Know which rows were modified: mark them, and cut the marks into layers for checkpoints.
+
+Training marks live bytes. A cut freezes them as a layer in constant time; packing, uniting and
+zeroing happen in other threads. Read ``marks.py`` first, then ``layers.py``.
+"""

@@ -1,0 +1,101 @@
+"""Take marks away at one instant for a checkpoint, and give them back if the checkpoint fails."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torchrec_checknrun.marks.layers import Consumer, Selected, Share
+from torchrec_checknrun.marks.marks import Marks
+
+
+@dataclass(eq=False)
+class Cut:
+    """Marks taken away at one instant, kept until their rows are known to be durable.
+
+    Attributes:
+        number: position among the tracked model's cuts, the same on all ranks.
+        consumers: the consumers whose marks were taken.
+        shares: by each shard's marks, what was taken.
+    """
+
+    number: int
+    consumers: Consumer
+    shares: dict[Marks, Share] = field(default_factory=dict)
+
+    def selected(self, marks: Marks, since: Consumer) -> Selected:
+        """Return one shard's rows that were marked for a consumer at the cut, to be united.
+
+        They stay as they were, whatever becomes of the cut.
+        """
+        return self.shares[marks].selected(since)
+
+    def bytes(self, marks: Marks) -> torch.Tensor:
+        """Return one shard's marks as they were taken, ``(rows,)`` uint8."""
+        again = torch.zeros(marks.rows, dtype=torch.uint8, device=marks.device)
+        if marks in self.shares:
+            for layer, bits in self.shares[marks].taken():
+                layer.add_to(again, bits)
+        return again
+
+    def move(self, gone: Iterable[Marks], new: Mapping[Marks, torch.Tensor]) -> None:
+        """Replace the rows of old shards by those of new ones.
+
+        Args:
+            gone: marks of the old shards.
+            new: by the new shards' marks, bytes as ``bytes`` returns them, which become the cut's.
+        """
+        for marks in gone:
+            self.shares.pop(marks, None)
+        for marks, taken in new.items():
+            share = self.shares[marks] = Share(self.consumers)
+            marks.adopt(taken, share)
+
+    def consolidate(self) -> None:
+        """Make the shards' marks small, and ready for the next cut; see ``Marks.consolidate``."""
+        for marks in list(self.shares):  # a reshard may change them meanwhile
+            marks.consolidate()
+
+
+class Cuts:
+    """The cuts of a tracked model whose rows are not durable yet.
+
+    Held weakly: marks of a cut that its owner has dropped are never given back, and need not follow
+    their shards.
+    """
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakSet[Cut] = weakref.WeakSet()
+        self._made = 0
+
+    def __iter__(self) -> Iterator[Cut]:
+        return iter(self._open)
+
+    def take(self, shards: Sequence[Marks], consumers: Consumer) -> Cut:
+        """Take the consumers' marks of all shards away; leave them in place on failure."""
+        self._made += 1
+        cut = Cut(self._made, consumers)
+        self._open.add(cut)
+        try:
+            for marks in shards:
+                share = cut.shares[marks] = Share(consumers)
+                marks.cut(share)
+        except BaseException:
+            self.merge(cut)
+            raise
+        return cut
+
+    def merge(self, cut: Cut) -> None:
+        """Mark a cut's rows again, in addition to those marked since."""
+        for marks, share in cut.shares.items():
+            marks.give_back(share)
+        self._open.discard(cut)
+
+    def forget(self, cut: Cut) -> None:
+        """Drop a cut whose rows are durable."""
+        for marks, share in cut.shares.items():
+            marks.settle(share)
+        self._open.discard(cut)

@@ -1,0 +1,295 @@
+"""Mark the rows that training changes: one byte per row, one bit per consumer.
+
+A row is marked when the backward pass reaches its kernel, where the fused optimizer updates the
+row, and when its id is evicted, which resets the row. A mark set in the forward pass, as in the
+paper (Check-N-Run, section 4.1), would be lost with pipelines that look up the next batch before
+the current one is applied, and evaluation would mark rows that nothing changes. Marking stores a
+constant at the looked-up ids: no atomics, no growth.
+
+A checkpoint's cut freezes the live bytes as a ``Layer`` and goes on with zeroed ones, in constant
+time. A shard's marks are the live bytes and all layers, each for the consumers that still count
+it. Behind training, ``consolidate`` turns layers into packed bits and their memory into the zeroed
+bytes of the next cut. So a row takes 1 byte for live marks, from the first cut on 1 byte for the
+next, and a bit for the layers that are settled; up to 3 bits where consumers differ, and as much
+for each open cut.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrec_checknrun.marks.layers import NAMED, Consumer, Layer, Selected, Share, add_rows
+from torchrec_checknrun.row_sets import RowSet
+
+_FEW_IDS = 4096
+"""Number of pending ids that are kept as a list even for a table with fewer rows."""
+_MOST_LAYERS = 16
+"""Layers at which a cut consolidates by itself, as nothing else seems to do it."""
+
+
+class _State(NamedTuple):
+    """Live marks and frozen ones: one value, lest an interrupt leave rows in both or in none."""
+
+    live: torch.Tensor
+    layers: tuple[Layer, ...]
+
+
+class Marks:
+    """The marks of one local shard, on the device of its weight.
+
+    Only the training thread marks, cuts, clears and gives back; any thread may ``consolidate``.
+    The training thread never waits for its passes over the rows.
+
+    Args:
+        rows: number of rows of the shard.
+
+    Attributes:
+        rows: as given.
+        device: device of the shard's weight.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        self.device = device
+        self._state = _State(self._zeros(), ())
+        self._spare: torch.Tensor | None = None
+        self._lock = threading.Lock()  # only ever for as long as it takes to look at each layer
+        self._consolidating = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy, as a copy of a tracked model does: marks of their own, without open cuts."""
+        return _copied, (self.everything(),)
+
+    @property
+    def live(self) -> torch.Tensor:
+        """The marks since the last cut, ``(rows,)`` uint8, which may be changed."""
+        return self._state.live[: self.rows]
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The frozen marks, older than the live ones."""
+        return self._state.layers
+
+    def mark(self, ids: torch.Tensor) -> None:
+        """Mark rows for every consumer.
+
+        Args:
+            ids: shard-local, ``(n,)`` of any integer dtype, in any order, repeated or not.
+        """
+        if ids.numel() == 0 or self.rows == 0:
+            return
+        if ids.is_cuda or ids.dtype != torch.int64:
+            # FBGEMM corrects out-of-range ids to row 0, but in its own int64 copy.
+            ids = ids.to(torch.int64)
+            ids = torch.where(
+                ids == -1, self.rows, torch.where((ids < 0) | (ids >= self.rows), 0, ids)
+            )
+        self._state.live.index_fill_(0, ids, int(Consumer.EVERY))
+
+    def mark_all(self) -> None:
+        """Mark every row for every consumer."""
+        self._state.live.fill_(int(Consumer.EVERY))
+
+    def add(self, ids: torch.Tensor, consumer: Consumer) -> None:
+        """Mark sorted distinct shard-local ``ids`` for one consumer only."""
+        ids, live = ids.to(self.device), self.live
+        live[ids] = live[ids] | int(consumer)
+
+    def merge(self, rows: RowSet, consumer: Consumer) -> None:
+        """Mark a set of rows for one consumer only."""
+        add_rows(self.live, rows, consumer)
+
+    def everything(self, consumers: Consumer = Consumer.EVERY) -> torch.Tensor:
+        """Return a copy of the consumers' marks, live and frozen, ``(rows,)`` uint8."""
+        found = self.live.bitwise_and(int(consumers))
+        for layer, bits in self._counting(consumers):
+            layer.add_to(found, bits)
+        return found
+
+    def modified(self, consumer: Consumer) -> torch.Tensor:
+        """Return a copy of the consumer's marks, ``(rows,)`` bool."""
+        return self.everything(consumer) != 0
+
+    def any(self, consumer: Consumer) -> bool:
+        """Return whether any row is marked for the consumer."""
+        return bool(self.live.bitwise_and(int(consumer)).any()) or any(
+            layer.any(bits) for layer, bits in self._counting(consumer)
+        )
+
+    def all_marked(self) -> bool:
+        """Return whether every row is marked for every consumer."""
+        wanted = sum(NAMED)
+        return bool((self.everything(Consumer(wanted)) == wanted).all())
+
+    def clear(self, consumer: Consumer) -> None:
+        """Clear the consumer's marks."""
+        with self._lock:
+            for layer in self.layers:
+                layer.bits &= ~consumer
+        self._state.live.bitwise_and_(int(Consumer.EVERY & ~consumer))
+
+    def cut(self, share: Share) -> None:
+        """Freeze the live marks as a layer, and take the marks of the share's consumers away.
+
+        Args:
+            share: empty; holds what is needed for ``give_back`` before anything is taken.
+        """
+        if len(self.layers) >= _MOST_LAYERS:
+            self.consolidate()
+        with self._lock:
+            spare, self._spare = self._spare, None
+        fresh = self._zeros() if spare is None else spare
+        with self._lock:
+            live, layers = self._state
+            layers = (*layers, Layer(self.rows, live))
+            self._state = _State(fresh, layers)
+            self._take(share, layers)
+
+    def adopt(self, frozen: torch.Tensor, share: Share) -> None:
+        """Add marks that a cut took on other shards, as if it had taken them here.
+
+        Args:
+            frozen: ``(rows,)`` uint8 on the marks' device, not to be changed afterwards.
+            share: empty, see ``cut``.
+        """
+        layer = Layer(self.rows, frozen)
+        layer.bits = share.consumers
+        with self._lock:
+            self._state = _State(self._state.live, (*self.layers, layer))
+            self._take(share, (layer,))
+
+    def give_back(self, share: Share) -> None:
+        """Mark the rows again that a cut took away, in addition to those marked since."""
+        with self._lock:
+            for layer, bits in share.taken():
+                layer.bits |= bits
+                layer.shares.discard(share)
+
+    def settle(self, share: Share) -> None:
+        """Drop what a cut took away; its rows are durable."""
+        with self._lock:
+            for layer, _ in share.taken():
+                layer.shares.discard(share)
+
+    def keep_spare(self) -> None:
+        """Make the zeroed bytes for the next cut ahead of it, and touch their memory."""
+        if self._spare is None:
+            self._offer(self._zeros().zero_())
+
+    def consolidate(self) -> None:
+        """Pack the layers, unite those that no open cut needs, and zero bytes for the next cut.
+
+        Passes over the rows: call this in a thread that training doesn't wait for. Does nothing
+        while another thread does it.
+        """
+        if not self._consolidating.acquire(blocking=False):
+            return
+        try:
+            layers = self.layers
+            for layer in layers:
+                layer.pack()
+            self._unite()
+            for layer in layers:
+                self._recycle(layer)
+        finally:
+            self._consolidating.release()
+
+    @staticmethod
+    def _take(share: Share, layers: Sequence[Layer]) -> None:
+        """Note the layers in the share, then take its consumers' bits, in this order."""
+        share.layers = tuple((layer, layer.bits) for layer in layers if layer.bits)
+        for layer, _ in share.taken():
+            layer.shares.add(share)
+        for layer, _ in share.taken():
+            layer.bits &= ~share.consumers
+
+    def _counting(self, consumers: Consumer) -> Selected:
+        with self._lock:
+            counting = ((layer, layer.bits & consumers) for layer in self.layers)
+            return tuple((layer, bits) for layer, bits in counting if bits)
+
+    def _unite(self) -> None:
+        """Replace the layers that no open cut needs by one; drop those that count for nobody."""
+        with self._lock:
+            left = tuple(layer for layer in self.layers if layer.bits or layer.shares)
+            self._state = _State(self._state.live, left)
+            settled = [(layer, layer.bits) for layer in left if not layer.shares]
+        if len(settled) < 2:
+            return
+        packed, bits = {}, Consumer(0)
+        for consumer in NAMED:
+            sets = [layer.rows(consumer) for layer, counts in settled if counts & consumer]
+            if sets:
+                packed[consumer], bits = RowSet.union(sets, self.rows), bits | consumer
+        united = Layer(self.rows, None, packed)
+        united.bits = bits
+        with self._lock:
+            if any(layer.bits != counts or layer.shares for layer, counts in settled):
+                return  # marks were taken, cleared or given back meanwhile: the next time, then
+            old = {id(layer) for layer, _ in settled}
+            others = (layer for layer in self.layers if id(layer) not in old)
+            self._state = _State(self._state.live, (united, *others))
+
+    def _recycle(self, layer: Layer) -> None:
+        """Make a layer's bytes those of the next cut, if nobody needs them."""
+        frozen = layer.give_up()
+        if frozen is None or len(frozen) != self.rows + 1 or self._spare is not None:
+            return
+        self._offer(frozen.zero_())
+
+    def _offer(self, zeroed: torch.Tensor) -> None:
+        if zeroed.is_cuda:  # the training thread's stream may be another one
+            torch.cuda.current_stream(zeroed.device).synchronize()
+        with self._lock:
+            self._spare = zeroed
+
+    def _zeros(self) -> torch.Tensor:
+        # The extra byte takes the marks of pruned lookups (id -1 on a GPU); no consumer reads it.
+        return torch.zeros(self.rows + 1, dtype=torch.uint8, device=self.device)
+
+
+def _copied(marks: torch.Tensor) -> Marks:
+    copy = Marks(len(marks), marks.device)
+    copy.live.copy_(marks)
+    return copy
+
+
+class PendingRows:
+    """Rows of one local shard that the next optimizer step will change.
+
+    Kept as ids while there are fewer of them than rows, and as marks beyond that.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._ids: list[torch.Tensor] = []
+        self._count = 0
+        self._many: Marks | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._ids) or self._many is not None
+
+    def add(self, ids: torch.Tensor) -> None:
+        """Add shard-local ids, as for ``Marks.mark``; their memory must not change afterwards."""
+        self._ids.append(ids)
+        self._count += max(1, ids.numel())  # even an empty tensor takes memory
+        if self._count > max(self._marks.rows, _FEW_IDS):
+            if self._many is None:
+                self._many = Marks(self._marks.rows, self._marks.device)
+            self._mark_into(self._many)
+
+    def mark(self) -> None:
+        """Mark the pending rows for every consumer, and forget them."""
+        if self._many is not None:
+            self._marks.live.bitwise_or_(self._many.live)
+            self._many = None
+        self._mark_into(self._marks)
+
+    def _mark_into(self, marks: Marks) -> None:
+        for ids in self._ids:
+            marks.mark(ids)
+        self._ids, self._count = [], 0
