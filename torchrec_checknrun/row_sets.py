@@ -61,6 +61,11 @@ class RowSet:
             united._bits.bitwise_or_(each._bits)
         return united
 
+    @property
+    def packed(self) -> torch.Tensor:
+        """The set's bits, ``((rows + 7) // 8,)`` uint8, each byte's lowest bit first."""
+        return self._bits
+
     def same_as(self, other: RowSet) -> bool:
         """Tell whether another set of positions in the same range holds the same rows."""
         return self._bits is other._bits or torch.equal(self._bits, other._bits)

@@ -25,6 +25,7 @@ from torchrec_checknrun.codecs.base import (
     Parameters,
     RowContext,
     Sample,
+    SampledRows,
     Survey,
 )
 from torchrec_checknrun.codecs.importance import ImportanceWeighted
@@ -160,6 +161,7 @@ __all__ = [
     "RowContext",
     "Rowwise",
     "Sample",
+    "SampledRows",
     "Settled",
     "Survey",
     "Surveys",

@@ -25,10 +25,24 @@ Parameters = dict[str, object]
 objects of these.
 """
 
-Sample = Callable[[int], tuple[torch.Tensor, int]]
-"""Takes a size; returns the positions of about so many of a shard's rows that are to be written,
-``(n,)`` int64, evenly spaced, and the number of all rows that are to be written.
-"""
+
+@dataclass(frozen=True)
+class SampledRows:
+    """A sample of a shard's rows that are to be written, evenly spaced.
+
+    Attributes:
+        weight: ``(n, dim)``, of the table's dtype.
+        optimizer: the rows' optimizer state by TorchRec's names, ``(n,)`` or ``(n, dim)``.
+        count: number of all rows that are to be written.
+    """
+
+    weight: torch.Tensor
+    optimizer: Mapping[str, torch.Tensor]
+    count: int
+
+
+Sample = Callable[[int], SampledRows]
+"""Copies about so many of a shard's rows that are to be written, as of the checkpoint's instant."""
 
 
 @dataclass(frozen=True)
@@ -210,17 +224,13 @@ class Codec(ABC):
         """
         return False
 
-    def survey(
-        self, rows: torch.Tensor, optimizer: Mapping[str, torch.Tensor], sample: Sample
-    ) -> Survey | None:
+    def survey(self, sample: Sample) -> Survey | None:
         """Collect the facts that ``settle`` needs of a shard's rows that are to be written.
 
-        Called on the training thread if ``surveys`` is True, once per shard.
+        Called once per shard if ``surveys`` is True, in any thread.
 
         Args:
-            rows: ``(m, dim)``, the whole shard's weights, live, on any device.
-            optimizer: the whole shard's optimizer state by TorchRec's names, likewise.
-            sample: chooses rows of the shard.
+            sample: copies some rows of the shard; on any device.
 
         Returns:
             None where the shard has nothing to count: without any survey, ``settle`` is not called

@@ -163,22 +163,13 @@ class ImportanceWeighted(Codec):
         given = {"mean_bits": self.mean_bits, "offset": self.offset, "constant": self.constant}
         return spec | {name: value for name, value in given.items() if value is not None}
 
-    def survey(
-        self, rows: torch.Tensor, optimizer: Mapping[str, torch.Tensor], sample: Sample
-    ) -> ImportanceSurvey | None:
-        accumulator = _accumulator(optimizer)
-        if accumulator is None:
+    def survey(self, sample: Sample) -> ImportanceSurvey | None:
+        rows = sample(SAMPLE_ROWS)
+        accumulator = _accumulator(rows.optimizer)
+        if accumulator is None or not rows.count:
             return None
-        positions, count = sample(SAMPLE_ROWS)
-        if not count:
-            return None
-        positions = positions.to(rows.device)
         found = ImportanceSurvey()
-        found.add(
-            rows.index_select(0, positions),
-            accumulator.index_select(0, positions),
-            count / len(positions),
-        )
+        found.add(rows.weight, accumulator, rows.count / len(rows.weight))
         return found
 
     def settle(self, survey: Survey) -> ImportanceWeighted:

@@ -46,7 +46,10 @@ class PolicyName(Enum):
 Resume = Enum("Resume", {"auto": "auto", "must": "must", "never": "never"})
 """The default of ``restore()``; see ``Checkpointer``."""
 Background = Enum("Background", {"thread": "thread", "process": "process"})
-Staging = Enum("Staging", {"auto": "auto", "copy": "copy", "encode": "encode"})
+Staging = Enum(
+    "Staging",
+    {"copy_on_write": "copy_on_write", "auto": "auto", "copy": "copy", "encode": "encode"},
+)
 WhenBusy = Enum("WhenBusy", {"skip": "skip", "wait": "wait"})
 Bits = Enum("Bits", {"auto": "auto", "2": 2, "3": 3, "4": 4, "8": 8})
 """Widths as spelled in a config; null for exact rows."""
@@ -93,7 +96,7 @@ class CheckNRunConfig:
     on_sigterm: bool = False
     grace_seconds: float = 25.0
     background: Background = Background.thread
-    staging: Staging = Staging.auto
+    staging: Staging = Staging.copy_on_write
     memory_budget: int | None = None
     when_busy: WhenBusy = WhenBusy.skip
     max_failures: int = 0

@@ -91,7 +91,7 @@ class RowCopies:
         self.shards: list[ShardCopies] = []
         self._wait_seconds = wait_seconds
         self._changed = threading.Condition()
-        self._over = False
+        self._over = self._complete = False
         self._failure: BaseException | None = None
 
     @property
@@ -105,14 +105,21 @@ class RowCopies:
         return self._failure
 
     def fail(self, error: BaseException) -> None:
-        """Give the cut's copies up, unless all rows are copied already."""
+        """Give the cut's copies up, unless all rows are copied already; threads that wait in hooks
+        go on.
+        """
         with self._changed:
-            if not self._over:
+            if not self._complete:
                 self._failure = self._failure or error
-        self.end()
+        self._end()
 
-    def end(self) -> None:
-        """End protection; threads that wait in hooks go on."""
+    def complete(self) -> None:
+        """End protection, since all rows are copied."""
+        with self._changed:
+            self._complete = self._failure is None
+        self._end()
+
+    def _end(self) -> None:
         with self._changed:
             self._over = True
             for shard in self.shards:

@@ -26,14 +26,15 @@ class TrackedShard:
     Attributes:
         local: the shard's memory.
         marks: which of the shard's rows are modified.
+        writes, index: as given.
     """
 
     def __init__(self, writes: WriteWatch, index: int) -> None:
         self.local: LocalShard = writes.kernel.shards[index]
         self.marks = writes.marks[index]
         self._kernel = writes.kernel
-        self._index = index
-        self._writes = writes
+        self.index = index
+        self.writes = writes
 
     @property
     def table(self) -> str:
@@ -58,15 +59,15 @@ class TrackedShard:
         """
         ids = as_ids(rows) - self.rectangle.row_start
         ids = ids[(ids >= 0) & (ids < self.rectangle.rows)]
-        for writes in self._watches() if everywhere else [self._writes]:
-            writes.before_write(self._index, ids.to(self.local.weight.device))
+        for writes in self._watches() if everywhere else [self.writes]:
+            writes.before_write(self.index, ids.to(self.local.weight.device))
 
     def mark_all(self, everywhere: bool = False) -> None:
-        """Mark every row of the shard, which is about to be written; ``everywhere`` as for ``mark``."""
-        for writes in self._watches() if everywhere else [self._writes]:
+        """Mark every row of the shard; ``everywhere`` as for ``mark``, before all are written."""
+        for writes in self._watches() if everywhere else [self.writes]:
             if everywhere:
                 writes.before_overwriting()
-            writes.marks[self._index].mark_all()
+            writes.marks[self.index].mark_all()
 
     def modified_rows(self, consumer: Consumer = Consumer.USER) -> torch.Tensor:
         """Return the rows modified since ``clear(consumer)``.
@@ -74,7 +75,7 @@ class TrackedShard:
         Returns:
             Sorted global ids ``(n,)`` int64, on the CPU.
         """
-        self._writes.check()
+        self.writes.check()
         mask = self.marks.modified(consumer).cpu().numpy()
         return torch.from_numpy(np.flatnonzero(mask)) + self.rectangle.row_start
 
@@ -84,7 +85,7 @@ class TrackedShard:
         Raises:
             IndexError: a row is not in this shard.
         """
-        self._writes.flush()
+        self.writes.flush()
         return self.local.gather(as_ids(rows))
 
     def encode_rows(self, rows: RowIds, bits: int = 8) -> torch.Tensor:
@@ -104,7 +105,7 @@ class TrackedShard:
         """
         if bits not in (8, 4, 2):
             raise ValueError(f"bits must be 8, 4 or 2, FBGEMM's widths, not {bits!r}")
-        self._writes.flush()
+        self.writes.flush()
         ids = self.local.local_ids(as_ids(rows))
         encoded = Rowwise(bits, "asymmetric").encode(self.local.weight, ids)
         if len(encoded.exceptions) or encoded.parameters:
@@ -143,7 +144,7 @@ class TrackedShard:
                     f"{self.local}: {name} of shape {tuple(tensor.shape)} doesn't fit; expected "
                     f"{expected}"
                 )
-        self._writes.flush()
+        self.writes.flush()
         self.local.local_ids(ids)  # raises before anything is marked
         with announced([self._kernel.module]):
             self.mark(ids, everywhere=True)  # before the write: no row is written unmarked

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.marks.row_copies import Protection
 
 
 @dataclass
@@ -14,17 +16,32 @@ class Progress:
     """The times of a checkpoint's stages on this rank, in seconds since it began.
 
     Attributes:
+        cut_parts: seconds of each part of the wait before ``staged``, by name.
         staged: when training resumed.
         encoded, written: when the last chunk was encoded, and the rank's file durable.
         committed: when the checkpoint was known to exist.
         in_parts: whether staging had to wait for memory.
+        protection: price of copying rows before training overwrote them.
+        copied_at_cut: tables that were not copied on write though that was asked for, with the
+            reasons.
     """
 
+    cut_parts: dict[str, float] = field(default_factory=dict)
     staged: float = 0.0
     encoded: float = 0.0
     written: float = 0.0
     committed: float = 0.0
     in_parts: bool = False
+    protection: Protection = field(default_factory=Protection)
+    copied_at_cut: dict[str, str] = field(default_factory=dict)
+
+    def lap(self, part: str, begun: float) -> None:
+        """Note that a part of the wait ends now, which began with the last one's end.
+
+        Args:
+            begun: when the whole began, by the monotonic clock.
+        """
+        self.cut_parts[part] = time.monotonic() - begun - sum(self.cut_parts.values())
 
 
 @dataclass(frozen=True)
@@ -42,7 +59,17 @@ class CheckpointReport:
         modified_bytes: of the stored rows with their optimizer state in memory, and of the dense
             part.
         encoded_bytes: of the same encoded, with row ids, before compression.
-        stall_seconds: how long training waited on this rank, until everything was staged.
+        stall_seconds: how long training waited on this rank: the cut and all protection.
+        cut_seconds: how long training waited at the cut, until it went on.
+        cut_parts: the same by part; what is left was waiting for the checkpoint before.
+        protection_seconds: how long training waited, in all steps until the rows were copied, for
+            copies of rows that it was about to overwrite; 0 where all rows were copied at the cut.
+        longest_protection_seconds: the longest of these waits, in one backward pass of a kernel.
+        memory_wait_seconds: the part of the protection spent waiting for memory.
+        row_wait_seconds: the longest wait for a row that the background was just copying.
+        protected_rows: number of rows copied before training overwrote them.
+        copied_at_cut: tables whose rows were copied at the cut although ``staging`` asks for copy
+            on write, with the reasons.
         encoded_seconds, written_seconds, committed_seconds: when, since the same begin, the rank's
             last chunk was encoded, its file durable, and the checkpoint known to exist.
         in_parts: whether training also waited for the storage, for lack of staging memory.
@@ -76,6 +103,14 @@ class CheckpointReport:
     error_mean: float | None
     error_max: float | None
     unchanged: bool = False
+    cut_seconds: float = 0.0
+    cut_parts: dict[str, float] = field(default_factory=dict)
+    protection_seconds: float = 0.0
+    longest_protection_seconds: float = 0.0
+    memory_wait_seconds: float = 0.0
+    row_wait_seconds: float = 0.0
+    protected_rows: int = 0
+    copied_at_cut: dict[str, str] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -96,12 +131,15 @@ class CheckpointReport:
         """
         values = self.to_json()
         by_table, parts = values.pop("table_fractions"), values.pop("bytes")
+        cut, at_cut = values.pop("cut_parts"), values.pop("copied_at_cut")
         return _floats(
             prefix,
             {
                 **values,
                 "full": self.kind == "full",
                 **{f"bytes/{name}": size for name, size in parts.items()},
+                **{f"cut/{name}": seconds for name, seconds in cut.items()},
+                "copied_at_cut": len(at_cut),
                 **{f"fraction/{table}": fraction for table, fraction in by_table.items()},
             },
         )
@@ -191,7 +229,15 @@ def checkpoint_report(
         full_fp32_bytes=sizes.full_fp32_bytes,
         modified_bytes=sum(t.modified_bytes for t in tables) + manifest.dense_bytes,
         encoded_bytes=sum(t.encoded_bytes for t in tables) + manifest.dense_bytes,
-        stall_seconds=progress.staged,
+        stall_seconds=progress.staged + progress.protection.seconds,
+        cut_seconds=progress.staged,
+        cut_parts=dict(progress.cut_parts),
+        protection_seconds=progress.protection.seconds,
+        longest_protection_seconds=progress.protection.longest_seconds,
+        memory_wait_seconds=progress.protection.memory_seconds,
+        row_wait_seconds=progress.protection.row_seconds,
+        protected_rows=progress.protection.rows,
+        copied_at_cut=dict(progress.copied_at_cut),
         encoded_seconds=progress.encoded,
         written_seconds=progress.written,
         committed_seconds=progress.committed,

@@ -163,7 +163,7 @@ def _background(
                 memory_budget=options.memory_budget,
                 chunk_bytes=options.chunk_bytes,
                 quantization=options.quantization.resolved(lossy_restores=0),
-                expected=[shard.local for shard in target.tracked.shards],
+                expected=target.tracked.shards,
                 dense_bytes=_dense_bytes(options.model, target.tracked),
             )
         )

@@ -72,8 +72,10 @@ class Checkpointer:
             ``OnSigterm``, or your own.
         callbacks: called on all ranks with each committed checkpoint's report; errors are logged.
         background: whether a ``thread`` or a ``process`` encodes and writes during training.
-        staging: what training waits for: rows are copied out of the tables (``copy``) or encoded on
-            the way (``encode``: less memory); ``auto`` measures both and chooses for each table.
+        staging: what training waits for. ``copy_on_write``: for copies of the rows that it is about
+            to overwrite, while the others are copied behind it; where a table doesn't allow that,
+            as ``auto``. ``copy``: until all rows are copied; ``encode``: encoded, which takes less
+            memory; ``auto`` measures both and chooses for each table.
         memory_budget: bytes of this rank on their way to storage; None: a quarter of the free
             memory, shared by the machine's ranks. A larger checkpoint is staged in parts while
             training waits. A state object is one piece: a larger one exceeds the budget, with a
@@ -108,7 +110,7 @@ class Checkpointer:
         every_steps: int | None = None,
         triggers: Sequence[Trigger] = (),
         background: BackgroundKind = "thread",
-        staging: StagingMode = "auto",
+        staging: StagingMode = "copy_on_write",
         memory_budget: int | None = None,
         when_busy: WhenBusy = "skip",
         max_failures: int = 0,

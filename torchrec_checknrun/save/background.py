@@ -1,6 +1,7 @@
 """Take snapshots to committed checkpoints while training goes on, one at a time.
 
-The training thread stages a snapshot. A background thread then plans with the other ranks over a
+The training thread stages what it may change at any time; rows that are copied on write follow
+behind it. A background thread then plans with the other ranks over a
 group of its own, encodes, writes and commits. That thread sets the outcome of a ``Save``. It never
 touches the model or live marks, only those that cuts have frozen.
 """
@@ -10,24 +11,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal
 
+from torchrec_checknrun.codecs import Surveys
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.marks.cuts import Cut
+from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.lineage import Proposal
+from torchrec_checknrun.root.report import Progress
 from torchrec_checknrun.save.commit import CheckpointWriter, save_checkpoint
-from torchrec_checknrun.save.items import Items, RowsItem, fingerprint
+from torchrec_checknrun.save.cut_rows import CopyOnWriteMemory, CutRows, why_copied_at_cut
+from torchrec_checknrun.save.items import Item, Items, RowsItem, fingerprint
 from torchrec_checknrun.save.memory import Ring, StagingMemory, default_budget
-from torchrec_checknrun.save.plan import PlanSummary, Prepared, summarize
+from torchrec_checknrun.save.plan import PlanSummary, Prepared, summarize, survey
 from torchrec_checknrun.save.process import WriteProcess, require_shared
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.save.save import Save
-from torchrec_checknrun.save.snapshot import Snapshot
-from torchrec_checknrun.save.staged import rows_size
+from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
+from torchrec_checknrun.save.staged import rows_size, tensors_size
 from torchrec_checknrun.save.staging import (
     Staging,
     StagingMode,
@@ -47,6 +52,12 @@ _CHUNKS = 4
 """Chunks for which the budget leaves memory beside staging: one is encoded while the previous one
 is written, and each thread's part of the allocator keeps about as much again.
 """
+_OVERFLOW_PART = 5
+"""Part of the rows that are copied on write for which there is overflow memory; one of so many."""
+_BEHIND_PART = 5
+"""Part of these rows for which there is staging memory; one of so many."""
+_LEAST_ON_WRITE = 1 << 20
+"""Bytes of staging memory below which all rows are copied at the cut."""
 _LEAST_BUDGET = 2048
 """Bytes, as few as tests need. A smaller budget is likely meant in another unit."""
 _SLOW_BUDGET = 8 << 20
@@ -58,6 +69,11 @@ class _Plan:
     def __init__(self, save: Save, differences: RankDifferences) -> None:
         self.staging: Staging | None = None
         self.summary: PlanSummary | None = None
+        self.find_rows: Callable[[], dict[str, RowsItem]] = dict
+        """Finds the items of the rows that are copied on write."""
+        self.survey_rows: Callable[[Surveys], object] = lambda found: None
+        """Adds surveys of these rows."""
+        self._copier: threading.Thread | None = None
         self._save = save
         self._differences = differences
         self._failure: BaseException | None = None
@@ -67,6 +83,15 @@ class _Plan:
         self._failure = error
         if self.staging is not None:
             self.staging.fail(error)
+        if self._save.rows is not None:
+            self._save.rows.close()
+
+    def end(self) -> None:
+        """End protection of rows and the thread that copies them, which gets no more memory."""
+        if self._save.rows is not None:
+            self._save.rows.close()
+        if self._copier is not None:
+            self._copier.join()
 
     def prepare(self) -> Prepared:
         """Return this rank's part, for ``save_checkpoint``.
@@ -78,10 +103,17 @@ class _Plan:
             raise self._failure
         assert self.staging is not None
         assert self.summary is not None
+        items: dict[str, Item] = dict(self.staging.at_cut)
+        if self._save.rows is not None:
+            found = self.find_rows()
+            # Before other rows take overflow memory: a sample may take memory beyond it.
+            self.survey_rows(self.summary.surveys)
+            items |= found
+            self._copier = self.staging.start_behind(found, self._save.rows)
         digests = self.staging.digests()
         self._save.fingerprint = fingerprint(digests, self.summary.progress)
         summary = self.summary.with_digests(digests, self.staging.shared_digests())
-        return Prepared(summary, self.staging.items, self.staging.choose, self._differences)
+        return Prepared(summary, items, self._differences, self.staging.jobs)
 
 
 class Background:
@@ -114,13 +146,12 @@ class Background:
         memory_budget: int | None,
         chunk_bytes: int,
         quantization: Quantization,
-        expected: list[LocalShard],
+        expected: list[TrackedShard],
         dense_bytes: int,
     ) -> None:
         self._root = root
         self._ranks = ranks
         self._kind = kind
-        self._encode = encoded_while_staged(expected, quantization, mode)
         if memory_budget is None:
             budget = default_budget()
         else:
@@ -130,12 +161,42 @@ class Background:
         self._most = budget - _CHUNKS * self.chunk_bytes
         self._warned = False
         self._told: set[str] = set()
-        self._pinned = any(shard.weight.is_cuda for shard in expected)
-        whole = sum(self._expected_bytes(shard, quantization) for shard in expected)
+        self._pinned = any(shard.local.weight.is_cuda for shard in expected)
+        on_write = [s for s in expected if mode == "copy_on_write" and not why_copied_at_cut(s)]
+        self._on_write: CopyOnWriteMemory | None = None
+        if on_write and self._most >= _LEAST_ON_WRITE:
+            self._on_write = self._overflow(on_write)
+            self._most -= self._on_write.size
+        else:
+            on_write = []
+        at_cut = [shard.local for shard in expected if shard not in on_write]
+        self._mode = mode
+        self._encode = encoded_while_staged(at_cut, quantization, mode)
+        whole = sum(self._expected_bytes(shard, quantization) for shard in at_cut)
+        whole += self._behind_bytes(ShardSnapshot(shard.local, None) for shard in on_write)
         self._make_memory(min(self._most, whole + dense_bytes + _SPARE_BYTES))
         self._process: WriteProcess | None = None
         self._thread: threading.Thread | None = None
         self._start_process()
+
+    def _overflow(self, shards: list[TrackedShard]) -> CopyOnWriteMemory:
+        """Make the memory for rows of these shards that training is about to overwrite."""
+        whole = sum(rows_size(shard.local, shard.rectangle.rows) for shard in shards)
+        wanted = max(whole // _OVERFLOW_PART, len(shards) * _LEAST_ON_WRITE // 4)
+        return CopyOnWriteMemory(
+            min(self._most // 4, wanted), shards, self._root.patience.timeout_seconds
+        )
+
+    def _behind_bytes(self, snapshots: Iterable[ShardSnapshot]) -> int:
+        """Return the bytes of staging memory for rows that are copied on write: enough that the
+        copies are not slowed by each write to storage, and fewer than for all rows.
+        """
+        whole = chunk = 0
+        for each in snapshots:
+            whole += rows_size(each.shard, each.shard.rectangle.rows)
+            rows = min(each.span_rows(self.chunk_bytes), each.shard.rectangle.rows)
+            chunk = max(chunk, tensors_size(each.tensors, rows))
+        return max(whole // _BEHIND_PART, min(whole, _CHUNKS * chunk))
 
     def _make_memory(self, size: int) -> None:
         self._memory = StagingMemory(size, shared=self._kind == "process", pinned=self._pinned)
@@ -185,7 +246,7 @@ class Background:
         save = Save(proposal, cut, begun, self._root.patience.apart())
         differences = RankDifferences(told=self._told)
         plan = _Plan(save, differences)
-        finish = partial(self._finish, save, plan.prepare, (before_commit, after_commit))
+        finish = partial(self._finish, save, plan, (before_commit, after_commit))
 
         def start() -> None:
             if save.thread is not None:
@@ -198,13 +259,21 @@ class Background:
         try:
             if isinstance(snapshot, Exception):
                 raise snapshot
+            save.progress.lap("states found and marks cut", begun)
+            save.rows = self._rows_on_write(snapshot, save.progress)
             items = Items.of(snapshot, quantization, self.chunk_bytes)
+            plan.find_rows = partial(items.find_rows, quantization, self.chunk_bytes)
+            plan.survey_rows = partial(survey, items.copied_later, quantization)
             self._prepare_memory(items)
             plan.staging = Staging(self._memory, self._ring, items, self._encode)
             differences.trees = items.trees
             differences.models, differences.buffers = snapshot.models, snapshot.buffers
             plan.summary = summarize(proposal.header, snapshot, items, quantization)
+            save.progress.lap("chunks laid out", begun)
             plan.staging.run(start)
+            if save.rows is not None:
+                save.rows.protect()
+            save.progress.lap("states and tables copied", begun)
             save.progress.staged = time.monotonic() - save.begun
             save.progress.in_parts = self._ring.waited
             start()
@@ -233,6 +302,24 @@ class Background:
         self._end_process()
         self._memory.close()
 
+    def _rows_on_write(self, snapshot: Snapshot, progress: Progress) -> CutRows | None:
+        """Choose the shards whose rows are copied on write, and prepare their copies."""
+        if self._mode != "copy_on_write":
+            return None
+        chosen = []
+        for shard in snapshot.shards:
+            assert shard.tracked is not None
+            reason = why_copied_at_cut(shard.tracked)
+            if reason is None and self._on_write is None:
+                reason = "memory_budget is too small"
+            if reason is None:
+                chosen.append(shard)
+            else:
+                progress.copied_at_cut[shard.shard.table] = reason
+        if self._on_write is None or not chosen:
+            return None
+        return CutRows(self._on_write, chosen)
+
     def _prepare_memory(self, items: Items) -> None:
         """Enlarge the memory as far as the budget allows, or as the largest item requires."""
         sizes = {name: copied_size(item) for name, item in items.by_name.items()}
@@ -240,7 +327,8 @@ class Background:
         for name, item in items.by_name.items():
             if isinstance(item, RowsItem) and item.shard.shard.table in self._encode:
                 sizes[name] = encoded_size(item.shard.shard, item.count, item.encoding)
-        wanted = max(min(self._most, sum(sizes.values())), most)
+        behind = self._behind_bytes(items.copied_later)
+        wanted = max(min(self._most, sum(sizes.values()) + behind), most)
         if most > self._most and not self._warned:
             self._warned = True
             logger.warning(
@@ -267,7 +355,7 @@ class Background:
     def _finish(
         self,
         save: Save,
-        prepare: Callable[[], Prepared],
+        plan: _Plan,
         checks: tuple[Callable[[], object], Callable[[], object]],
     ) -> None:
         process, ring = self._process, self._ring
@@ -282,11 +370,14 @@ class Background:
                 after_commit,
                 self._root,
             )
-            manifest = save_checkpoint(self._ranks, writer, prepare)
+            manifest = save_checkpoint(self._ranks, writer, plan.prepare)
         except BaseException as error:
+            ring.abort()
+            plan.end()
             _consolidate(save)
             save.finish(None, error)
         else:
+            plan.end()
             _consolidate(save)
             if writer.written is not None:
                 save.progress.encoded = writer.written.encoded_at - save.begun

@@ -5,7 +5,7 @@ Rows are gathered and encoded only then, so that memory use stays at a few chunk
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -90,7 +90,8 @@ class Items:
         by_name: items by name, in writing order: the small ones first.
         replicated: bytes of each replicated state.
         trees: trees of the replicated states, without their bytes.
-        surveyed: shards with codecs that all ranks must settle before rows are encoded.
+        copied_later: shards whose rows are copied on write; ``find_rows`` makes their items.
+        at_cut: the other shards.
         shared: names of the pieces, row-major, of each block that ranks of another mesh may hold as
             well; by the block's number.
     """
@@ -99,11 +100,12 @@ class Items:
     replicated: dict[str, int] = field(default_factory=dict)
     trees: dict[str, Tree] = field(default_factory=dict)
     shared: dict[int, list[str]] = field(default_factory=dict)
-    surveyed: list[ShardSnapshot] = field(default_factory=list)
+    at_cut: list[ShardSnapshot] = field(default_factory=list)
+    copied_later: list[ShardSnapshot] = field(default_factory=list)
 
     @classmethod
     def of(cls, snapshot: Snapshot, quantization: Quantization, chunk_bytes: int) -> Items:
-        """Build the items of a live snapshot.
+        """Build the items of a live snapshot, but those of rows that are copied on write.
 
         Args:
             chunk_bytes: memory for all copies of a chunk that a save or a restore makes.
@@ -129,21 +131,30 @@ class Items:
                     items.shared.setdefault(i, []).append(key)
         if snapshot.blocks and snapshot.collisions is not None:
             items._add(f"collisions@{rank}", ChunkItem(snapshot.collisions.encode(rank)))
-        for shard in snapshot.shards:
-            encoding = quantization.for_table(shard.shard.table, shard.shard.shape.rows)
-            if encoding.codec.surveys:
-                items.surveyed.append(shard)
-            for number, (start, stop, count) in enumerate(shard.spans(chunk_bytes)):
-                name = f"{shard.shard.name}#{number}"
-                items._add(name, RowsItem(shard, start, stop, count, encoding))
+        at_cut = [shard for shard in snapshot.shards if shard.copies is None]
+        items.copied_later = [shard for shard in snapshot.shards if shard.copies is not None]
+        for name, item in _rows_items(at_cut, quantization, chunk_bytes):
+            items._add(name, item)
+        items.at_cut = at_cut
         return items
+
+    def find_rows(self, quantization: Quantization, chunk_bytes: int) -> dict[str, RowsItem]:
+        """Build the items of the rows that are copied on write, which passes over marks; arguments
+        as for ``of``.
+
+        Raises:
+            UnsupportedState: see ``of``.
+        """
+        found: dict[str, RowsItem] = {}
+        for name, item in _rows_items(self.copied_later, quantization, chunk_bytes):
+            if name in found or name in self.by_name:
+                raise _twice(name)
+            found[name] = item
+        return found
 
     def _add(self, name: str, item: RowsItem | BlockItem | ChunkItem) -> None:
         if name in self.by_name:
-            raise UnsupportedState(
-                f"two parts of the checkpoint would be called {name!r}, and one of them would be "
-                "lost: rename the table or the state object"
-            )
+            raise _twice(name)
         self.by_name[name] = item
 
     def digests(self) -> dict[str, Digest]:
@@ -161,6 +172,22 @@ class Items:
         return joint_digest(
             self.by_name[name].job({}).encode().pieces for name in self.shared[number]
         )
+
+
+def _rows_items(
+    shards: Iterable[ShardSnapshot], quantization: Quantization, chunk_bytes: int
+) -> Iterator[tuple[str, RowsItem]]:
+    for shard in shards:
+        encoding = quantization.for_table(shard.shard.table, shard.shard.shape.rows)
+        for number, (start, stop, count) in enumerate(shard.spans(chunk_bytes)):
+            yield f"{shard.shard.name}#{number}", RowsItem(shard, start, stop, count, encoding)
+
+
+def _twice(name: str) -> UnsupportedState:
+    return UnsupportedState(
+        f"two parts of the checkpoint would be called {name!r}, and one of them would be lost: "
+        "rename the table or the state object"
+    )
 
 
 def fingerprint(

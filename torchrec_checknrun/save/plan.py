@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.codecs.quantization import Quantization
@@ -132,14 +131,14 @@ class Prepared:
     Attributes:
         summary: the part that rank 0 needs.
         items: items by name, in writing order.
-        chosen: called with the names of the items that this rank is to write, once known.
         differences: the judge of states whose content differs between ranks.
+        staged: makes the jobs of staged items; None: items are encoded as they are.
     """
 
     summary: PlanSummary
     items: Mapping[str, Item]
-    chosen: Callable[[frozenset[str]], None] = lambda names: None
     differences: RankDifferences = field(default_factory=RankDifferences)
+    staged: Callable[[Share], Iterator[Job]] | None = None
 
     @property
     def local_plan(self) -> LocalPlan:
@@ -147,12 +146,10 @@ class Prepared:
         return LocalPlan(tuple(self.items), self.summary)
 
     def jobs(self, share: Share) -> Iterator[Job]:
-        """Drop the items that other ranks write; return the jobs of this rank's share."""
-        self.chosen(frozenset(share.items))
-        return map(partial(self._job, share.settled), share.items)
-
-    def _job(self, settled: Settled, name: str) -> Job:
-        return self.items[name].job(settled)
+        """Return the jobs of this rank's share."""
+        if self.staged is not None:
+            return self.staged(share)
+        return (self.items[name].job(share.settled) for name in share.items)
 
 
 def summarize(
@@ -168,7 +165,7 @@ def summarize(
         replicated=items.replicated,
         per_rank=tuple(sorted(snapshot.per_rank)),
         blocks=[block.summary for block in snapshot.blocks],
-        surveys=survey(items.surveyed, quantization),
+        surveys=survey(items.at_cut, quantization),
         lowest=tuple(sorted(snapshot.replicated)),
     )
 
@@ -315,14 +312,20 @@ def _assign_writers(summaries: list[PlanSummary], lowest: Container[str] = ()) -
     return writers
 
 
-def survey(shards: Iterable[ShardSnapshot], quantization: Quantization) -> Surveys:
-    """Sample this rank's rows that are to be written, where their codec asks for a survey."""
-    found: Surveys = {}
+def survey(
+    shards: Iterable[ShardSnapshot], quantization: Quantization, found: Surveys | None = None
+) -> Surveys:
+    """Sample this rank's rows that are to be written, where their codec asks for a survey.
+
+    Args:
+        found: surveys to which these are added.
+    """
+    found = {} if found is None else found
     for snapshot in shards:
         shard = snapshot.shard
         codec = quantization.for_table(shard.table, shard.shape.rows).codec
         if codec.surveys:
-            part = codec.survey(shard.weight, shard.optimizer, snapshot.sample)
+            part = codec.survey(snapshot.sampled)
             if part is not None:
                 add_survey(found, codec, part)
     return found

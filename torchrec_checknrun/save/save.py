@@ -16,6 +16,7 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.root.report import Progress
+from torchrec_checknrun.save.cut_rows import CutRows
 from torchrec_checknrun.save.items import Fingerprint
 from torchrec_checknrun.store.deadlines import Patience
 
@@ -37,6 +38,7 @@ class Save:
         patience: deadlines of the storage operations of this checkpoint.
         progress: times of the phases, in seconds since ``begun``.
         fingerprint: this rank's fingerprint of the content beside table rows; None until known.
+        rows: rows of the cut that are copied on write; None without any.
         thread: the background thread, once started.
     """
 
@@ -54,6 +56,7 @@ class Save:
         self._manifest: Manifest | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self.rows: CutRows | None = None
         self.thread: threading.Thread | None = None
 
     @property
@@ -85,6 +88,9 @@ class Save:
 
     def finish(self, manifest: Manifest | None, error: BaseException | None = None) -> None:
         """Set the outcome, unless it is known already."""
+        if self.rows is not None:
+            self.progress.protection = self.rows.copies.count()
+            self.rows.close()  # of a save that was given up: training must not wait for its sake
         with self._lock:
             if self._done.is_set():
                 return

@@ -5,6 +5,7 @@ A snapshot points at the live tables and is staged, or written, before training 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchrec_checknrun.codecs.base import SampledRows
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.errors import SaveFailed, UnsupportedState
 from torchrec_checknrun.marks.cuts import Cut
-from torchrec_checknrun.marks.layers import Consumer, union
+from torchrec_checknrun.marks.layers import Consumer, Selected, union
+from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.collisions import CollisionState
 from torchrec_checknrun.model.dense_states import stored_optimizers
@@ -40,8 +43,16 @@ class ShardSnapshot:
 
     Attributes:
         shard: as given.
-        tensors: the shard's weight and optimizer states at the snapshot's instant.
+        tensors: the shard's weight and optimizer states, live.
+        tracked, selected: of a tracked model, the whole shard, and the layers of its marks that
+            hold the modified rows; None: all rows are to be written.
+        copies: the rows as of the cut if they are copied on write; None: they are copied before
+            training goes on.
     """
+
+    tracked: TrackedShard | None = None
+    selected: Selected | None = None
+    copies: ShardCopies | None = None
 
     def __init__(self, shard: LocalShard, modified: RowSet | Callable[[], RowSet] | None) -> None:
         self.shard = shard
@@ -59,6 +70,11 @@ class ShardSnapshot:
             modified = self._modified = modified()  # which lets go of the marks' layers
         return modified
 
+    @functools.cached_property
+    def count(self) -> int:
+        """Number of rows to write."""
+        return self.shard.rectangle.rows if self.modified is None else len(self.modified)
+
     def spans(self, chunk_bytes: int) -> list[tuple[int, int, int]]:
         """Cut the shard into chunks: return half-open ranges of positions, and the number
         of rows to write in each.
@@ -66,11 +82,15 @@ class ShardSnapshot:
         Args:
             chunk_bytes: memory for all copies of a chunk that a save or a restore makes.
         """
-        size = max(1, chunk_bytes // _row_memory(self.tensors))
+        size = self.span_rows(chunk_bytes)
         if self.modified is not None:
             return self.modified.spans(size)
         rows = self.shard.rectangle.rows
         return [(at, min(at + size, rows), min(size, rows - at)) for at in range(0, rows, size)]
+
+    def span_rows(self, chunk_bytes: int) -> int:
+        """Return the number of rows of a chunk; see ``spans``."""
+        return max(1, chunk_bytes // _row_memory(self.tensors))
 
     def positions(self, start: int, stop: int) -> torch.Tensor:
         """Return the positions of the rows to write in a range: ``(n,)`` int64, sorted."""
@@ -85,10 +105,9 @@ class ShardSnapshot:
             Positions of about ``size`` of the rows (``(n,)`` int64, evenly spaced; all if there are
             fewer), and the number of rows to write.
         """
+        rows = self.count
         if self.modified is None:
-            rows = self.shard.rectangle.rows
             return torch.arange(0, rows, max(1, rows // size), device="cpu"), rows
-        rows = len(self.modified)
         step, seen = max(1, rows // size), 0
         parts = [np.empty(0, dtype=np.int64)]
         for first, mask in self.modified.masks():
@@ -96,6 +115,16 @@ class ShardSnapshot:
             parts.append(positions[-seen % step :: step])
             seen += len(positions)
         return torch.from_numpy(np.concatenate(parts)), rows
+
+    def sampled(self, size: int) -> SampledRows:
+        """Copy a sample of the rows to write, of about ``size``; see ``sample``."""
+        positions, count = self.sample(size)
+        if self.copies is not None:
+            weight, *states = self.copies.sample(positions)
+        else:
+            places = positions.to(self.shard.weight.device)
+            weight, *states = (tensor.index_select(0, places) for tensor in self.tensors)
+        return SampledRows(weight, dict(zip(self.shard.optimizer, states, strict=True)), count)
 
 
 @dataclass
@@ -234,16 +263,19 @@ def _own_part(shard: TrackedShard, cut: Cut, since: Consumer | None) -> ShardSna
     The rows are found when they are first asked for.
     """
     local = shard.local
+    selected = None if since is None else cut.selected(shard.marks, since)
     modified: Callable[[], RowSet] | None = None
-    if since is not None:
-        modified = partial(union, cut.selected(shard.marks, since), local.rectangle.rows)
+    if selected is not None:
+        modified = partial(union, selected, local.rectangle.rows)
     if local.replicated and dist.is_initialized():
         rank, world, rows = dist.get_rank(), dist.get_world_size(), local.rectangle.rows
         start, stop = rows * rank // world, rows * (rank + 1) // world
         local = local.part(start, stop)
         if modified is not None:
             modified = partial(_part, modified, start, stop)
-    return ShardSnapshot(local, modified)
+    snapshot = ShardSnapshot(local, modified)
+    snapshot.tracked, snapshot.selected = shard, selected
+    return snapshot
 
 
 def _part(modified: Callable[[], RowSet], start: int, stop: int) -> RowSet:

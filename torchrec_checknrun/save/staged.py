@@ -17,6 +17,7 @@ from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.entries import Entry
 from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.native import can_copy, has_extension
 from torchrec_checknrun.save.memory import ALIGNMENT
 from torchrec_checknrun.shards import LocalShard, RowBlock, TableShape
@@ -105,14 +106,25 @@ class StagedRows:
             encoding=encoding,
         )
 
-    def copy(self, shard: LocalShard, positions: torch.Tensor, memory: torch.Tensor) -> None:
+    def copy(
+        self,
+        shard: LocalShard,
+        positions: torch.Tensor,
+        memory: torch.Tensor,
+        copies: ShardCopies | None = None,
+    ) -> None:
         """Copy rows into the memory; copies from a GPU are queued on its current stream.
 
         Args:
             positions: positions of the rows in the shard, ``(n,)`` int64, sorted.
+            copies: the rows as of the cut; None: the live ones are.
         """
         parts = [(shard.weight, self.weight)]
         parts += [(shard.optimizer[name], state) for name, state in self.optimizer.items()]
+        if copies is not None:
+            offsets = [self.ids.offset, *(staged.offset for _, staged in parts)]
+            copies.stage(positions, shard.rectangle.row_start, memory, offsets)
+            return
         if has_extension() and can_copy(memory, *(live for live, _ in parts)):
             # One call: between several calls, Python's lock would go from thread to thread.
             torch.ops.checknrun.stage_rows(

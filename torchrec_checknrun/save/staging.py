@@ -1,8 +1,10 @@
-"""The stall: a checkpoint's items are copied out of the model while training waits.
+"""Copy a checkpoint's items out of the model into staging memory.
 
-Items go into staging memory in the order in which the background writes them. Where the memory is
-too small for all items, the background begins when the memory is full, and staging continues as
-pieces become free: still one instant, since training waits until the last item is staged.
+Items go into the memory in the order in which the background writes them. What training may change
+at any time is staged while training waits. Where the memory is too small for that, the background
+begins when the memory is full, and staging continues as pieces become free: still one instant,
+since training waits until the last of these items is staged. Rows that are copied on write follow
+behind, in a thread of their own: training saves those that it is about to change.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -23,9 +24,11 @@ from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
 from torchrec_checknrun.format.chunk import Entry
 from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.save.cut_rows import CutRows
 from torchrec_checknrun.save.digest import Digest, joint_digest
-from torchrec_checknrun.save.items import BlockItem, ChunkItem, Item, Items, RowsItem
+from torchrec_checknrun.save.items import BlockItem, ChunkItem, Items, RowsItem
 from torchrec_checknrun.save.memory import Ring, StagingAborted, StagingMemory
+from torchrec_checknrun.save.plan import Share
 from torchrec_checknrun.save.staged import (
     Staged,
     StagedChunk,
@@ -39,7 +42,10 @@ from torchrec_checknrun.save.staged import (
 )
 from torchrec_checknrun.shards import LocalShard
 
-StagingMode = Literal["auto", "copy", "encode"]
+StagingMode = Literal["copy_on_write", "auto", "copy", "encode"]
+"""Whether rows are copied on write, where their table allows it (else as ``auto``), or while
+training waits: as they are, or encoded, or whatever takes less time.
+"""
 _TRIAL_ROWS = 16384
 _MOST_THREADS = 8
 """More threads find no more memory bandwidth."""
@@ -48,7 +54,8 @@ _MOST_THREADS = 8
 class Staging:
     """One checkpoint's items on their way through staging memory.
 
-    Call ``run`` in the training thread; other methods may be called by another thread.
+    Call ``run`` in the training thread, ``start_behind`` in the background; other methods may be
+    called by any thread.
 
     Args:
         ring: an unused ring of the memory's size.
@@ -67,12 +74,17 @@ class Staging:
         self._all = items
         self._items = items.by_name
         self._encode = encode
+        self._order: list[str] = []
+        """Names of items in the order in which they have taken memory."""
         self._staged: dict[str, tuple[Staged, int, torch.cuda.Event | None]] = {}
         self._digests: dict[str, Digest] = {}
         self._shared_digests: dict[int, str] = {}
         self._wanted: frozenset[str] | None = None
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
+        self._at_cut_done = threading.Event()
+        self._behind: Mapping[str, RowsItem] = {}
+        self._behind_done = True
         self._devices = {
             item.shard.shard.weight.device
             for item in items.by_name.values()
@@ -82,9 +94,9 @@ class Staging:
         self._helpers = idle_threads() if self._devices <= {torch.device("cpu")} else 0
 
     @property
-    def items(self) -> Mapping[str, Item]:
-        """The items by name; each becomes a job as soon as it is staged."""
-        return {name: _StagedItem(self, name) for name in self._items}
+    def at_cut(self) -> Mapping[str, RowsItem | BlockItem | ChunkItem]:
+        """The items that are staged while training waits, by name."""
+        return self._items
 
     def digests(self) -> dict[str, Digest]:
         """Digest all items but table rows, by name, as of the snapshot's instant.
@@ -161,7 +173,7 @@ class Staging:
                                 return
                             if self._wanted is not None and name not in self._wanted:
                                 continue
-                            stage, offset = self._place(item, full)
+                            stage, offset = self._place(name, item, full)
                         self._publish(name, (stage(), offset, event()))
                 except StagingAborted:
                     return
@@ -179,14 +191,83 @@ class Staging:
             finally:  # all copies must be of this instant
                 for helper in helpers:
                     helper.join()
+        self._at_cut_done.set()
         if self._failure is not None:
             raise self._failure
 
+    def start_behind(self, found: Mapping[str, RowsItem], copies: CutRows) -> threading.Thread:
+        """Start the thread that stages rows that are copied on write; its failures reach ``jobs``.
+
+        Args:
+            found: the items by name.
+            copies: the rows as of the cut.
+        """
+        self._behind, self._behind_done = found, False
+        thread = threading.Thread(
+            target=self._run_behind, args=(copies,), name="checknrun-copy", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def _run_behind(self, copies: CutRows) -> None:
+        """Stage the chunks in order, but where overflow memory is nearly full the one goes next
+        that frees most of it.
+        """
+        try:
+            self._at_cut_done.wait()  # memory is taken in order
+            left = dict(self._behind)
+            while left:
+                copies.check()
+                with self._changed:
+                    if self._failure is not None:
+                        return
+                name = copies.most_urgent(left) or next(iter(left))
+                item = left.pop(name)
+                stage, offset = self._place(name, item, lambda: None)
+                self._publish(name, (stage(), offset, None))
+                copies.copies.memory_freed()
+            copies.finish()
+        except StagingAborted:
+            return
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            copies.close()
+            with self._changed:
+                self._behind_done = True
+                self._changed.notify_all()
+
     def fail(self, error: BaseException) -> None:
-        """Stop staging because of an error, which ``job`` raises for items not staged yet."""
+        """Stop staging because of an error, which ``jobs`` raises for items not staged yet."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
+        self._at_cut_done.set()
+
+    def jobs(self, share: Share) -> Iterator[StagedJob]:
+        """Yield the jobs of this rank's share in the order of their memory, each once staged.
+
+        Raises:
+            BaseException: staging has failed.
+        """
+        self.choose(frozenset(share.items))
+        left, at = set(share.items), 0
+        while left:
+            with self._changed:
+                while len(self._order) == at:
+                    if self._failure is not None:
+                        raise self._failure
+                    self._changed.wait()
+                name = self._order[at]
+            at += 1
+            if name in left:
+                left.discard(name)
+                yield self.job(name, share.settled)
+        with self._changed:  # the last check of the copies comes after the last copy
+            while not self._behind_done:
+                self._changed.wait()
+            if self._failure is not None:
+                raise self._failure
 
     def choose(self, names: frozenset[str]) -> None:
         """Keep the items that this rank is to write, and release the memory of the other items."""
@@ -209,7 +290,7 @@ class Staging:
             staged, offset, event = self._staged.pop(name)
         if event is not None:
             event.synchronize()
-        item = self._items[name]
+        item = self._items.get(name) or self._behind[name]
         if settled and isinstance(item, RowsItem):
             staged = with_encoding(staged, item.encoding.settled(settled))
         return StagedJob(staged, self._memory.bytes, lambda: self._ring.release(offset))
@@ -223,16 +304,25 @@ class Staging:
             self._changed.notify_all()
 
     def _place(
-        self, item: RowsItem | BlockItem | ChunkItem, when_full: Callable[[], None]
+        self, name: str, item: RowsItem | BlockItem | ChunkItem, when_full: Callable[[], None]
     ) -> tuple[Callable[[], Staged], int]:
         """Take memory for an item; return a function that stages the item, and the offset."""
+        stage, offset = self._take(item, when_full)
+        with self._changed:
+            self._order.append(name)
+            self._changed.notify_all()
+        return stage, offset
+
+    def _take(
+        self, item: RowsItem | BlockItem | ChunkItem, when_full: Callable[[], None]
+    ) -> tuple[Callable[[], Staged], int]:
         memory = self._memory.bytes
         if isinstance(item, RowsItem) and item.shard.shard.table not in self._encode:
             shard, offset = item.shard.shard, self._ring.take(copied_size(item), when_full)
             rows = StagedRows.plan(shard, item.count, item.encoding, offset)
 
             def copy() -> Staged:
-                rows.copy(shard, item.positions(), memory)
+                rows.copy(shard, item.positions(), memory, item.shard.copies)
                 return rows
 
             return copy, offset
@@ -267,15 +357,6 @@ class Staging:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return one stream for all checkpoints: CUDA's allocator keeps a pool for each stream."""
     return torch.cuda.Stream(device)
-
-
-@dataclass(frozen=True)
-class _StagedItem:
-    staging: Staging
-    name: str
-
-    def job(self, settled: Settled) -> StagedJob:
-        return self.staging.job(self.name, settled)
 
 
 def idle_threads() -> int:
@@ -313,8 +394,8 @@ def encoded_while_staged(
     widths need a global plan first.
 
     Args:
-        mode: ``auto`` chooses tables where encoding, in a trial on some rows, is no slower than
-            copying.
+        mode: ``encode`` chooses all; the others but ``copy`` choose tables where encoding, in a
+            trial on some rows, is no slower than copying.
     """
     if mode == "copy":
         return frozenset()
@@ -325,7 +406,7 @@ def encoded_while_staged(
         if encoding.codec.surveys or not shard.rectangle.rows:
             continue
         key = (repr(encoding), shard.rectangle.cols, shard.weight.device)
-        if mode == "auto" and key not in faster:
+        if mode != "encode" and key not in faster:
             faster[key] = encoding.codec.lossy and _encodes_as_fast(shard, encoding)
         if mode == "encode" or faster[key]:
             chosen.add(shard.table)

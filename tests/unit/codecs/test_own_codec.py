@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -103,11 +102,9 @@ class Fitted(Coarse):
     name: ClassVar[str] = "test_fitted"
     surveys: ClassVar[bool] = True
 
-    def survey(
-        self, rows: torch.Tensor, optimizer: Mapping[str, torch.Tensor], sample: Sample
-    ) -> Largest | None:
-        positions, count = sample(1 << 20)
-        return Largest(float(rows[positions].abs().max())) if count else None
+    def survey(self, sample: Sample) -> Largest | None:
+        rows = sample(1 << 20)
+        return Largest(float(rows.weight.abs().max())) if rows.count else None
 
     def settle(self, survey: Survey) -> Fitted:
         assert isinstance(survey, Largest)

@@ -1,0 +1,223 @@
+"""Choose the tables whose rows are copied on write, and watch over their copies of one cut.
+
+Training goes on while rows of these tables are copied, so their memory must be known to change by
+ways that the package sees: a fused update of looked-up rows, which the kernel's hook announces, or
+a write that this package makes. Writes by hand are noticed afterwards, and spoil the checkpoint.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.marks.layers import Layer
+from torchrec_checknrun.marks.marks import Marks
+from torchrec_checknrun.marks.row_copies import (
+    GENERATIONS,
+    PAGE_BYTES,
+    KernelCopies,
+    Overflow,
+    RowCopies,
+    ShardCopies,
+    can_copy_on_write,
+)
+from torchrec_checknrun.model.hand_written import WriteWatch
+from torchrec_checknrun.model.tracked_shard import TrackedShard
+from torchrec_checknrun.save.items import RowsItem
+from torchrec_checknrun.save.memory import StagingMemory
+from torchrec_checknrun.save.snapshot import ShardSnapshot
+
+
+def why_copied_at_cut(shard: TrackedShard) -> str | None:
+    """Return the reason why a shard's rows must be copied while training waits; None if they can
+    be copied on write.
+    """
+    kernel = shard.writes.kernel
+    if not shard.local.weight.is_cpu:
+        return "not in CPU memory"
+    if kernel.data_parallel:
+        return "data parallel: other ranks' lookups change its rows as well"
+    if kernel.touches_other_rows:
+        return "its optimizer changes rows that were not looked up"
+    if not can_copy_on_write(shard.local.tensors):
+        return "no compiled extension, or rows not in one piece"
+    return None
+
+
+class _RowStates:
+    """The bytes that tell which rows of a shard are copied, and the generation of the last cut."""
+
+    def __init__(self, rows: int) -> None:
+        self.bytes = torch.zeros(rows, dtype=torch.uint8, device="cpu").zero_()  # touched
+        self.generation = 0
+
+    def advance(self) -> int:
+        """Begin the next generation."""
+        if self.generation == GENERATIONS:
+            self.renew()
+        self.generation += 1
+        return self.generation
+
+    def renew(self) -> None:
+        """Clear the bytes once no generation is left; a pass over the rows, best done behind."""
+        if self.generation == GENERATIONS:
+            self.bytes.zero_()
+            self.generation = 0
+
+
+class CopyOnWriteMemory:
+    """The memory of copy on write that stays between the checkpoints of one Checkpointer.
+
+    Args:
+        size: bytes of overflow memory.
+        wait_seconds: longest time that training waits for it.
+    """
+
+    def __init__(self, size: int, shards: Iterable[TrackedShard], wait_seconds: float) -> None:
+        self._memory = StagingMemory(max(PAGE_BYTES, size // PAGE_BYTES * PAGE_BYTES))
+        self.overflow = Overflow(self._memory.bytes)
+        self.wait_seconds = wait_seconds
+        self._states: weakref.WeakKeyDictionary[Marks, _RowStates] = weakref.WeakKeyDictionary()
+        for shard in shards:
+            self.states(shard.marks)
+
+    @property
+    def size(self) -> int:
+        """Size in bytes of the overflow memory."""
+        return self._memory.size
+
+    def states(self, marks: Marks) -> _RowStates:
+        """Return the states of a shard's rows, new ones for a new shard."""
+        if marks not in self._states:
+            self._states[marks] = _RowStates(marks.rows)
+        return self._states[marks]
+
+    def close(self) -> None:
+        """Release the memory as soon as no cut uses it."""
+        self._memory.close()
+
+
+class CutRows:
+    """The rows of one cut that are copied on write, on this rank.
+
+    Made by the training thread at the cut, before training goes on. ``protect`` begins protection,
+    ``finish`` checks the copies once all are made; ``close`` ends everything, whatever happened.
+
+    Args:
+        snapshots: the shards; each gets its copies.
+    """
+
+    def __init__(self, memory: CopyOnWriteMemory, snapshots: Sequence[ShardSnapshot]) -> None:
+        self.snapshots = list(snapshots)
+        self.copies = RowCopies(memory.overflow, memory.wait_seconds)
+        self._held: list[Layer] = []
+        self._states: list[_RowStates] = []
+        self._watches: dict[WriteWatch, KernelCopies] = {}
+        by_watch: dict[WriteWatch, dict[int, ShardCopies]] = {}
+        try:
+            for snapshot in self.snapshots:
+                shard = snapshot.tracked
+                assert shard is not None
+                states = memory.states(shard.marks)
+                self._states.append(states)
+                snapshot.copies = ShardCopies(
+                    self.copies,
+                    self._frozen(snapshot),
+                    snapshot.tensors,
+                    states.bytes,
+                    states.advance(),
+                )
+                by_watch.setdefault(shard.writes, {})[shard.index] = snapshot.copies
+        except BaseException:
+            self.close()
+            raise
+        for watch, shards in by_watch.items():
+            self._watches[watch] = KernelCopies(self.copies, shards)
+
+    def protect(self) -> None:
+        """Have the kernels' hooks copy rows before they change."""
+        for watch, copies in self._watches.items():
+            watch.copies = copies
+
+    def finish(self) -> None:
+        """Check that each row of the cut was copied once and nobody wrote unseen; end protection.
+
+        Raises:
+            SaveFailed: the copies are not those of the cut.
+        """
+        for watch in self._watches:
+            if watch.is_written():
+                self.copies.fail(watch.written_outside())
+        for snapshot in self.snapshots:
+            assert snapshot.copies is not None
+            copied, expected = snapshot.copies.native.staged(), snapshot.count
+            if copied != expected:
+                raise SaveFailed(
+                    f"{snapshot.shard}: {copied} rows were copied, and {expected} are modified: "
+                    "the checkpoint is not committed. Report this, please"
+                )
+        self.copies.complete()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error that spoils the copies, if any.
+
+        Raises:
+            SaveFailed: see ``RowCopies.failure``.
+        """
+        if self.copies.failure is not None:
+            raise self.copies.failure
+
+    def most_urgent(self, left: Mapping[str, RowsItem]) -> str | None:
+        """Return the item that frees most overflow memory; None if there is enough of it.
+
+        Args:
+            left: the items that are still to be staged, by name.
+        """
+        if not self.copies.overflow.nearly_full:
+            return None
+        ranges: dict[ShardCopies, list[int]] = {}
+        names: dict[ShardCopies, list[str]] = {}
+        for name, item in left.items():
+            copies = item.shard.copies
+            assert copies is not None
+            ranges.setdefault(copies, []).extend((item.start, item.stop))
+            names.setdefault(copies, []).append(name)
+        held = [
+            (count, name)
+            for copies, of_shard in ranges.items()
+            for count, name in zip(copies.native.held_in(of_shard), names[copies], strict=True)
+        ]
+        count, name = max(held)
+        return name if count else None
+
+    def close(self) -> None:
+        """End protection, and let go of the frozen marks; idempotent."""
+        self.copies.fail(SaveFailed("the rows of the checkpoint were given up"))
+        for watch, copies in self._watches.items():
+            if watch.copies is copies:
+                watch.copies = None
+        held, self._held = self._held, []
+        for layer in held:
+            layer.release()
+        for states in self._states:
+            states.renew()
+
+    def _frozen(self, snapshot: ShardSnapshot) -> list[tuple[torch.Tensor, int]] | None:
+        """Return the marks that tell which rows are in the snapshot: bytes that nobody changes
+        any more, with the bits that count, or packed ones, with -1. None: all rows are.
+        """
+        if snapshot.selected is None:
+            return None
+        found = []
+        for layer, consumers in snapshot.selected:
+            frozen = layer.hold()
+            if frozen is None:
+                found.append((layer.rows(consumers).packed, -1))
+            else:
+                self._held.append(layer)
+                found.append((frozen, int(consumers)))
+        return found
