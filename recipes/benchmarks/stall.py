@@ -64,7 +64,7 @@ class Stopwatch:
         return timed
 
 
-def measure(setting: Setting, intervals: int, folder: Path) -> list[dict[str, float]]:
+def measure(setting: Setting, intervals: int, folder: Path, staging: str = "copy_on_write") -> list[dict[str, float]]:
     """Measure the seconds of each part, for ``intervals`` checkpoints."""
     job = Job(setting)
     limits = Limits(job, folder, intervals)
@@ -76,7 +76,7 @@ def measure(setting: Setting, intervals: int, folder: Path) -> list[dict[str, fl
         state={"optimizer": job.optimizer},
         policy=Consecutive(),
         quantization=Quantization(bits=4),
-        staging="copy",
+        staging=staging,
     ) as checkpointer:
         checkpointer.save()
         with _timed(watch):
