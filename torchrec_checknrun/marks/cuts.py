@@ -83,10 +83,10 @@ class Cuts:
             for marks in shards:
                 share = cut.shares[marks] = Share(consumers)
                 marks.cut(share)
+            return cut
         except BaseException:
             self.merge(cut)
             raise
-        return cut
 
     def merge(self, cut: Cut) -> None:
         """Mark a cut's rows again, in addition to those marked since."""

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntFlag
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,19 @@ class Consumer(IntFlag):
 NAMED = (Consumer.LAST, Consumer.BASELINE, Consumer.USER)
 """The consumers that may ask for a layer's rows."""
 _ALL_NAMED = Consumer.LAST | Consumer.BASELINE | Consumer.USER
+
+
+class Fate(NamedTuple):
+    """What may become of a layer's rows; layers of one fate can be united.
+
+    Attributes:
+        bits: consumers for which the rows count; 0, and of no concern, without shares: what doesn't
+            count then never will.
+        shares: parts of open cuts, by id, with the bits that are noted there.
+    """
+
+    bits: Consumer
+    shares: frozenset[tuple[int, Consumer]]
 
 
 class Layer:
@@ -73,6 +87,11 @@ class Layer:
             # Marks that this stream still writes must be there when another one reads them.
             self._written = torch.cuda.Event()
             self._written.record(torch.cuda.current_stream(frozen.device))
+
+    def fate(self) -> Fate:
+        """Return what may become of the rows; call this under the lock of the layer's ``Marks``."""
+        shares = frozenset((id(share), share.bits_of(self)) for share in self.shares)
+        return Fate(self.bits if shares else Consumer(0), shares)
 
     def rows(self, consumers: Consumer) -> RowSet:
         """Return the rows that were marked for any of the consumers at the cut.
@@ -178,11 +197,15 @@ class Share:
     Attributes:
         consumers: the consumers whose bits were taken.
         layers: the shard's layers at the cut, the new one included, each with the consumers for
-            which its rows counted just before.
+            which its rows counted just before. ``Marks`` may replace layers by their union.
     """
 
     consumers: Consumer
     layers: Selected = ()
+
+    def bits_of(self, layer: Layer) -> Consumer:
+        """Return the consumers for which a layer's rows counted just before the cut."""
+        return next((bits for held, bits in self.layers if held is layer), Consumer(0))
 
     def selected(self, since: Consumer) -> Selected:
         """Return what was marked for a consumer at the cut, whether it was taken or not."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrec_checknrun.marks.layers import NAMED, Consumer, Layer, Selected, Share, add_rows
+from torchrec_checknrun.marks.layers import NAMED, Consumer, Fate, Layer, Selected, Share, add_rows
 from torchrec_checknrun.row_sets import RowSet
 
 _FEW_IDS = 4096
@@ -181,7 +181,7 @@ class Marks:
             self._offer(self._zeros().zero_())
 
     def consolidate(self) -> None:
-        """Pack the layers, unite those that no open cut needs, and zero bytes for the next cut.
+        """Pack the layers, unite those that share one fate, and zero bytes for the next cut.
 
         Passes over the rows: call this in a thread that training doesn't wait for. Does nothing
         while another thread does it.
@@ -213,26 +213,40 @@ class Marks:
             return tuple((layer, bits) for layer, bits in counting if bits)
 
     def _unite(self) -> None:
-        """Replace the layers that no open cut needs by one; drop those that count for nobody."""
+        """Replace layers that share one fate by one each; drop those that count for nobody."""
         with self._lock:
             left = tuple(layer for layer in self.layers if layer.bits or layer.shares)
             self._state = _State(self._state.live, left)
-            settled = [(layer, layer.bits) for layer in left if not layer.shares]
-        if len(settled) < 2:
-            return
-        packed, bits = {}, Consumer(0)
+            alike: dict[Fate, list[tuple[Layer, Consumer]]] = {}
+            for layer in left:
+                alike.setdefault(layer.fate(), []).append((layer, layer.bits))
+        for fate, old in alike.items():
+            if len(old) > 1:
+                self._replace(fate, old)
+
+    def _replace(self, fate: Fate, old: Sequence[tuple[Layer, Consumer]]) -> None:
+        """Replace layers of one fate by their union, unless their marks change meanwhile."""
+        taken = Consumer(0)
+        for _, bits in fate.shares:
+            taken |= bits
+        packed = {}
         for consumer in NAMED:
-            sets = [layer.rows(consumer) for layer, counts in settled if counts & consumer]
-            if sets:
-                packed[consumer], bits = RowSet.union(sets, self.rows), bits | consumer
+            sets = [layer.rows(consumer) for layer, bits in old if (bits | taken) & consumer]
+            packed[consumer] = RowSet.union(sets, self.rows)
         united = Layer(self.rows, None, packed)
-        united.bits = bits
+        united.bits = Consumer(0)
+        for _, bits in old:
+            united.bits |= bits
         with self._lock:
-            if any(layer.bits != counts or layer.shares for layer, counts in settled):
-                return  # marks were taken, cleared or given back meanwhile: the next time, then
-            old = {id(layer) for layer, _ in settled}
-            others = (layer for layer in self.layers if id(layer) not in old)
-            self._state = _State(self._state.live, (united, *others))
+            if any(layer.bits != bits or layer.fate() != fate for layer, bits in old):
+                return  # marks were taken, cleared or given back: the next time, then
+            gone = {layer for layer, _ in old}
+            for share in old[0][0].shares:
+                united.shares.add(share)
+                others = tuple(part for part in share.layers if part[0] not in gone)
+                share.layers = (*others, (united, share.bits_of(old[0][0])))
+            left = (layer for layer in self.layers if layer not in gone)
+            self._state = _State(self._state.live, (united, *left))
 
     def _recycle(self, layer: Layer) -> None:
         """Make a layer's bytes those of the next cut, if nobody needs them."""
