@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -109,13 +109,17 @@ class Parameters:
         self.numbered = False
 
     def __iter__(self) -> Iterator[Parameter]:
+        return self.of(nodes(self._optimizer))
+
+    def of(self, found: Iterable[Node]) -> Iterator[Parameter]:
+        """Iterate over the parameters, given the outermost optimizer's ``nodes``."""
         if not isinstance(self._optimizer, KeyedOptimizer):
             keys = self.keys()
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     yield self._parameter(keys[parameter], parameter, self._optimizer, group)
             return
-        for node in nodes(self._optimizer):
+        for node in found:
             if node.steps and node.keyed is not None:
                 yield from self._of_node(node, node.keyed)
 
