@@ -269,7 +269,8 @@ def _hands_on(outer: Optimizer, inner: Optimizer) -> bool:
     """
     if not (isinstance(outer, KeyedOptimizer) and isinstance(inner, KeyedOptimizer)):
         return False
-    if _identities(outer.params) != _identities(inner.params):
+    around, within = outer.params, inner.params
+    if len(around) != len(within) or _identities(around) != _identities(within):
         return False
     shown, inside = _identities(outer.state), _identities(inner.state)
     if "state" in vars(outer):  # an empty dict of its own would fit any optimizer inside

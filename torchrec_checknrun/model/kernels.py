@@ -204,26 +204,26 @@ def embedding_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def find_modules(
-    module: nn.Module,
-    kinds: tuple[type[nn.Module], ...],
-    path: str = "",
-    seen: set[int] | None = None,
+    module: nn.Module, kinds: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the modules of some kinds, each once, with its state-dict path.
 
     Wrappers (DistributedModelParallel, DistributedDataParallel) add nothing to the path.
     """
-    seen = set() if seen is None else seen
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    if isinstance(module, kinds):
-        yield path, module
-    elif isinstance(module, (DistributedModelParallel, DistributedDataParallel)):
-        yield from find_modules(module.module, kinds, path, seen)
-    else:
-        for name, child in module.named_children():
-            yield from find_modules(child, kinds, f"{path}.{name}" if path else name, seen)
+    seen: set[int] = set()
+    left = [("", module)]
+    while left:
+        path, module = left.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if isinstance(module, kinds):
+            yield path, module
+        elif isinstance(module, (DistributedModelParallel, DistributedDataParallel)):
+            left.append((path, module.module))
+        else:
+            children = [*module.named_children()]
+            left += [(f"{path}.{n}" if path else n, child) for n, child in reversed(children)]
 
 
 def _kernel(module: Any, prefix: str, optimizers: tuple[Optimizer, ...]) -> Kernel:
