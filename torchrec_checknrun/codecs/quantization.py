@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Literal
 
 from torchrec_checknrun.bitwidth import MOST, width_for

@@ -150,9 +150,13 @@ def drop_tables(value: Any, stored: StoredTables, depth: int = 0) -> Any:
         return value
     kept = {}
     for key, item in value.items():
+        if isinstance(item, torch.Tensor):  # most items
+            if not stored.covers(item):
+                kept[key] = item
+            continue
         dropped = drop_tables(item, stored, depth + 1)
         of_table = isinstance(item, dict) and not dropped and stored.name(key)
-        if not of_table and not stored.covers(item):
+        if not of_table and not isinstance(item, SHARDED):
             kept[key] = dropped
     return kept
 

@@ -238,7 +238,7 @@ class Staging:
         chunk = item.job({})
         sizes = [memoryview(piece).nbytes for piece in chunk.pieces]
         offset = self._ring.take(sum(sizes), when_full)
-        at, target = offset, memoryview(memory.numpy())
+        at, target = offset, memory.numpy().data
         for piece, length in zip(chunk.pieces, sizes, strict=True):
             target[at : at + length] = memoryview(piece).cast("B")
             at += length
