@@ -15,6 +15,7 @@ import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -88,6 +89,49 @@ class Threads:
         while (work := self._work.get()) is not None:
             work()
             del work  # frees its memory before the next item comes
+
+
+class ReadyThread:
+    """A daemon thread, started ahead, that does one piece of work once it is given.
+
+    ``Thread.start`` waits until the new thread runs, which then keeps the interpreter to itself for
+    some milliseconds; giving work to a thread that is there costs its giver almost nothing. Without
+    any work the thread ends with this object.
+
+    Raises:
+        RuntimeError: the system gives no more threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._work = work
+        self._thread = threading.Thread(target=_do_one, args=(work,), name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, work.put, _nothing).atexit = False
+
+    def give(self, act: Callable[[], object]) -> threading.Thread | None:
+        """Let the thread run ``act`` and end; call it once.
+
+        Returns:
+            The thread; None if it is gone, as in a fork of the process.
+        """
+        if not self._thread.is_alive():
+            return None
+        self._work.put(act)
+        return self._thread
+
+    def end(self) -> None:
+        """End the thread, which has no work."""
+        if (thread := self.give(_nothing)) is not None:
+            thread.join()
+
+
+def _do_one(work: queue.SimpleQueue[Callable[[], object]]) -> None:
+    work.get()()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _do(act: Callable[[], Any], done: Future[Any]) -> None:

@@ -64,7 +64,9 @@ class Stopwatch:
         return timed
 
 
-def measure(setting: Setting, intervals: int, folder: Path, staging: str = "copy_on_write") -> list[dict[str, float]]:
+def measure(
+    setting: Setting, intervals: int, folder: Path, staging: str = "copy_on_write"
+) -> list[dict[str, float]]:
     """Measure the seconds of each part, for ``intervals`` checkpoints."""
     job = Job(setting)
     limits = Limits(job, folder, intervals)
@@ -128,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(rows=options.rows)
-        stalls = measure(setting, options.intervals, Path(folder))
+        stalls = measure(setting, options.intervals, Path(folder), "copy_on_write")
     medians = {name: median(stall[name] for stall in stalls) for name in stalls[0]}
     ratio = median(stall[WHOLE] / stall[GATHER] for stall in stalls)
     table = Table(title=f"a stall, median of {len(stalls)}")

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 
-from torchrec_checknrun.threads import Threads
+from torchrec_checknrun.threads import ReadyThread, Threads
 
 
 def test_several_things_at_a_time() -> None:
@@ -91,7 +91,7 @@ def test_without_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SCRIPT = """
 import atexit, pathlib, sys
-from torchrec_checknrun.threads import Threads
+from torchrec_checknrun.threads import ReadyThread, Threads
 
 def last_words():
     with Threads(2, "test") as threads:
@@ -105,3 +105,23 @@ def test_while_the_interpreter_ends(tmp_path: Path) -> None:
     told = tmp_path / "told"
     subprocess.run([sys.executable, "-c", SCRIPT, str(told)], check=True, timeout=60)
     assert told.read_text() == "written"
+
+
+def test_a_ready_thread_does_one_piece_of_work() -> None:
+    done: list[str] = []
+    ready = ReadyThread("test-ready")
+    thread = ready.give(lambda: done.append(threading.current_thread().name))
+    assert thread is not None
+    thread.join(60)
+    assert done == ["test-ready"]
+    assert ready.give(lambda: None) is None
+
+
+def test_a_ready_thread_without_work_ends() -> None:
+    ended = ReadyThread("test-ready")
+    ended.end()
+    forgotten = ReadyThread("test-ready")
+    thread = forgotten._thread
+    del forgotten
+    thread.join(60)
+    assert not [t for t in threading.enumerate() if t.name == "test-ready"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Literal
 
 from torchrec_checknrun.bitwidth import MOST, width_for
@@ -218,10 +219,10 @@ class Quantization:
         """Return the encoding of a table, given its name and number of rows."""
         for pattern, choice in self.tables.items():
             if fnmatchcase(table, pattern):
-                return choice._encoding()
+                return choice._encoding
         if rows < self.exact_below_rows:
-            return replace(self._encoding(), codec=Exact())
-        return self._encoding()
+            return self._exactly
+        return self._encoding
 
     def widths(self, tables: Mapping[str, int]) -> dict[str, int]:
         """Return the bits of a stored value by table, given the tables' numbers of rows."""
@@ -238,8 +239,13 @@ class Quantization:
             return self.codec.lossy and self.codec.value_bits < MOST
         return self.method == "importance" or self.width is not None
 
+    @cached_property
     def _encoding(self) -> TableEncoding:
         return TableEncoding(self._codec(), self.optimizer, self.compress)
+
+    @cached_property
+    def _exactly(self) -> TableEncoding:
+        return replace(self._encoding, codec=Exact())
 
     def _codec(self) -> Codec:
         if self.codec is not None:

@@ -8,7 +8,7 @@ last.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,8 @@ class DenseOptimizer:
         state: the outermost optimizer.
         names: the model's parameters.
         sharded: names of the model's tables in fused kernels.
-        elsewhere: tensors, modules and objects that are stored elsewhere.
+        elsewhere: tensors, modules and objects that are stored elsewhere; looked through only if
+            an answer depends on them.
         resized: the checkpoint to restore was saved by another number of ranks.
     """
 
@@ -75,7 +76,7 @@ class DenseOptimizer:
         state: Optimizer,
         names: Mapping[torch.Tensor, str],
         sharded: Collection[str],
-        elsewhere: Collection[object],
+        elsewhere: Iterable[object],
         resized: bool,
     ) -> None:
         self._state = state
@@ -91,14 +92,20 @@ class DenseOptimizer:
 
     def stored(self) -> dict[str, Any]:
         """Return the state in the stored form, with the live tensors."""
-        parameters = [p for p in self._parameters if not p.sharded]
-        content = self._content()
-        late = {p.key: type(p.optimizer).__name__ for p in parameters if p.state is None}
+        given = self._state.state_dict()  # first: a user's own may change what is found next
+        found = nodes(self._state)
+        parameters = list(self._parameters.of(found))
+        content = self._content(given, parameters)
         strict = not isinstance(self._state, KeyedOptimizer)
-        content |= stored_groups(self._groups(), strict)
-        references = self._references()
-        found = {node.identity: held(node, references) for node in nodes(self._state)}
-        wrappers = {identity: of_node for identity, of_node in found.items() if of_node}
+        content |= stored_groups(self._groups(found, parameters), strict)
+        late = {
+            p.key: type(p.optimizer).__name__
+            for p in parameters
+            if not p.sharded and p.state is None
+        }
+        references = References(self._kept_elsewhere(found, parameters))
+        of_nodes = {node.identity: held(node, references) for node in found}
+        wrappers = {identity: of_node for identity, of_node in of_nodes.items() if of_node}
         beside = {WRAPPERS: wrappers, _LATE: late}
         return {**content, **{name: value for name, value in beside.items() if value}}
 
@@ -132,10 +139,11 @@ class DenseOptimizer:
                 self._compare(parameter, set(map(str, wanted)), by_rows=table in tables)
             if parameter.key not in self._kept:
                 self._fit_parameter(parameter, of_key, bool(wanted), was_late, strict)
-        groups = self._groups()
+        found = nodes(self._state)
+        groups = self._groups(found, list(self._parameters.of(found)))
         self._changed |= check_groups(self._saved_groups, groups, path, strict, tables)
-        check_wrappers(tree_items(stored.get(WRAPPERS)), nodes(self._state), path, strict)
-        content = self._content()
+        check_wrappers(tree_items(stored.get(WRAPPERS)), found, path, strict)
+        content = self._content(self._state.state_dict(), list(self._parameters))
         left_out = self._kept | self._own().keys()
         live = {k: v for k, v in content["state"].items() if k not in left_out}
         live |= dict.fromkeys(self._own().keys() & saved.keys())
@@ -170,8 +178,10 @@ class DenseOptimizer:
     def finish(self, name: str) -> None:
         """Write wrappers' values and group options, after everything that may reset them."""
         wrappers = self._beside.get(WRAPPERS) or {}
-        references = self._references()
-        for node in nodes(self._state) if wrappers else ():
+        found = nodes(self._state)
+        parameters = list(self._parameters.of(found))
+        references = References(self._kept_elsewhere(found, parameters))
+        for node in found if wrappers else ():
             of_node = wrappers.get(node.identity, {})
             changed = give_back(node, of_node, references, self._resized)
             if changed:
@@ -184,7 +194,7 @@ class DenseOptimizer:
                     " on another number of ranks" if self._resized else "",
                 )
         saved = self._beside.get(GROUPS) or []
-        for group in self._groups():
+        for group in self._groups(found, parameters):
             matching = self._saved_groups.match(group)
             if matching and not self._changed & set(group.keys):
                 group.set(options_of(saved[matching[0]]))
@@ -261,17 +271,15 @@ class DenseOptimizer:
         else:
             mapping[parameter.parameter] = state
 
-    def _content(self) -> dict[str, Any]:
-        """Return the state dict by keys, without groups and sharded parameters.
+    def _content(self, given: Any, parameters: Sequence[Parameter]) -> dict[str, Any]:
+        """Turn the state dict into one by keys, without groups and sharded parameters.
 
         State that TorchRec's state dict omits is added: state made after a combined optimizer was
         wrapped and combined again.
         """
-        given = self._state.state_dict()
-        parameters = list(self._parameters)
         made = {p.key: dict(p.state) for p in parameters if p.state is not None}
         if self._is_own_form(given):
-            shown = References(value for _, value in leaves({_FORM: given}, (torch.Tensor,)))
+            shown = References([value for _, value in leaves({_FORM: given}, (torch.Tensor,))])
             made = {k: v for k, v in made.items() if not _is_shown(v, shown)}
             content: dict[str, Any] = {_FORM: given, "state": {}}
         else:
@@ -291,25 +299,27 @@ class DenseOptimizer:
             for name, parameter in own_parameters(node).items()
         }
 
-    def _groups(self) -> list[Group]:
-        keys = {id(p.parameter): p.key for p in self._parameters if not p.sharded}
-        return live_groups(nodes(self._state), keys)
+    def _groups(self, found: Sequence[Node], parameters: Sequence[Parameter]) -> list[Group]:
+        keys = {id(p.parameter): p.key for p in parameters if not p.sharded}
+        return live_groups(found, keys)
 
     def _is_own_form(self, given: object) -> bool:
         """Return whether a state dict is of a user's own form instead of TorchRec's."""
         plain = isinstance(given, dict) and isinstance(given.get("state"), dict)
         return isinstance(self._state, KeyedOptimizer) and not plain
 
-    def _references(self) -> References:
-        """Collect all that is stored elsewhere than with a wrapper."""
-        found: list[object] = [*self._elsewhere, *self._names]
-        for node in nodes(self._state):
-            found += own_parameters(node).values()
-            found += parameters_of(node.optimizer)
-        for parameter in self._parameters:
-            found.append(parameter.parameter)
-            found += (parameter.state or {}).values()
-        return References(found)
+    def _kept_elsewhere(
+        self, found: Sequence[Node], parameters: Sequence[Parameter]
+    ) -> Iterator[object]:
+        """Yield all that is stored elsewhere than with a wrapper."""
+        yield from self._elsewhere
+        yield from self._names
+        for node in found:
+            yield from own_parameters(node).values()
+            yield from parameters_of(node.optimizer)
+        for parameter in parameters:
+            yield parameter.parameter
+            yield from (parameter.state or {}).values()
 
     def _by_key(self, content: Mapping[str, Any], back: bool = False) -> dict[str, Any]:
         """Translate a plain optimizer's state dict from torch's numbers to keys, or back."""

@@ -41,22 +41,37 @@ _OF_PROCESS = (
     dist.ProcessGroup,
 )
 
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
 
 class References:
     """The values that are stored elsewhere than with a wrapper, or are no state at all.
 
     Args:
         values: tensors and objects that are stored elsewhere; a tensor in the same memory as one
-            of them is stored elsewhere as well.
+            of them is stored elsewhere as well. Read only once an answer depends on them, since
+            most wrappers hold plain values: ask at once.
     """
 
     def __init__(self, values: Iterable[object]) -> None:
-        self._kept = [*values]  # an id is an object's only while the object lives
-        self._ids = {id(value) for value in self._kept}
-        self._memory = {address for value in self._kept for address in _memory(value)}
+        self._values = values
+
+    @functools.cached_property
+    def _kept(self) -> list[object]:
+        return [*self._values]  # an id is an object's only while the object lives
+
+    @functools.cached_property
+    def _ids(self) -> set[int]:
+        return {id(value) for value in self._kept}
+
+    @functools.cached_property
+    def _memory(self) -> set[int]:
+        return {address for value in self._kept for address in _memory(value)}
 
     def __contains__(self, value: object) -> bool:
-        if id(value) in self._ids or isinstance(value, (Optimizer, *_CODE, *_OF_PROCESS)):
+        if isinstance(value, _PLAIN) and type(value) in _PLAIN:
+            return False  # equal numbers may be the same object
+        if isinstance(value, (Optimizer, *_CODE, *_OF_PROCESS)) or id(value) in self._ids:
             return True
         if isinstance(value, torch.Tensor):
             return any(address in self._memory for address in _memory(value))

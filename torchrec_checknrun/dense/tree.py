@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -109,13 +109,17 @@ class Parameters:
         self.numbered = False
 
     def __iter__(self) -> Iterator[Parameter]:
+        return self.of(nodes(self._optimizer))
+
+    def of(self, found: Iterable[Node]) -> Iterator[Parameter]:
+        """Iterate over the parameters, given the outermost optimizer's ``nodes``."""
         if not isinstance(self._optimizer, KeyedOptimizer):
             keys = self.keys()
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     yield self._parameter(keys[parameter], parameter, self._optimizer, group)
             return
-        for node in nodes(self._optimizer):
+        for node in found:
             if node.steps and node.keyed is not None:
                 yield from self._of_node(node, node.keyed)
 
@@ -265,7 +269,8 @@ def _hands_on(outer: Optimizer, inner: Optimizer) -> bool:
     """
     if not (isinstance(outer, KeyedOptimizer) and isinstance(inner, KeyedOptimizer)):
         return False
-    if _identities(outer.params) != _identities(inner.params):
+    around, within = outer.params, inner.params
+    if len(around) != len(within) or _identities(around) != _identities(within):
         return False
     shown, inside = _identities(outer.state), _identities(inner.state)
     if "state" in vars(outer):  # an empty dict of its own would fit any optimizer inside

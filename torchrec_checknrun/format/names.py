@@ -78,9 +78,7 @@ def new_id(sequence: int, step: int, *, compacted: bool = False) -> str:
     """
     require_sequence(sequence)
     upper_half = 1 << 31
-    return checkpoint_id(
-        sequence, step, f"{secrets.randbelow(upper_half) + compacted * upper_half:08x}"
-    )
+    return checkpoint_id(sequence, step, f"{secrets.randbits(31) + compacted * upper_half:08x}")
 
 
 def require_sequence(sequence: int) -> None:

@@ -33,6 +33,19 @@ SHARDED = (ShardedTensor, DTensor)
 """Types of state-dict leaves of which each rank holds a part."""
 TORCH_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not name.startswith("q")}
 """Dtypes of tensors that can be stored, by name."""
+_NUMPYS = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    }
+)
+"""Dtypes that NumPy has as well."""
 _ALIGN = 64
 """Bytes to which each leaf's offset in the payload is aligned."""
 _NUMPY_KINDS = "biufc"
@@ -162,6 +175,14 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes, without a copy if it is contiguous in CPU memory."""
     if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_cpu:
         return np.ascontiguousarray(tensor.detach().numpy()).data  # bytes already
+    if (
+        tensor.dtype in _NUMPYS
+        and tensor.is_cpu
+        and tensor.numel()
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    ):  # most tensors; far fewer steps than below
+        return tensor.detach().numpy().reshape(-1).view(np.uint8).data
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # PyTorch calls a single element contiguous whatever its stride, but refuses to view it.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data

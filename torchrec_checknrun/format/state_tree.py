@@ -163,6 +163,9 @@ def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> list[tuple[P
     return found
 
 
+_CONTAINERS = (dict, list, tuple)
+
+
 def _collect(
     value: Any, kinds: tuple[type, ...], path: Path, found: list[tuple[Path, Any]]
 ) -> None:
@@ -170,7 +173,8 @@ def _collect(
         found.append((path, value))
     elif isinstance(value, dict) and len(path) <= MOST_DEPTH:
         for key, item in value.items():
-            _collect(item, kinds, (*path, key), found)
+            if isinstance(item, (*_CONTAINERS, *kinds)):
+                _collect(item, kinds, (*path, key), found)
     elif type(value) in (list, tuple) and len(path) <= MOST_DEPTH:
         for i, item in enumerate(value):
             _collect(item, kinds, (*path, i), found)

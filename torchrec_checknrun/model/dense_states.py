@@ -10,9 +10,9 @@ is taken on the parameters for that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeGuard
 
 import torch
@@ -57,7 +57,8 @@ class DenseStates:
             SaveFailed: names the optimizer whose state can't be read.
         """
         stored = {}
-        for name, optimizer in self._optimizers(self._states).items():
+        elsewhere = _Later(self._elsewhere)
+        for name, optimizer in self._optimizers(self._states, elsewhere).items():
             try:
                 stored[name] = optimizer.stored()
             except CheckNRunError:
@@ -94,7 +95,9 @@ class DenseStates:
                 with counters is missing; names them.
         """
         self.undo()
-        self._fitted = self._optimizers(self._states.keys() & trees.keys(), resized)
+        self._fitted = self._optimizers(
+            self._states.keys() & trees.keys(), list(self._elsewhere()), resized
+        )
         return {n: o.fit(trees[n], n, tables, strict) for n, o in self._fitted.items()}
 
     def load(self, name: str, content: dict[str, Any]) -> None:
@@ -130,7 +133,7 @@ class DenseStates:
         self._fitted = {}
 
     def _optimizers(
-        self, which: Collection[str], resized: bool = False
+        self, which: Collection[str], elsewhere: Iterable[object], resized: bool = False
     ) -> dict[str, NestedOptimizer]:
         if not which:
             return {}
@@ -138,7 +141,7 @@ class DenseStates:
             DenseOptimizer,
             names=self._names(),
             sharded=self._sharded(),
-            elsewhere=list(self._elsewhere()),
+            elsewhere=elsewhere,
             resized=resized,
         )
         return {name: NestedOptimizer(self._states[name], _is_known, dense) for name in which}
@@ -159,6 +162,20 @@ class DenseStates:
     def _sharded(self) -> frozenset[str]:
         replicas = {s.table for s in self._tracked.shards if s.local.replicated}
         return frozenset(self._tracked.tables.keys() - replicas)
+
+
+class _Later:
+    """An iterable whose items are found at the first look, and kept."""
+
+    def __init__(self, find: Callable[[], Iterable[object]]) -> None:
+        self._find = find
+
+    @cached_property
+    def _found(self) -> list[object]:
+        return list(self._find())
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._found)
 
 
 def stored_optimizers(

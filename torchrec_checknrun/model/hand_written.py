@@ -37,6 +37,10 @@ class _Seen(NamedTuple):
     """Set for a dense optimizer's state, which other memory may replace at the same address."""
 
 
+_Look = list[_Seen] | tuple[list[int], list[int]]
+"""What a look at a kernel's memory shows; of a fused kernel's, addresses and versions."""
+
+
 class WriteWatch:
     """A watch on the memory of one kernel's tables that notices writes not announced.
 
@@ -144,15 +148,15 @@ class WriteWatch:
         with announced([self.kernel.module]):
             self.kernel.flush()
 
-    def _look(self) -> list[_Seen]:
+    def _look(self) -> _Look:
         if self.kernel.data_parallel:
             first = self.stepped.weights()[:1]  # all are views of one memory, with one counter
             seen = [_Seen(tensor.data_ptr(), _version(tensor), None) for tensor in first]
             for tensor in self._dense_states():
                 seen.append(_Seen(tensor.data_ptr(), _version(tensor), weakref.ref(tensor)))
             return seen
-        weights, states = self.kernel.memory()
-        return [_Seen(tensor.data_ptr(), _version(tensor), None) for tensor in (*weights, *states)]
+        memory = self.kernel.memory()
+        return memory.places, memory.versions()
 
     def _dense_states(self) -> Iterator[torch.Tensor]:
         """Yield data-parallel tables' rows of optimizer state; every step calls this."""

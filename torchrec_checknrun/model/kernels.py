@@ -5,8 +5,10 @@ Only this file knows how TorchRec arranges tables in kernels; the rest sees ``Lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,6 +50,55 @@ _TOUCHES_LOOKED_UP_ROWS_ONLY = frozenset(
 """Fused optimizers whose update changes no row that was not looked up."""
 
 
+class KernelMemory:
+    """The tables' weights and fused optimizer states in one kernel, at one address.
+
+    Args:
+        tbe: FBGEMM's module.
+
+    Attributes:
+        weights, states: by table; a table's states by name.
+        tensors: all of these.
+        places: addresses of ``tensors``.
+    """
+
+    def __init__(self, tbe: Any, weights: list[torch.Tensor]) -> None:
+        self._bases = _bases(tbe)
+        self._addresses = [base.data_ptr() for base in self._bases]
+        self.weights = weights
+        self.states = _optimizer_states(tbe, weights, ())
+        self.tensors = [
+            *weights,
+            *(state for of_table in self.states for state in of_table.values()),
+        ]
+        self.places = [tensor.data_ptr() for tensor in self.tensors]
+        self._have_versions = not any(tensor.is_inference() for tensor in self.tensors)
+
+    def holds(self, tbe: Any) -> bool:
+        """Return whether the module still has just these tensors, at these addresses.
+
+        All memory that these views show is kept, so that no other takes its address.
+        """
+        bases = _bases(tbe)
+        return (
+            len(bases) == len(self._bases)
+            and all(map(operator.is_, bases, self._bases))
+            and self._addresses == [base.data_ptr() for base in bases]
+        )
+
+    def versions(self) -> list[int]:
+        """Return the tensors' version counters; none for inference tensors."""
+        if self._have_versions:
+            return [tensor._version for tensor in self.tensors]
+        return [-1 if tensor.is_inference() else tensor._version for tensor in self.tensors]
+
+
+def _bases(tbe: Any) -> list[Any]:
+    """Return the tensors of FBGEMM's module, of which some hold tables and optimizer states."""
+    found = chain(tbe._parameters.values(), tbe._buffers.values())
+    return [base for base in found if base is not None]
+
+
 @dataclass
 class Kernel:
     """One table-batched embedding module, its tables, and the features that feed them.
@@ -68,6 +119,9 @@ class Kernel:
     touches_other_rows: bool
     data_parallel: bool = False
     optimizers: tuple[Optimizer, ...] = ()
+    _memory: KernelMemory | None = field(default=None, init=False, repr=False, compare=False)
+    _in_shards: KernelMemory | None = field(default=None, init=False, repr=False, compare=False)
+    """The memory that ``shards`` refer to; None while unknown."""
 
     def flush(self) -> None:
         """Write rows in a GPU cache back to memory, and find the memory again.
@@ -75,22 +129,29 @@ class Kernel:
         The memory may have moved (``model.to``, say).
         """
         self.module.flush()
+        if not self.data_parallel:
+            memory = self.memory()
+            if memory is not self._in_shards:
+                self._set(memory.weights, memory.states)
+                self._in_shards = memory
+            return
         weights = self.module.split_embedding_weights()
-        states = _optimizer_states(self.module._emb_module, weights, self.optimizers)
+        self._set(weights, _optimizer_states(self.module._emb_module, weights, self.optimizers))
+
+    def _set(self, weights: list[torch.Tensor], states: list[dict[str, torch.Tensor]]) -> None:
         for shard, weight, state in zip(self.shards, weights, states, strict=True):
             shard.weight, shard.optimizer = weight.detach(), state
 
-    def memory(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tables' weights and their fused optimizer states at their present address.
+    def memory(self) -> KernelMemory:
+        """Return a fused kernel's weights and optimizer states at their present address.
 
-        Returns:
-            Views of the kernel's memory; GPU caches are not included.
+        They are views of the kernel's memory, the same ones until that moves; GPU caches are not
+        included.
         """
-        weights = self.module.split_embedding_weights()
-        if self.data_parallel:
-            return weights, []
-        states = _optimizer_states(self.module._emb_module, weights, ())
-        return weights, [state for of_table in states for state in of_table.values()]
+        tbe = self.module._emb_module
+        if self._memory is None or not self._memory.holds(tbe):
+            self._memory = KernelMemory(tbe, self.module.split_embedding_weights())
+        return self._memory
 
     def purge(self) -> None:
         """Drop cached rows after the shards' memory was written, lest stale ones win."""
@@ -98,13 +159,17 @@ class Kernel:
 
 
 def find_kernels(
-    model: nn.Module, optimizers: tuple[Optimizer, ...] = (), known: Iterable[Kernel] = ()
+    model: nn.Module,
+    optimizers: tuple[Optimizer, ...] = (),
+    known: Iterable[Kernel] = (),
+    collections: Sequence[tuple[str, Any]] | None = None,
 ) -> tuple[list[Kernel], dict[str, TableShape]]:
     """Find all kernels under ``model`` on this rank, and the model's tables.
 
     Args:
         optimizers: dense optimizers that may hold data-parallel tables' state.
         known: kernels found before; those still in the model are returned again.
+        collections: the model's ``embedding_collections``, if just found.
 
     Returns:
         The kernels, and every table's shape by name, the same on all ranks.
@@ -115,7 +180,7 @@ def find_kernels(
     found = {id(kernel.module): kernel for kernel in known}
     kernels: list[Kernel] = []
     tables: dict[str, TableShape] = {}
-    for prefix, module in embedding_collections(model):
+    for prefix, module in embedding_collections(model) if collections is None else collections:
         for name in module.module_sharding_plan:
             config = module._table_name_to_config[name]
             tables[prefix + name] = TableShape(config.num_embeddings, config.embedding_dim)
@@ -139,26 +204,26 @@ def embedding_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def find_modules(
-    module: nn.Module,
-    kinds: tuple[type[nn.Module], ...],
-    path: str = "",
-    seen: set[int] | None = None,
+    module: nn.Module, kinds: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the modules of some kinds, each once, with its state-dict path.
 
     Wrappers (DistributedModelParallel, DistributedDataParallel) add nothing to the path.
     """
-    seen = set() if seen is None else seen
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    if isinstance(module, kinds):
-        yield path, module
-    elif isinstance(module, (DistributedModelParallel, DistributedDataParallel)):
-        yield from find_modules(module.module, kinds, path, seen)
-    else:
-        for name, child in module.named_children():
-            yield from find_modules(child, kinds, f"{path}.{name}" if path else name, seen)
+    seen: set[int] = set()
+    left = [("", module)]
+    while left:
+        path, module = left.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if isinstance(module, kinds):
+            yield path, module
+        elif isinstance(module, (DistributedModelParallel, DistributedDataParallel)):
+            left.append((path, module.module))
+        else:
+            children = [*module.named_children()]
+            left += [(f"{path}.{n}" if path else n, child) for n, child in reversed(children)]
 
 
 def _kernel(module: Any, prefix: str, optimizers: tuple[Optimizer, ...]) -> Kernel:

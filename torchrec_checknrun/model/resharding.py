@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,26 +40,28 @@ class Collections:
     """
 
     def __init__(self, model: nn.Module, around: Around) -> None:
-        self._model = model
         self._around = around
         self._stop: dict[nn.Module, Callable[[], None]] = {}
         self._known: dict[int, tuple[object, frozenset[tuple[int, int]]]] = {}
         """Column ranges by id of a sharding spec, which is slow to read: it has a part per rank."""
-        self._columns = self._column_ranges()
+        self._columns = self._column_ranges(embedding_collections(model))
         self._closed = False
 
-    def changed(self) -> bool:
-        """Find the collections again; return whether any table's column ranges have changed.
+    def changed(self, present: Sequence[tuple[str, Any]]) -> bool:
+        """Follow the collections; return whether any table's column ranges have changed.
 
         Changed since the last call, that is. Every rank returns the same.
+
+        Args:
+            present: the model's collections now, as ``embedding_collections`` finds them.
         """
-        found = [collection for _, collection in embedding_collections(self._model)]
+        found = [collection for _, collection in present]
         for collection in self._stop.keys() - set(found):
             self._stop.pop(collection)()
         for collection in found:
             if collection not in self._stop and not self._closed:
                 self._stop[collection] = surround(collection, "update_shards", self._look_again)
-        before, self._columns = self._columns, self._column_ranges()
+        before, self._columns = self._columns, self._column_ranges(present)
         return before != self._columns
 
     def close(self) -> None:
@@ -77,13 +80,15 @@ class Collections:
         with self._around(env.process_group):
             yield
 
-    def _column_ranges(self) -> dict[str, frozenset[tuple[int, int]]]:
+    def _column_ranges(
+        self, collections: Iterable[tuple[str, Any]]
+    ) -> dict[str, frozenset[tuple[int, int]]]:
         """Return the columns at which shards begin and end, by table; none if data-parallel.
 
         They come from the sharding plan, so all ranks return the same.
         """
         found = {}
-        for prefix, collection in embedding_collections(self._model):
+        for prefix, collection in collections:
             for name, sharding in collection.module_sharding_plan.items():
                 spec = sharding.sharding_spec
                 if id(spec) not in self._known:

@@ -150,9 +150,13 @@ def drop_tables(value: Any, stored: StoredTables, depth: int = 0) -> Any:
         return value
     kept = {}
     for key, item in value.items():
+        if isinstance(item, torch.Tensor):  # most items
+            if not stored.covers(item):
+                kept[key] = item
+            continue
         dropped = drop_tables(item, stored, depth + 1)
         of_table = isinstance(item, dict) and not dropped and stored.name(key)
-        if not of_table and not stored.covers(item):
+        if not of_table and not isinstance(item, SHARDED):
             kept[key] = dropped
     return kept
 
@@ -172,7 +176,8 @@ def find_blocks(
         UnsupportedState: a shard can't be stored, or has a table's name but not its memory.
     """
     blocks = []
-    for sharded in _sharded_tensors(state_dict):
+    found = [each for each in leaves(state_dict, SHARDED) if not _is_rows(each[1], stored)]
+    for sharded in _described(found):
         if sharded.placed is None and all(stored.holds(tensor) for _, tensor in sharded.shards):
             continue
         if any(stored.name(key) for key in sharded.path[-2:]):
@@ -279,8 +284,19 @@ def write_whole(value: Any, whole: torch.Tensor) -> None:
             part.tensor.copy_(whole[part.box.slices(Box.whole(whole.shape))])
 
 
+def _is_rows(value: Any, stored: StoredTables) -> bool:
+    """Return whether a ShardedTensor is table rows, which are most of a state dict's."""
+    return isinstance(value, ShardedTensor) and all(
+        stored.holds(shard.tensor) for shard in value.local_shards()
+    )
+
+
 def _sharded_tensors(state_dict: Any) -> Iterator[_Sharded]:
-    for path, leaf in leaves(state_dict, SHARDED):
+    return _described(leaves(state_dict, SHARDED))
+
+
+def _described(found: Iterable[tuple[Path, Any]]) -> Iterator[_Sharded]:
+    for path, leaf in found:
         # A ShardedTensor's own size() goes through torch's dispatcher: ten times as slow.
         size = tuple(leaf.metadata().size if isinstance(leaf, ShardedTensor) else leaf.size())
         shards: list[tuple[tuple[int, ...], torch.Tensor]] = []

@@ -25,7 +25,12 @@ from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.model.collisions import Collisions, CollisionState
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.hooks import DataParallelHook, KernelHook, announce_evictions
-from torchrec_checknrun.model.kernels import Kernel, find_kernels, find_modules
+from torchrec_checknrun.model.kernels import (
+    Kernel,
+    embedding_collections,
+    find_kernels,
+    find_modules,
+)
 from torchrec_checknrun.model.progress import (
     OptimizerClock,
     set_table_progress,
@@ -276,7 +281,9 @@ class TrackedModel:
             The shards that are gone, and those that are new.
         """
         left = {id(hook.kernel): hook for hook in self._hooks}
-        kernels, self.tables = find_kernels(self._model, self._optimizers, self._kernels())
+        collections = list(embedding_collections(self._model))
+        found = find_kernels(self._model, self._optimizers, self._kernels(), collections)
+        kernels, self.tables = found
         before, self._hooks = self._hooks, {}
         new = []
         for kernel in kernels:
@@ -293,7 +300,7 @@ class TrackedModel:
         self.shards = [shard for shards in self._hooks.values() for shard in shards]
         for hook in left.values():
             hook.remove()
-        self.converted |= self._collections.changed()
+        self.converted |= self._collections.changed(collections)
         return [shard for hook in left.values() for shard in before[hook]], new
 
     @contextmanager

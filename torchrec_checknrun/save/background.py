@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Literal
 
@@ -42,10 +43,12 @@ from torchrec_checknrun.save.staging import (
 )
 from torchrec_checknrun.shards import LocalShard
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.threads import ReadyThread
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 BackgroundKind = Literal["thread", "process"]
+_NAME = "checknrun-save"
 _SPARE_BYTES = 1 << 20
 _END_SECONDS = 5.0
 _CHUNKS = 4
@@ -177,7 +180,10 @@ class Background:
         self._make_memory(min(self._most, whole + dense_bytes + _SPARE_BYTES))
         self._process: WriteProcess | None = None
         self._thread: threading.Thread | None = None
+        self._ready: ReadyThread | None = None
+        """For the next checkpoint."""
         self._start_process()
+        self._make_ready()
 
     def _overflow(self, shards: list[TrackedShard]) -> CopyOnWriteMemory:
         """Make the memory for rows of these shards that training is about to overwrite."""
@@ -251,10 +257,7 @@ class Background:
         def start() -> None:
             if save.thread is not None:
                 return
-            # A daemon, since the thread may wait for a rank that never comes.
-            thread = threading.Thread(target=finish, name="checknrun-save", daemon=True)
-            thread.start()
-            save.thread = self._thread = thread
+            save.thread = self._thread = self._start(finish)
 
         try:
             if isinstance(snapshot, Exception):
@@ -288,6 +291,24 @@ class Background:
                 raise
         return save
 
+    def _make_ready(self) -> None:
+        """Start the thread of the next checkpoint while nobody waits for that."""
+        with suppress(RuntimeError):  # no thread to be had, or the interpreter ends
+            self._ready = ReadyThread(_NAME)
+
+    def _start(self, finish: Callable[[], None]) -> threading.Thread:
+        """Run ``finish`` in a thread; a daemon, as it may wait for a rank that never comes.
+
+        Raises:
+            RuntimeError: the system gives no more threads.
+        """
+        ready, self._ready = self._ready, None
+        thread = None if ready is None else ready.give(finish)
+        if thread is None:
+            thread = threading.Thread(target=finish, name=_NAME, daemon=True)
+            thread.start()
+        return thread
+
     @property
     def hangs(self) -> bool:
         """True while the thread of a given-up checkpoint still runs, in the middle of a collective
@@ -299,6 +320,9 @@ class Background:
 
     def close(self) -> None:
         """End the process and release the memory; no checkpoint may be on its way."""
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            ready.end()
         self._end_process()
         self._memory.close()
 
@@ -359,6 +383,7 @@ class Background:
         checks: tuple[Callable[[], object], Callable[[], object]],
     ) -> None:
         process, ring = self._process, self._ring
+        self._make_ready()
         before_commit, after_commit = checks
         folder = self._root / save.proposal.id
         folder.patience = save.patience

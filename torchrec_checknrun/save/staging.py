@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-import numpy as np
 import torch
 
 from torchrec_checknrun.codecs import Settled
@@ -329,9 +328,9 @@ class Staging:
         chunk = item.job({})
         sizes = [memoryview(piece).nbytes for piece in chunk.pieces]
         offset = self._ring.take(sum(sizes), when_full)
-        at, target = offset, memory.numpy()
+        at, target = offset, memory.numpy().data
         for piece, length in zip(chunk.pieces, sizes, strict=True):
-            target[at : at + length] = np.frombuffer(piece, dtype=np.uint8)
+            target[at : at + length] = memoryview(piece).cast("B")
             at += length
         staged = StagedChunk(chunk.entry, StagedTensor(offset, torch.uint8, (at - offset,)))
         return lambda: staged, offset

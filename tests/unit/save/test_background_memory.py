@@ -77,7 +77,7 @@ def test_the_old_memory_is_gone_before_there_is_new(
         alive.add(memory)
 
     monkeypatch.setattr(StagingMemory, "__init__", make)
-    with checkpointer(tmp_path, job, growing, background=kind) as saver:
+    with checkpointer(tmp_path, job, growing, background=kind, staging="copy") as saver:
         for size in (4 << 20, 9 << 20):
             growing.bytes = size
             job.train()
