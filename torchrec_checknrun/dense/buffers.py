@@ -105,6 +105,8 @@ class PerRankBuffers:
 def buffer_names(model: nn.Module, content: Mapping[str, Any]) -> frozenset[str]:
     """Find a model's buffers in its state dict by memory, since wrappers may rename them."""
     memory = {_place(buffer) for buffer in model.buffers() if not isinstance(buffer, SHARDED)}
+    if not memory:
+        return frozenset()
     return frozenset(
         name
         for name, value in content.items()
