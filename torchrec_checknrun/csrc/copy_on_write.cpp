@@ -86,7 +86,6 @@ struct ShardRows : torch::CustomClassHolder {
     rows_at_cut.stage(from, n, targets.data(), true);
   }
 
-  void abandon() { rows_at_cut.abandon(); }
   int64_t held() { return rows_at_cut.held(); }
   int64_t staged() { return rows_at_cut.staged(); }
   int64_t protected_rows() { return rows_at_cut.protected_rows(); }
@@ -148,15 +147,45 @@ struct ShardRows : torch::CustomClassHolder {
 
 // The shards of a kernel, protected together in one call for each backward pass.
 struct KernelRows : torch::CustomClassHolder {
-  // places: for each of the shards its place in the kernel; the kernel's other shards are not
-  // protected.
-  KernelRows(std::vector<c10::intrusive_ptr<ShardRows>> shards, std::vector<int64_t> places)
-      : shards_(std::move(shards)) {
-    TORCH_CHECK_VALUE(places.size() == shards_.size(), "expected a place for each shard");
-    for (size_t i = 0; i < places.size(); ++i) {
-      TORCH_CHECK_VALUE(places[i] >= 0, "place ", places[i]);
-      if (size_t(places[i]) >= at_.size()) at_.resize(size_t(places[i]) + 1, nullptr);
-      at_[size_t(places[i])] = &shards_[i]->rows_at_cut;
+  // Takes all shards in one call, since each call from Python costs as much as a whole shard.
+  //
+  // tensors: for each shard its tensors of marks, its weight and states, and the states of its
+  // rows. layout: for each shard its place in the kernel (other shards of the kernel are not
+  // protected), number of rows, generation, number of tensors of marks, the bits of each, and the
+  // number of weight and states.
+  KernelRows(std::vector<at::Tensor> tensors, std::vector<int64_t> layout,
+             c10::intrusive_ptr<OverflowMemory> overflow) {
+    size_t tensor = 0, at = 0;
+    const auto next = [&] {
+      TORCH_CHECK_VALUE(at < layout.size(), "the layout ends early");
+      return layout[at++];
+    };
+    const auto take = [&](int64_t n) {
+      TORCH_CHECK_VALUE(n >= 0 && size_t(n) <= tensors.size() - tensor, "too few tensors");
+      const auto from = tensors.begin() + int64_t(tensor);
+      tensor += size_t(n);
+      return std::vector<at::Tensor>(from, from + n);
+    };
+    while (at < layout.size()) {
+      const int64_t place = next(), rows = next(), generation = next(), sets = next();
+      TORCH_CHECK_VALUE(place >= 0 && place < kMostShards && sets >= 0, "place ", place);
+      std::vector<int64_t> bits;
+      for (int64_t i = 0; i < sets; ++i) bits.push_back(next());
+      std::vector<at::Tensor> marks = take(sets), live = take(next());
+      if (size_t(place) >= at_.size()) at_.resize(size_t(place) + 1);
+      at_[size_t(place)] = c10::make_intrusive<ShardRows>(
+          rows, std::move(marks), std::move(bits), std::move(live), take(1)[0], generation, overflow);
+    }
+  }
+
+  c10::intrusive_ptr<ShardRows> shard(int64_t place) {
+    TORCH_CHECK_INDEX(at(place) != nullptr, "no shard at place ", place);
+    return at_[size_t(place)];
+  }
+
+  void abandon() {
+    for (const auto& shard : at_) {
+      if (shard) shard->rows_at_cut.abandon();
     }
   }
 
@@ -189,8 +218,11 @@ struct KernelRows : torch::CustomClassHolder {
   }
 
  private:
+  static constexpr int64_t kMostShards = 1 << 24;
+
   CopyOnWrite* at(int64_t place) const {
-    return place >= 0 && size_t(place) < at_.size() ? at_[size_t(place)] : nullptr;
+    if (place < 0 || size_t(place) >= at_.size() || !at_[size_t(place)]) return nullptr;
+    return &at_[size_t(place)]->rows_at_cut;
   }
 
   static const int64_t* row_ids(const at::Tensor& ids) {
@@ -200,8 +232,7 @@ struct KernelRows : torch::CustomClassHolder {
     return ids.const_data_ptr<int64_t>();
   }
 
-  std::vector<c10::intrusive_ptr<ShardRows>> shards_;
-  std::vector<CopyOnWrite*> at_;
+  std::vector<c10::intrusive_ptr<ShardRows>> at_;
 };
 
 }  // namespace
@@ -214,19 +245,18 @@ TORCH_LIBRARY_FRAGMENT(checknrun, library) {
       .def("free", &OverflowMemory::free)
       .def("total", &OverflowMemory::total);
   library.class_<ShardRows>("ShardRows")
-      .def(torch::init<int64_t, std::vector<at::Tensor>, std::vector<int64_t>,
-                       std::vector<at::Tensor>, at::Tensor, int64_t,
-                       c10::intrusive_ptr<OverflowMemory>>())
       .def("stage", &ShardRows::stage)
       .def("sample", &ShardRows::sample)
-      .def("abandon", &ShardRows::abandon)
       .def("held", &ShardRows::held)
       .def("held_in", &ShardRows::held_in)
       .def("staged", &ShardRows::staged)
       .def("protected_rows", &ShardRows::protected_rows)
       .def("longest_wait_ns", &ShardRows::longest_wait_ns);
   library.class_<KernelRows>("KernelRows")
-      .def(torch::init<std::vector<c10::intrusive_ptr<ShardRows>>, std::vector<int64_t>>())
+      .def(torch::init<std::vector<at::Tensor>, std::vector<int64_t>,
+                       c10::intrusive_ptr<OverflowMemory>>())
+      .def("shard", &KernelRows::shard)
+      .def("abandon", &KernelRows::abandon)
       .def("protect", &KernelRows::protect)
       .def("protect_shard", &KernelRows::protect_shard);
 }

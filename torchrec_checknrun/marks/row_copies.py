@@ -10,10 +10,11 @@ failure.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,7 @@ class RowCopies:
     def __init__(self, overflow: Overflow, wait_seconds: float) -> None:
         self.overflow = overflow
         self.protection = Protection()
-        self.shards: list[ShardCopies] = []
+        self.kernels: list[KernelCopies] = []
         self._wait_seconds = wait_seconds
         self._changed = threading.Condition()
         self._over = self._complete = False
@@ -122,8 +123,8 @@ class RowCopies:
     def _end(self) -> None:
         with self._changed:
             self._over = True
-            for shard in self.shards:
-                shard.native.abandon()
+            for kernel in self.kernels:
+                kernel.native.abandon()
             self._changed.notify_all()
 
     def memory_freed(self) -> None:
@@ -171,8 +172,9 @@ class RowCopies:
 
     def count(self) -> Protection:
         """Return the price of protection so far, with the shards' own counts."""
-        self.protection.rows = sum(shard.native.protected_rows() for shard in self.shards)
-        longest = max((shard.native.longest_wait_ns() for shard in self.shards), default=0)
+        shards = [shard.native for kernel in self.kernels for shard in kernel.shards.values()]
+        self.protection.rows = sum(shard.protected_rows() for shard in shards)
+        longest = max((shard.longest_wait_ns() for shard in shards), default=0)
         self.protection.row_seconds = longest / 1e9
         return self.protection
 
@@ -198,10 +200,11 @@ class RowCopies:
         self.protection.memory_seconds += time.perf_counter() - waiting
 
 
-class ShardCopies:
-    """The rows of one shard as of a cut.
+@dataclass
+class ShardAtCut:
+    """One shard of a kernel at a cut.
 
-    Args:
+    Attributes:
         frozen: the marks as of the cut, each ``(rows,)`` uint8 with the bits that count, or packed
             (a bit per row) with -1; a row is in the set if any has it. None: all rows are.
         tensors: weight and optimizer states, live, ``(rows, …)`` each.
@@ -209,23 +212,80 @@ class ShardCopies:
         generation: 1 to ``GENERATIONS``, another one at each cut.
     """
 
-    def __init__(
-        self,
-        copies: RowCopies,
-        frozen: Sequence[tuple[torch.Tensor, int]] | None,
-        tensors: Sequence[torch.Tensor],
-        states: torch.Tensor,
-        generation: int,
-    ) -> None:
-        marks = [] if frozen is None else [bytes_ for bytes_, _ in frozen]
-        bits = [] if frozen is None else [which for _, which in frozen]
-        if frozen is not None and not marks:  # an empty set, not all rows
-            marks, bits = [states], [0]
-        self.tensors = list(tensors)
-        self.native: Any = torch.classes.checknrun.ShardRows(
-            len(tensors[0]), marks, bits, self.tensors, states, generation, copies.overflow.native
+    frozen: Sequence[tuple[torch.Tensor, int]] | None
+    tensors: Sequence[torch.Tensor]
+    states: torch.Tensor
+    generation: int
+
+
+class KernelCopies:
+    """The shards of one kernel whose rows are copied before they change.
+
+    Args:
+        shards: by place among the kernel's shards.
+    """
+
+    def __init__(self, copies: RowCopies, shards: Mapping[int, ShardAtCut]) -> None:
+        self.copies = copies
+        tensors: list[torch.Tensor] = []
+        layout: list[int] = []
+        for place, shard in shards.items():
+            frozen = shard.frozen
+            if frozen is None:  # all rows
+                frozen = []
+            elif not frozen:  # none: any byte without any bit
+                frozen = [(shard.states, 0)]
+            layout += [place, len(shard.tensors[0]), shard.generation, len(frozen)]
+            layout += [bits for _, bits in frozen]
+            layout.append(len(shard.tensors))
+            tensors += [marks for marks, _ in frozen]
+            tensors += [*shard.tensors, shard.states]
+        self.native: Any = torch.classes.checknrun.KernelRows(
+            tensors, layout, copies.overflow.native
         )
-        copies.shards.append(self)
+        copies.kernels.append(self)
+        self.shards = {place: ShardCopies(self, place, each) for place, each in shards.items()}
+
+    def before_update(
+        self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]
+    ) -> None:
+        """Copy the rows of a backward pass, before the kernel updates them.
+
+        Args:
+            values: shard-local ids of all features, ``(n,)`` of any integer dtype.
+            offsets: place of each feature's first id, and the end.
+        """
+        if self.copies.over:
+            return
+        ids = values.to(torch.int64).contiguous()
+        self.copies.protect(
+            lambda at: self.native.protect(ids, offsets, feature_to_shard, at), len(ids)
+        )
+
+    def before_write(self, place: int, ids: torch.Tensor) -> None:
+        """Copy rows of one shard before they are written by other means than training.
+
+        Args:
+            ids: shard-local, ``(n,)`` of any integer dtype.
+        """
+        if self.copies.over:
+            return
+        ids = ids.to(device="cpu", dtype=torch.int64).reshape(-1).contiguous()
+        self.copies.protect(lambda at: self.native.protect_shard(place, ids, at), len(ids))
+
+
+class ShardCopies:
+    """The rows of one shard as of a cut, for the background."""
+
+    def __init__(self, kernel: KernelCopies, place: int, shard: ShardAtCut) -> None:
+        self._kernel = kernel
+        self._place = place
+        self._tensors = shard.tensors
+
+    @functools.cached_property
+    def native(self) -> Any:
+        """The compiled object of this shard, looked up behind training."""
+        return self._kernel.native.shard(self._place)
 
     def stage(
         self, positions: torch.Tensor, row_start: int, memory: torch.Tensor, offsets: list[int]
@@ -246,47 +306,6 @@ class ShardCopies:
         Returns:
             For each of the shard's tensors its rows, ``(n, …)``.
         """
-        into = [tensor.new_empty((len(positions), *tensor.shape[1:])) for tensor in self.tensors]
+        into = [tensor.new_empty((len(positions), *tensor.shape[1:])) for tensor in self._tensors]
         self.native.sample(positions, into)
         return into
-
-
-class KernelCopies:
-    """The shards of one kernel whose rows are copied before they change.
-
-    Args:
-        shards: by place among the kernel's shards.
-    """
-
-    def __init__(self, copies: RowCopies, shards: dict[int, ShardCopies]) -> None:
-        self.copies = copies
-        self._native: Any = torch.classes.checknrun.KernelRows(
-            [shard.native for shard in shards.values()], list(shards)
-        )
-
-    def before_update(
-        self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]
-    ) -> None:
-        """Copy the rows of a backward pass, before the kernel updates them.
-
-        Args:
-            values: shard-local ids of all features, ``(n,)`` of any integer dtype.
-            offsets: place of each feature's first id, and the end.
-        """
-        if self.copies.over:
-            return
-        ids = values.to(torch.int64).contiguous()
-        self.copies.protect(
-            lambda at: self._native.protect(ids, offsets, feature_to_shard, at), len(ids)
-        )
-
-    def before_write(self, place: int, ids: torch.Tensor) -> None:
-        """Copy rows of one shard before they are written by other means than training.
-
-        Args:
-            ids: shard-local, ``(n,)`` of any integer dtype.
-        """
-        if self.copies.over:
-            return
-        ids = ids.to(device="cpu", dtype=torch.int64).reshape(-1).contiguous()
-        self.copies.protect(lambda at: self._native.protect_shard(place, ids, at), len(ids))

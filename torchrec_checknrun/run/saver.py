@@ -299,7 +299,7 @@ class Saver:
 
     def _forget_running(self) -> None:
         atexit.unregister(self._finish_at_exit)
-        self._running = None
+        self._running, self._finish_at_exit = None, lambda: None
 
     def _look(self, step: int) -> Facts:
         """Return this rank's facts about the next checkpoint, for rank 0's decision."""

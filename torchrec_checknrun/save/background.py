@@ -76,6 +76,8 @@ class _Plan:
         """Finds the items of the rows that are copied on write."""
         self.survey_rows: Callable[[Surveys], object] = lambda found: None
         """Adds surveys of these rows."""
+        self.kept: object = None
+        """Freed behind training: to free tensors lets the background have the interpreter."""
         self._copier: threading.Thread | None = None
         self._save = save
         self._differences = differences
@@ -86,15 +88,16 @@ class _Plan:
         self._failure = error
         if self.staging is not None:
             self.staging.fail(error)
-        if self._save.rows is not None:
-            self._save.rows.close()
+        self._save.end_protection()
 
     def end(self) -> None:
-        """End protection of rows and the thread that copies them, which gets no more memory."""
-        if self._save.rows is not None:
-            self._save.rows.close()
+        """End protection of rows and the thread that copies them, which gets no more memory; free
+        what would else be freed by training.
+        """
+        self._save.end_protection()
         if self._copier is not None:
             self._copier.join()
+        self._save.rows = self.kept = None
 
     def prepare(self) -> Prepared:
         """Return this rank's part, for ``save_checkpoint``.
@@ -252,6 +255,7 @@ class Background:
         save = Save(proposal, cut, begun, self._root.patience.apart())
         differences = RankDifferences(told=self._told)
         plan = _Plan(save, differences)
+        plan.kept = snapshot
         finish = partial(self._finish, save, plan, (before_commit, after_commit))
 
         def start() -> None:

@@ -21,6 +21,7 @@ from torchrec_checknrun.marks.row_copies import (
     KernelCopies,
     Overflow,
     RowCopies,
+    ShardAtCut,
     ShardCopies,
     can_copy_on_write,
 )
@@ -116,26 +117,25 @@ class CutRows:
         self._held: list[Layer] = []
         self._states: list[_RowStates] = []
         self._watches: dict[WriteWatch, KernelCopies] = {}
-        by_watch: dict[WriteWatch, dict[int, ShardCopies]] = {}
+        by_watch: dict[WriteWatch, dict[int, ShardAtCut]] = {}
         try:
             for snapshot in self.snapshots:
                 shard = snapshot.tracked
                 assert shard is not None
                 states = memory.states(shard.marks)
                 self._states.append(states)
-                snapshot.copies = ShardCopies(
-                    self.copies,
-                    self._frozen(snapshot),
-                    snapshot.tensors,
-                    states.bytes,
-                    states.advance(),
+                by_watch.setdefault(shard.writes, {})[shard.index] = ShardAtCut(
+                    self._frozen(snapshot), snapshot.tensors, states.bytes, states.advance()
                 )
-                by_watch.setdefault(shard.writes, {})[shard.index] = snapshot.copies
+            for watch, shards in by_watch.items():
+                self._watches[watch] = KernelCopies(self.copies, shards)
         except BaseException:
             self.close()
             raise
-        for watch, shards in by_watch.items():
-            self._watches[watch] = KernelCopies(self.copies, shards)
+        for snapshot in self.snapshots:
+            assert snapshot.tracked is not None
+            kernel = self._watches[snapshot.tracked.writes]
+            snapshot.copies = kernel.shards[snapshot.tracked.index]
 
     def protect(self) -> None:
         """Have the kernels' hooks copy rows before they change."""

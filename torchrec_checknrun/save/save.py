@@ -88,15 +88,20 @@ class Save:
 
     def finish(self, manifest: Manifest | None, error: BaseException | None = None) -> None:
         """Set the outcome, unless it is known already."""
-        if self.rows is not None:
-            self.progress.protection = self.rows.copies.count()
-            self.rows.close()  # of a save that was given up: training must not wait for its sake
+        self.end_protection()  # of a save that was given up: training must not wait for its sake
         with self._lock:
             if self._done.is_set():
                 return
             self._manifest, self._error = manifest, error
             self.progress.committed = time.monotonic() - self.begun
             self._done.set()
+
+    def end_protection(self) -> None:
+        """End the protection of rows that are copied on write, and note its price; idempotent."""
+        rows = self.rows
+        if rows is not None:
+            rows.close()
+            self.progress.protection = rows.copies.count()
 
     def begin_commit(self) -> None:
         """Refuse to be given up from now on: the storage decides whether the commit succeeds.

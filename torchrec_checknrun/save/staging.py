@@ -89,8 +89,9 @@ class Staging:
             for item in items.by_name.values()
             if isinstance(item, RowsItem)
         }
-        # Copies from a GPU need no processor; copies from CPU tables may use all idle ones.
-        self._helpers = idle_threads() if self._devices <= {torch.device("cpu")} else 0
+        # Copies from a GPU need no processor; copies from CPU tables may use all idle ones. Without
+        # rows there is too little to copy.
+        self._helpers = idle_threads() if self._devices == {torch.device("cpu")} else 0
 
     @property
     def at_cut(self) -> Mapping[str, RowsItem | BlockItem | ChunkItem]:
