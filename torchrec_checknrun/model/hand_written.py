@@ -53,6 +53,7 @@ class WriteWatch:
         stepped: finds the tables that dense optimizers step.
         copies: the rows of a checkpoint in progress that must be copied before they change; None
             without one.
+        spoils: whether such a write has come while rows were being copied.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
             then the next checkpoint holds all rows anyway.
     """
@@ -67,6 +68,7 @@ class WriteWatch:
         self._announced = 0
         self._turn = 0
         self.copies: KernelCopies | None = None
+        self.spoils = False
         self._warned = False
         self.warns = False
         self._alive.add(self)
@@ -86,8 +88,7 @@ class WriteWatch:
             return
         self._turn += 1
         self._seen = now
-        if self.copies is not None:
-            self.copies.copies.fail(self.written_outside())
+        self.spoil()
         known = all(marks.all_marked() for marks in self.marks)
         for marks in self.marks:
             marks.mark_all()
@@ -109,17 +110,25 @@ class WriteWatch:
             if turn == self._turn:
                 return written
 
-    def written_outside(self) -> SaveFailed:
-        """Return the error of a checkpoint whose rows were written, unannounced, before they were
-        copied.
+    def spoil(self) -> None:
+        """Fail the checkpoint in progress: rows were written, unannounced, before all were copied.
+
+        The kernel's rows are copied at the cut from now on, lest every checkpoint fail.
         """
+        copies = self.copies
+        if copies is None or copies.copies.over:
+            return
+        self.spoils = True
         tables = sorted({shard.table for shard in self.kernel.shards})
-        return SaveFailed(
-            f"weights or optimizer rows of {tables} were written outside of training "
-            "(load_state_dict, copy_, an assignment …) while they were being saved, so that the "
-            "checkpoint would not be of one instant: it is not committed, and its rows are kept "
-            "for the next one. Write them inside `with checkpointer.writing(table, rows):` or with "
-            'write_rows, or give Checkpointer staging="copy"'
+        copies.copies.fail(
+            SaveFailed(
+                f"weights or optimizer rows of {tables} were written outside of training "
+                "(load_state_dict, copy_, an assignment …) while they were being saved, so that "
+                "the checkpoint would not be of one instant: it is not committed, its rows are "
+                "kept for the next one, and from now on these tables are copied before training "
+                "goes on. Write inside `with checkpointer.writing(table, rows):` or with "
+                "write_rows, and they need not be"
+            )
         )
 
     def before_write(self, shard: int, ids: torch.Tensor) -> None:

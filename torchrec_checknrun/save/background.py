@@ -27,6 +27,7 @@ from torchrec_checknrun.root.report import Progress
 from torchrec_checknrun.save.commit import CheckpointWriter, save_checkpoint
 from torchrec_checknrun.save.cut_rows import CopyOnWriteMemory, CutRows, why_copied_at_cut
 from torchrec_checknrun.save.items import Item, Items, RowsItem, fingerprint
+from torchrec_checknrun.save.late_copies import LateCopies
 from torchrec_checknrun.save.memory import Ring, StagingMemory, default_budget
 from torchrec_checknrun.save.plan import PlanSummary, Prepared, summarize, survey
 from torchrec_checknrun.save.process import WriteProcess, require_shared
@@ -97,6 +98,9 @@ class _Plan:
         self._save.end_protection()
         if self._copier is not None:
             self._copier.join()
+        if self.staging is not None and self.staging.late is not None:
+            self.staging.late.end()
+            self._save.progress.protection.seconds += self.staging.late.seconds
         self._save.rows = self.kept = None
 
     def prepare(self) -> Prepared:
@@ -109,6 +113,9 @@ class _Plan:
             raise self._failure
         assert self.staging is not None
         assert self.summary is not None
+        late = self.staging.late
+        if late is not None:
+            late.make()  # first: an optimizer's step would else do it
         items: dict[str, Item] = dict(self.staging.at_cut)
         if self._save.rows is not None:
             found = self.find_rows()
@@ -177,6 +184,9 @@ class Background:
             on_write = []
         at_cut = [shard.local for shard in expected if shard not in on_write]
         self._mode = mode
+        self._late: LateCopies | None = None
+        self._behind: tuple[list[TrackedShard | None], int] = [], 0
+        """The shards copied on write at the last cut, and the staging memory for them."""
         self._encode = encoded_while_staged(at_cut, quantization, mode)
         whole = sum(self._expected_bytes(shard, quantization) for shard in at_cut)
         whole += self._behind_bytes(ShardSnapshot(shard.local, None) for shard in on_write)
@@ -272,7 +282,9 @@ class Background:
             plan.find_rows = partial(items.find_rows, quantization, self.chunk_bytes)
             plan.survey_rows = partial(survey, items.copied_later, quantization)
             self._prepare_memory(items)
-            plan.staging = Staging(self._memory, self._ring, items, self._encode)
+            plan.staging = Staging(
+                self._memory, self._ring, items, self._encode, self._late_copies(snapshot)
+            )
             differences.trees = items.trees
             differences.models, differences.buffers = snapshot.models, snapshot.buffers
             plan.summary = summarize(proposal.header, snapshot, items, quantization)
@@ -348,6 +360,13 @@ class Background:
             return None
         return CutRows(self._on_write, chosen)
 
+    def _late_copies(self, snapshot: Snapshot) -> LateCopies | None:
+        """Return the late copies of a snapshot's states, unless that has once failed."""
+        if self._mode != "copy_on_write" or (self._late is not None and self._late.spoiled):
+            return None
+        self._late = LateCopies(snapshot.stepped)
+        return self._late
+
     def _prepare_memory(self, items: Items) -> None:
         """Enlarge the memory as far as the budget allows, or as the largest item requires."""
         sizes = {name: copied_size(item) for name, item in items.by_name.items()}
@@ -355,7 +374,10 @@ class Background:
         for name, item in items.by_name.items():
             if isinstance(item, RowsItem) and item.shard.shard.table in self._encode:
                 sizes[name] = encoded_size(item.shard.shard, item.count, item.encoding)
-        behind = self._behind_bytes(items.copied_later)
+        tracked = [shard.tracked for shard in items.copied_later]
+        if tracked != self._behind[0]:
+            self._behind = tracked, self._behind_bytes(items.copied_later)
+        behind = self._behind[1]
         wanted = max(min(self._most, sum(sizes.values()) + behind), most)
         if most > self._most and not self._warned:
             self._warned = True

@@ -43,6 +43,8 @@ def why_copied_at_cut(shard: TrackedShard) -> str | None:
         return "data parallel: other ranks' lookups change its rows as well"
     if kernel.touches_other_rows:
         return "its optimizer changes rows that were not looked up"
+    if shard.writes.spoils:
+        return "written outside of training while it was being saved"
     if not can_copy_on_write(shard.local.tensors):
         return "no compiled extension, or rows not in one piece"
     return None
@@ -150,7 +152,8 @@ class CutRows:
         """
         for watch in self._watches:
             if watch.is_written():
-                self.copies.fail(watch.written_outside())
+                watch.spoil()
+        self.check()
         for snapshot in self.snapshots:
             assert snapshot.copies is not None
             copied, expected = snapshot.copies.native.staged(), snapshot.count

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchrec_checknrun.codecs.base import SampledRows
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.errors import SaveFailed, UnsupportedState
+from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer, Selected, union
 from torchrec_checknrun.marks.row_copies import ShardCopies
@@ -30,6 +31,7 @@ from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL, split_states
 from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
 from torchrec_checknrun.row_sets import RowSet
+from torchrec_checknrun.save.late_copies import Span, stepped_memory
 from torchrec_checknrun.shards import LocalShard, TableShape
 
 
@@ -142,6 +144,7 @@ class Snapshot:
         progress: progress of the tables' optimizers, by table with a shard here.
         blocks: local parts, to be written by this rank, of sharded tensors other than tables.
         collisions: state of managed-collision modules beside tensors; None without such modules.
+        stepped: large tensors in ``states`` that only optimizers' steps change, by place.
     """
 
     shards: list[ShardSnapshot]
@@ -154,6 +157,7 @@ class Snapshot:
     progress: Mapping[str, OptimizerClock] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     collisions: CollisionState | None = None
+    stepped: dict[Span, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -221,6 +225,8 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
     if own := declared.buffers.take(dense[MODEL]):
         dense[BUFFERS] = own
         per_rank |= {BUFFERS}
+    parameters = (v for name, v in dense[MODEL].items() if name not in buffers)
+    in_optimizers = (t for name in optimizers for _, t in leaves(dense[name], (torch.Tensor,)))
     progress, collisions = tracked.beside_rows()
     return Snapshot(
         shards=[],
@@ -233,6 +239,7 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
         progress=progress,
         blocks=blocks,
         collisions=collisions,
+        stepped=stepped_memory((*parameters, *in_optimizers)),
     )
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.save.cut_rows import CutRows
 from torchrec_checknrun.save.digest import Digest, joint_digest
 from torchrec_checknrun.save.items import BlockItem, ChunkItem, Items, RowsItem
+from torchrec_checknrun.save.late_copies import LEAST_BYTES, LateCopies
 from torchrec_checknrun.save.memory import Ring, StagingAborted, StagingMemory
 from torchrec_checknrun.save.plan import Share
 from torchrec_checknrun.save.staged import (
@@ -59,6 +61,7 @@ class Staging:
     Args:
         ring: an unused ring of the memory's size.
         encode: tables whose rows are encoded during the stall, rather than copied.
+        late: copies pieces of states later; None: all are copied at the cut.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class Staging:
         ring: Ring,
         items: Items,
         encode: frozenset[str],
+        late: LateCopies | None = None,
     ) -> None:
+        self.late = late
         self._memory = memory
         self._ring = ring
         self._all = items
@@ -144,6 +149,14 @@ class Staging:
             if not staged.issuperset(names):
                 self._shared_digests[number] = self._all.shared_digest(number)
 
+    def _full(self, when_full: Callable[[], None]) -> None:
+        """Have the background begin, since there is no memory left."""
+        if self.late is not None:  # the background wants whole items
+            self.late.make()
+            self.late = None
+        self._digest_live()
+        when_full()
+
     def run(self, when_full: Callable[[], None]) -> None:
         """Stage all items; return early if the background has given up.
 
@@ -155,10 +168,6 @@ class Staging:
             Exception: an item could not be encoded; ``job`` raises the same error.
         """
         items, turn = iter(self._items.items()), threading.Lock()
-
-        def full() -> None:
-            self._digest_live()
-            when_full()
 
         with self._stream() as event:
 
@@ -173,7 +182,7 @@ class Staging:
                                 return
                             if self._wanted is not None and name not in self._wanted:
                                 continue
-                            stage, offset = self._place(name, item, full)
+                            stage, offset = self._place(name, item, partial(self._full, when_full))
                         self._publish(name, (stage(), offset, event()))
                 except StagingAborted:
                     return
@@ -191,6 +200,8 @@ class Staging:
             finally:  # all copies must be of this instant
                 for helper in helpers:
                     helper.join()
+        if self.late is not None:
+            self.late.begin()
         self._at_cut_done.set()
         if self._failure is not None:
             raise self._failure
@@ -329,9 +340,15 @@ class Staging:
         chunk = item.job({})
         sizes = [memoryview(piece).nbytes for piece in chunk.pieces]
         offset = self._ring.take(sum(sizes), when_full)
-        at, target = offset, memory.numpy().data
+        at, target, late = offset, memory.numpy().data, self.late
         for piece, length in zip(chunk.pieces, sizes, strict=True):
-            target[at : at + length] = memoryview(piece).cast("B")
+            if (
+                late is None
+                or length < LEAST_BYTES
+                or not isinstance(piece, memoryview)
+                or not late.add(piece, memory[at : at + length])
+            ):
+                target[at : at + length] = memoryview(piece).cast("B")
             at += length
         staged = StagedChunk(chunk.entry, StagedTensor(offset, torch.uint8, (at - offset,)))
         return lambda: staged, offset
