@@ -100,3 +100,18 @@ def test_data_parallel_to_sharded_and_back(tmp_path: Path, sequence: bool) -> No
         if name.startswith("model/"):
             assert torch.equal(weight, weights[name]), name
     again.train(1)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_training_goes_on_while_rows_are_read(tmp_path: Path, kernel: str) -> None:
+    """Update rows right after the cut, while a side stream still copies them."""
+    job, again = build(kernel, "rowwise_adagrad"), build(kernel, "rowwise_adagrad", seed=9)
+    job.train(3)
+    with job.checkpointer(tmp_path, chunk_bytes=4000) as saver:
+        wanted = job.everything()
+        saver.save(wait=False)
+        job.train(3)
+        saver.wait()
+    with again.checkpointer(tmp_path) as saver:
+        assert saver.restore() is not None
+        assert_equal(again.everything(), wanted)

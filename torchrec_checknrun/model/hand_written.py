@@ -53,6 +53,7 @@ class WriteWatch:
         stepped: finds the tables that dense optimizers step.
         copies: the rows of a checkpoint in progress that must be copied before they change; None
             without one.
+        read: recorded on a GPU once the rows of a checkpoint are copied out of it.
         spoils: whether such a write has come while rows were being copied.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
             then the next checkpoint holds all rows anyway.
@@ -69,6 +70,7 @@ class WriteWatch:
         self._turn = 0
         self.copies: KernelCopies | None = None
         self.spoils = False
+        self.read: torch.cuda.Event | None = None
         self._warned = False
         self.warns = False
         self._alive.add(self)
@@ -138,12 +140,23 @@ class WriteWatch:
             shard: position among the kernel's shards.
             ids: shard-local, as for ``Marks.mark``.
         """
+        self.before_change()
         if self.copies is not None:
             self.copies.before_write(shard, ids)
         self.marks[shard].mark(ids)
 
+    def before_change(self) -> None:
+        """Have the current stream of a GPU wait until the rows of a checkpoint in progress are
+        copied; the calling thread goes on.
+        """
+        if self.read is not None:
+            torch.cuda.current_stream(self.marks[0].device).wait_event(self.read)
+            if self.read.query():
+                self.read = None
+
     def before_overwriting(self) -> None:
         """Wait until all rows are saved for the checkpoint in progress."""
+        self.before_change()
         if self.copies is not None:
             self.copies.copies.wait_until_over()
 
@@ -154,6 +167,7 @@ class WriteWatch:
 
     def flush(self) -> None:
         """Write rows in the GPU cache back to memory."""
+        self.before_change()
         with announced([self.kernel.module]):
             self.kernel.flush()
 

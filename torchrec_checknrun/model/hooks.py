@@ -80,6 +80,7 @@ class KernelHook:
         if self.kernel.touches_other_rows:
             self._mark_whole()
             return
+        self.writes.before_change()
         if self.writes.copies is not None:
             self.writes.copies.before_update(values, offsets, self.kernel.feature_to_shard)
         for feature, shard in enumerate(self.kernel.feature_to_shard):

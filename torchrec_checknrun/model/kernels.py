@@ -153,6 +153,15 @@ class Kernel:
             self._memory = KernelMemory(tbe, self.module.split_embedding_weights())
         return self._memory
 
+    @property
+    def changes_in_backward_only(self) -> bool:
+        """Whether training changes the tables' memory in the fused update alone: no other
+        optimizer, no moving average, no cache that is written back.
+        """
+        cache = getattr(self.module._emb_module, "lxu_cache_weights", None)
+        cached = cache is not None and cache.numel() > 0
+        return not (self.data_parallel or self.touches_other_rows or cached)
+
     def purge(self) -> None:
         """Drop cached rows after the shards' memory was written, lest stale ones win."""
         self.module.purge()

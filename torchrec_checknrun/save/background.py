@@ -16,6 +16,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
+import torch
+
 from torchrec_checknrun.codecs import Surveys
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.format.rank_file import write_rank_file
@@ -289,7 +291,10 @@ class Background:
             differences.models, differences.buffers = snapshot.models, snapshot.buffers
             plan.summary = summarize(proposal.header, snapshot, items, quantization)
             save.progress.lap("chunks laid out", begun)
-            plan.staging.run(start)
+            try:
+                plan.staging.run(start)
+            finally:
+                _keep_until_read(snapshot, plan.staging.read)
             if save.rows is not None:
                 save.rows.protect()
             save.progress.lap("states and tables copied", begun)
@@ -437,6 +442,21 @@ class Background:
             save.finish(manifest)
         finally:
             ring.abort()  # wakes a training thread that still stages
+
+
+def _keep_until_read(snapshot: Snapshot, read: torch.cuda.Event | None) -> None:
+    """Have training's stream wait for copies from a GPU: at the first update, where that is all
+    that changes a table's memory, or now.
+    """
+    if read is None:
+        return
+    for shard in snapshot.shards:
+        assert shard.tracked is not None
+        watch = shard.tracked.writes
+        if shard.shard.weight.is_cuda and watch.kernel.changes_in_backward_only:
+            watch.read = read
+        elif shard.shard.weight.is_cuda:
+            torch.cuda.current_stream(shard.shard.weight.device).wait_event(read)
 
 
 def _consolidate(save: Save) -> None:

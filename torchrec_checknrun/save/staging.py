@@ -62,6 +62,10 @@ class Staging:
         ring: an unused ring of the memory's size.
         encode: tables whose rows are encoded during the stall, rather than copied.
         late: copies pieces of states later; None: all are copied at the cut.
+
+    Attributes:
+        read: recorded once all copies from a GPU are made, for which the streams of training must
+            wait before they change what is copied; None without such copies.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Staging:
         late: LateCopies | None = None,
     ) -> None:
         self.late = late
+        self.read: torch.cuda.Event | None = None
         self._memory = memory
         self._ring = ring
         self._all = items
@@ -355,8 +360,8 @@ class Staging:
 
     @contextmanager
     def _stream(self) -> Iterator[Callable[[], torch.cuda.Event | None]]:
-        """Queue copies from a GPU on a side stream, for which training's stream waits. Yields a
-        function that records the event for which the background waits.
+        """Queue copies from a GPU on a side stream; ``read`` is recorded after all of them. Yields
+        a function that records the event for which the background waits.
         """
         devices = self._devices - {torch.device("cpu")}
         if not devices:
@@ -367,7 +372,7 @@ class Staging:
         side.wait_stream(training)
         with torch.cuda.stream(side):
             yield side.record_event
-        training.wait_stream(side)
+            self.read = side.record_event()
 
 
 @functools.cache

@@ -1,0 +1,131 @@
+"""Copy the memory that only an optimizer's step changes while training computes gradients.
+
+Parameters and the optimizers' state of their size are most of a dense part's bytes. Between a cut
+and the next step of any optimizer nothing writes to them, so the background copies them first of
+all; a step that comes earlier makes the copies itself, in torch's hook before every optimizer's
+step. Version counters tell of any other write.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from torchrec_checknrun.errors import SaveFailed
+
+logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 1 << 16
+"""Smaller tensors are copied at the cut, which takes no longer than to remember them."""
+
+Span = tuple[int, int]
+"""The address of memory, and its size in bytes."""
+
+
+def stepped_memory(tensors: Iterable[torch.Tensor]) -> dict[Span, torch.Tensor]:
+    """Choose the tensors worth to be copied later, of those that only optimizers' steps change.
+
+    Returns:
+        By place in CPU memory; a version counter must tell of writes to each.
+    """
+    return {
+        (tensor.data_ptr(), tensor.nbytes): tensor
+        for tensor in tensors
+        if tensor.nbytes >= LEAST_BYTES
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_inference()
+    }
+
+
+class LateCopies:
+    """Copies of one checkpoint that are still to be made.
+
+    The training thread adds them at the cut and calls ``begin``; any thread may make them.
+
+    Attributes:
+        seconds: how long optimizers' steps have waited.
+    """
+
+    def __init__(self, stepped: dict[Span, torch.Tensor]) -> None:
+        self.seconds = 0.0
+        self._stepped = stepped
+        self._left: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]] = []
+        self._lock = threading.Lock()
+        self._failure: SaveFailed | None = None
+        self._handle: RemovableHandle | None = None
+
+    def add(self, piece: memoryview, target: torch.Tensor) -> bool:
+        """Remember a piece of memory that is to be copied; return False if it must be at once.
+
+        Args:
+            target: ``(size,)`` uint8.
+        """
+        source = torch.from_numpy(np.frombuffer(piece, dtype=np.uint8))
+        tensor = self._stepped.get((source.data_ptr(), source.nbytes))
+        if tensor is None:
+            return False
+        self._left.append((source, target, tensor, tensor._version))
+        return True
+
+    def begin(self) -> None:
+        """Have optimizers' steps make the copies before they change anything."""
+        if self._left:
+            self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def make(self) -> None:
+        """Make the copies that are left; wait for those that another thread makes.
+
+        Raises:
+            SaveFailed: memory was written by other means than an optimizer's step.
+        """
+        with self._lock:
+            while self._left:
+                source, target, tensor, version = self._left[-1]
+                target.copy_(source)
+                if tensor._version != version:
+                    self._failure = SaveFailed(
+                        f"a parameter or optimizer state of shape {tuple(tensor.shape)} was "
+                        "written, not by an optimizer's step(), while it was being saved: the "
+                        "checkpoint is not committed, its rows are kept for the next one, and from "
+                        "now on everything beside the tables is copied before training goes on"
+                    )
+                self._left.pop()
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                handle.remove()
+        if self._failure is not None:
+            raise self._failure
+
+    def end(self) -> None:
+        """Give up the copies that are left."""
+        with self._lock:
+            self._left.clear()
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                handle.remove()
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether memory was written by other means than an optimizer's step."""
+        return self._failure is not None
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        started = time.perf_counter()
+        try:
+            self.make()
+        except SaveFailed:
+            pass  # the background raises it
+        except Exception:
+            logger.exception("states could not be copied before an optimizer's step")
+            self._failure = SaveFailed("states could not be copied before an optimizer's step")
+        finally:
+            self.seconds += time.perf_counter() - started
