@@ -1,4 +1,4 @@
-"""Draws the two pictures of this folder: the way of a row to disk, and back.
+"""Draws the pictures of this folder: the way of a row to disk, its copy on write, and the way back.
 
 python docs/pictures/draw.py
 
@@ -47,8 +47,8 @@ SAVE = (
         "#f8dcc4",
         (
             Box(("all ranks agree: full or", "differential, how many bits"), "run/saver.py"),
-            Box(("the cut: marks are taken,", "a new interval begins"), "save/snapshot.py"),
-            Box(("modified rows and states", "are copied to memory"), "save/staging.py"),
+            Box(("the cut: marks are frozen,", "a new interval begins"), "marks/cuts.py"),
+            Box(("states are copied; rows", "are copied on write"), "snapshot/staging.py"),
         ),
     ),
     Lane(
@@ -68,6 +68,38 @@ SAVE = (
             Box(("files and sizes are", "looked at once more"), "save/commit.py"),
             Box(("manifest.json, in one", "atomic put: the commit"), "format/manifest.py"),
             Box(("what no kept checkpoint", "needs is deleted"), "root/prune.py"),
+        ),
+    ),
+)
+
+COPY_ON_WRITE = (
+    Lane(
+        "Training thread, at the cut: the stall",
+        "#f8dcc4",
+        (
+            Box(("marks are frozen as a layer;", "zeroed bytes take their place"), "marks/marks.py"),
+            Box(("states that may change at", "any time are copied"), "snapshot/items.py"),
+            Box(("the kernels' hooks are told", "which rows are needed"), "snapshot/cut_rows.py"),
+        ),
+    ),
+    Lane(
+        "Training thread, every backward pass until all rows are copied",
+        "#dbe9f6",
+        (
+            Box(("the gradient arrives: these", "rows are to be updated"), "model/hooks.py"),
+            Box(("those still needed are", "claimed, one by one"), "csrc/copy_on_write.h"),
+            Box(("and copied to overflow", "memory"), "csrc/overflow_rows.h"),
+            Box(("the kernel updates", "the rows, which are marked"), "marks/marks.py"),
+        ),
+    ),
+    Lane(
+        "Behind training, chunk by chunk",
+        "#dcefd9",
+        (
+            Box(("the layer becomes a set", "of rows, cut into chunks"), "row_sets.py"),
+            Box(("rows that nobody has copied", "are claimed and copied"), "csrc/copy_on_write.h"),
+            Box(("the others come from", "overflow memory"), "csrc/overflow_rows.h"),
+            Box(("each row once, and nobody", "wrote unseen: or it fails"), "snapshot/cut_rows.py"),
         ),
     ),
 )
@@ -169,6 +201,7 @@ def _arrow(path: str) -> str:
 
 PICTURES = {
     "save.svg": ("The way of a row to disk", SAVE),
+    "copy_on_write.svg": ("The copy of a row on write", COPY_ON_WRITE),
     "restore.svg": ("The way of a row back", RESTORE),
 }
 
