@@ -153,6 +153,20 @@ class LocalShard:
             optimizer={name: state[start:stop] for name, state in self.optimizer.items()},
         )
 
+    def empty_like(self) -> LocalShard:
+        """Return a shard of the same rows with memory of its own, not yet filled."""
+        return LocalShard(
+            table=self.table,
+            shape=self.shape,
+            rectangle=self.rectangle,
+            weight=torch.empty_like(self.weight, memory_format=torch.contiguous_format),
+            optimizer={
+                name: torch.empty_like(state, memory_format=torch.contiguous_format)
+                for name, state in self.optimizer.items()
+            },
+            replicated=self.replicated,
+        )
+
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Convert global to shard-local ids, ``(n,)`` int64 on the weight's device.
 

@@ -90,7 +90,7 @@ class Items:
         by_name: items by name, in writing order: the small ones first.
         replicated: bytes of each replicated state.
         trees: trees of the replicated states, without their bytes.
-        copied_later: shards whose rows are copied on write; ``find_rows`` makes their items.
+        copied_later: shards whose rows are copied behind training; ``find_rows`` makes their items.
         at_cut: the other shards.
         shared: names of the pieces, row-major, of each block that ranks of another mesh may hold as
             well; by the block's number.
@@ -105,7 +105,7 @@ class Items:
 
     @classmethod
     def of(cls, snapshot: Snapshot, quantization: Quantization, chunk_bytes: int) -> Items:
-        """Build the items of a live snapshot, but those of rows that are copied on write.
+        """Build the items of a live snapshot, but those of rows that are copied later.
 
         Args:
             chunk_bytes: memory for all copies of a chunk that a save or a restore makes.
@@ -131,16 +131,16 @@ class Items:
                     items.shared.setdefault(i, []).append(key)
         if snapshot.blocks and snapshot.collisions is not None:
             items._add(f"collisions@{rank}", ChunkItem(snapshot.collisions.encode(rank)))
-        at_cut = [shard for shard in snapshot.shards if shard.copies is None]
-        items.copied_later = [shard for shard in snapshot.shards if shard.copies is not None]
+        at_cut = [shard for shard in snapshot.shards if not shard.later]
+        items.copied_later = [shard for shard in snapshot.shards if shard.later]
         for name, item in _rows_items(at_cut, quantization, chunk_bytes):
             items._add(name, item)
         items.at_cut = at_cut
         return items
 
     def find_rows(self, quantization: Quantization, chunk_bytes: int) -> dict[str, RowsItem]:
-        """Build the items of the rows that are copied on write, which passes over marks; arguments
-        as for ``of``.
+        """Build the items of the rows that are copied later, which passes over marks; arguments as
+        for ``of``.
 
         Raises:
             UnsupportedState: see ``of``.

@@ -1,9 +1,9 @@
 """Copy the memory that only an optimizer's step changes while training computes gradients.
 
-Parameters and the optimizers' state of their size are most of a dense part's bytes. Between a cut
-and the next step of any optimizer nothing writes to them, so the background copies them first of
-all; a step that comes earlier makes the copies itself, in torch's hook before every optimizer's
-step. Version counters tell of any other write.
+Parameters, data-parallel tables among them, and the optimizers' state of their size are most of a
+dense part's bytes. Between a cut and the next step of any optimizer nothing writes to them, so the
+background copies them first of all; a step that comes earlier makes the copies itself, in torch's
+hook before every optimizer's step. Version counters tell of any other write.
 """
 
 from __future__ import annotations
@@ -76,6 +76,10 @@ class LateCopies:
         self._left.append((source, target, tensor, tensor._version))
         return True
 
+    def add_tensor(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Remember a tensor that is to be copied."""
+        self._left.append((source, target, source, source._version))
+
     def begin(self) -> None:
         """Have optimizers' steps make the copies before they change anything."""
         if self._left:
@@ -93,8 +97,9 @@ class LateCopies:
                 target.copy_(source)
                 if tensor._version != version:
                     self._failure = SaveFailed(
-                        f"a parameter or optimizer state of shape {tuple(tensor.shape)} was "
-                        "written, not by an optimizer's step(), while it was being saved: the "
+                        "a parameter, data-parallel table or optimizer state of shape "
+                        f"{tuple(tensor.shape)} was written while it was being saved, and not by "
+                        "an optimizer's step(): the "
                         "checkpoint is not committed, its rows are kept for the next one, and from "
                         "now on everything beside the tables is copied before training goes on"
                     )

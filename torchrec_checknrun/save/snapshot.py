@@ -31,7 +31,7 @@ from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL, split_states
 from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
 from torchrec_checknrun.row_sets import RowSet
-from torchrec_checknrun.save.late_copies import Span, stepped_memory
+from torchrec_checknrun.save.late_copies import LateCopies, Span, stepped_memory
 from torchrec_checknrun.shards import LocalShard, TableShape
 
 
@@ -48,13 +48,16 @@ class ShardSnapshot:
         tensors: the shard's weight and optimizer states, live.
         tracked, selected: of a tracked model, the whole shard, and the layers of its marks that
             hold the modified rows; None: all rows are to be written.
-        copies: the rows as of the cut if they are copied on write; None: they are copied before
-            training goes on.
+        copies: the rows as of the cut if they are copied on write.
+        later: whether the rows are copied after training goes on, on write or whole.
+        place: of a table that all ranks have, the half-open range of rows that is this rank's part.
     """
 
     tracked: TrackedShard | None = None
     selected: Selected | None = None
     copies: ShardCopies | None = None
+    later = False
+    place: tuple[int, int] | None = None
 
     def __init__(self, shard: LocalShard, modified: RowSet | Callable[[], RowSet] | None) -> None:
         self.shard = shard
@@ -71,6 +74,35 @@ class ShardSnapshot:
         if callable(modified):
             modified = self._modified = modified()  # which lets go of the marks' layers
         return modified
+
+    def copy_whole(self, late: LateCopies | None) -> None:
+        """Have the whole shard copied to memory of its own, late or at once, to be read from there.
+
+        For data-parallel tables: other ranks' lookups change rows as well, and only the ranks
+        together know which are modified.
+        """
+        live, self.shard = self.shard, self.shard.empty_like()
+        self.later, self.tensors = True, self.shard.tensors
+        for source, target in zip(live.tensors, self.tensors, strict=True):
+            if late is None or source.is_inference():
+                target.copy_(source)
+            else:
+                late.add_tensor(source, target)
+
+    def own_rows(self) -> torch.Tensor | None:
+        """Return the modified rows that this rank knows of a table that all ranks have, of the
+        whole table: bits, ``((rows + 7) // 8,)`` uint8. None: all rows are to be written.
+        """
+        if self.selected is None:
+            return None
+        assert self.tracked is not None
+        return union(self.selected, self.tracked.rectangle.rows).packed
+
+    def unite(self, rows: torch.Tensor) -> None:
+        """Take the rows that any rank knows, as from ``own_rows``, for those to write."""
+        assert self.tracked is not None
+        found = RowSet.of_bits(rows.numpy(), self.tracked.rectangle.rows)
+        self._modified = found if self.place is None else found.part(*self.place)
 
     @functools.cached_property
     def count(self) -> int:
@@ -274,14 +306,15 @@ def _own_part(shard: TrackedShard, cut: Cut, since: Consumer | None) -> ShardSna
     modified: Callable[[], RowSet] | None = None
     if selected is not None:
         modified = partial(union, selected, local.rectangle.rows)
+    place = None
     if local.replicated and dist.is_initialized():
         rank, world, rows = dist.get_rank(), dist.get_world_size(), local.rectangle.rows
         start, stop = rows * rank // world, rows * (rank + 1) // world
-        local = local.part(start, stop)
+        local, place = local.part(start, stop), (start, stop)
         if modified is not None:
             modified = partial(_part, modified, start, stop)
     snapshot = ShardSnapshot(local, modified)
-    snapshot.tracked, snapshot.selected = shard, selected
+    snapshot.tracked, snapshot.selected, snapshot.place = shard, selected, place
     return snapshot
 
 
