@@ -231,6 +231,7 @@ class ShardCopies:
         self.native: Any = torch.classes.checknrun.ShardRows(
             len(tensors[0]), marks, bits, self.tensors, states, generation, copies.overflow.native
         )
+        self._copies = copies
         copies.shards.append(self)
 
     def stage(
@@ -251,9 +252,17 @@ class ShardCopies:
 
         Returns:
             For each of the shard's tensors its rows, ``(n, …)``.
+
+        Raises:
+            SaveFailed: the copies were given up.
         """
         into = [tensor.new_empty((len(positions), *tensor.shape[1:])) for tensor in self.tensors]
-        self.native.sample(positions, into)
+        try:
+            self.native.sample(positions, into)
+        except RuntimeError:
+            if self._copies.failure is not None:  # nobody has copied the rows
+                raise self._copies.failure from None
+            raise
         return into
 
 
