@@ -24,12 +24,13 @@ SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 SITE := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check docs test test-full soak campaign versions clean $(GROUPS)
+.PHONY: help env demo check docs test test-full race soak campaign versions clean $(GROUPS)
 
 help:
 	@echo 'make demo        the main job with a killed rank, see README; DATA=train.txt: on real Criteo data'
 	@echo 'make test        make check and all tests but the slow ones; ARGS="-k name": more for pytest'
 	@echo 'make test-full   the slow tests too, and all examples of property tests'
+	@echo 'make race        a million races for rows between training and a save, with a thread sanitizer'
 	@echo 'make soak        1,000 checkpoints with random faults; nothing may grow or be lost'
 	@echo 'make campaign    kills, storage faults, damage, hostile inputs: most of an hour'
 	@echo 'make versions    the tests with other releases of torch, FBGEMM and TorchRec; ARGS=--quick: some'
@@ -96,6 +97,12 @@ other-tests:
 test-full: export CHECKNRUN_TESTS = full
 test-full: check
 	$(PY) -m pytest --durations=20 $(ARGS)
+
+# Nothing of the environment: a C++ compiler alone.
+race:
+	@mkdir -p build
+	$(CXX) -std=c++17 -O1 -g -fsanitize=thread -pthread tests/race/copy_on_write.cpp -o build/race
+	TSAN_OPTIONS='halt_on_error=1 exitcode=66' build/race 1000000
 
 soak: $(STAMP)
 	$(PY) -W ignore -m tests.crash.soak --checkpoints 1000 --json recipes/results/soak.json

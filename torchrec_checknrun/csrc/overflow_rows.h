@@ -62,12 +62,17 @@ class Pages {
 // The copied rows of one shard, by buckets of neighbouring rows.
 //
 // A slot is reserved before its row is claimed, so that no claimed row waits for memory; it is
-// published once its bytes are there. A page goes back to the pool with the last of its slots.
+// published once its bytes are there. A slot that was given back serves the shard's next row, since
+// the rows of one step lie all over the shard: pages would not become free before the last chunks.
+// A page goes back to the pool with the last of its slots.
 class OverflowRows {
  public:
+  struct Slot;
   struct Page {
     uint8_t* memory;
-    int64_t used;
+    int64_t used = 0;
+    Slot* free = nullptr;  // slots that were given back
+    bool listed = false;   // in ``with_free_``
   };
   struct Slot {
     int64_t row;
@@ -98,15 +103,8 @@ class OverflowRows {
     into.clear();
     std::lock_guard<std::mutex> hold(mutex_);
     while (into.size() < n) {
-      if (!current_ || at_ + slot_bytes_ > pages_.page()) {
-        Page* page = new_page(beyond);
-        if (!page) return;
-        current_ = page;
-        at_ = 0;
-      }
-      Slot* slot = new (current_->memory + at_) Slot{-1, nullptr, current_, 0};
-      ++current_->used;
-      at_ += slot_bytes_;
+      Slot* slot = new_slot(beyond);
+      if (!slot) return;
       into.push_back(slot);
     }
   }
@@ -122,7 +120,7 @@ class OverflowRows {
       ++counts_.get()[bucket];
     }
     held_ += int64_t(n);
-    for (size_t i = n; i < slots.size(); ++i) unuse(slots[i]->page);
+    for (size_t i = n; i < slots.size(); ++i) unuse(slots[i]);
   }
 
   // Collects the rows in [first, last]; ``take`` unlinks them, to be given back by ``release``.
@@ -150,7 +148,7 @@ class OverflowRows {
 
   void release(const std::vector<Slot*>& slots) {
     std::lock_guard<std::mutex> hold(mutex_);
-    for (Slot* slot : slots) unuse(slot->page);
+    for (Slot* slot : slots) unuse(slot);
   }
 
   // Returns about how many rows of [start, stop) are held, in whole buckets.
@@ -172,16 +170,48 @@ class OverflowRows {
     void operator()(void* memory) const { std::free(memory); }
   };
 
+  Slot* new_slot(bool beyond) {
+    if (!with_free_.empty()) {
+      Page* page = with_free_.back();
+      Slot* slot = page->free;
+      page->free = slot->next;
+      if (!page->free) {
+        page->listed = false;
+        with_free_.pop_back();
+      }
+      ++page->used;
+      return new (slot) Slot{-1, nullptr, page, 0};
+    }
+    if (!current_ || at_ + slot_bytes_ > pages_.page()) {
+      Page* page = new_page(beyond);
+      if (!page) return nullptr;
+      current_ = page;
+      at_ = 0;
+    }
+    Slot* slot = new (current_->memory + at_) Slot{-1, nullptr, current_, 0};
+    ++current_->used;
+    at_ += slot_bytes_;
+    return slot;
+  }
+
   Page* new_page(bool beyond) {
     if (slot_bytes_ > pages_.page()) return nullptr;
     uint8_t* memory = pages_.take(beyond);
     if (!memory) return nullptr;
-    all_.push_back(new Page{memory, 0});
+    all_.push_back(new Page{memory});
     return all_.back();
   }
 
-  void unuse(Page* page) {
-    if (--page->used > 0) return;
+  void unuse(Slot* slot) {
+    Page* page = slot->page;
+    if (--page->used > 0) {
+      slot->next = page->free;
+      page->free = slot;
+      if (!page->listed) with_free_.push_back(page);
+      page->listed = true;
+      return;
+    }
+    if (page->listed) with_free_.erase(std::find(with_free_.begin(), with_free_.end(), page));
     if (page == current_) current_ = nullptr;
     pages_.give(page->memory);
     all_.erase(std::find(all_.begin(), all_.end(), page));
@@ -193,7 +223,7 @@ class OverflowRows {
   std::mutex mutex_;
   std::unique_ptr<Slot*, Free> heads_;
   std::unique_ptr<int32_t, Free> counts_;
-  std::vector<Page*> all_;
+  std::vector<Page*> all_, with_free_;
   Page* current_ = nullptr;
   int64_t at_ = 0, held_ = 0;
 };

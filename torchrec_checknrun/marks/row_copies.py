@@ -36,10 +36,9 @@ def can_copy_on_write(tensors: Sequence[torch.Tensor]) -> bool:
     """Tell whether rows of these tensors can be copied before they change: each tensor contiguous
     rows in CPU memory, a row of all tensors smaller than a page, and the extension is there.
     """
-    row_bytes = sum(tensor.stride(0) * tensor.element_size() for tensor in tensors)
     return (
         all(t.is_cpu and t.is_contiguous() and t.dim() > 0 for t in tensors)
-        and row_bytes <= PAGE_BYTES - 64
+        and sum(t.stride(0) * t.element_size() for t in tensors) <= PAGE_BYTES - 64
         and has_extension()
     )
 
@@ -133,7 +132,8 @@ class RowCopies:
             self._changed.notify_all()
 
     def protect(self, copy: Callable[[int], int], count: int) -> None:
-        """Copy rows before an update; never raise an error of its own.
+        """Copy rows before an update; never raise an error of its own, only those of the caller's
+        signal handlers.
 
         Args:
             copy: copies the rows of ``count`` ids from a place among the ids on, and returns the
@@ -143,12 +143,9 @@ class RowCopies:
             return
         started = time.perf_counter()
         try:
-            at = copy(0)
+            at = self._copy(copy, 0)
             if at < count:
                 self._wait_and_copy(copy, at, count, started)
-        except Exception as error:
-            logger.exception("rows could not be copied before their update")
-            self.fail(SaveFailed(f"rows could not be copied before their update: {error!r}"))
         finally:
             spent = time.perf_counter() - started
             self.protection.seconds += spent
@@ -178,6 +175,15 @@ class RowCopies:
         self.protection.row_seconds = longest / 1e9
         return self.protection
 
+    def _copy(self, copy: Callable[[int], int], at: int) -> int:
+        """Copy from a place on; where that fails, give the cut's copies up."""
+        try:
+            return copy(at)
+        except (RuntimeError, ValueError, IndexError, MemoryError) as error:  # the extension's
+            logger.exception("rows could not be copied before their update")
+            self.fail(SaveFailed(f"rows could not be copied before their update: {error!r}"))
+            return at
+
     def _wait_and_copy(
         self, copy: Callable[[int], int], at: int, count: int, started: float
     ) -> None:
@@ -196,7 +202,7 @@ class RowCopies:
             with self._changed:
                 if not self._over:
                     self._changed.wait(_LOOK_SECONDS)
-            at = copy(at)
+            at = self._copy(copy, at)
         self.protection.memory_seconds += time.perf_counter() - waiting
 
 
@@ -305,7 +311,15 @@ class ShardCopies:
 
         Returns:
             For each of the shard's tensors its rows, ``(n, …)``.
+
+        Raises:
+            SaveFailed: the copies were given up.
         """
         into = [tensor.new_empty((len(positions), *tensor.shape[1:])) for tensor in self._tensors]
-        self.native.sample(positions, into)
+        try:
+            self.native.sample(positions, into)
+        except RuntimeError:
+            if self._kernel.copies.failure is not None:  # nobody has copied the rows
+                raise self._kernel.copies.failure from None
+            raise
         return into

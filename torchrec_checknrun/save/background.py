@@ -38,6 +38,7 @@ from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.save.staged import rows_size, tensors_size
 from torchrec_checknrun.save.staging import (
+    COPIER,
     Staging,
     StagingMode,
     copied_size,
@@ -81,6 +82,7 @@ class _Plan:
         """Adds surveys of these rows."""
         self.kept: object = None
         """Freed behind training: to free tensors lets the background have the interpreter."""
+        self.ready_copier: ReadyThread | None = None
         self._copier: threading.Thread | None = None
         self._save = save
         self._differences = differences
@@ -124,7 +126,8 @@ class _Plan:
             # Before other rows take overflow memory: a sample may take memory beyond it.
             self.survey_rows(self.summary.surveys)
             items |= found
-            self._copier = self.staging.start_behind(found, self._save.rows)
+            ready, self.ready_copier = self.ready_copier, None
+            self._copier = self.staging.start_behind(found, self._save.rows, ready)
         digests = self.staging.digests()
         self._save.fingerprint = fingerprint(digests, self.summary.progress)
         summary = self.summary.with_digests(digests, self.staging.shared_digests())
@@ -196,7 +199,8 @@ class Background:
         self._process: WriteProcess | None = None
         self._thread: threading.Thread | None = None
         self._ready: ReadyThread | None = None
-        """For the next checkpoint."""
+        self._ready_copier: ReadyThread | None = None
+        """Both for the next checkpoint; an interpreter that ends may give no more threads."""
         self._start_process()
         self._make_ready()
 
@@ -268,6 +272,7 @@ class Background:
         differences = RankDifferences(told=self._told)
         plan = _Plan(save, differences)
         plan.kept = snapshot
+        plan.ready_copier, self._ready_copier = self._ready_copier, None
         finish = partial(self._finish, save, plan, (before_commit, after_commit))
 
         def start() -> None:
@@ -316,6 +321,8 @@ class Background:
         """Start the thread of the next checkpoint while nobody waits for that."""
         with suppress(RuntimeError):  # no thread to be had, or the interpreter ends
             self._ready = ReadyThread(_NAME)
+            if self._on_write is not None:
+                self._ready_copier = ReadyThread(COPIER)
 
     def _start(self, finish: Callable[[], None]) -> threading.Thread:
         """Run ``finish`` in a thread; a daemon, as it may wait for a rank that never comes.
@@ -341,9 +348,10 @@ class Background:
 
     def close(self) -> None:
         """End the process and release the memory; no checkpoint may be on its way."""
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            ready.end()
+        for ready in (self._ready, self._ready_copier):
+            if ready is not None:
+                ready.end()
+        self._ready = self._ready_copier = None
         self._end_process()
         self._memory.close()
 

@@ -65,9 +65,13 @@ class _RowStates:
         return self.generation
 
     def renew(self) -> None:
-        """Clear the bytes once no generation is left; a pass over the rows, best done behind."""
+        """Begin with new bytes once no generation is left; a pass over the rows, best done behind.
+
+        Not by clearing the old ones: of a save that was given up, a hook or the background may
+        still be copying rows, and would leave states there that a later cut takes for its own.
+        """
         if self.generation == GENERATIONS:
-            self.bytes.zero_()
+            self.bytes = torch.zeros_like(self.bytes).zero_()  # touched
             self.generation = 0
 
 

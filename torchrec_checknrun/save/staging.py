@@ -42,12 +42,15 @@ from torchrec_checknrun.save.staged import (
     with_encoding,
 )
 from torchrec_checknrun.shards import LocalShard
+from torchrec_checknrun.threads import ReadyThread
 
 StagingMode = Literal["copy_on_write", "auto", "copy", "encode"]
 """Whether rows are copied on write, where their table allows it (else as ``auto``), or while
 training waits: as they are, or encoded, or whatever takes less time.
 """
 _TRIAL_ROWS = 16384
+COPIER = "checknrun-copy"
+"""Name of the thread that stages the rows that are copied on write."""
 _MOST_THREADS = 8
 """More threads find no more memory bandwidth."""
 
@@ -211,18 +214,25 @@ class Staging:
         if self._failure is not None:
             raise self._failure
 
-    def start_behind(self, found: Mapping[str, RowsItem], copies: CutRows) -> threading.Thread:
+    def start_behind(
+        self, found: Mapping[str, RowsItem], copies: CutRows, ready: ReadyThread | None = None
+    ) -> threading.Thread:
         """Start the thread that stages rows that are copied on write; its failures reach ``jobs``.
 
         Args:
             found: the items by name.
             copies: the rows as of the cut.
+            ready: a thread that was started ahead.
+
+        Raises:
+            RuntimeError: there is none, and the system gives no more threads.
         """
         self._behind, self._behind_done = found, False
-        thread = threading.Thread(
-            target=self._run_behind, args=(copies,), name="checknrun-copy", daemon=True
-        )
-        thread.start()
+        run = functools.partial(self._run_behind, copies)
+        thread = None if ready is None else ready.give(run)
+        if thread is None:
+            thread = threading.Thread(target=run, name=COPIER, daemon=True)
+            thread.start()
         return thread
 
     def _run_behind(self, copies: CutRows) -> None:

@@ -1,0 +1,347 @@
+"""Whatever fails while rows are copied on write: training goes on, the save is told, rows stay.
+
+Rows are held before they are copied, and overflow memory is too small for one step, so that
+training waits in a hook while something else goes wrong.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.crash.hanging import HangingStore
+from tests.distributed.fork_server import REPOSITORY
+from tests.distributed.on_write import (
+    Held,
+    build,
+    checkpointer,
+    copying_waits,
+    differences,
+    hook_waits,
+    little_memory,
+    soon,
+    was_on_write,
+)
+from tests.distributed.states import gather
+from tests.unit.save.test_broken_saves import refuse_threads
+from torchrec_checknrun import Quantization
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.save.save import Save
+from torchrec_checknrun.save.staging import COPIER
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+SLACK = 12.0
+"""Seconds that a busy machine may take."""
+
+
+class Begun:
+    """A job in the middle of its second save, whose rows are held before they are copied.
+
+    Attributes:
+        wanted: the state at the cut.
+    """
+
+    def __init__(self, root: str | Path, held: Held, **options: Any) -> None:
+        self.root = root
+        self.held = held
+        self.job = build()
+        self.saver = checkpointer(root, self.job, **options)
+        self.job.train()
+        with copying_waits(after=10**9):
+            was_on_write(self.saver.save(), protected=False)
+        self.job.train(3)
+        self.wanted = gather(self.job)
+        self.saver.save(wait=False)
+
+    @property
+    def save(self) -> Save:
+        assert self.saver._saver.running is not None
+        return self.saver._saver.running
+
+    def train_into_the_wait(self) -> float:
+        """Train until a hook has waited and gone on; return the longest step's seconds."""
+        self.held.wait()
+        longest = 0.0
+        for _ in range(4):
+            started = time.monotonic()
+            self.job.train()
+            longest = max(longest, time.monotonic() - started)
+        assert hook_waits(self.saver) or longest > 0.3
+        assert longest > 0.3, "no hook has waited"
+        return longest
+
+    def next_save_is_whole(self, protected: bool = True) -> None:
+        self.job.train()
+        wanted = gather(self.job)
+        with copying_waits() as held, soon(held.let_go, 0.2):
+            self.saver.save(wait=False)
+            self.job.train(2)
+            was_on_write(self.saver.wait(), protected)
+        self.saver.close()
+        assert differences(self.root, wanted) == []
+
+
+@contextmanager
+def begun(root: str | Path, after: int = 0, **options: Any) -> Iterator[Begun]:
+    with ExitStack() as stack:
+        stack.enter_context(little_memory())
+        held = stack.enter_context(copying_waits())
+        yield Begun(root, held, **{"timeout_seconds": 60.0, **options})
+
+
+def test_a_hook_waits_until_the_background_goes_on(tmp_path: Path) -> None:
+    with begun(tmp_path) as run:
+        with soon(run.held.let_go):
+            run.train_into_the_wait()
+        report = was_on_write(run.saver.wait())
+        assert report.memory_wait_seconds > 0.2
+        run.saver.close()
+        assert differences(tmp_path, run.wanted) == []
+
+
+def test_given_up_while_a_hook_waits(tmp_path: Path) -> None:
+    with begun(tmp_path) as run:
+        with soon(lambda: run.save.give_up(SaveFailed("given up, says the test"))):
+            run.train_into_the_wait()
+        run.held.let_go()
+        with pytest.raises(SaveFailed, match="says the test"):
+            run.saver.wait()
+        run.next_save_is_whole()
+
+
+def test_control_c_while_a_hook_waits(tmp_path: Path) -> None:
+    """Interrupt training, not the save."""
+    with begun(tmp_path) as run:
+        with soon(_thread.interrupt_main), pytest.raises(KeyboardInterrupt):
+            run.train_into_the_wait()
+        run.held.let_go()
+        was_on_write(run.saver.wait())
+        assert differences(tmp_path, run.wanted) == []
+        run.next_save_is_whole()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("says the test"), KeyboardInterrupt("says the test")]
+)
+def test_the_copier_dies(tmp_path: Path, error: BaseException) -> None:
+    with begun(tmp_path) as run:
+        with soon(lambda: run.held.let_go(error)):
+            run.train_into_the_wait()
+        with pytest.raises((SaveFailed, KeyboardInterrupt), match="says the test"):
+            run.saver.wait()
+        run.next_save_is_whole()
+
+
+def test_a_hook_waits_too_long(tmp_path: Path) -> None:
+    with begun(tmp_path, timeout_seconds=2.0) as run:
+        seconds = run.train_into_the_wait()
+        assert 1.5 < seconds < 2 + SLACK
+        run.held.let_go()
+        with pytest.raises(SaveFailed, match=r"training waited 2 s for memory.*memory_budget"):
+            run.saver.wait()
+        run.next_save_is_whole()
+
+
+@pytest.mark.parametrize("call", ["open", "write", "manifest"])
+def test_a_store_that_hangs_while_a_hook_waits(call: str) -> None:
+    HangingStore.released.clear()
+    try:
+        with begun(f"hanging://on-write-{call}", timeout_seconds=3.0) as run:
+            HangingStore.hangs.add(call)
+            run.held.let_go()
+            started = time.monotonic()
+            run.job.train(4)
+            with pytest.raises(SaveFailed, match=r"nothing was heard|training waited"):
+                run.saver.wait()
+            assert time.monotonic() - started < 2 * 3.0 + SLACK
+            HangingStore.hangs.clear()
+            HangingStore.released.set()
+            run.next_save_is_whole()
+    finally:
+        HangingStore.released.set()
+        HangingStore.hangs.clear()
+        HangingStore.store.clear()
+
+
+def test_no_thread_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = build()
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, COPIER, 0)
+        saver = checkpointer(tmp_path, job)
+        job.train()
+        with pytest.raises(SaveFailed, match="can't start new thread"):
+            saver.save()
+    job.train()
+    wanted = gather(job)
+    was_on_write(saver.save(), protected=False)
+    saver.close()
+    assert differences(tmp_path, wanted) == []
+
+
+def test_a_thread_that_was_started_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save the last checkpoint of an interpreter that ends, and starts no more threads."""
+    job = build()
+    saver = checkpointer(tmp_path, job)
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, COPIER, 0)
+        job.train()
+        was_on_write(saver.save(), protected=False)
+    saver.close()
+    assert differences(tmp_path, gather(job)) == []
+
+
+def test_closed_while_rows_are_copied(tmp_path: Path) -> None:
+    with begun(tmp_path) as run:
+        with soon(run.held.let_go):
+            run.train_into_the_wait()
+        with copying_waits(after=2) as held, soon(held.let_go):
+            run.saver.close()
+        assert differences(tmp_path, run.wanted) == []
+        run.job.train()  # without hooks
+
+
+def test_an_error_closes_it_while_rows_are_copied(tmp_path: Path) -> None:
+    """Don't wait for the rows; training that goes on all the same doesn't either."""
+    with begun(tmp_path) as run:
+        started = time.monotonic()
+        with pytest.raises(InterruptedError), run.saver:
+            raise InterruptedError
+        run.job.train(5)
+        assert time.monotonic() - started < SLACK
+        run.held.let_go()
+        assert run.saver._saver._background._thread is not None
+        run.saver._saver._background._thread.join(SLACK)
+    assert not [t for t in threading.enumerate() if t.name == COPIER and t.is_alive()]
+    other = build()
+    with checkpointer(tmp_path, other) as saver:  # the first or the second
+        report = saver.restore()
+    assert report is not None
+
+
+def test_the_process_is_killed_while_rows_are_copied(tmp_path: Path) -> None:
+    with begun(tmp_path, background="process") as run:
+        process = run.saver._saver._background._process
+        assert process is not None
+        run.held.wait()
+        os.kill(process.pid, signal.SIGKILL)
+        with soon(run.held.let_go):
+            run.train_into_the_wait()
+        with pytest.raises(SaveFailed):
+            run.saver.wait()
+        run.next_save_is_whole()
+
+
+def test_a_write_by_hand_before_rows_are_surveyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Name the write, not what the survey of rows met."""
+    from torchrec_checknrun.save import background
+
+    job, go, reached = build(), threading.Event(), threading.Event()
+    survey = background.survey
+
+    def wait_and_survey(*args: Any) -> Any:
+        reached.set()
+        assert go.wait(60)
+        return survey(*args)
+
+    quantization = Quantization(4, "importance", exact_below_rows=0)
+    saver = checkpointer(tmp_path, job, quantization=quantization)
+    job.train()
+    monkeypatch.setattr(background, "survey", wait_and_survey)
+    saver.save(wait=False)
+    assert reached.wait(60)
+    next(iter(job.model.state_dict().values())).local_shards()[0].tensor[:5] += 1
+    job.train()
+    saver.step()
+    go.set()
+    with pytest.raises(SaveFailed, match="were written outside of training"):
+        saver.wait()
+    wanted = gather(job)
+    was_on_write(saver.save(), protected=False)
+    del wanted
+    saver.close()
+
+
+def test_more_saves_than_generations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give saves up as the generations of a shard's states run out: none of them comes again."""
+    from torchrec_checknrun.save import cut_rows
+
+    monkeypatch.setattr(cut_rows, "GENERATIONS", 3)
+    job = build()
+    saver = checkpointer(tmp_path, job, timeout_seconds=60.0)
+    for number in range(9):
+        job.train(2)
+        with copying_waits(after=1) as held:
+            saver.save(wait=False)
+            job.train(2)
+            held.wait()
+            if number % 3 == 2:
+                running = saver._saver.running
+                assert running is not None
+                running.give_up(SaveFailed("says the test"))
+                job.train()
+                held.let_go()
+                with pytest.raises(SaveFailed, match="says the test"):
+                    saver.wait()
+            else:
+                held.let_go()
+                was_on_write(saver.wait())
+    wanted = gather(job)
+    saver.save()
+    saver.close()
+    assert differences(tmp_path, wanted) == []
+
+
+SCRIPT = """
+import os, signal, sys, threading
+import torch.distributed as dist
+from tests.distributed.on_write import build, checkpointer, copying_waits, little_memory
+from torchrec_checknrun import OnSigterm
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with little_memory(), copying_waits() as held:
+    job = build()
+    saver = checkpointer(sys.argv[1], job, triggers=[OnSigterm(20)], timeout_seconds=60)
+    job.train(2)
+    saver.step()
+    saver.save(wait=False)
+    held.wait()
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    threading.Timer(1.5, held.let_go).start()
+    for _ in range(200):
+        job.train()
+        print("trained", job.steps, flush=True)
+        saver.step()
+"""
+
+
+def test_sigterm_while_a_hook_waits(tmp_path: Path) -> None:
+    """Save once the hook goes on, within the grace time."""
+    started = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == -signal.SIGTERM, ran.stderr
+    assert time.monotonic() - started < 90
+    trained = int(ran.stdout.split()[-1])
+    assert len(list(tmp_path.glob("*/manifest.json"))) == 2
+    job, other = build(), build(seed=3)
+    job.train(trained)
+    assert differences(tmp_path, gather(job)) == []
+    del other
