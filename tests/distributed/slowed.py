@@ -13,7 +13,6 @@ from threading import Event
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from tests.distributed import references
@@ -167,15 +166,3 @@ def overflow_pages(saver: Checkpointer) -> tuple[int, int]:
     memory = saver._saver._background._on_write
     assert memory is not None
     return memory.overflow.native.free(), memory.overflow.native.total()
-
-
-def differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Tell whether two copies of a state differ."""
-    return bool(references.differences(one, other, None))
-
-
-@torch.no_grad()
-def disturb(job: Any) -> None:
-    """Write other values into the whole of a job's dense parameters."""
-    for parameter in job.model.parameters():
-        parameter.add_(1)

@@ -169,8 +169,16 @@ class RowCopies:
                 )
             )
 
+    def release(self) -> None:
+        """Let go of the shards' copies, whose memory goes back once no hook uses them any more."""
+        self.count()
+        with self._changed:
+            self.shards = []
+
     def count(self) -> Protection:
         """Return the price of protection so far, with the shards' own counts."""
+        if not self.shards:
+            return self.protection
         self.protection.rows = sum(shard.native.protected_rows() for shard in self.shards)
         longest = max((shard.native.longest_wait_ns() for shard in self.shards), default=0)
         self.protection.row_seconds = longest / 1e9

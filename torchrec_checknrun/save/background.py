@@ -411,6 +411,8 @@ class Background:
             save.finish(manifest)
         finally:
             ring.abort()  # wakes a training thread that still stages
+            if save.rows is not None:
+                save.rows.release()
 
 
 def _consolidate(save: Save) -> None:
