@@ -167,8 +167,16 @@ class RowCopies:
                 )
             )
 
+    def release(self) -> None:
+        """Let go of the shards' copies, whose memory goes back once no hook uses them any more."""
+        self.count()
+        with self._changed:
+            self.kernels = []
+
     def count(self) -> Protection:
         """Return the price of protection so far, with the shards' own counts."""
+        if not self.kernels:  # released: noted before
+            return self.protection
         shards = [shard.native for kernel in self.kernels for shard in kernel.shards.values()]
         self.protection.rows = sum(shard.protected_rows() for shard in shards)
         longest = max((shard.longest_wait_ns() for shard in shards), default=0)

@@ -105,7 +105,9 @@ class _Plan:
         if self.staging is not None and self.staging.late is not None:
             self.staging.late.end()
             self._save.progress.protection.seconds += self.staging.late.seconds
-        self._save.rows = self.kept = None
+        rows, self._save.rows, self.kept = self._save.rows, None, None
+        if rows is not None:
+            rows.release()
 
     def prepare(self) -> Prepared:
         """Return this rank's part, for ``save_checkpoint``.

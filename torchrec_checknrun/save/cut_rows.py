@@ -213,6 +213,16 @@ class CutRows:
         for states in self._states:
             states.renew()
 
+    def release(self) -> None:
+        """Give overflow memory back, once no thread copies rows; else errors would keep it, since
+        their tracebacks hold the save.
+        """
+        for snapshot in self.snapshots:
+            snapshot.copies = None
+        self.snapshots = []
+        self._watches = {}
+        self.copies.release()
+
     def _frozen(self, snapshot: ShardSnapshot) -> list[tuple[torch.Tensor, int]] | None:
         """Return the marks that tell which rows are in the snapshot: bytes that nobody changes
         any more, with the bits that count, or packed ones, with -1. None: all rows are.

@@ -56,10 +56,24 @@ class Shard:
         self.tensors = tensors
         self.size = len(tensors[0])
         self.states = torch.zeros(self.size, dtype=torch.uint8) if states is None else states
-        self.copies = ShardCopies(copies, frozen, tensors, self.states, generation)
+        self.frozen = ShardAtCut(frozen, tensors, self.states, generation)
+        self._cut = copies
+        self._copies: ShardCopies | None = None
         self.at_cut = [tensor.clone() for tensor in tensors]
         self.rows = sorted(range(self.size) if rows is None else rows)
         self.left = set(self.rows)
+
+    @property
+    def copies(self) -> ShardCopies:
+        """The shard's copies: those of a kernel, or of a kernel with no other shard."""
+        if self._copies is None:
+            self._copies = KernelCopies(self._cut, {0: self.frozen}).shards[0]
+        return self._copies
+
+    @copies.setter
+    def copies(self, of_kernel: ShardCopies) -> None:
+        assert self._copies is None
+        self._copies = of_kernel
 
     @property
     def row_bytes(self) -> int:
@@ -128,8 +142,10 @@ class Kernel:
     ) -> None:
         self.shards = shards
         self.feature_to_shard = feature_to_shard
-        protected = {i: s.copies for i, s in enumerate(shards) if i not in unprotected}
+        protected = {i: s.frozen for i, s in enumerate(shards) if i not in unprotected}
         self.copies = KernelCopies(copies, protected)
+        for place, shard_copies in self.copies.shards.items():
+            shards[place].copies = shard_copies
 
     def update(self, ids: list[list[int]], dtype: torch.dtype = torch.int64) -> None:
         """Train one step with the ids of each feature."""

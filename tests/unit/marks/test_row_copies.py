@@ -97,7 +97,7 @@ def test_any_order(chance: random.Random) -> None:
     copies.complete()
     assert copies.failure is None
     del kernel, shards
-    copies.shards.clear()
+    copies.release()
     assert memory.native.free() == memory.native.total()
 
 
