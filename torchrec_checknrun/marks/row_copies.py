@@ -258,7 +258,10 @@ class KernelCopies:
             tensors, layout, copies.overflow.native
         )
         copies.kernels.append(self)
-        self.shards = {place: ShardCopies(self, place, each) for place, each in shards.items()}
+        self.shards = {
+            place: ShardCopies(copies, self.native, place, shard.tensors)
+            for place, shard in shards.items()
+        }
 
     def before_update(
         self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]
@@ -291,15 +294,18 @@ class KernelCopies:
 class ShardCopies:
     """The rows of one shard as of a cut, for the background."""
 
-    def __init__(self, kernel: KernelCopies, place: int, shard: ShardAtCut) -> None:
+    def __init__(
+        self, copies: RowCopies, kernel: Any, place: int, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self._copies = copies
         self._kernel = kernel
         self._place = place
-        self._tensors = shard.tensors
+        self._tensors = tensors
 
     @functools.cached_property
     def native(self) -> Any:
         """The compiled object of this shard, looked up behind training."""
-        return self._kernel.native.shard(self._place)
+        return self._kernel.shard(self._place)
 
     def stage(
         self, positions: torch.Tensor, row_start: int, memory: torch.Tensor, offsets: list[int]
@@ -327,7 +333,7 @@ class ShardCopies:
         try:
             self.native.sample(positions, into)
         except RuntimeError:
-            if self._kernel.copies.failure is not None:  # nobody has copied the rows
-                raise self._kernel.copies.failure from None
+            if self._copies.failure is not None:  # nobody has copied the rows
+                raise self._copies.failure from None
             raise
         return into

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, NamedTuple
 
@@ -53,6 +53,7 @@ class WriteWatch:
         stepped: finds the tables that dense optimizers step.
         copies: the rows of a checkpoint in progress that must be copied before they change; None
             without one.
+        late: makes copies of the tables as a whole for a checkpoint in progress, before a change.
         read: recorded on a GPU once the rows of a checkpoint are copied out of it.
         spoils: whether such a write has come while rows were being copied.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
@@ -71,6 +72,7 @@ class WriteWatch:
         self.copies: KernelCopies | None = None
         self.spoils = False
         self.read: torch.cuda.Event | None = None
+        self.late: Callable[[], object] | None = None
         self._warned = False
         self.warns = False
         self._alive.add(self)
@@ -146,9 +148,11 @@ class WriteWatch:
         self.marks[shard].mark(ids)
 
     def before_change(self) -> None:
-        """Have the current stream of a GPU wait until the rows of a checkpoint in progress are
-        copied; the calling thread goes on.
+        """Make the copies of whole tables for a checkpoint in progress, and have the current stream
+        of a GPU wait until rows are copied; the calling thread goes on.
         """
+        if self.late is not None:
+            self.late()
         if self.read is not None:
             torch.cuda.current_stream(self.marks[0].device).wait_event(self.read)
             if self.read.query():

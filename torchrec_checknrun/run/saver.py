@@ -190,9 +190,13 @@ class Saver:
         if previous is not None and (known is None or known.checksum != previous.checksum):
             # This rank has dropped its marks for a commit that rank 0 never heard of.
             self._target.tracked.mark_all()
-        self._target.tracked.all_reduce_marks(self._ranks.group)
+        replicas = [s for s in self._target.tracked.shards if s.local.replicated]
+        later = self._background.copies_later and all(s.local.weight.is_cpu for s in replicas)
+        if not later:
+            self._target.tracked.all_reduce_marks(self._ranks.group)
         self._must_tell = tell
-        self._take(proposal, started)
+        unite = later and bool(replicas) and self._ranks.world_size > 1
+        self._take(proposal, started, unite)
         return Begun.YES
 
     def _refusal(self, step: int, facts: list[Facts], tell: bool) -> Begun | None:
@@ -358,7 +362,7 @@ class Saver:
         widths = self.quantization.widths(self._rows())
         return self.writer.propose(self._policy, self._bits, widths, step)
 
-    def _take(self, proposal: Proposal, started: float) -> None:
+    def _take(self, proposal: Proposal, started: float, unite: bool) -> None:
         snapshot: Snapshot | Exception
         cut: Cut | None = None
         try:
@@ -376,6 +380,7 @@ class Saver:
                 started,
                 before_commit=partial(self.writer.before_commit, proposal),
                 after_commit=self.writer.after_commit,
+                unite=unite,
             )
             self._running, self._finish_at_exit = save, partial(finish_at_exit, save)
             atexit.register(self._finish_at_exit)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from torchrec_checknrun.codecs import Surveys
 from torchrec_checknrun.codecs.quantization import Quantization
@@ -109,6 +110,33 @@ class _Plan:
         if rows is not None:
             rows.release()
 
+    def make_late_copies(self) -> None:
+        """Copy what an optimizer's step would else have to copy; the background's first work."""
+        if self._failure is not None:
+            return
+        assert self.staging is not None
+        try:
+            if self.staging.late is not None:
+                self.staging.late.make()
+        except Exception as error:
+            self.fail(error)
+
+    def unite(self, ranks: Ranks) -> None:
+        """Unite the ranks' marks of data-parallel tables; a collective, even if a rank failed."""
+        replicas = []
+        if self._failure is None:
+            assert self.staging is not None
+            replicas = [s for s in self.staging.later if s.copies is None]
+        known = [(s, own) for s in replicas if (own := s.own_rows()) is not None]
+        if not all(ranks.gather(self._failure is None)) or not known:
+            return
+        united = torch.cat([own for _, own in known])
+        dist.all_reduce(united, op=dist.ReduceOp.BOR, group=ranks.group)
+        for (snapshot, _), rows in zip(
+            known, united.split([len(own) for _, own in known]), strict=True
+        ):
+            snapshot.unite(rows)
+
     def prepare(self) -> Prepared:
         """Return this rank's part, for ``save_checkpoint``.
 
@@ -119,11 +147,8 @@ class _Plan:
             raise self._failure
         assert self.staging is not None
         assert self.summary is not None
-        late = self.staging.late
-        if late is not None:
-            late.make()  # first: an optimizer's step would else do it
         items: dict[str, Item] = dict(self.staging.at_cut)
-        if self._save.rows is not None:
+        if self.staging.later:
             found = self.find_rows()
             # Before other rows take overflow memory: a sample may take memory beyond it.
             self.survey_rows(self.summary.surveys)
@@ -255,6 +280,7 @@ class Background:
         begun: float,
         before_commit: Callable[[], object],
         after_commit: Callable[[], object],
+        unite: bool = False,
     ) -> Save:
         """Stage a snapshot and start its background; training may go on afterwards. Call this on
         all ranks.
@@ -267,6 +293,7 @@ class Background:
             begun: when training began to wait, by the monotonic clock.
             before_commit: called on rank 0; raises an error if the commit must not happen.
             after_commit: called on rank 0; raises an error if the commit doesn't count.
+            unite: unite the marks of data-parallel tables behind training; the same on all ranks.
         """
         assert not self.hangs, "the ranks have agreed that all can begin"
         self._thread = None  # its references keep memory
@@ -275,7 +302,7 @@ class Background:
         plan = _Plan(save, differences)
         plan.kept = snapshot
         plan.ready_copier, self._ready_copier = self._ready_copier, None
-        finish = partial(self._finish, save, plan, (before_commit, after_commit))
+        finish = partial(self._finish, save, plan, (before_commit, after_commit), unite)
 
         def start() -> None:
             if save.thread is not None:
@@ -286,14 +313,13 @@ class Background:
             if isinstance(snapshot, Exception):
                 raise snapshot
             save.progress.lap("states found and marks cut", begun)
-            save.rows = self._rows_on_write(snapshot, save.progress)
+            late = self._late_copies(snapshot)
+            save.rows = self._copy_later(snapshot, late, save.progress)
             items = Items.of(snapshot, quantization, self.chunk_bytes)
             plan.find_rows = partial(items.find_rows, quantization, self.chunk_bytes)
             plan.survey_rows = partial(survey, items.copied_later, quantization)
             self._prepare_memory(items)
-            plan.staging = Staging(
-                self._memory, self._ring, items, self._encode, self._late_copies(snapshot)
-            )
+            plan.staging = Staging(self._memory, self._ring, items, self._encode, late)
             differences.trees = items.trees
             differences.models, differences.buffers = snapshot.models, snapshot.buffers
             plan.summary = summarize(proposal.header, snapshot, items, quantization)
@@ -357,13 +383,23 @@ class Background:
         self._end_process()
         self._memory.close()
 
-    def _rows_on_write(self, snapshot: Snapshot, progress: Progress) -> CutRows | None:
-        """Choose the shards whose rows are copied on write, and prepare their copies."""
-        if self._mode != "copy_on_write":
+    @property
+    def copies_later(self) -> bool:
+        """Whether rows are copied behind training where their table allows it."""
+        return self._mode == "copy_on_write"
+
+    def _copy_later(
+        self, snapshot: Snapshot, late: LateCopies | None, progress: Progress
+    ) -> CutRows | None:
+        """Choose the shards whose rows are copied later, and prepare their copies."""
+        if not self.copies_later:
             return None
         chosen = []
         for shard in snapshot.shards:
             assert shard.tracked is not None
+            if shard.tracked.local.replicated and shard.shard.weight.is_cpu:
+                shard.copy_whole(late)
+                continue
             reason = why_copied_at_cut(shard.tracked)
             if reason is None and self._on_write is None:
                 reason = "memory_budget is too small"
@@ -422,6 +458,7 @@ class Background:
         save: Save,
         plan: _Plan,
         checks: tuple[Callable[[], object], Callable[[], object]],
+        unite: bool,
     ) -> None:
         process, ring = self._process, self._ring
         self._make_ready()
@@ -436,6 +473,9 @@ class Background:
                 after_commit,
                 self._root,
             )
+            plan.make_late_copies()
+            if unite:
+                plan.unite(self._ranks)
             manifest = save_checkpoint(self._ranks, writer, plan.prepare)
         except BaseException as error:
             ring.abort()

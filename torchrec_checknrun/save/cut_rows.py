@@ -39,8 +39,6 @@ def why_copied_at_cut(shard: TrackedShard) -> str | None:
     kernel = shard.writes.kernel
     if not shard.local.weight.is_cpu:
         return "not in CPU memory"
-    if kernel.data_parallel:
-        return "data parallel: other ranks' lookups change its rows as well"
     if kernel.touches_other_rows:
         return "its optimizer changes rows that were not looked up"
     if shard.writes.spoils:
@@ -141,7 +139,7 @@ class CutRows:
         for snapshot in self.snapshots:
             assert snapshot.tracked is not None
             kernel = self._watches[snapshot.tracked.writes]
-            snapshot.copies = kernel.shards[snapshot.tracked.index]
+            snapshot.copies, snapshot.later = kernel.shards[snapshot.tracked.index], True
 
     def protect(self) -> None:
         """Have the kernels' hooks copy rows before they change."""
@@ -190,7 +188,8 @@ class CutRows:
         names: dict[ShardCopies, list[str]] = {}
         for name, item in left.items():
             copies = item.shard.copies
-            assert copies is not None
+            if copies is None:
+                continue
             ranges.setdefault(copies, []).extend((item.start, item.stop))
             names.setdefault(copies, []).append(name)
         held = [
@@ -198,7 +197,7 @@ class CutRows:
             for copies, of_shard in ranges.items()
             for count, name in zip(copies.native.held_in(of_shard), names[copies], strict=True)
         ]
-        count, name = max(held)
+        count, name = max(held, default=(0, ""))
         return name if count else None
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.model.hand_written import WriteWatch
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class LateCopies:
         self._lock = threading.Lock()
         self._failure: SaveFailed | None = None
         self._handle: RemovableHandle | None = None
+        self._watches: list[WriteWatch] = []
 
     def add(self, piece: memoryview, target: torch.Tensor) -> bool:
         """Remember a piece of memory that is to be copied; return False if it must be at once.
@@ -76,9 +78,18 @@ class LateCopies:
         self._left.append((source, target, tensor, tensor._version))
         return True
 
-    def add_tensor(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Remember a tensor that is to be copied."""
-        self._left.append((source, target, source, source._version))
+    def add_table(
+        self, watch: WriteWatch, source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]
+    ) -> None:
+        """Remember a data-parallel table's tensors, and have other writers make their copies, too.
+
+        Args:
+            watch: of the table's kernel.
+        """
+        for live, own in zip(source, target, strict=True):
+            self._left.append((live, own, live, live._version))
+        watch.late = self.before_change
+        self._watches.append(watch)
 
     def begin(self) -> None:
         """Have optimizers' steps make the copies before they change anything."""
@@ -114,6 +125,8 @@ class LateCopies:
         """Give up the copies that are left."""
         with self._lock:
             self._left.clear()
+            for watch in self._watches:
+                watch.late = None
             handle, self._handle = self._handle, None
             if handle is not None:
                 handle.remove()
@@ -124,6 +137,10 @@ class LateCopies:
         return self._failure is not None
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        self.before_change()
+
+    def before_change(self) -> None:
+        """Make the copies that are left, while training waits; never raise an error of its own."""
         started = time.perf_counter()
         try:
             self.make()

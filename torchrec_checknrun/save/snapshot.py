@@ -81,17 +81,18 @@ class ShardSnapshot:
         For data-parallel tables: other ranks' lookups change rows as well, and only the ranks
         together know which are modified.
         """
-        live, self.shard = self.shard, self.shard.empty_like()
+        assert self.tracked is not None
+        live, self.shard = self.tensors, self.shard.empty_like()
         self.later, self.tensors = True, self.shard.tensors
-        for source, target in zip(live.tensors, self.tensors, strict=True):
-            if late is None or source.is_inference():
-                target.copy_(source)
-            else:
-                late.add_tensor(source, target)
+        if late is not None and not any(tensor.is_inference() for tensor in live):
+            late.add_table(self.tracked.writes, live, self.tensors)
+            return
+        for source, target in zip(live, self.tensors, strict=True):
+            target.copy_(source)
 
     def own_rows(self) -> torch.Tensor | None:
-        """Return the modified rows that this rank knows of a table that all ranks have, of the
-        whole table: bits, ``((rows + 7) // 8,)`` uint8. None: all rows are to be written.
+        """Return the modified rows of a whole data-parallel table that this rank knows: bits,
+        ``((rows + 7) // 8,)`` uint8. None: all rows are to be written.
         """
         if self.selected is None:
             return None

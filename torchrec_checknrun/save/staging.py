@@ -30,6 +30,7 @@ from torchrec_checknrun.save.items import BlockItem, ChunkItem, Items, RowsItem
 from torchrec_checknrun.save.late_copies import LEAST_BYTES, LateCopies
 from torchrec_checknrun.save.memory import Ring, StagingAborted, StagingMemory
 from torchrec_checknrun.save.plan import Share
+from torchrec_checknrun.save.snapshot import ShardSnapshot
 from torchrec_checknrun.save.staged import (
     Staged,
     StagedChunk,
@@ -110,6 +111,11 @@ class Staging:
     def at_cut(self) -> Mapping[str, RowsItem | BlockItem | ChunkItem]:
         """The items that are staged while training waits, by name."""
         return self._items
+
+    @property
+    def later(self) -> list[ShardSnapshot]:
+        """The shards whose rows are copied after training goes on."""
+        return self._all.copied_later
 
     def digests(self) -> dict[str, Digest]:
         """Digest all items but table rows, by name, as of the snapshot's instant.
@@ -215,13 +221,16 @@ class Staging:
             raise self._failure
 
     def start_behind(
-        self, found: Mapping[str, RowsItem], copies: CutRows, ready: ReadyThread | None = None
+        self,
+        found: Mapping[str, RowsItem],
+        copies: CutRows | None,
+        ready: ReadyThread | None = None,
     ) -> threading.Thread:
-        """Start the thread that stages rows that are copied on write; its failures reach ``jobs``.
+        """Start the thread that stages rows behind training; its failures reach ``jobs``.
 
         Args:
             found: the items by name.
-            copies: the rows as of the cut.
+            copies: the rows that are copied on write; None: all are copied whole already.
             ready: a thread that was started ahead.
 
         Raises:
@@ -235,7 +244,7 @@ class Staging:
             thread.start()
         return thread
 
-    def _run_behind(self, copies: CutRows) -> None:
+    def _run_behind(self, copies: CutRows | None) -> None:
         """Stage the chunks in order, but where overflow memory is nearly full the one goes next
         that frees most of it.
         """
@@ -243,22 +252,27 @@ class Staging:
             self._at_cut_done.wait()  # memory is taken in order
             left = dict(self._behind)
             while left:
-                copies.check()
                 with self._changed:
                     if self._failure is not None:
                         return
-                name = copies.most_urgent(left) or next(iter(left))
+                name = next(iter(left))
+                if copies is not None:
+                    copies.check()
+                    name = copies.most_urgent(left) or name
                 item = left.pop(name)
                 stage, offset = self._place(name, item, lambda: None)
                 self._publish(name, (stage(), offset, None))
-                copies.copies.memory_freed()
-            copies.finish()
+                if copies is not None:
+                    copies.copies.memory_freed()
+            if copies is not None:
+                copies.finish()
         except StagingAborted:
             return
         except BaseException as error:
             self.fail(error)
         finally:
-            copies.close()
+            if copies is not None:
+                copies.close()
             with self._changed:
                 self._behind_done = True
                 self._changed.notify_all()

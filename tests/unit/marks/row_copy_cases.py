@@ -12,6 +12,7 @@ from torchrec_checknrun.marks.row_copies import (
     KernelCopies,
     Overflow,
     RowCopies,
+    ShardAtCut,
     ShardCopies,
 )
 
