@@ -89,7 +89,6 @@ struct ShardRows : torch::CustomClassHolder {
   int64_t held() { return rows_at_cut.held(); }
   int64_t staged() { return rows_at_cut.staged(); }
   int64_t protected_rows() { return rows_at_cut.protected_rows(); }
-  int64_t longest_wait_ns() { return rows_at_cut.longest_wait_ns(); }
 
   // Returns about how many rows are held in each range, given as start, stop, start, stop, …
   std::vector<int64_t> held_in(std::vector<int64_t> ranges) {
@@ -189,6 +188,20 @@ struct KernelRows : torch::CustomClassHolder {
     }
   }
 
+  int64_t protected_rows() {
+    int64_t rows = 0;
+    for (const auto& shard : at_) rows += shard ? shard->protected_rows() : 0;
+    return rows;
+  }
+
+  int64_t longest_wait_ns() {
+    int64_t longest = 0;
+    for (const auto& shard : at_) {
+      if (shard) longest = std::max(longest, shard->rows_at_cut.longest_wait_ns());
+    }
+    return longest;
+  }
+
   // Protects the rows with ids values[from:], of which those of feature i are
   // values[offsets[i]:offsets[i + 1]].
   //
@@ -250,13 +263,14 @@ TORCH_LIBRARY_FRAGMENT(checknrun, library) {
       .def("held", &ShardRows::held)
       .def("held_in", &ShardRows::held_in)
       .def("staged", &ShardRows::staged)
-      .def("protected_rows", &ShardRows::protected_rows)
-      .def("longest_wait_ns", &ShardRows::longest_wait_ns);
+      .def("protected_rows", &ShardRows::protected_rows);
   library.class_<KernelRows>("KernelRows")
       .def(torch::init<std::vector<at::Tensor>, std::vector<int64_t>,
                        c10::intrusive_ptr<OverflowMemory>>())
       .def("shard", &KernelRows::shard)
       .def("abandon", &KernelRows::abandon)
+      .def("protected_rows", &KernelRows::protected_rows)
+      .def("longest_wait_ns", &KernelRows::longest_wait_ns)
       .def("protect", &KernelRows::protect)
       .def("protect_shard", &KernelRows::protect_shard);
 }

@@ -88,7 +88,7 @@ class RowCopies:
     def __init__(self, overflow: Overflow, wait_seconds: float) -> None:
         self.overflow = overflow
         self.protection = Protection()
-        self.kernels: list[KernelCopies] = []
+        self._kernels: list[Any] = []
         self._wait_seconds = wait_seconds
         self._changed = threading.Condition()
         self._over = self._complete = False
@@ -103,6 +103,10 @@ class RowCopies:
     def failure(self) -> BaseException | None:
         """The reason why the copies can't be used; None if they can."""
         return self._failure
+
+    def add(self, kernel: Any) -> None:
+        """Add the compiled object of a kernel's shards."""
+        self._kernels.append(kernel)
 
     def fail(self, error: BaseException) -> None:
         """Give the cut's copies up, unless all rows are copied already; threads that wait in hooks
@@ -122,8 +126,8 @@ class RowCopies:
     def _end(self) -> None:
         with self._changed:
             self._over = True
-            for kernel in self.kernels:
-                kernel.native.abandon()
+            for kernel in self._kernels:
+                kernel.abandon()
             self._changed.notify_all()
 
     def memory_freed(self) -> None:
@@ -171,15 +175,14 @@ class RowCopies:
         """Let go of the shards' copies, whose memory goes back once no hook uses them any more."""
         self.count()
         with self._changed:
-            self.kernels = []
+            self._kernels = []
 
     def count(self) -> Protection:
         """Return the price of protection so far, with the shards' own counts."""
-        if not self.kernels:  # released: noted before
+        if not self._kernels:  # released: noted before
             return self.protection
-        shards = [shard.native for kernel in self.kernels for shard in kernel.shards.values()]
-        self.protection.rows = sum(shard.protected_rows() for shard in shards)
-        longest = max((shard.longest_wait_ns() for shard in shards), default=0)
+        self.protection.rows = sum(kernel.protected_rows() for kernel in self._kernels)
+        longest = max(kernel.longest_wait_ns() for kernel in self._kernels)
         self.protection.row_seconds = longest / 1e9
         return self.protection
 
@@ -257,7 +260,7 @@ class KernelCopies:
         self.native: Any = torch.classes.checknrun.KernelRows(
             tensors, layout, copies.overflow.native
         )
-        copies.kernels.append(self)
+        copies.add(self.native)
         self.shards = {
             place: ShardCopies(copies, self.native, place, shard.tensors)
             for place, shard in shards.items()
