@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, NONE
+from recipes.benchmarks.side_by_side.systems import ASYNC, DCP, NONE, ON_WRITE
 from recipes.benchmarks.side_by_side.tables import more_memory
 from recipes.benchmarks.side_by_side.targets import Rows
 
 RESULTS = Path(__file__).parents[2] / "results"
 
 README_SYSTEMS = (
-    COPY,
-    "ours fp32 consecutive, thread, copy",
+    ON_WRITE,
+    "ours fp32 consecutive, thread, copy on write",
     DCP,
     f"{ASYNC}, plain",
     f"{ASYNC}, DTensor, shared stager",

@@ -48,12 +48,14 @@ from recipes.benchmarks.side_by_side.systems import (
     COPY,
     DCP,
     NONE,
+    ON_WRITE,
     OURS,
     PEERS,
     PROCESS,
 )
 from recipes.benchmarks.side_by_side.targets import Rows, Target, evaluate
 from recipes.benchmarks.side_by_side.trace import Kind, Trace, promised
+from recipes.benchmarks.side_by_side.turns import PAIRS
 
 PARTS = ("training", "bytes", "restore", "instants")
 ROUNDS = "turns of each system in training; twice as many of those that targets compare"
@@ -61,14 +63,16 @@ KINDS: tuple[Kind, ...] = ("skewed", "independent")
 QUICK = Setting(rows=50_000, batch=128, steps=3)
 # The systems that targets compare come first: they are measured in the same rounds, and on one
 # rank, as the targets require, in more rounds than the others.
-FIRST = [COPY, DCP, f"{ASYNC}, DTensor, kept stager"]
+FIRST = [ON_WRITE, COPY, DCP, f"{ASYNC}, DTensor, kept stager"]
 COMPARED = [*FIRST, PROCESS]
 MORE_ROUNDS = 2
+MORE_PAIRS = 6
+"""Pairs of blocks in each turn of these: enough warm saves for an interval of confidence."""
 RESTORES = 5  # rounds; single restores of the same system differ by half
 ON_TWO_RANKS = [
     *FIRST,
     *(case.name for case in PEERS),
-    *(case.name for case in OURS if case.options["staging"] == "copy"),
+    *(case.name for case in OURS if case.options["staging"] == "copy_on_write"),
 ]
 
 
@@ -158,21 +162,24 @@ class Run:
     cases: list[str]
     rounds: int
     together: int
+    pairs: int = PAIRS
 
 
 def runs(setting: Setting, options: argparse.Namespace) -> list[Run]:
     """Return all runs of training, for all chosen numbers of ranks; and on the other trace."""
     found = []
     for ranks in options.ranks:
-        cases = names(ranks, options.systems)
-        if ranks == 1:
-            compared = [name for name in cases if name in COMPARED]
-            cases = [name for name in cases if name not in COMPARED]
-            rounds = MORE_ROUNDS * options.rounds
-            found.append(Run(1, setting, compared, rounds, max(options.together, len(compared))))
+        compared, cases = [], names(ranks, options.systems)
+        for name in COMPARED if ranks == 1 else FIRST:
+            if name in cases:
+                compared.append(name)
+                cases.remove(name)
+        rounds = MORE_ROUNDS * options.rounds if ranks == 1 else options.rounds
+        together = max(options.together, len(compared))
+        found.append(Run(ranks, setting, compared, rounds, together, MORE_PAIRS))
         found.append(Run(ranks, setting, cases, options.rounds, options.together))
     if 1 in options.ranks:
-        other = [name for name in (COPY, DCP, NONE) if name in names(1, options.systems)]
+        other = [name for name in (ON_WRITE, DCP, NONE) if name in names(1, options.systems)]
         independent = replace(setting, trace="independent")
         found.append(Run(1, independent, other, options.rounds, options.together))
     return found
@@ -192,6 +199,7 @@ def training(setting: Setting, options: argparse.Namespace, folder: Path) -> Row
                 run.rounds,
                 folder / f"training-{number}",
                 together=run.together,
+                pairs=run.pairs,
                 idle_seconds=options.idle,
                 progress=bar.update,
             )

@@ -339,10 +339,12 @@ ASYNC = "dcp.async_save"
 SNAPSHOT, SNAPSHOT_ASYNC = "torchsnapshot take", "torchsnapshot async_take"
 
 
-def ours(bits: int | None, policy: str, background: str = "thread", staging: str = "copy") -> Case:
+def ours(
+    bits: int | None, policy: str, background: str = "thread", staging: str = "copy_on_write"
+) -> Case:
     """Return a row of this package."""
     width = "fp32" if bits is None else f"{bits} bit"
-    name = f"ours {width} {policy}, {background}, {staging}"
+    name = f"ours {width} {policy}, {background}, {staging.replace('_', ' ')}"
     options = {"bits": bits, "policy": policy, "background": background, "staging": staging}
     return Case(name, Ours, options)
 
@@ -369,12 +371,14 @@ OURS = [
     ours(None, "full"),
     ours(4, "full"),
     ours(4, "intermittent"),
+    ours(4, "consecutive", staging="copy"),
     ours(4, "consecutive", staging="encode"),
     ours(8, "consecutive", staging="encode"),
     ours(4, "consecutive", background="process"),
     ours(4, "consecutive", background="process", staging="encode"),
     ours(4, "consecutive", staging="auto"),
 ]
-COPY = ours(4, "consecutive").name
+ON_WRITE = ours(4, "consecutive").name
+COPY = ours(4, "consecutive", staging="copy").name
 PROCESS = ours(4, "consecutive", background="process").name
 CASES = {case.name: case for case in [*PEERS, *OURS]}

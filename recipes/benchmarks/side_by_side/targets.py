@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from recipes.benchmarks.side_by_side.restore import CHAIN, SINGLE
-from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, PROCESS
+from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, ON_WRITE, PROCESS
 
 Rows = list[dict[str, Any]]
 
@@ -46,8 +47,10 @@ def evaluate(training: Rows, sizes: Rows, restores: Rows) -> list[Target]:
     """Evaluate the targets of the measured parts; they are for one rank and dim 64."""
     one_rank = [row for row in training if row["ranks"] == 1]
     restores = [row for row in restores if row["ranks"] == 1]
+    by_ranks = [(n, [r for r in training if r["ranks"] == n]) for n in (1, 2)]
     return [
         *(_stalls(one_rank) if one_rank else []),
+        *(_against_copy_mode(rows, ranks) for ranks, rows in by_ranks if rows),
         *(_sizes([r for r in sizes if r["trace"] == "skewed"]) if sizes else []),
         *(_restores(restores) if restores else []),
     ]
@@ -56,30 +59,58 @@ def evaluate(training: Rows, sizes: Rows, restores: Rows) -> list[Target]:
 def _stalls(rows: Rows) -> Iterator[Target]:
     found = {row["name"]: row for row in rows if "error" not in row}
     behind = [row for name, row in found.items() if name.startswith(ASYNC)]
+    yield _target(
+        "copy on write's cut, times the bare gather (in the call)",
+        0.1,
+        True,
+        partial(_paired, found, (ON_WRITE, "call"), (ON_WRITE, "gather")),
+    )
+    yield _target(
+        "copy mode's stall, times the bare gather (in the call)",
+        1.5,
+        True,
+        partial(_paired, found, (COPY, "call"), (COPY, "gather")),
+    )
     for label, cost in (("in the call", "call"), ("wall difference", "extra")):
-        yield _target(
-            f"copy mode's stall, times the bare gather ({label})",
-            1.5,
-            True,
-            partial(_paired, found, (COPY, cost), (COPY, "gather")),
-        )
         # The best system by one cost need not be the best by the other.
         best = min((row["warm"][cost], row["name"]) for row in behind)[1] if behind else ASYNC
         for name, other in ((DCP, DCP), (f"the best {ASYNC}", best)):
             yield _target(
-                f"{name}'s stall, times copy mode's ({label})",
+                f"{name}'s stall, times copy on write's ({label})",
                 20,
                 False,
-                partial(_paired, found, (other, cost), (COPY, cost)),
-                "" if other == name else other + _how(found, other, COPY),
+                partial(_paired, found, (other, cost), (ON_WRITE, cost)),
+                "" if other == name else other + _how(found, other, ON_WRITE),
             )
-    for name in (COPY, PROCESS):
+    for name in (ON_WRITE, PROCESS):
         yield _target(
             f"slow-down by a checkpoint every {INTERVAL_SECONDS:g} s, {name}",
             0.05,
             True,
             partial(_slow_down, found, name),
         )
+
+
+def _against_copy_mode(rows: Rows, ranks: int) -> Target:
+    """Compare the wall difference of copy on write with copy mode's, over paired intervals.
+
+    The interval is of the mean of the pairs' differences, from 10,000 resamplings of the pairs.
+    """
+    claim = f"slow-down by copy on write beyond copy mode's, every 10 s, ranks: {ranks}"
+    found = {row["name"]: row for row in rows if "error" not in row}
+    if not {ON_WRITE, COPY} <= found.keys() or not _same_rounds(found[ON_WRITE], found[COPY]):
+        return Target(claim, None, 0.0, True, "not measured in the same rounds")
+    one, two = (
+        [save["extra"] for save in found[name]["saves"] if save["label"] == "warm"]
+        for name in (ON_WRITE, COPY)
+    )
+    differences = [a - b for a, b in zip(one, two, strict=True)]
+    chance = random.Random(0)
+    means = sorted(fmean(chance.choices(differences, k=len(differences))) for _ in range(10_000))
+    low, high = means[250] / INTERVAL_SECONDS, means[-251] / INTERVAL_SECONDS
+    note = f"95 % between {low:+.4f} and {high:+.4f}, of {len(differences)} pairs"
+    # Worse is what lies above zero with its whole interval.
+    return Target(claim, min(low, fmean(differences) / INTERVAL_SECONDS), 0.0, True, note)
 
 
 def _slow_down(found: Mapping[str, dict[str, Any]], name: str) -> float:

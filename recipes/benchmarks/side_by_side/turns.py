@@ -16,6 +16,10 @@ from typing import Any
 from recipes.benchmarks.side_by_side.model import Setting
 from recipes.benchmarks.side_by_side.systems import CASES
 
+PAIRS = 2
+"""Pairs of blocks in a turn, without and with a save: the first save of a turn is a run's first one
+or comes after an idle, the others are warm.
+"""
 _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 900.0
 
@@ -27,11 +31,14 @@ class WorkerFailed(Exception):
 class Live:
     """The processes of one system, and a watcher of its store."""
 
-    def __init__(self, case: str, setting: Setting, ranks: int, turns: int, folder: Path) -> None:
+    def __init__(
+        self, case: str, setting: Setting, ranks: int, turns: int, pairs: int, folder: Path
+    ) -> None:
         folder.mkdir(parents=True)
         self.case, self._folder, self._turns = case, folder, turns
         self._last_turn = time.monotonic()
-        plan = {"case": case, "setting": asdict(setting), "turns": turns, "benchmark": os.getpid()}
+        plan = {"case": case, "setting": asdict(setting), "turns": turns, "pairs": pairs}
+        plan["benchmark"] = os.getpid()
         (folder / "case.json").write_text(json.dumps(plan))
         worker = ["-m", "recipes.benchmarks.side_by_side.worker", str(folder)]
         if ranks > 1:
@@ -106,6 +113,7 @@ def run(
     folder: Path,
     *,
     together: int,
+    pairs: int = PAIRS,
     idle_seconds: float,
     progress: Callable[[int], object],
 ) -> list[dict[str, Any]]:
@@ -113,6 +121,7 @@ def run(
 
     Args:
         cases: names in ``CASES``.
+        pairs: of blocks in a turn, see ``PAIRS``.
         progress: called after every turn, with the number done.
 
     Returns:
@@ -122,7 +131,7 @@ def run(
     results = []
     for start in range(0, len(cases), together):
         group = [
-            Live(case, setting, ranks, turns, folder / f"{ranks}-{start + i}")
+            Live(case, setting, ranks, turns, pairs, folder / f"{ranks}-{start + i}")
             for i, case in enumerate(cases[start : start + together])
         ]
         failed: dict[str, str] = {}

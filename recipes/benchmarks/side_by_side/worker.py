@@ -37,10 +37,6 @@ from recipes.benchmarks.side_by_side.store import committed, split, superseded
 from recipes.benchmarks.side_by_side.systems import CASES, NONE, System
 from recipes.dlrm_criteo.distributed import process_group
 
-PAIRS = 2
-"""Pairs of blocks in a turn: the first save of a turn is a run's first one or comes after an idle,
-the second is warm.
-"""
 _LONGEST = 4
 """Limit of a block, in multiples of its steps, while a save isn't durable."""
 _POLL_SECONDS = 0.02
@@ -82,7 +78,7 @@ class Worker:
         case = CASES[plan["case"]]
         self._job = Job(Setting(**plan["setting"]), case.dtensor)
         self._store = folder / "store"
-        self._limits = Limits(self._job, folder, 1 + PAIRS * plan["turns"])
+        self._limits = Limits(self._job, folder, 1 + plan["pairs"] * plan["turns"])
         self._interval = 0
         self._batches: list[Batch] = self._job.batches(0)
         self.block(None)  # warms up, and modifies the first interval's rows
@@ -106,7 +102,7 @@ class Worker:
 
     def turn(self, number: int) -> None:
         """Run a turn's blocks."""
-        for pair in range(PAIRS):
+        for pair in range(self._plan["pairs"]):
             warm = pair > 0
             label = "warm" if warm else "idle" if number else "first"
             trace = self._job.trace
