@@ -116,27 +116,6 @@ def _resident(field: str) -> int:
     raise OSError(f"/proc/self/status has no {field}: this needs a Linux kernel")
 
 
-def _model(rows: int, dim: int) -> DistributedModelParallel:
-    """Make a model of one table of distinct values, and touch all of its memory."""
-    table = EmbeddingBagConfig(
-        name="table", embedding_dim=dim, num_embeddings=rows, feature_names=["feature"]
-    )
-    collection = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
-    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
-    plan = sharding.table_wise(collection, _CPU)
-    model = DistributedModelParallel(
-        collection, device=_CPU, plan=plan, sharders=[sharding.Sharder()]
-    )
-    for tensor in model.state_dict().values():
-        for shard in tensor.local_shards():
-            shard.tensor.uniform_(-1, 1)
-    for states in model.fused_optimizer.state_dict()["state"].values():
-        for tensor in states.values():
-            for shard in tensor.local_shards():
-                shard.tensor.uniform_()
-    return model
-
-
 def _checkpointer(case: Case, root: Path, model: DistributedModelParallel) -> Checkpointer:
     return Checkpointer(
         root,
