@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from recipes.benchmarks.one_table import TABLE, one_table, step
+from recipes.benchmarks.quiet import wait_until_quiet
 from recipes.benchmarks.side_by_side.trace import FIRST
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Quantization
 
@@ -60,6 +61,7 @@ class _Run:
         """Modify rows, save, and train on the same rows until the checkpoint is durable."""
         self._checkpointer.mark(TABLE, self._modified)
         self._step()
+        wait_until_quiet()
         known = len(self._reports)
         started = time.perf_counter()
         self._checkpointer.save(wait=False)

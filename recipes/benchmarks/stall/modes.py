@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from recipes.benchmarks.quiet import wait_until_quiet
 from recipes.benchmarks.side_by_side.limits import Limits
 from recipes.benchmarks.side_by_side.model import Job, Setting
 from recipes.benchmarks.side_by_side.store import superseded
@@ -52,9 +53,11 @@ class Stall:
         gather: the bare gather of the same rows just before; None where others save everything.
         steps: each training step from the save until the checkpoint was durable.
         copied_at_cut: tables whose rows were not copied on write.
+        busy: cores that other programs kept busy just before.
     """
 
     cut: float
+    busy: float
     parts: dict[str, float] = field(default_factory=dict)
     protection: float = 0.0
     longest: float = 0.0
@@ -84,6 +87,7 @@ class _Turns:
 
     def turn(self, interval: int) -> Stall:
         """Measure one stall."""
+        busy = wait_until_quiet()
         # First, since on all cores the gather leaves threads behind that spin for a moment.
         gather = None if self._limits is None else self._limits.gather(interval)
         for shard, rows in self._job.modified(interval):
@@ -105,8 +109,9 @@ class _Turns:
         for path in superseded(self._root):
             shutil.rmtree(path)
         if not isinstance(self._system, Ours):
-            return Stall(cut)
-        return _of_report(self._system.reports[-1], cut, gather, steps)
+            return Stall(cut, busy)
+        stall = _of_report(self._system.reports[-1], cut, busy)
+        return replace(stall, gather=gather, steps=steps)
 
     def close(self) -> None:
         """Close the mode's system."""
@@ -137,13 +142,12 @@ def _turns(setting: Setting, intervals: int, folder: Path) -> Iterator[tuple[str
     yield BEST_ASYNC, _Turns(BEST_ASYNC, Job(setting, dtensor=True), None, folder)
 
 
-def _of_report(
-    report: dict[str, Any], cut: float, gather: float | None, steps: list[float]
-) -> Stall:
+def _of_report(report: dict[str, Any], cut: float, busy: float) -> Stall:
     """Make a stall of a checkpoint's report; the cut is what the call took from outside."""
     parts: dict[str, float] = report["cut_parts"]
     return Stall(
         cut=cut,
+        busy=busy,
         parts={**parts, REST: cut - sum(parts.values())},
         protection=report["protection_seconds"],
         longest=report["longest_protection_seconds"],
@@ -151,7 +155,5 @@ def _of_report(
         row=report["row_wait_seconds"],
         protected_rows=report["protected_rows"],
         rows=report["modified_rows"],
-        gather=gather,
-        steps=steps,
         copied_at_cut=list(report["copied_at_cut"]),
     )

@@ -13,10 +13,12 @@ from recipes.benchmarks.stall.modes import ON_WRITE, Stall
 
 CUT, WHOLE, GROWTH = 0.1, 0.35, 1.3
 """Goals: the cut, and with all protection, in times of the gather; the cut's growth."""
-_SUMS = ("cut", "protection", "longest", "memory", "row", "whole")
+_SUMS = ("cut", "protection", "longest", "memory", "row", "whole", "busy")
 
 
-def summarize(stalls: Sequence[dict[str, Stall]], growth: Sequence[Sequence[Cut]]) -> dict[str, Any]:
+def summarize(
+    stalls: Sequence[dict[str, Stall]], growth: Sequence[Sequence[Cut]]
+) -> dict[str, Any]:
     """Return the document's figures."""
     modes = {name: _mode(name, stalls) for name in stalls[0]}
     found: dict[str, Any] = {
@@ -24,13 +26,13 @@ def summarize(stalls: Sequence[dict[str, Stall]], growth: Sequence[Sequence[Cut]
         "growth": [_grown([cuts[i] for cuts in growth]) for i in range(len(growth[0]))],
     }
     grown = median(large.cut / small.cut for small, large in growth)
+    small, large = (f"{cut.rows / 1e6:.3g}" for cut in growth[0])
     ours = modes[ON_WRITE]
     targets = [
         Target("copy on write's cut, times the bare gather", ours["cut_ratio"], CUT, True),
         Target("its cut and all protection, times the gather", ours["ratio"], WHOLE, True),
         Target(
-            f"its cut with {growth[0][1].rows / 1e6:.3g} million rows of a narrow table, times that "
-            f"with {growth[0][0].rows / 1e6:.3g} million",
+            f"a narrow table's cut, {large} million rows, times that of {small}",
             grown,
             GROWTH,
             True,

@@ -1,4 +1,4 @@
-"""Arrange the figures of `recipes.benchmarks.stall` in tables, for the terminal and for the docs."""
+"""Arrange the figures of `recipes.benchmarks.stall` in tables, for terminal and docs."""
 
 from __future__ import annotations
 
