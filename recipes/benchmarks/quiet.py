@@ -11,7 +11,7 @@ QUIET = 0.1
 _SAMPLE_SECONDS = 0.25
 
 
-def wait_until_quiet(patience: float = 10.0) -> float:
+def wait_until_quiet(patience: float) -> float:
     """Write what the system has still to write, then wait until the machine is quiet.
 
     Args:

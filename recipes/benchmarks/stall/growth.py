@@ -57,11 +57,11 @@ class _Run:
         )
         self._checkpointer.save()
 
-    def turn(self) -> Cut:
+    def turn(self, patience: float) -> Cut:
         """Modify rows, save, and train on the same rows until the checkpoint is durable."""
         self._checkpointer.mark(TABLE, self._modified)
         self._step()
-        wait_until_quiet()
+        wait_until_quiet(patience)
         known = len(self._reports)
         started = time.perf_counter()
         self._checkpointer.save(wait=False)
@@ -83,10 +83,13 @@ class _Run:
         self._checkpointer.step()
 
 
-def measure(rows: int, intervals: int, folder: Path) -> list[list[Cut]]:
+def measure(rows: int, intervals: int, patience: float, folder: Path) -> list[list[Cut]]:
     """Measure in each of ``intervals`` intervals the cuts of both tables; the large one is last.
 
     This is for a process of its own: it makes the default process group.
+
+    Args:
+        patience: seconds to wait, before each cut, until nothing else runs.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -94,7 +97,7 @@ def measure(rows: int, intervals: int, folder: Path) -> list[list[Cut]]:
     order = np.random.default_rng(0)
     found = []
     for _ in tqdm(range(intervals + 1), desc="growth", file=sys.stderr):
-        cuts = {number: runs[number].turn() for number in order.permutation(len(runs))}
+        cuts = {number: runs[number].turn(patience) for number in order.permutation(len(runs))}
         found.append([cuts[number] for number in range(len(runs))])
     for run in runs:
         run.close()

@@ -85,9 +85,9 @@ class _Turns:
         self._system.save()  # touches memory that later ones find warm, and is the baseline
         self._system.wait()
 
-    def turn(self, interval: int) -> Stall:
+    def turn(self, interval: int, patience: float) -> Stall:
         """Measure one stall."""
-        busy = wait_until_quiet()
+        busy = wait_until_quiet(patience)
         # First, since on all cores the gather leaves threads behind that spin for a moment.
         gather = None if self._limits is None else self._limits.gather(interval)
         for shard, rows in self._job.modified(interval):
@@ -118,13 +118,21 @@ class _Turns:
         self._system.close()
 
 
-def measure(setting: Setting, intervals: int, folder: Path) -> list[dict[str, Stall]]:
-    """Measure the stalls of all modes, by name, in each of ``intervals`` intervals."""
+def measure(
+    setting: Setting, intervals: int, patience: float, folder: Path
+) -> list[dict[str, Stall]]:
+    """Measure the stalls of all modes, by name, in each of ``intervals`` intervals.
+
+    Args:
+        patience: seconds to wait, before each turn, until nothing else runs.
+    """
     turns = dict(_turns(setting, intervals + 1, folder))
     order = np.random.default_rng(0)
     found = []
     for interval in tqdm(range(intervals + 1), desc="stalls", file=sys.stderr):
-        stalls = {name: turns[name].turn(interval) for name in order.permutation(list(turns))}
+        stalls = {
+            name: turns[name].turn(interval, patience) for name in order.permutation(list(turns))
+        }
         found.append({name: stalls[name] for name in turns})
     for mode in turns.values():
         mode.close()

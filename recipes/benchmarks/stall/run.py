@@ -35,10 +35,12 @@ from recipes.figures import plots
 T = TypeVar("T")
 
 
-def _modes(setting: Setting, intervals: int, folder: Path) -> list[dict[str, modes.Stall]]:
+def _modes(
+    setting: Setting, intervals: int, patience: float, folder: Path
+) -> list[dict[str, modes.Stall]]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return modes.measure(setting, intervals, folder)
+        return modes.measure(setting, intervals, patience, folder)
     finally:
         dist.destroy_process_group()
 
@@ -74,13 +76,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, help="also draw them: a file whose name ends as png")
     parser.add_argument("--intervals", type=int, default=9)
     parser.add_argument("--rows", type=int, default=Setting.rows, help="of all tables together")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=10.0,
+        help="seconds to wait, before each measurement, until nothing else runs",
+    )
     options = parser.parse_args(arguments)
     if options.plot is not None:
         plots.require_matplotlib()
     setting = Setting(rows=options.rows)
     load = os.getloadavg()[0]
-    stalls = _alone(_modes, setting, options.intervals)
-    grown = _alone(growth.measure, setting.rows, options.intervals)
+    stalls = _alone(_modes, setting, options.intervals, options.patience)
+    grown = _alone(growth.measure, setting.rows, options.intervals, options.patience)
     found = summarize(stalls, grown)
     document = {
         **describe(),

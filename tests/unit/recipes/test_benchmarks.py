@@ -75,7 +75,9 @@ def test_what_training_sees_of_a_save(tmp_path: Path) -> None:
 
 def test_stalls_are_measured(tmp_path: Path) -> None:
     picture = tmp_path / "out.png"
-    document, printed = _run("stall", tmp_path, "--intervals", "2", "--plot", str(picture))
+    document, printed = _run(
+        "stall", tmp_path, "--intervals", "2", "--patience", "0", "--plot", str(picture)
+    )
     modes = ["copy on write", "copy", "dcp.save", "dcp.async_save"]
     assert list(document["modes"]) == modes
     assert all(mode in printed for mode in modes)
