@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,29 +28,31 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from tqdm import tqdm
 
-from recipes.dlrm_criteo import sharding
-from torchrec_checknrun import Checkpointer, Consecutive, Quantization
+from recipes.benchmarks.one_table import TABLE, one_table, step
+from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Quantization
+from torchrec_checknrun.save.staging import StagingMode
 
 ALLOWED = 1.1
 """Part of the budget that a save or restore may take."""
-_CPU = torch.device("cpu")
+FULL, AGAIN, BESIDE = "save full", "save differential", "save differential, in training"
+_LOOKUPS = 4096
+"""Rows that a training step looks up."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A table and its saves: a full one, then one of the rows at every `stride`-th position."""
+    """A table and its saves: a full one, then two of the rows at every `stride`-th position, the
+    second while training changes these rows: the memory for copies on write is used then alone.
+    """
 
     dim: int
     bits: int | None
     stride: int
     budget: int
     times: int
+    staging: StagingMode = "copy_on_write"
 
     @property
     def rows(self) -> int:
@@ -59,7 +61,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """One call's peak memory above the level before it, in bytes."""
+    """One call's peak memory above the level before it, in bytes.
+
+    Attributes:
+        mode: how rows were copied, as the checkpoint's report tells; empty for a restore.
+        protected_rows: number of rows copied before training changed them.
+    """
 
     dim: int
     bits: int | None
@@ -67,14 +74,20 @@ class Measured:
     rows: int
     peak: int
     of_budget: float
+    mode: str = ""
+    protected_rows: int = 0
 
 
-def cases(budget: int, times: int, dims: Sequence[int]) -> list[Case]:
+def cases(
+    budget: int, times: int, dims: Sequence[int], staging: StagingMode = "copy_on_write"
+) -> list[Case]:
     """Return exact rows and both extremes of quantization, with all rows again or every third row,
     whose row ids take the most bytes (a bitmap).
     """
     choices: list[tuple[int | None, int]] = [(None, 1), (None, 3), (8, 1), (2, 3)]
-    return [Case(dim, bits, stride, budget, times) for dim in dims for bits, stride in choices]
+    return [
+        Case(dim, bits, stride, budget, times, staging) for dim in dims for bits, stride in choices
+    ]
 
 
 def peak_of(call: Callable[[], object]) -> int:
@@ -116,62 +129,93 @@ def _resident(field: str) -> int:
     raise OSError(f"/proc/self/status has no {field}: this needs a Linux kernel")
 
 
-def _model(rows: int, dim: int) -> DistributedModelParallel:
-    """Make a model of one table of distinct values, and touch all of its memory."""
-    table = EmbeddingBagConfig(
-        name="table", embedding_dim=dim, num_embeddings=rows, feature_names=["feature"]
-    )
-    collection = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
-    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
-    plan = sharding.table_wise(collection, _CPU)
-    model = DistributedModelParallel(
-        collection, device=_CPU, plan=plan, sharders=[sharding.Sharder()]
-    )
-    for tensor in model.state_dict().values():
-        for shard in tensor.local_shards():
-            shard.tensor.uniform_(-1, 1)
-    for states in model.fused_optimizer.state_dict()["state"].values():
-        for tensor in states.values():
-            for shard in tensor.local_shards():
-                shard.tensor.uniform_()
-    return model
-
-
-def _checkpointer(case: Case, root: Path, model: DistributedModelParallel) -> Checkpointer:
+def _checkpointer(
+    case: Case, root: Path, model: DistributedModelParallel, reports: list[CheckpointReport]
+) -> Checkpointer:
     return Checkpointer(
         root,
         model=model,
         policy=Consecutive(),
         quantization=Quantization(bits=case.bits),
         memory_budget=case.budget,
+        staging=case.staging,
+        callbacks=[reports.append],
     )
 
 
 def _change(checkpointer: Checkpointer, case: Case, rows: int) -> None:
     for start in range(0, rows, 1 << 18):
         stop = min(start + (1 << 18), rows)
-        checkpointer.mark("embedding_bags.table", range(start, stop, case.stride))
+        checkpointer.mark(TABLE, range(start, stop, case.stride))
 
 
-def _measure_save(case: Case, root: Path) -> dict[str, int]:
+class _Training:
+    """Steps that look up random rows among those that `_change` marks."""
+
+    def __init__(self, case: Case, model: DistributedModelParallel) -> None:
+        self._stride, self._rows = case.stride, case.rows
+        self._model = model
+        self._random = torch.Generator().manual_seed(0)
+        for _ in range(3):  # takes the memory that training needs itself
+            self.step()
+
+    def step(self) -> None:
+        """Do one step."""
+        chosen = torch.randint(self._rows // self._stride, (_LOOKUPS,), generator=self._random)
+        step(self._model, chosen * self._stride)
+
+    def beside(self, checkpointer: Checkpointer, reports: list[CheckpointReport]) -> None:
+        """Save, and train until the checkpoint is durable."""
+        known = len(reports)
+        checkpointer.save(wait=False)
+        while len(reports) == known:
+            self.step()
+            checkpointer.step()
+
+
+def _measure_save(case: Case, root: Path) -> list[Measured]:
     _prepare(case, root)
-    model = _model(case.rows, case.dim)
+    model = one_table(case.rows, case.dim)
+    training = _Training(case, model)
     before = _resident("VmRSS")
-    with _checkpointer(case, root / "store", model) as checkpointer:
+    reports: list[CheckpointReport] = []
+    found = []
+    with _checkpointer(case, root / "store", model, reports) as checkpointer:
         held = _resident("VmRSS") - before  # the marks are not touched yet
         checkpointer.mark_all()  # as training has: the marks' memory is the tracker's
-        full = peak_of(checkpointer.save)
-        _change(checkpointer, case, case.rows)
-        differential = peak_of(checkpointer.save)
-        return {"save full": held + full, "save differential": held + differential}
+        calls: dict[str, Callable[[], object]] = {
+            FULL: checkpointer.save,
+            AGAIN: checkpointer.save,
+            BESIDE: lambda: training.beside(checkpointer, reports),
+        }
+        for name, call in calls.items():
+            if name != FULL:
+                _change(checkpointer, case, case.rows)
+            found.append(_measured(case, name, held + peak_of(call), reports[-1]))
+    return found
 
 
-def _measure_restore(case: Case, root: Path) -> dict[str, int]:
+def _measured(case: Case, call: str, peak: int, report: CheckpointReport | None) -> Measured:
+    rows = -(-case.rows // (1 if report is None or call == FULL else case.stride))
+    on_write = case.staging == "copy_on_write" and report is not None and not report.copied_at_cut
+    return Measured(
+        dim=case.dim,
+        bits=case.bits,
+        call=call,
+        rows=rows,
+        peak=peak,
+        of_budget=peak / case.budget,
+        mode="" if report is None else "copy on write" if on_write else "copy",
+        protected_rows=0 if report is None else report.protected_rows,
+    )
+
+
+def _measure_restore(case: Case, root: Path) -> list[Measured]:
     _prepare(case, root)
-    model = _model(case.rows, case.dim)
-    with _checkpointer(case, root / "store", model) as checkpointer:
+    model = one_table(case.rows, case.dim)
+    with _checkpointer(case, root / "store", model, []) as checkpointer:
         checkpointer.mark_all()
-        return {"restore both": peak_of(checkpointer.restore)}
+        return [_measured(case, "restore all", peak_of(checkpointer.restore), None)]
 
 
 def _prepare(case: Case, root: Path) -> None:
@@ -179,35 +223,27 @@ def _prepare(case: Case, root: Path) -> None:
     torch.set_num_threads(1)
     rendezvous = root / f"rendezvous-{os.getpid()}"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    small = replace(case, times=1, budget=max(1 << 16, 1000 * 4 * case.dim))
+    model, reports = one_table(small.rows, case.dim), list[CheckpointReport]()
     with (
         tempfile.TemporaryDirectory() as folder,
-        _checkpointer(case, Path(folder), _model(1000, case.dim)) as checkpointer,
+        _checkpointer(case, Path(folder), model, reports) as checkpointer,
     ):
         checkpointer.save()
-        _change(checkpointer, case, 1000)
-        checkpointer.save()
+        _change(checkpointer, case, small.rows)
+        _Training(small, model).beside(checkpointer, reports)
         checkpointer.restore()
 
 
 def measure(case: Case) -> list[Measured]:
-    """Save twice in one fresh process, and restore both in another."""
-    peaks: dict[str, int] = {}
+    """Save three times in one fresh process, and restore all in another."""
+    found: list[Measured] = []
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        for step in (_measure_save, _measure_restore):
+        for part in (_measure_save, _measure_restore):
             with ProcessPoolExecutor(1, mp_context=spawn) as process:
-                peaks |= process.submit(step, case, Path(folder)).result()
-    return [
-        Measured(
-            dim=case.dim,
-            bits=case.bits,
-            call=call,
-            rows=-(-case.rows // (1 if call == "save full" else case.stride)),
-            peak=peak,
-            of_budget=peak / case.budget,
-        )
-        for call, peak in peaks.items()
-    ]
+                found += process.submit(part, case, Path(folder)).result()
+    return found
 
 
 def main() -> int:
@@ -219,30 +255,40 @@ def main() -> int:
     parser.add_argument("--budget-mib", type=int, default=64, help="memory_budget, in MiB")
     parser.add_argument("--times", type=int, default=10, help="the table's size in budgets")
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64], help="columns")
+    modes = ("copy_on_write", "copy")
+    parser.add_argument("--staging", choices=modes, default=modes[0], help="of rows")
     options = parser.parse_args()
     budget = options.budget_mib << 20
-    measured = [
-        one
-        for case in tqdm(cases(budget, options.times, options.dims), desc="tables", unit="table")
-        for one in measure(case)
-    ]
+    chosen = cases(budget, options.times, options.dims, options.staging)
+    measured = [one for case in tqdm(chosen, desc="tables", unit="table") for one in measure(case)]
     table = Table(
         title=f"peak memory on top of a table of {options.times * options.budget_mib} MiB, "
         f"budget {options.budget_mib} MiB"
     )
-    for column in ("columns", "stored", "call", "rows", "peak MiB", "of budget"):
-        table.add_column(column, justify="left" if column == "call" else "right")
+    for column in (
+        "columns",
+        "stored",
+        "call",
+        "mode",
+        "rows",
+        "protected",
+        "peak MiB",
+        "of budget",
+    ):
+        table.add_column(column, justify="left" if column in ("call", "mode") else "right")
     for one in measured:
         stored = "exact" if one.bits is None else f"{one.bits} bit"
         table.add_row(
             str(one.dim),
             stored,
             one.call,
+            one.mode,
             f"{one.rows:,}",
+            f"{one.protected_rows:,}",
             f"{one.peak / (1 << 20):.1f}",
             f"{one.of_budget:.0%}",
         )
-    Console(width=100).print(table)
+    Console(width=120).print(table)
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in measured], indent=2) + "\n")
     worst = max(one.of_budget for one in measured)

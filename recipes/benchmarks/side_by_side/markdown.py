@@ -17,6 +17,7 @@ from typing import Any
 from recipes.benchmarks.side_by_side.systems import ASYNC, DCP, NONE, ON_WRITE
 from recipes.benchmarks.side_by_side.tables import more_memory
 from recipes.benchmarks.side_by_side.targets import Rows
+from recipes.benchmarks.stall.tables import markdown as stalls
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -138,16 +139,12 @@ def targets(aims: Rows) -> str:
     return _table("target", zip(names, aims, strict=True), columns)
 
 
-def parts_of_a_stall(medians: dict[str, float]) -> str:
-    """Make the table of `recipes.benchmarks.stall`."""
-    rows = {name: {"seconds": seconds} for name, seconds in medians.items()}
-    return _table(
-        "part of a stall", rows.items(), {"ms": lambda row: f"{row['seconds'] * 1e3:.1f}"}
-    )
-
-
 def page(found: dict[str, Any], stall: dict[str, Any]) -> Iterator[str]:
-    """Yield the tables of docs/explanation/benchmarks.md, for the targets' trace."""
+    """Yield the tables of docs/explanation/benchmarks.md, for the targets' trace.
+
+    Args:
+        stall: the document of `recipes.benchmarks.stall`.
+    """
     alone, both = (_trained(found, ranks) for ranks in (1, 2))
     yield training(alone, {**_STALLS, **_PACE, **_MEMORY, **_SIZE})
     yield training(both, {**_STALLS, **_PACE, **_MEMORY})
@@ -157,7 +154,7 @@ def page(found: dict[str, Any], stall: dict[str, Any]) -> Iterator[str]:
     yield restores(_restored(found, 1), "restore, files in the system's cache")
     yield restores(_restored(found, 2), "restore on two ranks")
     yield targets(found["targets"])
-    yield parts_of_a_stall(stall["medians"])
+    yield from stalls(stall)
 
 
 def summary(found: dict[str, Any]) -> Iterator[str]:

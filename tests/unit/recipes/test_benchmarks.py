@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,40 +45,71 @@ def test_tracking_is_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_memory_is_measured() -> None:
     case = Case(dim=16, bits=8, stride=3, budget=4 << 20, times=2)
-    full, differential, restore = measure(case)
-    assert (full.call, differential.call) == ("save full", "save differential")
-    assert (full.rows, differential.rows) == (131072, 43691)
+    full, differential, beside, restore = measure(case)
+    assert (full.call, differential.call, beside.call) == (
+        "save full",
+        "save differential",
+        "save differential, in training",
+    )
+    assert (full.rows, differential.rows, beside.rows) == (131072, 43691, 43691)
+    assert {one.mode for one in (full, differential, beside)} == {"copy on write"}
+    assert (full.protected_rows, differential.protected_rows) == (0, 0)
     # Code loaded late may count in the peak of so small a table; a second copy of the table may
     # not.
-    for one in (full, differential, restore):
+    for one in (full, differential, beside, restore):
         assert 0 < one.peak < 8 << 20
         assert one.of_budget == one.peak / (4 << 20)
 
 
-@pytest.mark.parametrize("name", [pytest.param("disturbance", marks=pytest.mark.slow), "stall"])
-def test_what_training_sees_of_a_save(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    count = ["--saves", "2"] if name == "disturbance" else ["--intervals", "3"]
+@pytest.mark.slow
+def test_what_training_sees_of_a_save(tmp_path: Path) -> None:
+    document, _ = _run("disturbance", tmp_path, "--saves", "2")
+    assert list(document["saves"]) == ["thread", "process"]
+    for saves in document["saves"].values():
+        assert len(saves) == 2
+        assert all(save["lost"] < save["seconds"] and save["waits"] >= 0 for save in saves)
+    for intervals in document["intervals"].values():
+        assert [one["call"] is None for one in intervals] == [True, False] * 2
+        assert all(0 < one["processor"] < one["wall"] * 1.01 for one in intervals)
+
+
+def test_stalls_are_measured(tmp_path: Path) -> None:
+    picture = tmp_path / "out.png"
+    document, printed = _run(
+        "stall", tmp_path, "--intervals", "2", "--patience", "0", "--plot", str(picture)
+    )
+    modes = ["copy on write", "copy", "dcp.save", "dcp.async_save"]
+    assert list(document["modes"]) == modes
+    assert all(mode in printed for mode in modes)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(document["stalls"]) == 2
+    for stalls in document["stalls"]:
+        assert list(stalls) == modes
+        for name, stall in stalls.items():
+            assert stall["cut"] > 0
+            assert len(stall["steps"]) >= (16 if name == "copy on write" else 0)
+            assert stall["longest"] <= stall["protection"]
+            assert stall["copied_at_cut"] == []
+            if not name.startswith("dcp"):
+                assert stall["gather"] > 0
+                assert all(seconds >= 0 for seconds in stall["parts"].values())
+                assert sum(stall["parts"].values()) == pytest.approx(stall["cut"])
+        assert stalls["copy"]["rows"] == stalls["copy on write"]["rows"]
+        assert stalls["copy"]["protection"] == 0
+    small, large = document["growth"]
+    assert large["rows"] == 8 * small["rows"] == 160_000
+    assert large["modified"] == pytest.approx(0.26 * large["rows"], rel=0.05)
+    assert [target["limit"] for target in document["targets"]] == [0.1, 0.35, 1.3]
+
+
+def _run(name: str, folder: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """Run a benchmark on small tables; return its document, and what it prints."""
+    out = folder / "out.json"
     command = [sys.executable, "-W", "ignore", "-m", f"recipes.benchmarks.{name}"]
-    command += ["--json", str(out), "--rows", "20000", *count]
+    command += ["--json", str(out), "--rows", "20000", *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    document = json.loads(out.read_text())
-    if name == "disturbance":
-        assert list(document["saves"]) == ["thread", "process"]
-        for saves in document["saves"].values():
-            assert len(saves) == 2
-            assert all(save["lost"] < save["seconds"] and save["waits"] >= 0 for save in saves)
-        for intervals in document["intervals"].values():
-            assert [one["call"] is None for one in intervals] == [True, False] * 2
-            assert all(0 < one["processor"] < one["wall"] * 1.01 for one in intervals)
-        return
-    assert len(document["stalls"]) == 2
-    for stall in document["stalls"]:
-        gather, whole = stall.pop("bare gather of the rows"), stall.pop("the whole stall")
-        assert gather > 0
-        assert all(seconds >= 0 for seconds in stall.values())
-        assert sum(stall.values()) == pytest.approx(whole)
+    return json.loads(out.read_text()), done.stdout
 
 
 def test_planning_is_measured() -> None:

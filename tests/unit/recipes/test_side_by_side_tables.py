@@ -13,6 +13,9 @@ from recipes.benchmarks.side_by_side.sizes import Series
 from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, NONE, PROCESS, SNAPSHOT
 from recipes.benchmarks.side_by_side.tables import tables as terminal
 from recipes.benchmarks.side_by_side.targets import Target, evaluate
+from recipes.benchmarks.stall.growth import Cut
+from recipes.benchmarks.stall.modes import Stall
+from recipes.benchmarks.stall.summary import summarize
 from tests.unit.recipes.test_side_by_side import REPOSITORY, a_result, a_save, stored_of
 
 KEPT = f"{ASYNC}, DTensor, kept stager"
@@ -164,9 +167,18 @@ def _document() -> dict[str, Any]:
     }
 
 
+def _stalls() -> dict[str, Any]:
+    """Make a document of `recipes.benchmarks.stall`."""
+    parts = {"marks": 0.004, "the call's end": 0.001}
+    mine = Stall(0.005, 0.0, parts, 0.007, 0.002, 0, 0, 900, 1000, 0.04, [0.1] * 17)
+    cuts = [Cut(20_000, 5_000, 0.001, 0.0), Cut(160_000, 40_000, 0.0011, 0.0)]
+    return summarize([{"copy on write": mine, "dcp.save": Stall(4.0, 0.0)}] * 3, [cuts] * 3)
+
+
 def test_the_tables_of_the_pages() -> None:
-    stall = {"medians": {"gather": 0.0361}}
-    alone, both, limit, instant, sizes, one, two, aims, parts = markdown.page(_document(), stall)
+    alone, both, limit, instant, sizes, one, two, aims, *stalls = markdown.page(
+        _document(), _stalls()
+    )
     for table, memory in ((alone, "5"), (both, "10")):
         head, _, first, *rest = table.split("\n")
         assert "| set-up, s |" in head
@@ -195,7 +207,22 @@ def test_the_tables_of_the_pages() -> None:
     assert f"| {DCP} | 1.00 | 1.00 |" in one
     assert f"| {DCP} | 2.00 | 1.00 |" in two
     assert "| x | 1 | ≤ 2 | met |" in aims
-    assert "| gather | 36.1 |" in parts
+    modes, parts, growth, goals = stalls
+    assert "| copy on write | 12.0 | 5.0 | 7.0 | 2.0 | 0.30 | 1 |" in modes
+    assert "| dcp.save | 4,000.0 | 4,000.0 | 0.0 | 0.0 | – | 333 |" in modes
+    for line in (
+        "| the cut: marks | 4.0 |",
+        "| the cut: the call's end | 1.0 |",
+        "| protection of 900 rows, in 17 steps | 7.0 |",
+        "| bare gather of the 1,000 rows | 40.0 |",
+    ):
+        assert line in parts
+    assert "| 160,000 | 40,000 | 1.1 | 0.0 |" in growth
+    assert "| copy on write's cut, times the bare gather | 0.125 | ≤ 0.1 | missed |" in goals
+    assert (
+        "| a narrow table's cut, 0.16 million rows, times that of 0.02 | 1.1 | ≤ 1.3 | met |"
+        in (goals)
+    )
 
     trained, restored, shares = markdown.summary(_document())
     assert len(trained.split("\n")) == 2 + len(markdown.README_SYSTEMS)
@@ -222,7 +249,7 @@ def test_a_fresh_result_and_its_reduction_give_the_same_tables() -> None:
         "training": [{**row, "saves": [1] * 99, "reports": []} for row in document["training"]],
         "bytes": [{**row, "checkpoints": [1] * 99} for row in document["bytes"]],
     }
-    reduced, stall = shrunk(fresh), {"medians": {"gather": 0.0361}}
+    reduced, stall = shrunk(fresh), _stalls()
     assert len(json.dumps(reduced)) < len(json.dumps(fresh))
     assert not any({"saves", "reports"} & row.keys() for row in reduced["training"])
     assert [*markdown.page(reduced, stall)] == [*markdown.page(fresh, stall)]

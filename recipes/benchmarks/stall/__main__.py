@@ -1,0 +1,5 @@
+"""Run the command."""
+
+from recipes.benchmarks.stall.run import main
+
+main()
