@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,8 +242,12 @@ class ShardCopies:
 
         Args:
             positions: all rows of the set within their range, ``(n,)`` int64, sorted.
+
+        Raises:
+            SaveFailed: the copies were given up.
         """
-        self.native.stage(positions, row_start, memory, offsets)
+        with self._unless_given_up():
+            self.native.stage(positions, row_start, memory, offsets)
 
     def sample(self, positions: torch.Tensor) -> list[torch.Tensor]:
         """Copy some rows of the set as of the cut; they are still to be staged.
@@ -257,13 +262,19 @@ class ShardCopies:
             SaveFailed: the copies were given up.
         """
         into = [tensor.new_empty((len(positions), *tensor.shape[1:])) for tensor in self.tensors]
-        try:
+        with self._unless_given_up():
             self.native.sample(positions, into)
+        return into
+
+    @contextmanager
+    def _unless_given_up(self) -> Iterator[None]:
+        """Raise the reason why the copies were given up, if that is why some are missing."""
+        try:
+            yield
         except RuntimeError:
-            if self._copies.failure is not None:  # nobody has copied the rows
+            if self._copies.failure is not None:
                 raise self._copies.failure from None
             raise
-        return into
 
 
 class KernelCopies:
