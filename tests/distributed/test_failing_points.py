@@ -37,8 +37,6 @@ LATE = 15.0
 """Seconds that no failed save or restore may take; else a rank has waited for the timeout."""
 
 ON_WRITE: dict[str, tuple[Any, str]] = {
-    "cut rows": (background.Background, "_rows_on_write"),
-    "protect": (CutRows, "protect"),
     "find rows": (Items, "find_rows"),
     "start the copier": (Staging, "start_behind"),
     "copy rows": (ShardCopies, "stage"),
