@@ -22,11 +22,13 @@ from tests.distributed.states import gather, scramble
 from torchrec_checknrun import Checkpointer, Consecutive, Retention
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format import rank_file
+from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.root import writer
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.run import saver
 from torchrec_checknrun.save import background, snapshot, staged
 from torchrec_checknrun.save.commit import CheckpointWriter
+from torchrec_checknrun.save.cut_rows import CutRows
 from torchrec_checknrun.save.staging import Staging
 from torchrec_checknrun.store.folder import Folder
 
@@ -43,6 +45,8 @@ PHASES: dict[str, tuple[Any, str]] = {
     "plan of all": (CheckpointWriter, "create"),
     "summary": (background, "summarize"),
     "stage": (Staging, "_place"),
+    "copy rows": (ShardCopies, "stage"),
+    "check copies": (CutRows, "finish"),
     "encode": (staged.StagedJob, "encode"),
     "write a chunk": (rank_file, "_write_chunk"),
     "write the index": (rank_file, "_write_index"),
@@ -93,7 +97,9 @@ def _fail(root: str, job: Job, reader: Job, phase: str, rank: int, kind: str) ->
     with _checkpointer(root, job, **options) as checkpointer:
         job.train()
         checkpointer.step()
-        checkpointer.save()
+        first = checkpointer.save()
+        assert first is not None
+        assert first.copied_at_cut == {}
         job.train()
         checkpointer.step()
         if phase == "decide":

@@ -55,48 +55,52 @@ def little_memory(pages: int = 1) -> Iterator[None]:
 
 
 class Held:
-    """The copiers of this process, held before a chunk.
-
-    Attributes:
-        reached: set once a chunk is held.
-        error: raised in place of the copy, once let go.
-    """
+    """The copiers of this process, which ``hold`` holds before they claim further rows."""
 
     def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.error: BaseException | None = None
-        self._go = threading.Event()
+        self._reached, self._go = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+        self._left: int | None = None
+
+    def hold(self, after: int = 0) -> None:
+        """Hold the next chunk but some."""
+        self._reached, self._go = threading.Event(), threading.Event()
+        self._error, self._left = None, after
 
     def let_go(self, error: BaseException | None = None) -> None:
-        self.error = error
+        """Let the copier go on, or raise an error in its place."""
+        self._error, self._left = error, None
         self._go.set()
 
     def wait(self) -> None:
-        assert self.reached.wait(PATIENCE), "no chunk is copied"
+        """Wait until a chunk is held."""
+        assert self._reached.wait(PATIENCE), "no chunk is copied"
 
     def pass_(self) -> None:
-        self.reached.set()
-        assert self._go.wait(PATIENCE), "held for good"
-        if self.error is not None:
-            raise self.error
+        if self._left is None:
+            return
+        self._left -= 1
+        if self._left < 0:
+            self._reached.set()
+            assert self._go.wait(PATIENCE), "held for good"
+            if self._error is not None:
+                raise self._error
 
 
 @contextmanager
-def copying_waits(after: int = 0, here: bool = True) -> Iterator[Held]:
-    """Hold the background after a number of chunks, before it claims further rows."""
-    stage, held, chunks = ShardCopies.stage, Held(), [0]
+def held_copiers() -> Iterator[Held]:
+    """Let the block hold the background before a chunk."""
+    stage, held = ShardCopies.stage, Held()
 
     def wait_and_stage(copies: ShardCopies, *arguments: Any) -> None:
-        chunks[0] += 1
-        if here and chunks[0] > after:
-            held.pass_()
+        held.pass_()
         stage(copies, *arguments)
 
     with mock.patch.object(ShardCopies, "stage", wait_and_stage):
         try:
             yield held
         finally:
-            held._go.set()
+            held.let_go()
 
 
 @contextmanager
@@ -105,8 +109,10 @@ def soon(act: Callable[[], object], seconds: float = 0.4) -> Iterator[None]:
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
-    yield
-    timer.join(PATIENCE)
+    try:
+        yield
+    finally:
+        timer.join(PATIENCE)
     assert not timer.is_alive(), "it hangs"
 
 

@@ -43,7 +43,7 @@ class Life:
     policy: str = "one_shot"
     bits: int | None = None
     background: str = "thread"
-    staging: str = "auto"
+    staging: str = "copy_on_write"
     in_parts: bool = False
     when_busy: str = "skip"
     max_failures: int = 0

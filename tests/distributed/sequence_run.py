@@ -31,7 +31,7 @@ LIVES = st.builds(
     plan=st.integers(0, 99),
     policy=st.sampled_from(["consecutive", *POLICIES]),
     bits=st.sampled_from([None, *WIDTHS]),
-    staging=st.sampled_from(["auto", "copy", "encode"]),
+    staging=st.sampled_from(["copy_on_write", "copy_on_write", "auto", "copy", "encode"]),
     in_parts=st.sampled_from([False, False, True]),
     when_busy=st.sampled_from(["skip", "wait"]),
     max_failures=st.sampled_from([0, 0, 1, 2]),
@@ -54,6 +54,7 @@ ALPHABET = {
     *(f"fail: {point.name}" for point in Point),
     *("raised", "only logged", "skipped", "waited for", "in parts"),
     *("background: thread", "staging: auto", "staging: copy", "staging: encode"),
+    *("staging: copy_on_write", "copied on write", "protected"),
     *("restore the newest", "restore an older one", "end: close", "end: abandon"),
     *("more ranks", "fewer ranks", "width rises", "width falls", "differential", "full"),
     *(f"policy: {policy}" for policy in POLICIES),
@@ -310,7 +311,8 @@ class Run(RuleBasedStateMachine):
                 assert answer.get("begun") == (call.begun and call.begun.id), at
                 assert answer["call"] == call.answers[rank].to_json(), at
                 seen["raised"] += call.answers[rank].error
-                seen["in parts"] += answer.get("in_parts", False)
+                for what in ("in parts", "copied on write", "protected"):
+                    seen[what] += answer.get(what.replace(" ", "_"), False)
             for step, one in zip(answer.get("steps", []), expected.get("steps", []), strict=True):
                 assert step == one.answers[rank].to_json(), at
                 seen["raised"] += one.answers[rank].error

@@ -12,18 +12,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from msgspec.structs import replace
 
 from tests.distributed import references
 from tests.distributed.gate import PATIENCE, Gate
 from tests.distributed.models import Job, ModelSpec
 from tests.distributed.sequence_model import Life, Way
+from tests.distributed.sequence_sabotage import LOSES_PROTECTION, SABOTAGE, copy_slowly
 from tests.distributed.states import State, gather, scramble
 from torchrec_checknrun import (
     Checkpointer,
@@ -35,16 +35,8 @@ from torchrec_checknrun import (
     Quantization,
 )
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.marks.layers import Consumer
-from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.policy import Policy
-from torchrec_checknrun.restore.restore import Target
-from torchrec_checknrun.root.policy import Decision
-from torchrec_checknrun.run import checkpointer
 from torchrec_checknrun.run.triggers import AtEnd, Moment
-from torchrec_checknrun.save.staged import StagedRows
-from torchrec_checknrun.store.folder import Folder
 
 POLICIES: dict[str, Policy] = {
     "full": Full(),
@@ -193,14 +185,20 @@ class Living:
         self.job.train(meanwhile)
         passage = self.gate.passage
         if passage is before:
-            return {"call": answer, "begun": None, "in_parts": False}
+            return {"call": answer, "begun": None}
         assert passage is not None
         assert passage.save is not None
         self.ids.append(passage.save.proposal.id)
         self._put_aside(state)
         passage.wait()
-        in_parts = passage.save.progress.in_parts
-        return {"call": answer, "begun": self.ids[-1], "in_parts": in_parts}
+        rows = passage.save.rows
+        return {
+            "call": answer,
+            "begun": self.ids[-1],
+            "in_parts": passage.save.progress.in_parts,
+            "copied_on_write": rows is not None,
+            "protected": rows is not None and rows.copies.count().rows > 0,
+        }
 
     def _put_aside(self, state: State) -> None:
         if dist.get_rank() == 0:
@@ -247,6 +245,7 @@ def live(
     """
     done: list[dict[str, Any]] = []
     with pytest.MonkeyPatch.context() as patch:
+        copy_slowly(patch, 0.1 if sabotage in LOSES_PROTECTION else 0.002)
         if sabotage is not None:
             SABOTAGE[sabotage](patch)
         living = Living(where, Life(**life), ids, patch)
@@ -261,67 +260,3 @@ def leave(where: dict[str, Any], done: list[dict[str, Any]]) -> None:
     """Write the outcomes to a file, for when the process can't return them."""
     Path(where["copies"], f"rank{dist.get_rank()}.json").write_text(json.dumps(done))
     dist.barrier()
-
-
-def _no_merge(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TrackedModel, "merge", lambda *_: None)
-
-
-def _no_marks_after_restore(patch: pytest.MonkeyPatch) -> None:
-    restore = checkpointer.restore
-
-    def restore_and_forget(root: Folder, target: Target, *args: Any) -> Any:
-        found = restore(root, target, *args)
-        target.tracked.clear(Consumer.BASELINE)
-        return found
-
-    patch.setattr(checkpointer, "restore", restore_and_forget)
-
-
-def _no_copies(patch: pytest.MonkeyPatch) -> None:
-    """Take rows out of the live tables when they are encoded, not when they are staged."""
-    copy, encode = StagedRows.copy, StagedRows.encode
-    live_rows: dict[int, tuple[Any, ...]] = {}
-
-    def remember(rows: StagedRows, *source: Any) -> None:
-        live_rows[rows.ids.offset] = source
-        copy(rows, *source)
-
-    def encode_live(rows: StagedRows, memory: Any) -> Any:
-        copy(rows, *live_rows[rows.ids.offset])
-        return encode(rows, memory)
-
-    patch.setattr(StagedRows, "copy", remember)
-    patch.setattr(StagedRows, "encode", encode_live)
-
-
-def _never_anew(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Intermittent, "decide", lambda *_: Decision.SINCE_BASELINE)
-
-
-def _always_anew(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Intermittent, "decide", lambda *_: Decision.FULL)
-
-
-def _anew_too_late(patch: pytest.MonkeyPatch) -> None:
-    """Let the predictor forget sizes that a restore of the last checkpoint does not read."""
-    decide = Intermittent.decide
-
-    def decide_from_the_last(policy: Intermittent, history: Sequence[Manifest]) -> Decision:
-        return decide(policy, [replace(one, earlier_fractions=()) for one in history])
-
-    patch.setattr(Intermittent, "decide", decide_from_the_last)
-
-
-Sabotage = Callable[[pytest.MonkeyPatch], None]
-LOSES_ROWS: dict[str, Sabotage] = {
-    "marks of a failed save are lost": _no_merge,
-    "marks since the baseline are lost": _no_marks_after_restore,
-    "staging is no copy": _no_copies,
-}
-DECIDES_WRONGLY: dict[str, Sabotage] = {
-    "the predictor never begins anew": _never_anew,
-    "the predictor always begins anew": _always_anew,
-    "the predictor forgets": _anew_too_late,
-}
-SABOTAGE = LOSES_ROWS | DECIDES_WRONGLY

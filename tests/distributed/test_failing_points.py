@@ -19,24 +19,35 @@ from tests.distributed.small_job import Workers, build, checkpointer, is_at, kee
 from tests.distributed.states import local_bytes, scramble
 from torchrec_checknrun import Consecutive
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.restore import restore as restoring
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.save import background, commit
 from torchrec_checknrun.save.commit import CheckpointWriter
+from torchrec_checknrun.save.cut_rows import CutRows
+from torchrec_checknrun.save.items import Items
 from torchrec_checknrun.save.plan import Prepared
 from torchrec_checknrun.save.staged import StagedRows
+from torchrec_checknrun.save.staging import Staging
 
 TIMEOUT = 30.0
 LATE = 15.0
 """Seconds that no failed save or restore may take; else a rank has waited for the timeout."""
 
+ON_WRITE: dict[str, tuple[Any, str]] = {
+    "find rows": (Items, "find_rows"),
+    "start the copier": (Staging, "start_behind"),
+    "copy rows": (ShardCopies, "stage"),
+    "check copies": (CutRows, "finish"),
+}
 ON_EVERY_RANK: dict[str, tuple[Any, str]] = {
     "prepare": (background._Plan, "prepare"),
     "check": (CheckpointWriter, "check"),
     "jobs": (Prepared, "jobs"),
     "encode": (StagedRows, "encode"),
+    **ON_WRITE,
     "write": (CheckpointWriter, "write"),
 }
 ON_RANK_0: dict[str, tuple[Any, str]] = {
@@ -98,11 +109,16 @@ def cases(on_every_rank: dict[str, Any], on_rank_0: dict[str, Any]) -> Iterator[
                 yield f"{name} of {whom}: {error!r}", point, error, here, number % 2 == 1
 
 
-def saves_fail(root: str, spec: dict[str, Any], plan: Plan, **options: Any) -> None:
+def saves_fail(
+    root: str, spec: dict[str, Any], plan: Plan, on_write: bool = True, **options: Any
+) -> None:
     job = build(spec, plan)
     saver = checkpointer(root, job, timeout_seconds=TIMEOUT, policy=Consecutive(), **options)
-    save(saver)
-    for what, point, error, here, after in cases(ON_EVERY_RANK, ON_RANK_0):
+    first = saver.save()
+    assert first is not None
+    assert (first.copied_at_cut == {}) == on_write
+    points = {k: v for k, v in ON_EVERY_RANK.items() if on_write or k not in ON_WRITE}
+    for what, point, error, here, after in cases(points, ON_RANK_0):
         job.train(1)
         saver.step()
         started = time.monotonic()
@@ -164,7 +180,7 @@ def test_a_save_that_fails_anywhere(workers: Workers, tmp_path: Path, ranks: int
 
 
 def test_a_save_in_parts_that_fails_anywhere(workers: Workers, tmp_path: Path) -> None:
-    workers(2).run(saves_fail, **where(tmp_path), memory_budget=8192)
+    workers(2).run(saves_fail, **where(tmp_path), memory_budget=8192, on_write=False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

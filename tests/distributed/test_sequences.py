@@ -17,7 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from tests.distributed.sequence_model import Life, Point, Way
 from tests.distributed.sequence_run import ALPHABET, FREE, Run, Workers
-from tests.distributed.sequences import DECIDES_WRONGLY, LOSES_ROWS
+from tests.distributed.sequence_sabotage import DECIDES_WRONGLY, LOSES_PROTECTION, LOSES_ROWS
 
 quick = settings(
     derandomize=True,
@@ -59,6 +59,9 @@ def test_nothing_is_lost(workers: Workers) -> None:
     # Neither kind is rare; lives that don't restore begin with a full one.
     assert seen["differential"] > 40
     assert seen["full"] > 10
+    # Rows are copied on write in a good share of saves, and training overwrites some meanwhile.
+    assert seen["copied on write"] > 15
+    assert seen["protected"] > 3
 
 
 @pytest.mark.slow
@@ -92,6 +95,30 @@ def test_a_short_sequence(workers: Workers, background: str) -> None:
 def test_a_lost_row_is_found(workers: Workers, sabotage: str) -> None:
     with pytest.raises(AssertionError, match=r"rows .* differ"):
         go_through(Run(workers, sabotage=sabotage))
+
+
+def overwrite(run: Run) -> None:
+    """Train while the rows of a save are copied: two tables, two features of the first."""
+    run.begin_run(11, Life(policy="consecutive"), background=0)
+    tables = (TableSpec("t0", 60, 8, ("f0", "f1")), TableSpec("t1", 40, 8, ("f1",)))
+    run.spec = ModelSpec((CollectionSpec("c", tables),))
+    run.save(2, FREE)
+    run.save_in_the_background(3, FREE, meanwhile=4)
+    run.restart(1, FREE, Life(1), background=0, newest=True, which=0)
+    run.teardown()
+
+
+def test_rows_are_overwritten_while_they_are_copied(workers: Workers) -> None:
+    run = Run(workers)
+    overwrite(run)
+    assert run.seen["copied on write"] >= 2
+    assert run.seen["protected"] == 1
+
+
+@pytest.mark.parametrize("sabotage", sorted(LOSES_PROTECTION))
+def test_lost_protection_is_found(workers: Workers, sabotage: str) -> None:
+    with pytest.raises(AssertionError, match=r"differ"):
+        overwrite(Run(workers, sabotage=sabotage))
 
 
 def grow(run: Run) -> None:

@@ -56,6 +56,7 @@ class CopyOnWrite {
   int64_t protect(const int64_t* ids, int64_t n, bool beyond) {
     std::vector<std::pair<int64_t, int64_t>> wanted;  // row, place among the ids
     std::vector<OverflowRows::Slot*> slots;
+    std::vector<int64_t> copied;
     for (int64_t begin = 0; begin < n; begin += kBatch) {
       if (abandoned_.load(std::memory_order_relaxed)) return n;
       const int64_t end = std::min(n, begin + kBatch);
@@ -65,7 +66,9 @@ class CopyOnWrite {
         if (row >= 0 && needed(row)) wanted.emplace_back(row, i);
       }
       slots.clear();
-      if (!wanted.empty()) overflow_.reserve(wanted.size(), beyond, slots);
+      copied.clear();
+      const bool any = !wanted.empty();
+      if (any) overflow_.reserve(wanted.size(), beyond, slots);
       size_t used = 0, at = 0;
       for (; at < wanted.size(); ++at) {
         const int64_t row = wanted[at].first;
@@ -74,9 +77,10 @@ class CopyOnWrite {
         if (!claim(row)) continue;
         slots[used]->row = row;
         copy(row, slots[used++]->bytes());
+        copied.push_back(row);
       }
-      overflow_.publish(slots, used);
-      for (size_t i = 0; i < used; ++i) states_[slots[i]->row].store(done_, std::memory_order_release);
+      if (any) overflow_.publish(slots, used);
+      for (const int64_t row : copied) states_[row].store(done_, std::memory_order_release);
       protected_.fetch_add(int64_t(used), std::memory_order_relaxed);
       const int64_t handled = at < wanted.size() ? wanted[at].second : end;
       for (int64_t i = begin; i < handled; ++i) await(corrected(ids[i]));
@@ -108,7 +112,10 @@ class CopyOnWrite {
   }
 
   // Ends protection: the snapshot is not needed any more, or void.
-  void abandon() { abandoned_.store(true, std::memory_order_relaxed); }
+  void abandon() {
+    abandoned_.store(true, std::memory_order_relaxed);
+    overflow_.discard();
+  }
   bool abandoned() const { return abandoned_.load(std::memory_order_relaxed); }
 
   int64_t held_in(int64_t start, int64_t stop) { return overflow_.held_in(start, stop); }
@@ -178,7 +185,14 @@ class CopyOnWrite {
              bool keep) {
     for (const int64_t place : places) await(rows[place]);
     std::vector<OverflowRows::Slot*> slots;
+    struct Release {
+      OverflowRows& from;
+      const std::vector<OverflowRows::Slot*>& slots;
+      bool taken;
+      ~Release() { from.release(slots, taken); }
+    };
     overflow_.find(rows[places.front()], rows[places.back()], !keep, slots);
+    const Release release{overflow_, slots, !keep};
     std::sort(slots.begin(), slots.end(),
               [](const auto* one, const auto* other) { return one->row < other->row; });
     if (!keep && slots.size() != places.size()) {
@@ -197,7 +211,6 @@ class CopyOnWrite {
         from += size;
       }
     }
-    if (!keep) overflow_.release(slots);
   }
 
   const int64_t rows_;

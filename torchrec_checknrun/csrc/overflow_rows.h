@@ -91,18 +91,22 @@ class OverflowRows {
     if (!heads_ || !counts_) throw std::bad_alloc();
   }
 
-  ~OverflowRows() {
-    for (Page* page : all_) {
-      pages_.give(page->memory);
-      delete page;
-    }
+  ~OverflowRows() { drop(); }
+
+  // Gives all pages back, as soon as nobody is between reserve and publish, or find and release:
+  // whoever still refers to these rows (an error's traceback) must not keep the memory.
+  void discard() {
+    std::lock_guard<std::mutex> hold(mutex_);
+    discarded_ = true;
+    if (users_ == 0) drop();
   }
 
-  // Reserves at most n slots; fewer where memory is short.
+  // Reserves at most n slots, until ``publish``; fewer where memory is short.
   void reserve(size_t n, bool beyond, std::vector<Slot*>& into) {
     into.clear();
     std::lock_guard<std::mutex> hold(mutex_);
-    while (into.size() < n) {
+    ++users_;
+    while (!discarded_ && into.size() < n) {
       Slot* slot = new_slot(beyond);
       if (!slot) return;
       into.push_back(slot);
@@ -111,8 +115,8 @@ class OverflowRows {
 
   // Publishes the first n slots, whose rows and bytes are set, and gives the other ones back.
   void publish(const std::vector<Slot*>& slots, size_t n) {
-    if (slots.empty()) return;
     std::lock_guard<std::mutex> hold(mutex_);
+    if (leave()) return;
     for (size_t i = 0; i < n; ++i) {
       const size_t bucket = size_t(slots[i]->row / kBucket);
       slots[i]->next = heads_.get()[bucket];
@@ -123,10 +127,13 @@ class OverflowRows {
     for (size_t i = n; i < slots.size(); ++i) unuse(slots[i]);
   }
 
-  // Collects the rows in [first, last]; ``take`` unlinks them, to be given back by ``release``.
+  // Collects the rows in [first, last], which stay where they are until ``release``; ``take``
+  // unlinks them.
   void find(int64_t first, int64_t last, bool take, std::vector<Slot*>& into) {
     into.clear();
     std::lock_guard<std::mutex> hold(mutex_);
+    ++users_;
+    if (discarded_) return;
     for (int64_t bucket = first / kBucket; bucket <= last / kBucket; ++bucket) {
       Slot** link = &heads_.get()[bucket];
       while (Slot* slot = *link) {
@@ -146,8 +153,10 @@ class OverflowRows {
     }
   }
 
-  void release(const std::vector<Slot*>& slots) {
+  // Gives back the slots that were found, if they were taken.
+  void release(const std::vector<Slot*>& slots, bool taken) {
     std::lock_guard<std::mutex> hold(mutex_);
+    if (leave() || !taken) return;
     for (Slot* slot : slots) unuse(slot);
   }
 
@@ -169,6 +178,22 @@ class OverflowRows {
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
   };
+
+  // Returns whether the pages were discarded; the last one to leave gives them back.
+  bool leave() {
+    --users_;
+    if (discarded_ && users_ == 0) drop();
+    return discarded_;
+  }
+
+  void drop() {
+    for (Page* page : all_) {
+      pages_.give(page->memory);
+      delete page;
+    }
+    all_.clear();
+    held_ = 0;
+  }
 
   Slot* new_slot(bool beyond) {
     if (!with_free_.empty()) {
@@ -225,7 +250,8 @@ class OverflowRows {
   std::unique_ptr<int32_t, Free> counts_;
   std::vector<Page*> all_, with_free_;
   Page* current_ = nullptr;
-  int64_t at_ = 0, held_ = 0;
+  int64_t at_ = 0, held_ = 0, users_ = 0;
+  bool discarded_ = false;
 };
 
 }  // namespace checknrun

@@ -14,7 +14,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -317,8 +318,12 @@ class ShardCopies:
 
         Args:
             positions: all rows of the set within their range, ``(n,)`` int64, sorted.
+
+        Raises:
+            SaveFailed: the copies were given up.
         """
-        self.native.stage(positions, row_start, memory, offsets)
+        with self._unless_given_up():
+            self.native.stage(positions, row_start, memory, offsets)
 
     def sample(self, positions: torch.Tensor) -> list[torch.Tensor]:
         """Copy some rows of the set as of the cut; they are still to be staged.
@@ -333,10 +338,16 @@ class ShardCopies:
             SaveFailed: the copies were given up.
         """
         into = [tensor.new_empty((len(positions), *tensor.shape[1:])) for tensor in self._tensors]
-        try:
+        with self._unless_given_up():
             self.native.sample(positions, into)
+        return into
+
+    @contextmanager
+    def _unless_given_up(self) -> Iterator[None]:
+        """Raise the reason why the copies were given up, if that is why some are missing."""
+        try:
+            yield
         except RuntimeError:
-            if self._copies.failure is not None:  # nobody has copied the rows
+            if self._copies.failure is not None:
                 raise self._copies.failure from None
             raise
-        return into
