@@ -52,7 +52,7 @@ class WriteWatch:
         kernel, marks: as given.
         stepped: finds the tables that dense optimizers step.
         copies: the rows of a checkpoint in progress that must be copied before they change; None
-            without one.
+            without one. The background ends them at any moment: look once.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
             then the next checkpoint holds all rows anyway.
     """
@@ -84,10 +84,11 @@ class WriteWatch:
         now = self._look()
         if now == self._seen:
             return
+        copies = self.copies
+        if copies is not None:  # first: the background must not find this write seen and untold
+            copies.copies.fail(self.written_outside())
         self._turn += 1
         self._seen = now
-        if self.copies is not None:
-            self.copies.copies.fail(self.written_outside())
         known = all(marks.all_marked() for marks in self.marks)
         for marks in self.marks:
             marks.mark_all()
@@ -129,14 +130,16 @@ class WriteWatch:
             shard: position among the kernel's shards.
             ids: shard-local, as for ``Marks.mark``.
         """
-        if self.copies is not None:
-            self.copies.before_write(shard, ids)
+        copies = self.copies
+        if copies is not None:
+            copies.before_write(shard, ids)
         self.marks[shard].mark(ids)
 
     def before_overwriting(self) -> None:
         """Wait until all rows are saved for the checkpoint in progress."""
-        if self.copies is not None:
-            self.copies.copies.wait_until_over()
+        copies = self.copies
+        if copies is not None:
+            copies.copies.wait_until_over()
 
     def acknowledge(self) -> None:
         """Accept the memory's present content, whose modified rows are marked."""
@@ -190,8 +193,9 @@ def announced(modules: Iterable[object]) -> Iterator[None]:
             watch._turn += 1
         raise
     for watch in watches:
+        if watch._announced == 1:  # seen while still announced: the background may look at any time
+            watch._seen = watch._look()
         watch._announced -= 1
-        watch.acknowledge()
         watch._turn += 1
 
 
