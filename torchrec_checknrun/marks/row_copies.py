@@ -229,6 +229,7 @@ class ShardCopies:
         bits = [] if frozen is None else [which for _, which in frozen]
         if frozen is not None and not marks:  # an empty set, not all rows
             marks, bits = [states], [0]
+        self._copies = copies
         self.tensors = list(tensors)
         self.native: Any = torch.classes.checknrun.ShardRows(
             len(tensors[0]), marks, bits, self.tensors, states, generation, copies.overflow.native
@@ -253,9 +254,17 @@ class ShardCopies:
 
         Returns:
             For each of the shard's tensors its rows, ``(n, …)``.
+
+        Raises:
+            SaveFailed: the copies were given up.
         """
         into = [tensor.new_empty((len(positions), *tensor.shape[1:])) for tensor in self.tensors]
-        self.native.sample(positions, into)
+        try:
+            self.native.sample(positions, into)
+        except RuntimeError:
+            if self._copies.failure is None:
+                raise
+            raise self._copies.failure from None  # rows given up are not copied
         return into
 
 

@@ -138,3 +138,12 @@ def test_an_announced_write_is_no_write_outside_at_any_moment(
     shard.write_rows([4], shard.read_rows([4]).weight + 1)
     assert found
     assert not any(found)
+
+
+def test_a_sample_of_given_up_rows_names_the_reason(cut: Cut) -> None:
+    (snapshot,) = [s for s in cut.rows.snapshots if s.shard.table == TALL]
+    assert len(snapshot.sampled(5).weight) == 5
+    cut.write_outside()
+    cut.tracked.check_writes()
+    with pytest.raises(SaveFailed, match="written outside of training"):
+        snapshot.sampled(9)
