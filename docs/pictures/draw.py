@@ -77,7 +77,9 @@ COPY_ON_WRITE = (
         "Training thread, at the cut: the stall",
         "#f8dcc4",
         (
-            Box(("marks are frozen as a layer;", "zeroed bytes take their place"), "marks/marks.py"),
+            Box(
+                ("marks are frozen as a layer;", "zeroed bytes take their place"), "marks/marks.py"
+            ),
             Box(("states that may change at", "any time are copied"), "snapshot/items.py"),
             Box(("the kernels' hooks are told", "which rows are needed"), "snapshot/cut_rows.py"),
         ),

@@ -21,6 +21,7 @@ from tests.distributed.background_jobs import (
 from tests.distributed.models import (
     Plan,
 )
+from tests.distributed.slowed import slowed
 from tests.distributed.small_job import Workers
 from tests.distributed.states import gather
 from torchrec_checknrun import CheckpointReport, Quantization
@@ -60,29 +61,56 @@ def test_training_never_changes_what_is_written(
     assert found == [[], []]
 
 
-def save_three(root: str, plan: Plan, bits: int | None, **options: Any) -> None:
+def save_three(root: str, plan: Plan, how: dict[str, Any], train: int, **options: Any) -> int:
+    """Save while training goes on; return how many rows that had to save before."""
     job = build(plan)
-    quantization = Quantization(bits, exact_below_rows=0)
-    with checkpointer(root, job, quantization=quantization, **options) as saver:
+    quantization = Quantization(**how, exact_below_rows=0)
+    protected = 0
+    with slowed() as chunks, checkpointer(root, job, quantization=quantization, **options) as saver:
         for _ in range(3):
             job.train(2)
+            chunks.go.clear()
             saver.save(wait=False)
-            saver.wait()
+            job.train(train)  # the cut's bytes are written nevertheless
+            chunks.go.set()
+            report = saver.wait()
+            assert report is not None
+            assert not report.copied_at_cut
+            protected += report.protected_rows
+    return protected
 
 
-def test_who_writes_and_when_changes_no_byte(workers: Workers, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"bits": 4},
+        {"method": "importance", "mean_bits": 3},
+        pytest.param({"bits": None}, marks=pytest.mark.slow),
+        pytest.param({"bits": 8}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_who_writes_and_when_changes_no_byte(
+    workers: Workers, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    on_write: dict[str, Any] = {"staging": "copy_on_write", "memory_budget": 8 << 20}
     variants: list[dict[str, Any]] = [
         {"background": "thread", "staging": "copy"},
         {"background": "process", "staging": "copy"},
         {"background": "process", "staging": "encode"},
         {"background": "thread", "staging": "encode", "memory_budget": 24_000},
         {"background": "process", "staging": "copy", "memory_budget": 24_000},
+        {"background": "thread", **on_write},
+        {"background": "process", **on_write},
     ]
+    if "bits" not in how:  # rows whose widths need a plan first are never encoded at the cut
+        variants = [options for options in variants if options["staging"] != "encode"]
     written = []
     for number, options in enumerate(variants):
         root = tmp_path / str(number)
         arguments = where(root)
-        workers(2).run(save_three, **arguments, bits=4, **options)
+        protected = workers(2).run(save_three, **arguments, how=how, train=2, **options)
+        assert all((rows > 0) == (options["staging"] == "copy_on_write") for rows in protected)
         folders = [root / "root" / name for name in ids(arguments["root"])]
         assert len(folders) == 3
         written.append([(f / f"rank-0000{r}.bin").read_bytes() for f in folders for r in (0, 1)])

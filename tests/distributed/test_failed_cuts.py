@@ -70,12 +70,22 @@ def failing(root: str, policy: str, fails: list[bool], early: bool, packed: bool
         return instants.close()
 
 
-@pytest.mark.parametrize("policy", ["consecutive", "one_shot", "full"])
-def test_rows_of_failed_saves_are_kept(workers: Workers, tmp_path: Path, policy: str) -> None:
-    patterns = [[True, False], [False, True], [True, True]]
-    for number, (fails, early) in enumerate(itertools.product(patterns, [False, True])):
-        arguments: dict[str, Any] = {"fails": fails, "early": early, "packed": number % 2 == 1}
-        protected = workers(2).run(
-            failing, root=str(tmp_path / str(number)), policy=policy, **arguments
-        )[0]
-        assert min(protected) > 0, (arguments, protected)
+CASES = list(itertools.product([[True, False], [False, True], [True, True]], [False, True]))
+QUICK = ("consecutive", "one_shot", "one_shot", "consecutive", "one_shot", "full")
+
+
+@pytest.mark.parametrize(
+    ("number", "policy"),
+    [
+        pytest.param(number, policy, marks=() if policy == QUICK[number] else pytest.mark.slow)
+        for number in range(len(CASES))
+        for policy in ("consecutive", "one_shot", "full")
+    ],
+)
+def test_rows_of_failed_saves_are_kept(
+    workers: Workers, tmp_path: Path, number: int, policy: str
+) -> None:
+    fails, early = CASES[number]
+    arguments: dict[str, Any] = {"fails": fails, "early": early, "packed": number in (1, 2, 5)}
+    protected = workers(2).run(failing, root=str(tmp_path), policy=policy, **arguments)[0]
+    assert min(protected) > 0

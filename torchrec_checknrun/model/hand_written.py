@@ -52,7 +52,7 @@ class WriteWatch:
         kernel, marks: as given.
         stepped: finds the tables that dense optimizers step.
         copies: the rows of a checkpoint in progress that must be copied before they change; None
-            without one.
+            without one. The background ends them at any moment: look once.
         late: makes copies of the tables as a whole for a checkpoint in progress, before a change.
         read: recorded on a GPU once the rows of a checkpoint are copied out of it.
         spoils: whether such a write has come while rows were being copied.
@@ -90,9 +90,9 @@ class WriteWatch:
         now = self._look()
         if now == self._seen:
             return
+        self.spoil()  # first: the background must not find this write seen and untold
         self._turn += 1
         self._seen = now
-        self.spoil()
         known = all(marks.all_marked() for marks in self.marks)
         for marks in self.marks:
             marks.mark_all()
@@ -123,16 +123,20 @@ class WriteWatch:
         if copies is None or copies.copies.over:
             return
         self.spoils = True
+        copies.copies.fail(self.written_outside())
+
+    def written_outside(self) -> SaveFailed:
+        """Return the error of a checkpoint whose rows were written, unannounced, before they were
+        copied.
+        """
         tables = sorted({shard.table for shard in self.kernel.shards})
-        copies.copies.fail(
-            SaveFailed(
-                f"weights or optimizer rows of {tables} were written outside of training "
-                "(load_state_dict, copy_, an assignment …) while they were being saved, so that "
-                "the checkpoint would not be of one instant: it is not committed, its rows are "
-                "kept for the next one, and from now on these tables are copied before training "
-                "goes on. Write inside `with checkpointer.writing(table, rows):` or with "
-                "write_rows, and they need not be"
-            )
+        return SaveFailed(
+            f"weights or optimizer rows of {tables} were written outside of training "
+            "(load_state_dict, copy_, an assignment …) while they were being saved, so that the "
+            "checkpoint would not be of one instant: it is not committed, its rows are kept for "
+            "the next one, and from now on these tables are copied before training goes on. Write "
+            "inside `with checkpointer.writing(table, rows):` or with write_rows, and they need "
+            "not be"
         )
 
     def before_write(self, shard: int, ids: torch.Tensor) -> None:
@@ -143,16 +147,18 @@ class WriteWatch:
             ids: shard-local, as for ``Marks.mark``.
         """
         self.before_change()
-        if self.copies is not None:
-            self.copies.before_write(shard, ids)
+        copies = self.copies
+        if copies is not None:
+            copies.before_write(shard, ids)
         self.marks[shard].mark(ids)
 
     def before_change(self) -> None:
         """Make the copies of whole tables for a checkpoint in progress, and have the current stream
         of a GPU wait until rows are copied; the calling thread goes on.
         """
-        if self.late is not None:
-            self.late()
+        late = self.late
+        if late is not None:
+            late()
         if self.read is not None:
             torch.cuda.current_stream(self.marks[0].device).wait_event(self.read)
             if self.read.query():
@@ -161,8 +167,9 @@ class WriteWatch:
     def before_overwriting(self) -> None:
         """Wait until all rows are saved for the checkpoint in progress."""
         self.before_change()
-        if self.copies is not None:
-            self.copies.copies.wait_until_over()
+        copies = self.copies
+        if copies is not None:
+            copies.copies.wait_until_over()
 
     def acknowledge(self) -> None:
         """Accept the memory's present content, whose modified rows are marked."""
@@ -217,8 +224,9 @@ def announced(modules: Iterable[object]) -> Iterator[None]:
             watch._turn += 1
         raise
     for watch in watches:
+        if watch._announced == 1:  # seen while still announced: the background may look at any time
+            watch._seen = watch._look()
         watch._announced -= 1
-        watch.acknowledge()
         watch._turn += 1
 
 

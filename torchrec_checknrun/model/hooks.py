@@ -81,8 +81,9 @@ class KernelHook:
             self._mark_whole()
             return
         self.writes.before_change()
-        if self.writes.copies is not None:
-            self.writes.copies.before_update(values, offsets, self.kernel.feature_to_shard)
+        copies = self.writes.copies
+        if copies is not None:
+            copies.before_update(values, offsets, self.kernel.feature_to_shard)
         for feature, shard in enumerate(self.kernel.feature_to_shard):
             self._marks[shard].mark(values[offsets[feature] : offsets[feature + 1]])
 

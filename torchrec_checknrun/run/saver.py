@@ -296,6 +296,8 @@ class Saver:
         Running deletions are waited for, for a minute, unless the process ends since it ``failed``.
         """
         self._claim.close()
+        if self._running is not None and self._running.rows is not None:
+            self._running.rows.close()  # the hooks are gone: training overwrites rows unprotected
         self._forget_running()
         self._gradients.close()
         self._background.close()

@@ -1,0 +1,149 @@
+"""Races between training and the background that copies a cut's rows, each at its worst moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.tracked_model import TALL, make_model, train
+from torchrec_checknrun import Quantization
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.marks.row_copies import KernelCopies
+from torchrec_checknrun.model.hand_written import WriteWatch
+from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.save.cut_rows import CopyOnWriteMemory, CutRows
+from torchrec_checknrun.save.snapshot import take_rows
+from torchrec_checknrun.save.staged import StagedRows, rows_size
+from torchrec_checknrun.tracking import TrackedModel, track
+
+
+class Cut:
+    """A cut of a small model, whose rows are copied on write."""
+
+    def __init__(self) -> None:
+        self.model = make_model()
+        self.tracked: TrackedModel = track(self.model)
+        snapshots, self.cut = take_rows(self.tracked, None)
+        memory = CopyOnWriteMemory(1 << 20, self.tracked.shards, 5.0)
+        self.rows = CutRows(memory, snapshots)
+        self.rows.protect()
+        self.watches = WriteWatch.of(shard.kernel_module for shard in self.tracked.shards)
+        assert all(watch.copies is not None for watch in self.watches)
+
+    def copy_all(self) -> None:
+        """Copy all rows, as the background does."""
+        for snapshot in self.rows.snapshots:
+            shard = snapshot.shard
+            encoding = Quantization().for_table(shard.table, shard.shape.rows)
+            staged = StagedRows.plan(shard, snapshot.count, encoding, 0)
+            memory = torch.zeros(rows_size(shard, snapshot.count), dtype=torch.uint8)
+            positions = snapshot.positions(0, shard.rectangle.rows)
+            staged.copy(shard, positions, memory, snapshot.copies)
+
+    def write_outside(self) -> None:
+        """Write a row by hand, unannounced."""
+        with torch.no_grad():
+            dict(self.model.named_parameters())[f"{TALL}.weight"][3] += 1
+
+
+@pytest.fixture
+def cut(group: None) -> Iterator[Cut]:
+    if not has_extension():
+        pytest.skip("the compiled extension was not built: rows are copied at the cut")
+    made = Cut()
+    yield made
+    made.rows.close()
+    made.tracked.close()
+
+
+class Ending(WriteWatch):
+    """A watch whose copies are gone right after they were looked at, once."""
+
+    left: Any = None
+
+    @property  # type: ignore[override]  # an attribute of the class above
+    def copies(self) -> KernelCopies | None:
+        found, self.left = self.left, None
+        return found  # type: ignore[no-any-return]  # set below
+
+    @copies.setter
+    def copies(self, copies: KernelCopies | None) -> None:
+        self.left = copies
+
+
+ACTIONS: dict[str, Callable[[Cut], object]] = {
+    "write_rows": lambda cut: [
+        shard.write_rows([1], shard.read_rows([1]).weight)
+        for shard in cut.tracked.shards
+        if shard.table == TALL
+    ],
+    "train": lambda cut: train(cut.model, a=[[1, 2]], shared=[[3]], b=[[4, 4]]),
+    "check": lambda cut: (cut.write_outside(), cut.tracked.check_writes()),
+    "overwrite": lambda cut: [shard.mark_all(everywhere=True) for shard in cut.tracked.shards],
+}
+
+
+@pytest.mark.parametrize("action", sorted(ACTIONS))
+def test_copies_may_end_at_any_moment(cut: Cut, action: str) -> None:
+    cut.copy_all()
+    cut.rows.finish()
+    for watch in cut.watches:
+        copies = watch.copies
+        watch.__class__ = Ending
+        assert isinstance(watch, Ending)
+        watch.left = copies
+    ACTIONS[action](cut)
+    assert any(watch.left is None for watch in cut.watches)  # it was looked at
+
+
+def test_a_write_outside_is_told_before_it_is_taken_as_seen(
+    cut: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut.copy_all()
+    told = WriteWatch.written_outside
+
+    def background_comes_first(watch: WriteWatch) -> SaveFailed:
+        with monkeypatch.context() as patch, suppress(SaveFailed):
+            patch.setattr(WriteWatch, "written_outside", told)
+            cut.rows.finish()
+        return told(watch)
+
+    monkeypatch.setattr(WriteWatch, "written_outside", background_comes_first)
+    cut.write_outside()
+    cut.tracked.check_writes()
+    assert isinstance(cut.rows.copies.failure, SaveFailed)
+
+
+def test_an_announced_write_is_no_write_outside_at_any_moment(
+    cut: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+    for watch in cut.watches:
+        own = watch._look
+
+        def look(watch: WriteWatch = watch, own: Callable[[], Any] = own) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(watch, "_look", own)
+                found.append(watch.is_written())  # as the background may ask just now
+            return own()
+
+        monkeypatch.setattr(watch, "_look", look)
+    (shard,) = [s for s in cut.tracked.shards if s.table == TALL]
+    with cut.tracked.writing(TALL, [2]):
+        shard.local.weight[2] += 1
+    shard.write_rows([4], shard.read_rows([4]).weight + 1)
+    assert found
+    assert not any(found)
+
+
+def test_a_sample_of_given_up_rows_names_the_reason(cut: Cut) -> None:
+    (snapshot,) = [s for s in cut.rows.snapshots if s.shard.table == TALL]
+    assert len(snapshot.sampled(5).weight) == 5
+    cut.write_outside()
+    cut.tracked.check_writes()
+    with pytest.raises(SaveFailed, match="written outside of training"):
+        snapshot.sampled(9)
