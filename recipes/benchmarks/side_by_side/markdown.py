@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.benchmarks.side_by_side.systems import ASYNC, DCP, NONE, ON_WRITE
+from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, NONE
 from recipes.benchmarks.side_by_side.tables import more_memory
 from recipes.benchmarks.side_by_side.targets import Rows
 from recipes.benchmarks.stall.tables import markdown as stalls
@@ -22,8 +22,8 @@ from recipes.benchmarks.stall.tables import markdown as stalls
 RESULTS = Path(__file__).parents[2] / "results"
 
 README_SYSTEMS = (
-    ON_WRITE,
-    "ours fp32 consecutive, thread, copy on write",
+    COPY,
+    "ours fp32 consecutive, thread, copy",
     DCP,
     f"{ASYNC}, plain",
     f"{ASYNC}, DTensor, shared stager",

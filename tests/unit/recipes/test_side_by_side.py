@@ -19,12 +19,31 @@ import torch
 from recipes.benchmarks.side_by_side import store
 from recipes.benchmarks.side_by_side.limits import Limits
 from recipes.benchmarks.side_by_side.model import Setting, architecture
-from recipes.benchmarks.side_by_side.run import COMPARED, beyond, limits, names, runs, summary
+from recipes.benchmarks.side_by_side.run import (
+    COMPARED,
+    FIRST,
+    MORE_PAIRS,
+    MORE_ROUNDS,
+    beyond,
+    limits,
+    names,
+    runs,
+    summary,
+)
 from recipes.benchmarks.side_by_side.sizes import Series, Stored
 from recipes.benchmarks.side_by_side.synced import synced_snapshot
-from recipes.benchmarks.side_by_side.systems import ASYNC, CASES, COPY, DCP, NONE, SNAPSHOT
+from recipes.benchmarks.side_by_side.systems import (
+    ASYNC,
+    CASES,
+    COPY,
+    DCP,
+    NONE,
+    ON_WRITE,
+    SNAPSHOT,
+)
 from recipes.benchmarks.side_by_side.tables import more_memory
 from recipes.benchmarks.side_by_side.trace import Trace, promised
+from recipes.benchmarks.side_by_side.turns import PAIRS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ROWS = [200_000, 3, 1000, 80_000]
@@ -263,11 +282,13 @@ def test_memory_beyond_that_of_training_alone() -> None:
 
 def test_those_that_targets_compare_have_more_rounds_of_their_own() -> None:
     options = argparse.Namespace(ranks=[1, 2], systems=[], rounds=2, together=3)
-    compared, others, both, independent = runs(Setting(), options)
-    assert (compared.cases, compared.rounds, compared.together) == (COMPARED, 4, 4)
+    compared, others, first, both, independent = runs(Setting(), options)
+    assert (compared.cases, compared.rounds, compared.together) == (COMPARED, 4, 5)
+    assert (first.cases, first.rounds, first.together) == (FIRST, 2, 4)
     assert sorted(compared.cases + others.cases) == sorted(CASES)
-    assert (both.ranks, both.cases) == (2, names(2, []))
+    assert (both.ranks, first.cases + both.cases) == (2, names(2, []))
     assert {run.rounds for run in (others, both, independent)} == {2}
+    assert {compared.pairs, first.pairs} == {MORE_PAIRS} != {both.pairs}
     assert independent.setting.trace == "independent"
 
 
@@ -300,7 +321,7 @@ def test_targets_systems_come_first() -> None:
     assert set(names(1, [])) == set(CASES)
     assert set(names(2, [])) < set(CASES)
     assert names(1, ["async_save, plain"]) == [f"{ASYNC}, plain"]
-    assert names(1, [])[:2] == names(2, [])[:2] == [COPY, DCP]
+    assert names(1, [])[:2] == names(2, [])[:3] == [ON_WRITE, COPY, DCP]
 
 
 MEMORY = """
@@ -327,7 +348,7 @@ def test_memory_is_the_peak_since_the_start() -> None:
 @pytest.mark.timeout(900)
 def test_the_command_compares_systems(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    systems = [NONE, COPY, DCP, SNAPSHOT]
+    systems = [NONE, ON_WRITE, COPY, DCP, SNAPSHOT]
     options = ["--quick", "--json", str(out), "--folder", str(tmp_path), "--systems", *systems]
     command = [sys.executable, "-m", "recipes.benchmarks.side_by_side", *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=880)
@@ -339,8 +360,11 @@ def test_the_command_compares_systems(tmp_path: Path) -> None:
             assert row["name"] == SNAPSHOT
             assert row["error"].startswith("NotInstalled")
             continue
-        more = row["name"] in COMPARED and (row["ranks"], row["trace"]) == (1, "skewed")
-        labels = ["first", "warm"] + ["idle", "warm"] * (3 if more else 1)
+        compared = COMPARED if row["ranks"] == 1 else FIRST
+        more = row["name"] in compared and row["trace"] == "skewed"
+        warm = ["warm"] * ((MORE_PAIRS if more else PAIRS) - 1)
+        turns = (MORE_ROUNDS * 2 if row["ranks"] == 1 else 2) if more else 2
+        labels = ["first", *warm] + ["idle", *warm] * (turns - 1)
         assert [save["label"] for save in row["saves"]] == labels
         assert row["setup"] > 0
         assert all(0.2 < save["fraction"] < 0.3 for save in row["saves"])
@@ -352,7 +376,7 @@ def test_the_command_compares_systems(tmp_path: Path) -> None:
             assert all(save["listed"] >= save["call"] * 0.5 for save in row["saves"])
         assert row["bytes"]["total"] > row["bytes"]["rows"] > 0
     trained = {(row["name"], row["ranks"], row["trace"]) for row in content["training"]}
-    assert {(COPY, 1, "skewed"), (COPY, 2, "skewed"), (COPY, 1, "independent")} < trained
+    assert {(ON_WRITE, 1, "skewed"), (COPY, 2, "skewed"), (ON_WRITE, 1, "independent")} < trained
     assert {row["ranks"] for row in content["limits"]} == {1, 2}
     assert all(row["seconds"] > 0 for row in content["limits"])
     sizes = {(row["name"], row["trace"]): row for row in content["bytes"] if "error" not in row}

@@ -269,7 +269,8 @@ def test_a_write_by_hand_before_rows_are_surveyed(
     go.set()
     with pytest.raises(SaveFailed, match="were written outside of training"):
         saver.wait()
-    was_on_write(saver.save(), protected=False)
+    reasons = saver.save().copied_at_cut.values()  # from now on
+    assert set(reasons) == {"written outside of training while it was being saved"}
     saver.close()
 
 
