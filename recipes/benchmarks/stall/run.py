@@ -98,6 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **raw(stalls, grown),
     }
     _show(document)
+    quiet, intervals = found["quiet_intervals"], found["intervals"]
+    print(f"{quiet} of {intervals} intervals were quiet; without any, all count")
     if options.json is not None:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     if options.plot is not None:

@@ -7,21 +7,29 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from recipes.benchmarks.quiet import QUIET
 from recipes.benchmarks.side_by_side.targets import Target
 from recipes.benchmarks.stall.growth import Cut
-from recipes.benchmarks.stall.modes import ON_WRITE, Stall
+from recipes.benchmarks.stall.modes import COPY, ON_WRITE, Stall
 
 CUT, WHOLE, GROWTH = 0.1, 0.35, 1.3
 """Goals: the cut, and with all protection, in times of the gather; the cut's growth."""
+OURS = (ON_WRITE, COPY)
 _SUMS = ("cut", "protection", "longest", "memory", "row", "whole", "busy")
 
 
 def summarize(
     stalls: Sequence[dict[str, Stall]], growth: Sequence[Sequence[Cut]]
 ) -> dict[str, Any]:
-    """Return the document's figures."""
-    modes = {name: _mode(name, stalls) for name in stalls[0]}
+    """Return the document's figures, of those intervals in which no other program was busy just
+    before a stall of this package; of all if there is none.
+    """
+    quiet = [of for of in stalls if max(of[n].busy for n in of if n in OURS) <= QUIET]
+    used = quiet or stalls
+    modes = {name: _mode(name, used) for name in used[0]}
     found: dict[str, Any] = {
+        "intervals": len(stalls),
+        "quiet_intervals": len(quiet),
         "modes": modes,
         "growth": [_grown([cuts[i] for cuts in growth]) for i in range(len(growth[0]))],
     }

@@ -1,6 +1,7 @@
 """Derive the targets, the tables and the pages from the comparison's figures."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,7 +187,11 @@ def _stalls() -> dict[str, Any]:
     parts = {"marks": 0.004, "the call's end": 0.001}
     mine = Stall(0.005, 0.0, parts, 0.007, 0.002, 0, 0, 900, 1000, 0.04, [0.1] * 17)
     cuts = [Cut(20_000, 5_000, 0.001, 0.0), Cut(160_000, 40_000, 0.0011, 0.0)]
-    return summarize([{"copy on write": mine, "dcp.save": Stall(4.0, 0.0)}] * 3, [cuts] * 3)
+    disturbed = {"copy on write": replace(mine, busy=1.5, cut=0.5), "dcp.save": Stall(9.0, 0.0)}
+    calm = {"copy on write": mine, "dcp.save": Stall(4.0, 0.0)}
+    document = summarize([calm, disturbed, disturbed], [cuts] * 3)
+    assert (document["intervals"], document["quiet_intervals"]) == (3, 1)
+    return document
 
 
 def test_the_tables_of_the_pages() -> None:
