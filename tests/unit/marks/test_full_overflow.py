@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
@@ -177,25 +177,23 @@ def test_control_c() -> None:
     assert copies.failure is None
 
 
-def test_a_write_to_all_rows_waits() -> None:
-    for ends in ("complete", "fail", "nothing"):
-        copies = RowCopies(overflow(1), 0.6)
-        one_shard(copies, 10)
-        end: dict[str, Callable[[], Any]] = {
-            "complete": copies.complete,
-            "fail": lambda copies=copies: copies.fail(SaveFailed("given up")),
-            "nothing": lambda: None,
-        }
-        started = time.monotonic()
-        with other_thread(copies.wait_until_over) as writer:
-            time.sleep(0.2)
-            assert writer.is_alive()
-            end[ends]()
-        assert copies.over
-        assert (copies.failure is None) == (ends == "complete")
-        assert time.monotonic() - started < SLACK
-        if ends == "nothing":
-            assert "were about to be written as a whole" in str(copies.failure)
+@pytest.mark.parametrize("ends", ["complete", "fail", "nothing"])
+def test_a_write_to_all_rows_waits(ends: str) -> None:
+    copies = RowCopies(overflow(1), 0.6)
+    one_shard(copies, 10)
+    started = time.monotonic()
+    with other_thread(copies.wait_until_over) as writer:
+        time.sleep(0.2)
+        assert writer.is_alive()
+        if ends == "complete":
+            copies.complete()
+        elif ends == "fail":
+            copies.fail(SaveFailed("given up"))
+    assert copies.over
+    assert (copies.failure is None) == (ends == "complete")
+    assert time.monotonic() - started < SLACK
+    if ends == "nothing":
+        assert "were about to be written as a whole" in str(copies.failure)
 
 
 def test_an_error_in_a_hook_is_not_raised() -> None:

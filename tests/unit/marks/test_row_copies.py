@@ -63,8 +63,8 @@ def go_through(chance: random.Random, shards: list[Shard], kernel: Kernel, unsee
             kernel.update(ids, chance.choice([torch.int64, torch.int32]))
         elif what == "write":
             place = chance.choice([i for i in range(len(shards)) if i != unseen])
-            ids = some_ids(chance, shards[place].size, 10)
-            kernel.write(place, ids, chance.choice([torch.int64, torch.int32, torch.int16]))
+            written = some_ids(chance, shards[place].size, 10)
+            kernel.write(place, written, chance.choice([torch.int64, torch.int32, torch.int16]))
         elif what == "sample":
             left = sorted(shard.left)
             shard.sample(sorted(chance.sample(left, chance.randint(0, len(left)))))
