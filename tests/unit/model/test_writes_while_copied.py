@@ -68,7 +68,7 @@ class Ending(WriteWatch):
     @property
     def copies(self) -> KernelCopies | None:
         found, self.left = self.left, None
-        return found  # type: ignore[no-any-return]  # set below
+        return found
 
     @copies.setter
     def copies(self, copies: KernelCopies | None) -> None:
