@@ -50,7 +50,7 @@ def fail_once(instants: Instants, train: Callable[[int], object], early: bool) -
 def failing(root: str, policy: str, fails: list[bool], early: bool, packed: bool) -> list[int]:
     """Save in a row; some saves fail, and their errors are kept, as users keep them in lists."""
     zoo, again = build_zoo("bags", PLANS["columns"]), build_zoo("bags", PLANS["columns"])
-    unpacked = mock.patch.object(Marks, "consolidate", lambda self: None)
+    unpacked = mock.patch.object(Marks, "consolidate", return_value=None)
     errors = []
     with nullcontext() if packed else unpacked, slowed() as chunks:
         instants = Instants(root, zoo, again, chunks, policy=policy)

@@ -87,7 +87,12 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", sorted(LOOPS))
 def test_plain_loop(workers: Workers, tmp_path: Path, case: str) -> None:
-    arguments = {"kind": "bags", "fused": "rowwise_adagrad", "policy": "consecutive", "at_cut": []}
+    arguments: dict[str, Any] = {
+        "kind": "bags",
+        "fused": "rowwise_adagrad",
+        "policy": "consecutive",
+        "at_cut": [],
+    }
     arguments |= LOOPS[case]
     protected = workers(2).run(plain_loop, root=str(tmp_path), **arguments)[0]
     assert len(protected) == SAVES

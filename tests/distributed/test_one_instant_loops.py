@@ -25,15 +25,17 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSem
 
 from tests.distributed import collisions, layouts, models
 from tests.distributed.fused_on_cpu import any_fused_optimizer
+from tests.distributed.models import CPU
 from tests.distributed.normalized import NormalizedJob
 from tests.distributed.resharding import COLUMNS, TABLES, reshard
 from tests.distributed.slowed import Instants, on_all_ranks, overflow_pages, slowed
+from tests.distributed.states import gather
 from tests.distributed.test_one_instant import train_and_save
 from tests.distributed.test_optimizer_states import SPEC as STATES_SPEC
 from tests.distributed.test_optimizer_states import layout, views
 from tests.distributed.test_tracking_zoo import PLANS, _Stream, no_streams
 from tests.distributed.worker_pool import WorkerPool
-from tests.distributed.zoo import CPU, build_zoo
+from tests.distributed.zoo import build_zoo
 from tests.distributed.zoo import table_arrays as zoo_tables
 from torchrec_checknrun.marks import row_copies
 
@@ -120,17 +122,20 @@ def test_a_cut_within_a_step(workers: Workers, tmp_path: Path) -> None:
 def retained(root: str) -> list[int]:
     """Go back through one graph several times; each pass updates the rows once more."""
     zoo, again = build_zoo("bags", PLANS["rows"]), build_zoo("bags", PLANS["rows"])
-    bags: Any = zoo.model.module.embeddings  # type: ignore[union-attr]  # the wrapper's module
+    bags: Any = zoo.model.module.embeddings
     with slowed() as chunks:
         instants = Instants(root, zoo, again, chunks)
         zoo.train(2)
         for number in range(2):
             loss = bags(zoo.batch(10 + number).features).values().square().sum()
             loss.backward(retain_graph=True)
-            instants.save(
-                lambda: loss.backward(retain_graph=True),  # noqa: B023
-                lambda: [loss.backward(retain_graph=True), zoo.train(2)],  # noqa: B023
-            )
+            again_back = partial(loss.backward, retain_graph=True)
+
+            def rest(back: Callable[[], object] = again_back) -> None:
+                back()
+                zoo.train(2)
+
+            instants.save(again_back, rest)
         return instants.close()
 
 
@@ -209,12 +214,13 @@ def normalized(root: str) -> list[int]:
 
     def take(of: Any) -> dict[str, Any]:
         """Copy the whole state; of the buffers, which differ, rank 0's."""
-        content = collisions.gather(of)
+        content = gather(of)
         buffers = {n: t.numpy().copy() for n, t in of.model.state_dict().items() if ".num" in n}
         means = of.model.state_dict()
         buffers |= {n: means[n].numpy().copy() for n in means if "running" in n}
         everyone = on_all_ranks(buffers)
-        return {n: v for n, v in content.items() if "norm.running" not in n} | everyone[0]
+        own = {n: v for n, v in content.items() if "norm.running" not in n}
+        return {**own, **everyone[0]}
 
     with slowed() as chunks:
         instants = Instants(root, job, again, chunks, take=take, chunk_bytes=200)

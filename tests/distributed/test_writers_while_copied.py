@@ -100,7 +100,12 @@ def announced(root: str, plan: dict[str, str], how: str) -> list[Any]:
         job.zoo.train(2)
         write = {"write_rows": job.write_everywhere, "writing": job.write_in_blocks}[how]
         for _ in range(3):
-            job.instants.save(write, lambda: (write(), job.zoo.train(1)))
+
+            def rest() -> None:
+                write()
+                job.zoo.train(1)
+
+            job.instants.save(write, rest)
         return [job.instants.close()]
 
 
@@ -140,8 +145,8 @@ def overwritten(root: str, plan: dict[str, str], how: str) -> bool:
 
 @pytest.mark.parametrize("how", ["restore", "restore_some", "dcp", "dcp_tracked"])
 def test_all_rows_at_once(workers: Workers, tmp_path: Path, how: str) -> None:
-    arguments = {"root": str(tmp_path), "plan": PLANS["rows"], "how": how}
-    assert workers(2).run(overwritten, **arguments) == [True, True]
+    found = workers(2).run(overwritten, root=str(tmp_path), plan=PLANS["rows"], how=how)
+    assert found == [True, True]
 
 
 def spoiled(root: str, plan: dict[str, str], actions: list[str], after: int) -> list[str]:
@@ -212,11 +217,12 @@ def harmless(root: str, plan: dict[str, str]) -> list[bool]:
                     go.set()
 
                 job.instants.save(lambda: job.zoo.train(2), write)
-        copied = set(job.instants.at_cut)
-        job.instants.save(
-            lambda: job.zoo.train(1),
-            lambda: [job.assign(table, job.rows(table)) for table in sorted(copied)],
-        )
+
+        def write_copied() -> None:
+            for table in sorted(job.instants.at_cut):
+                job.assign(table, job.rows(table))
+
+        job.instants.save(lambda: job.zoo.train(1), write_copied)
         job.zoo.train(1)
         job.instants.save(lambda: job.zoo.train(1), lambda: job.zoo.train(1))
         return [count > 0 for count in job.instants.close()]
