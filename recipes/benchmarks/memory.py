@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from recipes.benchmarks.one_table import TABLE, one_table, step
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Quantization
-from torchrec_checknrun.save.staging import StagingMode
+from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 
 ALLOWED = 1.1
 """Part of the budget that a save or restore may take."""

@@ -26,10 +26,11 @@ from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.root import writer
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.run import saver
-from torchrec_checknrun.save import background, snapshot, staged
+from torchrec_checknrun.save import background
 from torchrec_checknrun.save.commit import CheckpointWriter
-from torchrec_checknrun.save.cut_rows import CutRows
-from torchrec_checknrun.save.staging import Staging
+from torchrec_checknrun.snapshot import snapshot, staged
+from torchrec_checknrun.snapshot.cut_rows import CutRows
+from torchrec_checknrun.snapshot.staging import Staging
 from torchrec_checknrun.store.folder import Folder
 
 SPEC = ModelSpec((CollectionSpec("c", (TableSpec("t0", 60, 8, ("f0",)),)),))

@@ -27,8 +27,8 @@ from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.run import saver
 from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.save.plan import Prepared, Share
-from torchrec_checknrun.save.staged import StagedJob
-from torchrec_checknrun.save.staging import Staging
+from torchrec_checknrun.snapshot.staged import StagedJob
+from torchrec_checknrun.snapshot.staging import Staging
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.new_file import NewFile
 

@@ -14,8 +14,8 @@ from tests.distributed.models import CollectionSpec, Job, ModelSpec, Plan, Table
 from tests.distributed.states import State, gather, scramble
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive
 from torchrec_checknrun.marks.row_copies import PAGE_BYTES, ShardCopies
-from torchrec_checknrun.save import background
-from torchrec_checknrun.save.cut_rows import CopyOnWriteMemory
+from torchrec_checknrun.save import save_memory
+from torchrec_checknrun.snapshot.cut_rows import CopyOnWriteMemory
 
 TABLES = (TableSpec("t0", 3000, 16, ("f0", "f1")), TableSpec("t1", 2000, 12, ("f1",)))
 SPEC = ModelSpec((CollectionSpec("c", TABLES),))
@@ -49,8 +49,8 @@ def little_memory(pages: int = 1) -> Iterator[None]:
         return CopyOnWriteMemory(min(size, pages * PAGE_BYTES), *arguments)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(background, "CopyOnWriteMemory", make))
-        stack.enter_context(mock.patch.object(background, "_SPARE_BYTES", 1000))
+        stack.enter_context(mock.patch.object(save_memory, "CopyOnWriteMemory", make))
+        stack.enter_context(mock.patch.object(save_memory, "_SPARE_BYTES", 1000))
         yield
 
 
@@ -118,7 +118,7 @@ def soon(act: Callable[[], object], seconds: float = 0.4) -> Iterator[None]:
 
 def hook_waits(saver: Checkpointer) -> bool:
     """Tell whether a hook finds no overflow memory now."""
-    on_write = saver._saver._background._on_write
+    on_write = saver._saver._background.memory.on_write
     assert on_write is not None
     return bool(on_write.overflow.native.free() == 0)
 

@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from torchrec_checknrun import Intermittent
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.marks.layers import Consumer
-from torchrec_checknrun.marks.row_copies import KernelCopies, RowCopies, ShardCopies
+from torchrec_checknrun.marks.row_copies import KernelCopies, ShardCopies
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.run import checkpointer
-from torchrec_checknrun.save.items import RowsItem
-from torchrec_checknrun.save.staged import StagedChunk, StagedRows
-from torchrec_checknrun.save.staging import Staging
+from torchrec_checknrun.snapshot.items import RowsItem
+from torchrec_checknrun.snapshot.staged import StagedChunk, StagedRows
+from torchrec_checknrun.snapshot.staging import Staging
 from torchrec_checknrun.store.folder import Folder
 
 
@@ -72,11 +72,12 @@ def _protect_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _protect_one_table_less(patch: pytest.MonkeyPatch) -> None:
-    def protect_others(copies: KernelCopies, made: RowCopies, shards: dict[int, Any]) -> None:
-        init(copies, made, dict(list(shards.items())[1:]))
+    protect = KernelCopies.before_update
 
-    init = KernelCopies.__init__
-    patch.setattr(KernelCopies, "__init__", protect_others)
+    def protect_others(copies: Any, values: Any, offsets: list[int], tables: list[int]) -> None:
+        protect(copies, values, offsets, [table or -1 for table in tables])
+
+    patch.setattr(KernelCopies, "before_update", protect_others)
 
 
 def _protect_no_state(patch: pytest.MonkeyPatch) -> None:
@@ -85,7 +86,7 @@ def _protect_no_state(patch: pytest.MonkeyPatch) -> None:
 
     def stage_live(copies: ShardCopies, rows: Any, start: int, memory: Any, at: list[int]) -> None:
         stage(copies, rows, start, memory, at)
-        for tensor, offset in zip(copies.tensors[1:], at[2:], strict=True):
+        for tensor, offset in zip(copies._tensors[1:], at[2:], strict=True):
             live = tensor[rows].contiguous().view(-1).view(torch.uint8)
             memory[offset : offset + live.numel()] = live
 

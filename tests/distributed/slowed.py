@@ -163,6 +163,6 @@ class Instants:
 
 def overflow_pages(saver: Checkpointer) -> tuple[int, int]:
     """Return how many pages of overflow memory are free, and how many there are."""
-    memory = saver._saver._background._on_write
+    memory = saver._saver._background.memory.on_write
     assert memory is not None
     return memory.overflow.native.free(), memory.overflow.native.total()

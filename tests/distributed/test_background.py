@@ -122,7 +122,10 @@ def save_with_little_memory(root: str, plan: Plan, background: str) -> list[Any]
     job = build(plan)
     budget = 15_000
     with checkpointer(root, job, background=background, memory_budget=budget) as saver:
-        sizes = [saver._saver._background._memory.size, saver._saver._background.chunk_bytes]
+        sizes = [
+            saver._saver._background.memory.staging.size,
+            saver._saver._background.memory.chunk_bytes,
+        ]
         job.train(3)
         wanted = gather(job)
         report = saver.save()
@@ -130,7 +133,7 @@ def save_with_little_memory(root: str, plan: Plan, background: str) -> list[Any]
         rows = report.modified_bytes // dist.get_world_size()
         assert rows > budget
         problems = differences(saver, job, wanted)
-        sizes += [saver._saver._background._memory.size]
+        sizes += [saver._saver._background.memory.staging.size]
     return [sizes, report.in_parts, problems]
 
 
@@ -233,7 +236,7 @@ def the_snapshot_is_a_copy(root: str, plan: Plan) -> bool:
     with checkpointer(root, job, staging="copy") as saver, storage_waits() as go:
         job.train()
         saver.save(wait=False)
-        memory = saver._saver._background._memory.bytes
+        memory = saver._saver._background.memory.staging.bytes
         own = range(memory.data_ptr(), memory.data_ptr() + len(memory))
         tables = [shard.local for shard in saver._target.tracked.shards]
         apart = all(t.data_ptr() not in own for table in tables for t in table.tensors)

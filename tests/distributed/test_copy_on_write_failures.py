@@ -23,7 +23,7 @@ from tests.distributed.on_write import (
 from tests.distributed.small_job import Workers
 from tests.distributed.states import gather
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.save.background import _Plan
+from torchrec_checknrun.save.local_part import LocalPart
 
 TIMEOUT = 4.0
 SLACK = 12.0
@@ -39,14 +39,14 @@ def is_behind(root: str, plan: Plan, what: str) -> list[Any]:
         was_on_write(saver.save(), protected=False)
         job.train(2)
         wanted = gather(job)
-        prepare = _Plan.prepare
+        prepare = LocalPart.prepare
 
-        def prepare_later(plan: _Plan) -> Any:
+        def prepare_later(plan: LocalPart) -> Any:
             time.sleep(1.0)
             return prepare(plan)
 
         if what == "background" and rank == 1:
-            patch.setattr(_Plan, "prepare", prepare_later)
+            patch.setattr(LocalPart, "prepare", prepare_later)
         if rank == 0:
             held.hold()
         with soon(held.let_go, 1.5):

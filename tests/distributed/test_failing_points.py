@@ -24,13 +24,14 @@ from torchrec_checknrun.restore import restore as restoring
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.save import background, commit
+from torchrec_checknrun.save import commit
 from torchrec_checknrun.save.commit import CheckpointWriter
-from torchrec_checknrun.save.cut_rows import CutRows
-from torchrec_checknrun.save.items import Items
+from torchrec_checknrun.save.local_part import LocalPart
 from torchrec_checknrun.save.plan import Prepared
-from torchrec_checknrun.save.staged import StagedRows
-from torchrec_checknrun.save.staging import Staging
+from torchrec_checknrun.snapshot.cut_rows import CutRows
+from torchrec_checknrun.snapshot.items import Items
+from torchrec_checknrun.snapshot.staged import StagedRows
+from torchrec_checknrun.snapshot.staging import Staging
 
 TIMEOUT = 30.0
 LATE = 15.0
@@ -43,7 +44,7 @@ ON_WRITE: dict[str, tuple[Any, str]] = {
     "check copies": (CutRows, "finish"),
 }
 ON_EVERY_RANK: dict[str, tuple[Any, str]] = {
-    "prepare": (background._Plan, "prepare"),
+    "prepare": (LocalPart, "prepare"),
     "check": (CheckpointWriter, "check"),
     "jobs": (Prepared, "jobs"),
     "encode": (StagedRows, "encode"),

@@ -313,7 +313,7 @@ def many_rows(root: str, pages: int, policy: str, background: str = "thread") ->
         instants = Instants(
             root, job, again, chunks, chunk_bytes=20_000, policy=policy, background=background
         )
-        memory = instants.saver._saver._background._on_write
+        memory = instants.saver._saver._background.memory.on_write
         assert memory is not None
         size = pages * row_copies.PAGE_BYTES
         memory.overflow = row_copies.Overflow(torch.zeros(size, dtype=torch.uint8))

@@ -34,7 +34,6 @@ from torchrec_checknrun.model.state_dict import (
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import picklable_errors
 from torchrec_checknrun.save.commit import CheckpointWriter
-from torchrec_checknrun.save.items import Items
 from torchrec_checknrun.save.plan import (
     GlobalPlan,
     LocalPlan,
@@ -44,8 +43,9 @@ from torchrec_checknrun.save.plan import (
     summarize,
 )
 from torchrec_checknrun.save.rank_differences import RankDifferences
-from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot, take_rows
 from torchrec_checknrun.shards import CHUNK_BYTES, TableShape
+from torchrec_checknrun.snapshot.items import Items
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot, take_rows
 from torchrec_checknrun.store.folder import Folder
 
 

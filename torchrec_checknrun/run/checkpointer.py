@@ -35,8 +35,8 @@ from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.run.schedule import Schedule
 from torchrec_checknrun.run.triggers import Trigger
 from torchrec_checknrun.save.background import BackgroundKind
-from torchrec_checknrun.save.staging import StagingMode
 from torchrec_checknrun.shards import CHUNK_BYTES
+from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +72,9 @@ class Checkpointer:
             ``OnSigterm``, or your own.
         callbacks: called on all ranks with each committed checkpoint's report; errors are logged.
         background: whether a ``thread`` or a ``process`` encodes and writes during training.
-        staging: what training waits for. ``copy_on_write``: for copies of the rows that it is about
-            to overwrite, while the others are copied behind it; where a table doesn't allow that,
-            as ``auto``. ``copy``: until all rows are copied; ``encode``: encoded, which takes less
-            memory; ``auto`` measures both and chooses for each table.
+        staging: what training waits for. ``copy_on_write``: for copies of rows that it is about to
+            overwrite; where a table doesn't allow that, as ``auto``. ``copy``: for copies of all
+            rows; ``encode``: for rows encoded, in less memory; ``auto``: whichever is faster.
         memory_budget: bytes of this rank on their way to storage; None: a quarter of the free
             memory, shared by the machine's ranks. A larger checkpoint is staged in parts while
             training waits. A state object is one piece: a larger one exceeds the budget, with a

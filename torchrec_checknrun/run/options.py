@@ -18,7 +18,7 @@ from torchrec_checknrun.run import arguments
 from torchrec_checknrun.run.arguments import PerRank, Replicated
 from torchrec_checknrun.run.triggers import EverySteps, Trigger
 from torchrec_checknrun.save.background import BackgroundKind
-from torchrec_checknrun.save.staging import StagingMode
+from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 from torchrec_checknrun.store.folder import Folder
 
 Callback = Callable[[CheckpointReport], None]

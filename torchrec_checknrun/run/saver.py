@@ -30,9 +30,9 @@ from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.run.root_claim import RootClaim
 from torchrec_checknrun.run.waiting import await_save, finish_at_exit, still_hanging
 from torchrec_checknrun.save.background import Background
-from torchrec_checknrun.save.items import Fingerprint, Items, fingerprint
 from torchrec_checknrun.save.save import Save
-from torchrec_checknrun.save.snapshot import Declared, Snapshot, take_snapshot, take_states
+from torchrec_checknrun.snapshot.items import Fingerprint, Items, fingerprint
+from torchrec_checknrun.snapshot.snapshot import Declared, Snapshot, take_snapshot, take_states
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -342,7 +342,7 @@ class Saver:
     def _look_at_states(self) -> Fingerprint:
         """Return the fingerprint of a checkpoint's content beside table rows, taken now."""
         snapshot = take_states(self._model, self._target.tracked, self._declared)
-        items = Items.of(snapshot, self.quantization, self._background.chunk_bytes)
+        items = Items.of(snapshot, self.quantization, self._background.memory.chunk_bytes)
         return fingerprint(items.digests(), snapshot.progress)
 
     def _is_committed(self, step: int) -> bool:

@@ -1,6 +1,5 @@
-"""Take a snapshot at a cut and write it behind training: staging, rank files, commit.
+"""Take a snapshot to storage behind training: a plan of all ranks, rank files, the commit.
 
-The training thread pays for a copy of the modified rows; encoding and writing happen behind it, in
-a thread or a process. A checkpoint counts from the moment its manifest exists. Read
-``snapshot.py`` first, then ``background.py``.
+A thread or a process encodes and writes while training goes on. A checkpoint counts from the moment
+its manifest exists. Read ``background.py`` first, then ``commit.py``.
 """

@@ -18,11 +18,11 @@ from torchrec_checknrun.format.manifest import Header
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.model.blocks import BlockSummary, check_blocks
 from torchrec_checknrun.model.progress import OptimizerClock
-from torchrec_checknrun.save.digest import Digest
-from torchrec_checknrun.save.items import Item, Items, block_key, state_key
 from torchrec_checknrun.save.rank_differences import RankDifferences
-from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.shards import Rectangle, TableShape, check_coverage
+from torchrec_checknrun.snapshot.digest import Digest
+from torchrec_checknrun.snapshot.items import Item, Items, block_key, state_key
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.threads import gc_paused
 
 
@@ -132,13 +132,13 @@ class Prepared:
         summary: the part that rank 0 needs.
         items: items by name, in writing order.
         differences: the judge of states whose content differs between ranks.
-        staged: makes the jobs of staged items; None: items are encoded as they are.
+        staged: makes the jobs of named items that are staged; None: items are encoded as they are.
     """
 
     summary: PlanSummary
     items: Mapping[str, Item]
     differences: RankDifferences = field(default_factory=RankDifferences)
-    staged: Callable[[Share], Iterator[Job]] | None = None
+    staged: Callable[[Sequence[str], Settled], Iterator[Job]] | None = None
 
     @property
     def local_plan(self) -> LocalPlan:
@@ -148,7 +148,7 @@ class Prepared:
     def jobs(self, share: Share) -> Iterator[Job]:
         """Return the jobs of this rank's share."""
         if self.staged is not None:
-            return self.staged(share)
+            return self.staged(share.items, share.settled)
         return (self.items[name].job(share.settled) for name in share.items)
 
 

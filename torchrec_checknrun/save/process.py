@@ -32,8 +32,8 @@ from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.rank_file import FileSummary, Job, write_rank_file
 from torchrec_checknrun.ranks import picklable
 from torchrec_checknrun.save.isolated_start import start
-from torchrec_checknrun.save.memory import StagingMemory
-from torchrec_checknrun.save.staged import Staged, StagedJob
+from torchrec_checknrun.snapshot.memory import StagingMemory
+from torchrec_checknrun.snapshot.staged import Staged, StagedJob
 from torchrec_checknrun.store.deadlines import Patience, silent
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import masked

@@ -14,7 +14,7 @@ from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.state import Tree
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.ranks import listed, ranks_text
-from torchrec_checknrun.save.digest import Digest
+from torchrec_checknrun.snapshot.digest import Digest
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 

@@ -16,8 +16,8 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.root.report import Progress
-from torchrec_checknrun.save.cut_rows import CutRows
-from torchrec_checknrun.save.items import Fingerprint
+from torchrec_checknrun.snapshot.cut_rows import CutRows
+from torchrec_checknrun.snapshot.items import Fingerprint
 from torchrec_checknrun.store.deadlines import Patience
 
 _OF_STORAGE = (CorruptCheckpoint, CheckpointExists)

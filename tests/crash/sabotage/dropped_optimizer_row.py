@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.crash.sabotage import rank, replace, report, train
 from torchrec_checknrun.codecs.quantization import TableEncoding
-from torchrec_checknrun.save import staged
 from torchrec_checknrun.shards import RowBlock
+from torchrec_checknrun.snapshot import staged
 
 
 def sabotage() -> None:

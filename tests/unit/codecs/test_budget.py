@@ -14,8 +14,8 @@ from torchrec_checknrun.codecs import ImportanceWeighted, RowContext, Surveys, s
 from torchrec_checknrun.codecs.budget import ImportanceSurvey
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save.plan import survey
-from torchrec_checknrun.save.snapshot import ShardSnapshot
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot
 
 pytestmark = pytest.mark.usefixtures("each_kernel")
 

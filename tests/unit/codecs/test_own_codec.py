@@ -37,9 +37,9 @@ from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, Stor
 from torchrec_checknrun.errors import UnsupportedFormat
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.save.plan import survey
-from torchrec_checknrun.save.snapshot import ShardSnapshot
-from torchrec_checknrun.save.staging import encoded_while_staged
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.snapshot.encoded_at_cut import encoded_while_staged
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot
 from torchrec_checknrun.tracking import track
 
 STEP = 2.0**-6

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchrec_checknrun import Checkpointer, PerRank
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
-from torchrec_checknrun.save.items import Items, state_key
+from torchrec_checknrun.snapshot.items import Items, state_key
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -15,9 +15,9 @@ from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.marks.row_copies import KernelCopies
 from torchrec_checknrun.model.hand_written import WriteWatch
 from torchrec_checknrun.native import has_extension
-from torchrec_checknrun.save.cut_rows import CopyOnWriteMemory, CutRows
-from torchrec_checknrun.save.snapshot import take_rows
-from torchrec_checknrun.save.staged import StagedRows, rows_size
+from torchrec_checknrun.snapshot.cut_rows import CopyOnWriteMemory, CutRows
+from torchrec_checknrun.snapshot.snapshot import take_rows
+from torchrec_checknrun.snapshot.staged import StagedRows, rows_size
 from torchrec_checknrun.tracking import TrackedModel, track
 
 
@@ -28,8 +28,8 @@ class Cut:
         self.model = make_model()
         self.tracked: TrackedModel = track(self.model)
         snapshots, self.cut = take_rows(self.tracked, None)
-        memory = CopyOnWriteMemory(1 << 20, self.tracked.shards, 5.0)
-        self.rows = CutRows(memory, snapshots)
+        memory = CopyOnWriteMemory(1 << 20, self.tracked.shards)
+        self.rows = CutRows(memory, snapshots, 5.0)
         self.rows.protect()
         self.watches = WriteWatch.of(shard.kernel_module for shard in self.tracked.shards)
         assert all(watch.copies is not None for watch in self.watches)

@@ -18,9 +18,9 @@ from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, 
 from tests.distributed.states import gather, scramble
 from torchrec_checknrun import Checkpointer, Full, Quantization
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.save import background
-from torchrec_checknrun.save import memory as staging_memory
-from torchrec_checknrun.save.memory import StagingMemory
+from torchrec_checknrun.save import save_memory
+from torchrec_checknrun.snapshot import memory as staging_memory
+from torchrec_checknrun.snapshot.memory import StagingMemory
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_it_is_made_again_after_it_could_not_be_made(
         for _ in range(2):
             job.train()
             with monkeypatch.context() as patch:
-                patch.setattr(background, "StagingMemory", mock.Mock(side_effect=MemoryError))
+                patch.setattr(save_memory, "StagingMemory", mock.Mock(side_effect=MemoryError))
                 with pytest.raises(SaveFailed, match="MemoryError"):
                     saver.save()
         job.train()
@@ -132,10 +132,10 @@ def test_closes_after_it_could_not_be_made(
     with checkpointer(tmp_path, job, growing) as saver:
         growing.bytes = 4 << 20
         job.train()
-        monkeypatch.setattr(background, "StagingMemory", mock.Mock(side_effect=MemoryError))
+        monkeypatch.setattr(save_memory, "StagingMemory", mock.Mock(side_effect=MemoryError))
         with pytest.raises(SaveFailed, match="MemoryError"):
             saver.save()
-        assert saver._saver._background._memory.size == 0
+        assert saver._saver._background.memory.staging.size == 0
 
 
 def test_no_descriptor_stays_where_mapping_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_encoded_rows_take_less_than_copies(
     table = TableSpec("t0", 20_000, 16, ("f0",))
     spec = ModelSpec((CollectionSpec("c", (table,)),))
     job = Job.build(spec, uniform_plan(spec, "table_wise", 1))
-    monkeypatch.setattr(background, "_SPARE_BYTES", 100_000)
+    monkeypatch.setattr(save_memory, "_SPARE_BYTES", 100_000)
     made = []
     for staging in ("copy", "encode"):
         with Checkpointer(
@@ -219,13 +219,13 @@ def test_encoded_rows_take_less_than_copies(
             chunk_bytes=100_000,
             quantization=Quantization(bits=4, method="asymmetric", exact_below_rows=0),
         ) as saver:
-            behind = saver._saver._background
-            with mock.patch.object(behind, "_make_memory") as make:
+            behind = saver._saver._background.memory
+            with mock.patch.object(behind, "_make") as make:
                 job.train()
                 saver.save()
                 make.assert_not_called()
-            assert not behind._ring.waited
-            made.append(behind._memory.size)
+            assert not behind.ring.waited
+            made.append(behind.staging.size)
             wanted = gather(job)
             scramble(job)
             assert saver.restore() is not None
@@ -249,8 +249,8 @@ def test_rows_that_can_t_be_encoded_fit_as_well(tmp_path: Path, job: Job) -> Non
 def test_a_state_that_grows_does_not_touch_all_anew_each_time(tmp_path: Path, job: Job) -> None:
     growing = Growing()
     with checkpointer(tmp_path, job, growing, policy=Full()) as saver:
-        background = saver._saver._background
-        with mock.patch.object(background, "_make_memory", wraps=background._make_memory) as make:
+        memory = saver._saver._background.memory
+        with mock.patch.object(memory, "_make", wraps=memory._make) as make:
             for size in range(10):
                 growing.bytes = (2 << 20) + (size << 18)
                 job.train()

@@ -22,8 +22,9 @@ from torchrec_checknrun.errors import ModelPartlyRestored, SaveFailed
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.run.saver import Saver
-from torchrec_checknrun.save import background, staging
-from torchrec_checknrun.save.staged import StagedRows
+from torchrec_checknrun.save import background
+from torchrec_checknrun.snapshot import staging
+from torchrec_checknrun.snapshot.staged import StagedRows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -38,7 +38,7 @@ from tests.unit.save.test_broken_saves import refuse_threads
 from torchrec_checknrun import Quantization
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.save.save import Save
-from torchrec_checknrun.save.staging import COPIER
+from torchrec_checknrun.snapshot.staging import COPIER
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 SLACK = 12.0
@@ -276,7 +276,7 @@ def test_a_write_by_hand_before_rows_are_surveyed(
 
 def test_more_saves_than_generations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give saves up as the generations of a shard's states run out: none of them comes again."""
-    from torchrec_checknrun.save import cut_rows
+    from torchrec_checknrun.snapshot import cut_rows
 
     monkeypatch.setattr(cut_rows, "GENERATIONS", 3)
     job = build()

@@ -24,7 +24,7 @@ PLANTED = (
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from torchrec_checknrun.save.memory import StagingMemory
+from torchrec_checknrun.snapshot.memory import StagingMemory
 from torchrec_checknrun.save.process import WriteProcess
 for name in {planted!r}:  # only now: the parent has its own
     Path("{{}}.py".format(name)).write_text("open('ran-{{}}'.format(__name__), 'w')")

@@ -25,10 +25,10 @@ from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.rank_file import FileSummary, Job, write_rank_file
-from torchrec_checknrun.save.memory import StagingMemory
 from torchrec_checknrun.save.process import WriteProcess
-from torchrec_checknrun.save.staged import StagedJob, StagedRows, rows_size
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.snapshot.memory import StagingMemory
+from torchrec_checknrun.snapshot.staged import StagedJob, StagedRows, rows_size
 from torchrec_checknrun.store.deadlines import longest_silence
 from torchrec_checknrun.store.folder import Folder
 
@@ -201,7 +201,7 @@ def test_its_death_is_told(memory: StagingMemory, tmp_path: Path) -> None:
 
 PARENT = """
 import time
-from torchrec_checknrun.save.memory import StagingMemory
+from torchrec_checknrun.snapshot.memory import StagingMemory
 from torchrec_checknrun.save.process import WriteProcess
 process = WriteProcess(StagingMemory(1 << 20, shared=True))
 print(process.pid, flush=True)

@@ -16,10 +16,10 @@ from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.root.report import Progress, checkpoint_report
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save.commit import CheckpointWriter, save_checkpoint
-from torchrec_checknrun.save.items import Items
 from torchrec_checknrun.save.plan import Prepared, summarize
-from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.snapshot.items import Items
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.store.folder import Folder
 
 

@@ -16,11 +16,11 @@ from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.manifest import Header
 from torchrec_checknrun.model.blocks import Block
-from torchrec_checknrun.save.items import Items
-from torchrec_checknrun.save.memory import Ring, StagingMemory
 from torchrec_checknrun.save.plan import summarize
-from torchrec_checknrun.save.snapshot import Snapshot
-from torchrec_checknrun.save.staging import Staging
+from torchrec_checknrun.snapshot.items import Items
+from torchrec_checknrun.snapshot.memory import Ring, StagingMemory
+from torchrec_checknrun.snapshot.snapshot import Snapshot
+from torchrec_checknrun.snapshot.staging import Staging
 
 SHAPE = (37, 6, 5)
 

@@ -11,7 +11,7 @@ import torch
 from tests.unit.entries import fields
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
 from torchrec_checknrun.format.state import encode_state
-from torchrec_checknrun.save.digest import Digest
+from torchrec_checknrun.snapshot.digest import Digest
 
 
 def chunk_of(value: Any) -> EncodedChunk:

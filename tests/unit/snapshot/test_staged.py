@@ -11,9 +11,9 @@ from tests.examples import examples
 from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.native import has_extension
-from torchrec_checknrun.save import staged as module
-from torchrec_checknrun.save.staged import StagedRows, rows_size
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.snapshot import staged as module
+from torchrec_checknrun.snapshot.staged import StagedRows, rows_size
 
 COMPILED = [False, True] if has_extension() else [False]
 

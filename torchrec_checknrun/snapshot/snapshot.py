@@ -31,8 +31,8 @@ from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL, split_states
 from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
 from torchrec_checknrun.row_sets import RowSet
-from torchrec_checknrun.save.late_copies import LateCopies, Span, stepped_memory
 from torchrec_checknrun.shards import LocalShard, TableShape
+from torchrec_checknrun.snapshot.late_copies import LateCopies, Span, stepped_memory
 
 
 class ShardSnapshot:

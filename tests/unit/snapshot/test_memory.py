@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun.save import memory as staging_memory
-from torchrec_checknrun.save.memory import (
+from torchrec_checknrun.snapshot import memory as staging_memory
+from torchrec_checknrun.snapshot.memory import (
     ALIGNMENT,
     LEAST_DEFAULT,
     MEMORY_FRACTION,

@@ -27,9 +27,9 @@ from torchrec_checknrun.marks.row_copies import (
 )
 from torchrec_checknrun.model.hand_written import WriteWatch
 from torchrec_checknrun.model.tracked_shard import TrackedShard
-from torchrec_checknrun.save.items import RowsItem
-from torchrec_checknrun.save.memory import StagingMemory
-from torchrec_checknrun.save.snapshot import ShardSnapshot
+from torchrec_checknrun.snapshot.items import RowsItem
+from torchrec_checknrun.snapshot.memory import StagingMemory
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot
 
 
 def why_copied_at_cut(shard: TrackedShard) -> str | None:
@@ -78,13 +78,12 @@ class CopyOnWriteMemory:
 
     Args:
         size: bytes of overflow memory.
-        wait_seconds: longest time that training waits for it.
+        shards: those that are expected to be copied on write.
     """
 
-    def __init__(self, size: int, shards: Iterable[TrackedShard], wait_seconds: float) -> None:
+    def __init__(self, size: int, shards: Iterable[TrackedShard]) -> None:
         self._memory = StagingMemory(max(PAGE_BYTES, size // PAGE_BYTES * PAGE_BYTES))
         self.overflow = Overflow(self._memory.bytes)
-        self.wait_seconds = wait_seconds
         self._states: weakref.WeakKeyDictionary[Marks, _RowStates] = weakref.WeakKeyDictionary()
         for shard in shards:
             self.states(shard.marks)
@@ -113,11 +112,14 @@ class CutRows:
 
     Args:
         snapshots: the shards; each gets its copies.
+        wait_seconds: longest time that training waits for overflow memory.
     """
 
-    def __init__(self, memory: CopyOnWriteMemory, snapshots: Sequence[ShardSnapshot]) -> None:
+    def __init__(
+        self, memory: CopyOnWriteMemory, snapshots: Sequence[ShardSnapshot], wait_seconds: float
+    ) -> None:
         self.snapshots = list(snapshots)
-        self.copies = RowCopies(memory.overflow, memory.wait_seconds)
+        self.copies = RowCopies(memory.overflow, wait_seconds)
         self._held: list[Layer] = []
         self._states: list[_RowStates] = []
         self._watches: dict[WriteWatch, KernelCopies] = {}

@@ -19,8 +19,8 @@ from torchrec_checknrun.format.entries import Entry
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.native import can_copy, has_extension
-from torchrec_checknrun.save.memory import ALIGNMENT
 from torchrec_checknrun.shards import LocalShard, RowBlock, TableShape
+from torchrec_checknrun.snapshot.memory import ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.format.state import Tree
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.progress import OptimizerClock
-from torchrec_checknrun.save.digest import Digest, joint_digest
-from torchrec_checknrun.save.snapshot import ShardSnapshot, Snapshot
+from torchrec_checknrun.snapshot.digest import Digest, joint_digest
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot
 
 Fingerprint = tuple[Mapping[str, bytes], Mapping[str, OptimizerClock]]
 """See ``fingerprint``."""

@@ -1,0 +1,111 @@
+"""This rank's part of a checkpoint between the cut and its plan: what the background does first.
+
+Made by the training thread at the cut; all else happens in the background's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from torchrec_checknrun.codecs import Surveys
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.save.plan import PlanSummary, Prepared
+from torchrec_checknrun.save.rank_differences import RankDifferences
+from torchrec_checknrun.save.save import Save
+from torchrec_checknrun.snapshot.items import Item, RowsItem, fingerprint
+from torchrec_checknrun.snapshot.staging import Staging
+from torchrec_checknrun.threads import ReadyThread
+
+
+class LocalPart:
+    """This rank's part of a checkpoint, or the error that prevents it."""
+
+    def __init__(self, save: Save, differences: RankDifferences) -> None:
+        self.staging: Staging | None = None
+        self.summary: PlanSummary | None = None
+        self.find_rows: Callable[[], dict[str, RowsItem]] = dict
+        """Finds the items of the rows that are copied on write."""
+        self.survey_rows: Callable[[Surveys], object] = lambda found: None
+        """Adds surveys of these rows."""
+        self.kept: object = None
+        """Freed behind training: to free tensors lets the background have the interpreter."""
+        self.ready_copier: ReadyThread | None = None
+        self._copier: threading.Thread | None = None
+        self._save = save
+        self._differences = differences
+        self._failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Set the error that stops this rank's part."""
+        self._failure = error
+        if self.staging is not None:
+            self.staging.fail(error)
+        self._save.end_protection()
+
+    def end(self) -> None:
+        """End protection of rows and the thread that copies them, which gets no more memory; free
+        what would else be freed by training.
+        """
+        self._save.end_protection()
+        if self._copier is not None:
+            self._copier.join()
+        if self.staging is not None and self.staging.late is not None:
+            self.staging.late.end()
+            self._save.progress.protection.seconds += self.staging.late.seconds
+        rows, self._save.rows, self.kept = self._save.rows, None, None
+        if rows is not None:
+            rows.release()
+
+    def make_late_copies(self) -> None:
+        """Copy what an optimizer's step would else have to copy; the background's first work."""
+        if self._failure is not None:
+            return
+        assert self.staging is not None
+        try:
+            if self.staging.late is not None:
+                self.staging.late.make()
+        except Exception as error:
+            self.fail(error)
+
+    def unite(self, ranks: Ranks) -> None:
+        """Unite the ranks' marks of data-parallel tables; a collective, even if a rank failed."""
+        replicas = []
+        if self._failure is None:
+            assert self.staging is not None
+            replicas = [s for s in self.staging.later if s.copies is None]
+        known = [(s, own) for s in replicas if (own := s.own_rows()) is not None]
+        if not all(ranks.gather(self._failure is None)) or not known:
+            return
+        united = torch.cat([own for _, own in known])
+        dist.all_reduce(united, op=dist.ReduceOp.BOR, group=ranks.group)
+        for (snapshot, _), rows in zip(
+            known, united.split([len(own) for _, own in known]), strict=True
+        ):
+            snapshot.unite(rows)
+
+    def prepare(self) -> Prepared:
+        """Return this rank's part, for ``save_checkpoint``.
+
+        Raises:
+            BaseException: the error passed to ``fail``.
+        """
+        if self._failure is not None:
+            raise self._failure
+        assert self.staging is not None
+        assert self.summary is not None
+        items: dict[str, Item] = dict(self.staging.at_cut)
+        if self.staging.later:
+            found = self.find_rows()
+            # Before other rows take overflow memory: a sample may take memory beyond it.
+            self.survey_rows(self.summary.surveys)
+            items |= found
+            ready, self.ready_copier = self.ready_copier, None
+            self._copier = self.staging.start_behind(found, self._save.rows, ready)
+        digests = self.staging.digests()
+        self._save.fingerprint = fingerprint(digests, self.summary.progress)
+        summary = self.summary.with_digests(digests, self.staging.shared_digests())
+        return Prepared(summary, items, self._differences, self.staging.jobs)
