@@ -76,9 +76,8 @@ class Checkpointer:
             overwrite; where a table doesn't allow that, as ``auto``. ``copy``: for copies of all
             rows; ``encode``: for rows encoded, in less memory; ``auto``: whichever is faster.
         memory_budget: bytes of this rank on their way to storage; None: a quarter of the free
-            memory, shared by the machine's ranks. A larger checkpoint is staged in parts while
-            training waits. A state object is one piece: a larger one exceeds the budget, with a
-            warning.
+            memory, shared by the machine's ranks. What doesn't fit is staged in parts while
+            training waits. A state object is one piece; a larger one exceeds it, with a warning.
         when_busy: what ``step`` does when a checkpoint is due while one is being written: ``skip``
             it (its rows are part of the next one), or ``wait``.
         max_failures: how many background failures in a row are only logged.
