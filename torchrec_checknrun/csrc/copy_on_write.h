@@ -62,6 +62,7 @@ class CopyOnWrite {
       const int64_t end = std::min(n, begin + kBatch);
       wanted.clear();
       for (int64_t i = begin; i < end; ++i) {
+        if (i + kAhead < end) look_ahead(corrected(ids[i + kAhead]));
         const int64_t row = corrected(ids[i]);
         if (row >= 0 && needed(row)) wanted.emplace_back(row, i);
       }
@@ -70,7 +71,9 @@ class CopyOnWrite {
       const bool any = !wanted.empty();
       if (any) overflow_.reserve(wanted.size(), beyond, slots);
       size_t used = 0, at = 0;
+      for (size_t i = 0; i < std::min<size_t>(kAhead, wanted.size()); ++i) fetch_ahead(wanted[i].first);
       for (; at < wanted.size(); ++at) {
+        if (at + kAhead < wanted.size()) fetch_ahead(wanted[at + kAhead].first);
         const int64_t row = wanted[at].first;
         if (!needed(row)) continue;  // an id may come twice
         if (used == slots.size()) break;
@@ -126,7 +129,7 @@ class CopyOnWrite {
   const std::vector<LivePart>& parts() const { return parts_; }
 
  private:
-  static constexpr int64_t kBatch = 512;
+  static constexpr int64_t kBatch = 512, kAhead = 8, kLine = 64, kMostAhead = 1024;
 
   static int64_t total_bytes(const std::vector<LivePart>& parts) {
     int64_t total = 0;
@@ -145,6 +148,25 @@ class CopyOnWrite {
       if (marks.has(row)) return true;
     }
     return false;
+  }
+
+  // Ids lie all over the shard: memory is asked for ahead, since most of the time goes by waiting
+  // for it.
+  void look_ahead(int64_t row) const {
+    if (row < 0) return;
+    __builtin_prefetch(&states_[row]);
+    for (const FrozenMarks& marks : frozen_) {
+      __builtin_prefetch(marks.marks + (marks.packed ? row >> 3 : row));
+    }
+  }
+
+  void fetch_ahead(int64_t row) const {
+    for (const LivePart& part : parts_) {
+      const uint8_t* from = part.live + row * part.row_bytes;
+      for (int64_t at = 0; at < part.row_bytes && at < kMostAhead; at += kLine) {
+        __builtin_prefetch(from + at);
+      }
+    }
   }
 
   // Tells whether no thread has copied the row, nor copies it.

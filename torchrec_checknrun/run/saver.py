@@ -33,6 +33,7 @@ from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.snapshot.items import Fingerprint, Items, fingerprint
 from torchrec_checknrun.snapshot.snapshot import Declared, Snapshot, take_snapshot, take_states
+from torchrec_checknrun.threads import gc_paused
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -151,6 +152,7 @@ class Saver:
             return True
         return self._is_changed()
 
+    @gc_paused()  # a collection may take longer than all else here
     def begin(self, step: int, tell: bool = False) -> Begun:
         """Begin a checkpoint if all ranks can; training may go on when this returns.
 
@@ -367,6 +369,7 @@ class Saver:
     def _take(self, proposal: Proposal, started: float, unite: bool) -> None:
         snapshot: Snapshot | Exception
         cut: Cut | None = None
+        agreed = time.monotonic()
         try:
             try:
                 snapshot, cut = take_snapshot(
@@ -380,6 +383,7 @@ class Saver:
                 cut,
                 self.quantization,
                 started,
+                agreed,
                 before_commit=partial(self.writer.before_commit, proposal),
                 after_commit=self.writer.after_commit,
                 unite=unite,

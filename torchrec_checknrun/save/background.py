@@ -118,6 +118,7 @@ class Background:
         cut: Cut | None,
         quantization: Quantization,
         begun: float,
+        agreed: float,
         before_commit: Callable[[], object],
         after_commit: Callable[[], object],
         unite: bool = False,
@@ -131,6 +132,7 @@ class Background:
                 fails on all ranks.
             cut: the snapshot's cut, kept in the result.
             begun: when training began to wait, by the monotonic clock.
+            agreed: when the ranks had agreed on the checkpoint, by the same clock.
             before_commit: called on rank 0; raises an error if the commit must not happen.
             after_commit: called on rank 0; raises an error if the commit doesn't count.
             unite: unite the marks of data-parallel tables behind training; the same on all ranks.
@@ -152,6 +154,7 @@ class Background:
         try:
             if isinstance(snapshot, Exception):
                 raise snapshot
+            save.progress.cut_parts["ranks agree"] = agreed - begun
             save.progress.lap("states found and marks cut", begun)
             memory = self.memory
             late = memory.late_copies(snapshot)
