@@ -79,7 +79,7 @@ class Session:
             "model": job.dmp,
             "optimizer": job.optimizer,
             "reader": job.reader,
-            "train_step": job.train_step,
+            "train_step": job.unhurried_step,
             "job": job,
         }
 
