@@ -29,13 +29,13 @@ def draw(document: dict[str, Any], path: Path) -> None:
         ax.axvline(gather, color="black", linewidth=0.8, linestyle=":", label="bare gather")
         for place, total in enumerate(totals):
             if total > end:
-                where, text, side = end * 0.99, f"{total:,.0f} ms →", "right"
+                where, text, side, colour = end * 0.99, f"{total:,.0f} ms →", "right", "white"
             else:
-                where, text, side = total + end * 0.01, f"{total:,.1f} ms", "left"
-            ax.text(where, place, text, ha=side, va="center", fontsize=9)
+                where, text, side, colour = total + end * 0.01, f"{total:,.1f} ms", "left", "black"
+            ax.text(where, place, text, ha=side, va="center", fontsize=9, color=colour)
         ax.set_xlim(0, end)
         ax.invert_yaxis()
         ax.set_xlabel("stall (ms), median")
         rows = document["setting"]["rows"]
         ax.set_title(f"{rows / 1e6:.3g} million rows × {document['setting']['dim']}, 26 % modified")
-        ax.legend(fontsize=8, loc="lower right", frameon=False)
+        ax.legend(fontsize=8, loc="upper right", frameon=False)
