@@ -39,6 +39,8 @@ _BEHIND_PART = 5
 """Part of these rows for which there is staging memory; one of so many."""
 _LEAST_ON_WRITE = 1 << 20
 """Bytes of staging memory below which all rows are copied at the cut."""
+_ROW_BYTES = 2
+"""Bytes for each row of these tables: the state of its copy, and a zeroed mark for the next cut."""
 _LEAST_BUDGET = 2048
 """Bytes, as few as tests need. A smaller budget is likely meant in another unit."""
 _SLOW_BUDGET = 8 << 20
@@ -91,10 +93,13 @@ class SaveMemory:
         self._wait_seconds = wait_seconds
         self._shared = shared
         self._pinned = any(shard.local.weight.is_cuda for shard in expected)
-        self._on_write = mode == "copy_on_write" and self._most >= _LEAST_ON_WRITE
+        could = [s for s in expected if why_copied_at_cut(s) is None and not s.local.replicated]
+        by_row = _ROW_BYTES * sum(shard.local.rectangle.rows for shard in could)
+        self._on_write = mode == "copy_on_write" and self._most - by_row >= _LEAST_ON_WRITE
         self.on_write: CopyOnWriteMemory | None = None
         if self._on_write and has_extension():
-            self.on_write = self._overflow([s for s in expected if not self._why_at_cut(s)])
+            self._most -= by_row
+            self.on_write = self._overflow(could)
             self._most -= self.on_write.size
         self._late: LateCopies | None = None
         self._behind: tuple[list[TrackedShard | None], int] = [], 0
