@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.marks.protection import Protection
 from torchrec_checknrun.native import has_extension
 
 logger = logging.getLogger(__name__)
@@ -58,24 +59,6 @@ class Overflow:
     def nearly_full(self) -> bool:
         """Whether less than a quarter of the pages is free."""
         return bool(4 * self.native.free() < self.native.total())
-
-
-@dataclass
-class Protection:
-    """The price of a cut's protection, paid by training.
-
-    Attributes:
-        seconds, longest_seconds: time spent in hooks, in all and of the longest one.
-        memory_seconds: the part of it spent waiting for overflow memory.
-        row_seconds: the longest wait for a row that the background was just copying.
-        rows: number of rows copied before an update.
-    """
-
-    seconds: float = 0.0
-    longest_seconds: float = 0.0
-    memory_seconds: float = 0.0
-    row_seconds: float = 0.0
-    rows: int = 0
 
 
 class RowCopies:

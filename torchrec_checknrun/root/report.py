@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.marks.row_copies import Protection
+from torchrec_checknrun.marks.protection import Protection
 
 
 @dataclass

@@ -100,7 +100,7 @@ class TestCheckNRun:
         assert arguments["every_steps"] == 1000
         assert arguments["callbacks"] == ()
         assert arguments["triggers"] == []
-        assert (arguments["background"], arguments["staging"]) == ("thread", "auto")
+        assert (arguments["background"], arguments["staging"]) == ("thread", "copy_on_write")
         assert (arguments["when_busy"], arguments["memory_budget"]) == ("skip", None)
 
     def test_background_and_triggers(self) -> None:
