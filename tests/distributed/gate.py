@@ -38,6 +38,7 @@ class Passage:
     def __init__(self, way: Way) -> None:
         self.way = way
         self.save: Save | None = None
+        self.on_write = False
         self.cut_short = False
         self._let_go = threading.Event()
         self._reached = threading.Event()
@@ -81,6 +82,7 @@ class Gate:
 
         def begin_here(here: Background, *args: Any, **kwargs: Any) -> Save:
             self.passage = passage = Passage(self.next)
+            passage.on_write = here.memory.on_write is not None
             passage.save = begin(here, *args, **kwargs)
             return passage.save
 

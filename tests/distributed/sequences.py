@@ -191,13 +191,13 @@ class Living:
         self.ids.append(passage.save.proposal.id)
         self._put_aside(state)
         passage.wait()
-        rows = passage.save.rows
+        progress = passage.save.progress
         return {
             "call": answer,
             "begun": self.ids[-1],
-            "in_parts": passage.save.progress.in_parts,
-            "copied_on_write": rows is not None,
-            "protected": rows is not None and rows.copies.count().rows > 0,
+            "in_parts": progress.in_parts,
+            "copied_on_write": passage.on_write and not progress.copied_at_cut,
+            "protected": progress.protection.rows > 0,
         }
 
     def _put_aside(self, state: State) -> None:

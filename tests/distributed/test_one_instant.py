@@ -59,7 +59,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "rows": {"plan": PLANS["rows"], "fused": "sgd"},
     "one rank has no row": {"plan": PLANS["one_rank"], "fused": "adagrad"},
     "columns": {"plan": PLANS["columns"], "policy": "one_shot"},
-    "mixed": {"plan": PLANS["mixed"], "at_cut": ["t0"], "policy": "one_shot"},
+    "mixed": {"plan": PLANS["mixed"], "policy": "one_shot"},
     "full": {"plan": PLANS["rows"], "policy": "full", "fused": "adagrad"},
     "full columns": {"plan": PLANS["columns"], "policy": "full"},
     "weighted": {"plan": PLANS["rows"], "kind": "weighted"},

@@ -68,7 +68,7 @@ def test_pipelines(workers: Workers, tmp_path: Path, pipeline: str, plan: str) -
     assert min(found[0]) > 0
 
 
-def accumulated(root: str, plan: dict[str, str], at_cut: list[str], dense: str) -> list[int]:
+def accumulated(root: str, plan: dict[str, str], dense: str) -> list[int]:
     """Accumulate gradients without synchronization."""
     make = {"adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
     dense_of: Any = lambda parameters: make[dense](parameters, lr=0.05)  # noqa: E731
@@ -86,19 +86,14 @@ def accumulated(root: str, plan: dict[str, str], at_cut: list[str], dense: str) 
         zoo.optimizer.step()
 
     with slowed() as chunks:
-        return train_and_save(Instants(root, zoo, again, chunks, tuple(at_cut)), train)
+        return train_and_save(Instants(root, zoo, again, chunks), train)
 
 
 @pytest.mark.parametrize(
-    ("plan", "at_cut", "dense"),
-    [("rows", [], "adam"), ("columns", [], "adagrad"), ("mixed", ["t0"], "adagrad")],
+    ("plan", "dense"), [("rows", "adam"), ("columns", "adagrad"), ("mixed", "adagrad")]
 )
-def test_accumulation(
-    workers: Workers, tmp_path: Path, plan: str, at_cut: list[str], dense: str
-) -> None:
-    found = workers(2).run(
-        accumulated, root=str(tmp_path), plan=PLANS[plan], at_cut=at_cut, dense=dense
-    )
+def test_accumulation(workers: Workers, tmp_path: Path, plan: str, dense: str) -> None:
+    found = workers(2).run(accumulated, root=str(tmp_path), plan=PLANS[plan], dense=dense)
     assert min(found[0]) > 0
 
 
