@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.model.hand_written import WriteWatch
@@ -47,6 +46,37 @@ def stepped_memory(tensors: Iterable[torch.Tensor]) -> dict[Span, torch.Tensor]:
     }
 
 
+class _Steps:
+    """The hook before all optimizers' steps, which stays: torch walks over the hooks without a lock
+    while the background ends copies.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hooked = False
+        self._waiting: tuple[LateCopies, ...] = ()
+
+    def add(self, copies: LateCopies) -> None:
+        """Have steps make these copies; call it in the training thread."""
+        with self._lock:
+            self._waiting = (*self._waiting, copies)
+            if not self._hooked:
+                register_optimizer_step_pre_hook(self._before_step)
+                self._hooked = True
+
+    def discard(self, copies: LateCopies) -> None:
+        """Let steps pass by these copies again."""
+        with self._lock:
+            self._waiting = tuple(each for each in self._waiting if each is not copies)
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        for copies in self._waiting:
+            copies.before_change()
+
+
+_STEPS = _Steps()
+
+
 class LateCopies:
     """Copies of one checkpoint that are still to be made.
 
@@ -62,7 +92,6 @@ class LateCopies:
         self._left: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]] = []
         self._lock = threading.Lock()
         self._failure: SaveFailed | None = None
-        self._handle: RemovableHandle | None = None
         self._watches: list[WriteWatch] = []
 
     def add(self, piece: memoryview, target: torch.Tensor) -> bool:
@@ -94,7 +123,7 @@ class LateCopies:
     def begin(self) -> None:
         """Have optimizers' steps make the copies before they change anything."""
         if self._left:
-            self._handle = register_optimizer_step_pre_hook(self._before_step)
+            _STEPS.add(self)
 
     def make(self) -> None:
         """Make the copies that are left; wait for those that another thread makes.
@@ -110,14 +139,12 @@ class LateCopies:
                     self._failure = SaveFailed(
                         "a parameter, data-parallel table or optimizer state of shape "
                         f"{tuple(tensor.shape)} was written while it was being saved, and not by "
-                        "an optimizer's step(): the "
-                        "checkpoint is not committed, its rows are kept for the next one, and from "
-                        "now on everything beside the tables is copied before training goes on"
+                        "an optimizer's step(): the checkpoint is not committed, its rows are kept "
+                        "for the next one, and from now on everything beside the tables is copied "
+                        "before training goes on"
                     )
                 self._left.pop()
-            handle, self._handle = self._handle, None
-            if handle is not None:
-                handle.remove()
+        _STEPS.discard(self)
         if self._failure is not None:
             raise self._failure
 
@@ -127,17 +154,12 @@ class LateCopies:
             self._left.clear()
             for watch in self._watches:
                 watch.late = None
-            handle, self._handle = self._handle, None
-            if handle is not None:
-                handle.remove()
+        _STEPS.discard(self)
 
     @property
     def spoiled(self) -> bool:
         """Whether memory was written by other means than an optimizer's step."""
         return self._failure is not None
-
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        self.before_change()
 
     def before_change(self) -> None:
         """Make the copies that are left, while training waits; never raise an error of its own."""
