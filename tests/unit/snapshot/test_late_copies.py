@@ -1,0 +1,162 @@
+"""Copy parameters and optimizer state before the next step, whoever makes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from tests.distributed.on_write import build, checkpointer
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.format.state import raw_bytes
+from torchrec_checknrun.save.local_part import LocalPart
+from torchrec_checknrun.snapshot.late_copies import LEAST_BYTES, LateCopies, stepped_memory
+
+VALUES = LEAST_BYTES // 4
+
+
+class Copied:
+    """A parameter and its copy, which is to be made."""
+
+    def __init__(self) -> None:
+        self.parameter = nn.Parameter(torch.arange(VALUES, dtype=torch.float32))
+        self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
+        self.at_cut = self.parameter.detach().clone()
+        self.copy = torch.zeros(LEAST_BYTES, dtype=torch.uint8)
+        self.late = LateCopies(stepped_memory([self.parameter.detach()]))
+        assert self.late.add(raw_bytes(self.parameter), self.copy)
+        self.late.begin()
+
+    def step(self) -> None:
+        self.parameter.grad = torch.ones(VALUES)
+        self.optimizer.step()
+
+    @property
+    def is_of_cut(self) -> bool:
+        return torch.equal(self.copy.view(torch.float32), self.at_cut)
+
+
+@pytest.fixture
+def copied() -> Iterator[Copied]:
+    found = Copied()
+    yield found
+    found.late.end()
+
+
+def test_a_step_makes_the_copies_first(copied: Copied) -> None:
+    copied.step()
+    assert not torch.equal(copied.parameter, copied.at_cut)
+    assert copied.is_of_cut
+    copied.late.make()  # finds nothing left
+    copied.step()
+    assert copied.is_of_cut
+    assert copied.late.seconds > 0
+
+
+def test_any_optimizer_s_step_will_do(copied: Copied) -> None:
+    other = nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    torch.optim.Adam([other]).step()
+    assert copied.is_of_cut
+
+
+def test_the_background_makes_them(copied: Copied) -> None:
+    copied.late.make()
+    assert copied.is_of_cut
+    copied.step()
+    assert copied.is_of_cut
+    assert not copied.late.spoiled
+
+
+def test_a_write_by_hand_is_told(copied: Copied) -> None:
+    with torch.no_grad():
+        copied.parameter.mul_(2)
+    with pytest.raises(SaveFailed, match="was written while it was being saved"):
+        copied.late.make()
+    assert copied.late.spoiled
+
+
+def test_a_write_by_hand_before_a_step_is_told(copied: Copied) -> None:
+    with torch.no_grad():
+        copied.parameter.mul_(2)
+    copied.step()  # which raises nothing
+    with pytest.raises(SaveFailed, match="was written while it was being saved"):
+        copied.late.make()
+
+
+def test_copies_that_were_given_up_are_not_made(copied: Copied) -> None:
+    copied.late.end()
+    copied.step()
+    assert not copied.copy.any()
+
+
+def test_what_is_copied_at_once() -> None:
+    small, other = torch.zeros(VALUES - 1), torch.zeros(VALUES)
+    with torch.inference_mode():
+        uncounted = torch.zeros(VALUES)
+    assert stepped_memory([small, uncounted, other[::2].expand(2, -1)]) == {}
+    late = LateCopies(stepped_memory([other]))
+    target = torch.zeros(LEAST_BYTES, dtype=torch.uint8)
+    assert not late.add(raw_bytes(torch.zeros(VALUES)), target)
+    assert late.add(raw_bytes(other), target)
+
+
+def test_one_hook_stays_for_all() -> None:
+    """Add no hook for each checkpoint, and remove none while another thread walks over them."""
+    Copied().late.make()
+    hooks: Any = torch_optimizer._global_optimizer_pre_hooks
+    before = list(hooks)
+    for _ in range(5):
+        copied = Copied()
+        copied.step()
+        copied.late.end()
+    assert list(hooks) == before
+
+
+def test_steps_and_the_background_at_once() -> None:
+    for _ in range(200):
+        copied = Copied()
+        background = threading.Thread(target=copied.late.make)
+        background.start()
+        copied.step()
+        background.join()
+        assert copied.is_of_cut
+        copied.late.end()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_after_a_write_by_hand_everything_is_copied_at_the_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrec_checknrun.snapshot.late_copies.LEAST_BYTES", 1)
+    monkeypatch.setattr("torchrec_checknrun.snapshot.staging.LEAST_BYTES", 1)
+    go, make = threading.Event(), LocalPart.make_late_copies
+
+    def wait_and_make(part: LocalPart) -> None:
+        assert go.wait(60)
+        make(part)
+
+    job = build()
+    dense = next(p for n, p in job.model.named_parameters() if "embedding" not in n)
+    saver = checkpointer(tmp_path, job)
+    job.train()
+    monkeypatch.setattr(LocalPart, "make_late_copies", wait_and_make)
+    for failing in (True, False):
+        go.clear()
+        saver.save(wait=False)
+        with torch.no_grad():
+            dense.mul_(2)
+        go.set()
+        if failing:
+            with pytest.raises(SaveFailed, match="was written while it was being saved"):
+                saver.wait()
+        else:
+            assert saver.wait() is not None
+        saver.steps += 1
+    saver.close()
