@@ -112,7 +112,7 @@ def test_rows_are_overwritten_while_they_are_copied(workers: Workers) -> None:
     run = Run(workers)
     overwrite(run)
     assert run.seen["copied on write"] >= 2
-    assert run.seen["protected"] == 1
+    assert run.seen["protected"] >= 1
 
 
 @pytest.mark.parametrize("sabotage", sorted(LOSES_PROTECTION))

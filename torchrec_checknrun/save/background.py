@@ -159,6 +159,8 @@ class Background:
             memory = self.memory
             late = memory.late_copies(snapshot)
             save.rows = memory.copy_later(snapshot, late, save.progress)
+            if save.rows is not None:
+                save.progress.protection = save.rows.copies.protection
             items = Items.of(snapshot, quantization, memory.chunk_bytes)
             plan.find_rows = partial(items.find_rows, quantization, memory.chunk_bytes)
             plan.survey_rows = partial(survey, items.copied_later, quantization)

@@ -97,11 +97,10 @@ class Save:
             self._done.set()
 
     def end_protection(self) -> None:
-        """End the protection of rows that are copied on write, and note its price; idempotent."""
+        """End the protection of rows that are copied on write; idempotent."""
         rows = self.rows
         if rows is not None:
             rows.close()
-            self.progress.protection = rows.copies.count()
 
     def begin_commit(self) -> None:
         """Refuse to be given up from now on: the storage decides whether the commit succeeds.

@@ -203,8 +203,9 @@ class CutRows:
         return name if count else None
 
     def close(self) -> None:
-        """End protection, and let go of the frozen marks; idempotent."""
+        """End protection, note its price, and let go of the frozen marks; idempotent."""
         self.copies.fail(SaveFailed("the rows of the checkpoint were given up"))
+        self.copies.count()
         for watch, copies in self._watches.items():
             if watch.copies is copies:
                 watch.copies = None
