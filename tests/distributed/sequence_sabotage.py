@@ -115,7 +115,10 @@ def _no_copy_of_parameters(patch: pytest.MonkeyPatch) -> None:
 
     def pieces(chunk: StagedChunk, memory: Any) -> Any:
         item = live.get(chunk.data.offset)
-        return staged_pieces(chunk, memory) if item is None else item.job({}).pieces
+        if item is None:
+            return staged_pieces(chunk, memory)
+        time.sleep(0.3)  # training's next steps
+        return item.job({}).pieces
 
     live: dict[int, Any] = {}
     staged_pieces = StagedChunk.pieces
