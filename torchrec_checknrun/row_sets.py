@@ -37,7 +37,7 @@ class RowSet:
         marks = marks.view(torch.uint8)
         self._bits = torch.empty((self.rows + 7) // 8, dtype=torch.uint8, device="cpu")
         if marks.is_cpu and marks.is_contiguous() and has_extension():
-            torch.ops.checknrun.pack_marks(marks, bits, 255, self._bits)
+            torch.ops.checknrun.pack_marks(marks, bits, self._bits)
             return
         for start, stop in self._blocks(0, self.rows):
             block = marks[start:stop].bitwise_and(bits).cpu().numpy()

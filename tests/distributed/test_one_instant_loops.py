@@ -71,7 +71,7 @@ def test_pipelines(workers: Workers, tmp_path: Path, pipeline: str, plan: str) -
 def accumulated(root: str, plan: dict[str, str], dense: str) -> list[int]:
     """Accumulate gradients without synchronization."""
     make = {"adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
-    dense_of: Any = lambda parameters: make[dense](parameters, lr=0.05)  # noqa: E731
+    dense_of: Any = partial(make[dense], lr=0.05)
     wrapper = partial(model_parallel.DefaultDataParallelWrapper, static_graph=False)
     with mock.patch.object(model_parallel, "DefaultDataParallelWrapper", wrapper):
         zoo, again = (build_zoo("bags", plan, dense=dense_of) for _ in range(2))

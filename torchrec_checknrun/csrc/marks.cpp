@@ -30,36 +30,30 @@ uint8_t nonzero_bytes(uint64_t bytes) {
   return uint8_t(((high >> 7) * 0x0102040810204080ull) >> 56);
 }
 
-void pack_marks(at::Tensor marks, int64_t bits, int64_t keep, at::Tensor packed) {
+void pack_marks(const at::Tensor& marks, int64_t bits, at::Tensor packed) {
   check_bytes(marks, "marks");
   check_bytes(packed, "packed");
   const int64_t rows = marks.numel();
   TORCH_CHECK_VALUE(packed.numel() == (rows + 7) / 8, "packed must have a bit for each mark");
-  uint8_t* from = marks.mutable_data_ptr<uint8_t>();
+  const uint8_t* from = marks.const_data_ptr<uint8_t>();
   uint8_t* into = packed.mutable_data_ptr<uint8_t>();
   int64_t row = 0;
 #if defined(__SSE2__)  // on every x86-64
   const __m128i none = _mm_setzero_si128();
-  const __m128i wanted16 = _mm_set1_epi8(char(bits)), kept16 = _mm_set1_epi8(char(keep));
+  const __m128i wanted16 = _mm_set1_epi8(char(bits));
   for (; row + 16 <= rows; row += 16) {
-    __m128i* at = reinterpret_cast<__m128i*>(from + row);
-    const __m128i sixteen = _mm_loadu_si128(at);
+    const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + row));
     const __m128i unmarked = _mm_cmpeq_epi8(_mm_and_si128(sixteen, wanted16), none);
     const uint16_t marked = uint16_t(~_mm_movemask_epi8(unmarked));
     std::memcpy(into + row / 8, &marked, sizeof marked);
-    if ((keep & 255) != 255) _mm_storeu_si128(at, _mm_and_si128(sixteen, kept16));
   }
 #endif
-  const uint64_t wanted = uint64_t(bits & 255) * kEveryByte, kept = uint64_t(keep & 255) * kEveryByte;
+  const uint64_t wanted = uint64_t(bits & 255) * kEveryByte;
   for (; row < rows; row += 8) {
     uint64_t eight = 0;
     const size_t size = size_t(std::min<int64_t>(8, rows - row));
     std::memcpy(&eight, from + row, size);
     into[row / 8] = nonzero_bytes(eight & wanted);
-    if ((keep & 255) != 255) {
-      eight &= kept;
-      std::memcpy(from + row, &eight, size);
-    }
   }
 }
 
@@ -139,7 +133,7 @@ std::vector<int64_t> spans(const at::Tensor& packed, int64_t rows, int64_t size)
 }  // namespace checknrun
 
 TORCH_LIBRARY_FRAGMENT(checknrun, library) {
-  library.def("pack_marks(Tensor(a!) marks, int bits, int keep, Tensor(b!) packed) -> ()",
+  library.def("pack_marks(Tensor marks, int bits, Tensor(a!) packed) -> ()",
               checknrun::pack_marks);
   library.def("marked_positions(Tensor packed, int start, int stop) -> Tensor",
               checknrun::positions);

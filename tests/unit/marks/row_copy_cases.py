@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -138,7 +139,7 @@ class Kernel:
         copies: RowCopies,
         shards: list[Shard],
         feature_to_shard: list[int],
-        unprotected: set[int] = frozenset(),  # type: ignore[assignment]
+        unprotected: Collection[int] = (),
     ) -> None:
         self.shards = shards
         self.feature_to_shard = feature_to_shard

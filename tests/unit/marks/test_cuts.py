@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -174,6 +175,10 @@ def test_marks_that_change_while_layers_are_united(monkeypatch: pytest.MonkeyPat
     assert len(marks.layers) == 1
 
 
+def take_into(taken: list[Cut], cuts: Cuts, shards: list[Marks]) -> None:
+    taken.append(cuts.take(shards, BOTH))
+
+
 class Interrupter:
     """Raise KeyboardInterrupt before the n-th line that the room of marks runs.
 
@@ -227,7 +232,7 @@ def test_an_interrupted_cut_takes_nothing(spare: bool) -> None:
         before = state(shards)
         interrupter = Interrupter(at)
         taken: list[Cut] = []
-        interrupter.run(lambda c=cuts, s=shards, t=taken: t.append(c.take(s, BOTH)))  # type: ignore[misc]
+        interrupter.run(partial(take_into, taken, cuts, shards))
         if not interrupter.came:
             break
         came += 1
@@ -255,7 +260,7 @@ def test_an_interrupted_outcome_is_noted_again(name: str) -> None:
         cut = cuts.take(shards, BOTH)
         interrupter = Interrupter(at)
         note: Callable[[Cut], None] = getattr(cuts, name)
-        interrupter.run(lambda n=note, c=cut: n(c))  # type: ignore[misc]
+        interrupter.run(partial(note, cut))
         if not interrupter.came:
             break
         came += 1
