@@ -23,6 +23,8 @@ _TORCHS = frozenset({"state", "param_groups", "params", "defaults"})
 """Attributes of every optimizer that are not searched for others."""
 HOOKS = re.compile(r"^_optimizer_.*_hooks$")
 """Names of the attributes that hold an optimizer's hooks."""
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.Tensor})
+"""Types of values that hold no optimizer."""
 _DEEPEST = 3
 """Levels of lists and dicts that are searched for optimizers."""
 
@@ -284,6 +286,8 @@ def _identities(items: Mapping[Any, Any]) -> dict[int | str, int]:
 
 
 def _optimizers_in(value: object, name: str, depth: int = 0) -> Iterator[tuple[str, Optimizer]]:
+    if type(value) in _PLAIN:  # most attributes; a look at an abstract class takes longer
+        return
     if isinstance(value, Optimizer):
         yield name, value
     elif depth < _DEEPEST and isinstance(value, Mapping):

@@ -31,7 +31,7 @@ class Cut:
 
         They stay as they were, whatever becomes of the cut.
         """
-        return self.shares[marks].selected(since)
+        return self.shares[marks].selected(int(since))
 
     def bytes(self, marks: Marks) -> torch.Tensor:
         """Return one shard's marks as they were taken, ``(rows,)`` uint8."""
@@ -51,7 +51,7 @@ class Cut:
         for marks in gone:
             self.shares.pop(marks, None)
         for marks, taken in new.items():
-            share = self.shares[marks] = Share(self.consumers)
+            share = self.shares[marks] = Share(int(self.consumers))
             marks.adopt(taken, share)
 
     def consolidate(self) -> None:
@@ -79,9 +79,10 @@ class Cuts:
         self._made += 1
         cut = Cut(self._made, consumers)
         self._open.add(cut)
+        bits = int(consumers)
         try:
             for marks in shards:
-                share = cut.shares[marks] = Share(consumers)
+                share = cut.shares[marks] = Share(bits)
                 marks.cut(share)
             return cut
         except BaseException:

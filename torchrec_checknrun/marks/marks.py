@@ -103,10 +103,10 @@ class Marks:
         """Mark a set of rows for one consumer only."""
         add_rows(self.live, rows, consumer)
 
-    def everything(self, consumers: Consumer = Consumer.EVERY) -> torch.Tensor:
+    def everything(self, consumers: int = Consumer.EVERY) -> torch.Tensor:
         """Return a copy of the consumers' marks, live and frozen, ``(rows,)`` uint8."""
         found = self.live.bitwise_and(int(consumers))
-        for layer, bits in self._counting(consumers):
+        for layer, bits in self._counting(int(consumers)):
             layer.add_to(found, bits)
         return found
 
@@ -117,19 +117,19 @@ class Marks:
     def any(self, consumer: Consumer) -> bool:
         """Return whether any row is marked for the consumer."""
         return bool(self.live.bitwise_and(int(consumer)).any()) or any(
-            layer.any(bits) for layer, bits in self._counting(consumer)
+            layer.any(bits) for layer, bits in self._counting(int(consumer))
         )
 
     def all_marked(self) -> bool:
         """Return whether every row is marked for every consumer."""
         wanted = sum(NAMED)
-        return bool((self.everything(Consumer(wanted)) == wanted).all())
+        return bool((self.everything(wanted) == wanted).all())
 
     def clear(self, consumer: Consumer) -> None:
         """Clear the consumer's marks."""
         with self._lock:
             for layer in self.layers:
-                layer.bits &= ~consumer
+                layer.bits &= ~int(consumer)
         self._state.live.bitwise_and_(int(Consumer.EVERY & ~consumer))
 
     def cut(self, share: Share) -> None:
@@ -202,12 +202,13 @@ class Marks:
     def _take(share: Share, layers: Sequence[Layer]) -> None:
         """Note the layers in the share, then take its consumers' bits, in this order."""
         share.layers = tuple((layer, layer.bits) for layer in layers if layer.bits)
-        for layer, _ in share.taken():
+        taken = share.taken()
+        for layer, _ in taken:
             layer.shares.add(share)
-        for layer, _ in share.taken():
+        for layer, _ in taken:
             layer.bits &= ~share.consumers
 
-    def _counting(self, consumers: Consumer) -> Selected:
+    def _counting(self, consumers: int) -> Selected:
         with self._lock:
             counting = ((layer, layer.bits & consumers) for layer in self.layers)
             return tuple((layer, bits) for layer, bits in counting if bits)
@@ -217,16 +218,16 @@ class Marks:
         with self._lock:
             left = tuple(layer for layer in self.layers if layer.bits or layer.shares)
             self._state = _State(self._state.live, left)
-            alike: dict[Fate, list[tuple[Layer, Consumer]]] = {}
+            alike: dict[Fate, list[tuple[Layer, int]]] = {}
             for layer in left:
                 alike.setdefault(layer.fate(), []).append((layer, layer.bits))
         for fate, old in alike.items():
             if len(old) > 1:
                 self._replace(fate, old)
 
-    def _replace(self, fate: Fate, old: Sequence[tuple[Layer, Consumer]]) -> None:
+    def _replace(self, fate: Fate, old: Sequence[tuple[Layer, int]]) -> None:
         """Replace layers of one fate by their union, unless their marks change meanwhile."""
-        taken = Consumer(0)
+        taken = 0
         for _, bits in fate.shares:
             taken |= bits
         packed = {}
@@ -234,7 +235,7 @@ class Marks:
             sets = [layer.rows(consumer) for layer, bits in old if (bits | taken) & consumer]
             packed[consumer] = RowSet.union(sets, self.rows)
         united = Layer(self.rows, None, packed)
-        united.bits = Consumer(0)
+        united.bits = 0
         for _, bits in old:
             united.bits |= bits
         with self._lock:

@@ -16,11 +16,12 @@ import torch
 from torchrec_checknrun import marks as room
 from torchrec_checknrun.marks import layers
 from torchrec_checknrun.marks.cuts import Cut, Cuts
-from torchrec_checknrun.marks.layers import NAMED, Consumer, Share
+from torchrec_checknrun.marks.layers import Consumer, Share
 from torchrec_checknrun.marks.marks import Marks
 
 CPU = torch.device("cpu")
 ROWS = 30
+CONSUMERS = (Consumer.LAST, Consumer.BASELINE, Consumer.USER)
 BOTH = Consumer.LAST | Consumer.BASELINE
 
 
@@ -132,7 +133,7 @@ def test_rows_marked_alike_are_packed_once() -> None:
     cut = cuts.take([marks], Consumer.LAST)
     cut.consolidate()
     layer = marks.layers[0]
-    assert len({id(layer.rows(one)) for one in NAMED}) == 1
+    assert len({id(layer.rows(one)) for one in CONSUMERS}) == 1
 
 
 def test_a_cut_moves_to_other_shards() -> None:
@@ -149,7 +150,7 @@ def test_a_cut_moves_to_other_shards() -> None:
     assert found(new) == []
     cuts.merge(cut)
     assert found(marks) == [3]
-    assert [found(new, one) for one in NAMED] == [[1, 2], [1, 2], []]
+    assert [found(new, one) for one in CONSUMERS] == [[1, 2], [1, 2], []]
 
 
 def test_marks_that_change_while_layers_are_united(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,7 @@ def points(most: int) -> list[int]:
 
 
 def state(shards: list[Marks]) -> list[list[list[int]]]:
-    return [[found(marks, one) for one in NAMED] for marks in shards]
+    return [[found(marks, one) for one in CONSUMERS] for marks in shards]
 
 
 @pytest.mark.parametrize("spare", [False, True])

@@ -14,10 +14,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from tests.examples import examples
 from torchrec_checknrun.marks.cuts import Cut, Cuts
-from torchrec_checknrun.marks.layers import NAMED, Consumer, Layer, union
+from torchrec_checknrun.marks.layers import Consumer, Layer, union
 from torchrec_checknrun.marks.marks import Marks
 
 ROWS = (21, 8)
+CONSUMERS = (Consumer.LAST, Consumer.BASELINE, Consumer.USER)
 Rows = dict[Consumer, set[int]]
 consumer_sets = st.sampled_from(
     [Consumer.LAST, Consumer.BASELINE, Consumer.USER, Consumer.LAST | Consumer.BASELINE]
@@ -35,9 +36,7 @@ class Expected:
         self.cut: Cut | None = cut
         self.consumers = cut.consumers
         self.marked = [{one: set(rows) for one, rows in of_shard.items()} for of_shard in marked]
-        self.selected = [
-            {one: cut.selected(marks, one) for one in Consumer if one in NAMED} for marks in shards
-        ]
+        self.selected = [{one: cut.selected(marks, one) for one in CONSUMERS} for marks in shards]
 
 
 class Sequence(RuleBasedStateMachine):
@@ -50,17 +49,17 @@ class Sequence(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.shards = [Marks(rows, torch.device("cpu")) for rows in ROWS]
-        self.marked: list[Rows] = [{one: set() for one in NAMED} for _ in ROWS]
+        self.marked: list[Rows] = [{one: set() for one in CONSUMERS} for _ in ROWS]
         self.cuts = Cuts()
 
     @rule(which=st.integers(0, 1), rows=st.lists(st.integers(0, 20), max_size=5))
     def mark(self, which: int, rows: list[int]) -> None:
         rows = [row for row in rows if row < ROWS[which]]
         self.shards[which].mark(torch.tensor(rows, dtype=torch.int64))
-        for one in NAMED:
+        for one in CONSUMERS:
             self.marked[which][one] |= set(rows)
 
-    @rule(which=st.integers(0, 1), consumer=st.sampled_from(NAMED), row=st.integers(0, 7))
+    @rule(which=st.integers(0, 1), consumer=st.sampled_from(CONSUMERS), row=st.integers(0, 7))
     def add(self, which: int, consumer: Consumer, row: int) -> None:
         self.shards[which].add(torch.tensor([row]), consumer)
         self.marked[which][consumer].add(row)
@@ -68,13 +67,13 @@ class Sequence(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def mark_all(self, which: int) -> None:
         self.shards[which].mark_all()
-        for one in NAMED:
+        for one in CONSUMERS:
             self.marked[which][one] = set(range(ROWS[which]))
 
     @rule(which=st.integers(0, 1), consumers=consumer_sets)
     def clear(self, which: int, consumers: Consumer) -> None:
         self.shards[which].clear(consumers)
-        for one in NAMED:
+        for one in CONSUMERS:
             if one & consumers:
                 self.marked[which][one].clear()
 
@@ -83,7 +82,7 @@ class Sequence(RuleBasedStateMachine):
         cut = self.cuts.take(self.shards, consumers)
         expected = Expected(cut, self.shards, self.marked)
         for of_shard in self.marked:
-            for one in NAMED:
+            for one in CONSUMERS:
                 if one & consumers:
                     of_shard[one].clear()
         return expected
@@ -94,7 +93,7 @@ class Sequence(RuleBasedStateMachine):
         for _ in range(1 + twice):
             self.cuts.merge(expected.cut)
         for of_shard, then in zip(self.marked, expected.marked, strict=True):
-            for one in NAMED:
+            for one in CONSUMERS:
                 if one & expected.consumers:
                     of_shard[one] |= then[one]
         return expected
@@ -155,13 +154,13 @@ class Sequence(RuleBasedStateMachine):
     @invariant()
     def the_same_rows_are_marked(self) -> None:
         for marks, of_shard in zip(self.shards, self.marked, strict=True):
-            for one in NAMED:
+            for one in CONSUMERS:
                 assert found(marks, one) == of_shard[one]
                 assert marks.any(one) == bool(of_shard[one])
             everything = marks.everything()
             for row in range(marks.rows):
-                assert int(everything[row]) & sum(NAMED) == sum(
-                    one for one in NAMED if row in of_shard[one]
+                assert int(everything[row]) & sum(CONSUMERS) == sum(
+                    one for one in CONSUMERS if row in of_shard[one]
                 )
             assert marks.all_marked() == all(len(rows) == marks.rows for rows in of_shard.values())
 
@@ -176,19 +175,19 @@ class Trainer:
     def __init__(self, seed: int, rows: int) -> None:
         self.random = random.Random(seed)
         self.marks, self.cuts = Marks(rows, torch.device("cpu")), Cuts()
-        self.marked: Rows = {one: set() for one in NAMED}
+        self.marked: Rows = {one: set() for one in CONSUMERS}
         self.open: list[tuple[Cut, Rows]] = []
 
     def train(self) -> None:
         ids = [self.random.randrange(self.marks.rows) for _ in range(20)]
         self.marks.mark(torch.tensor(ids))
-        for one in NAMED:
+        for one in CONSUMERS:
             self.marked[one] |= set(ids)
 
     def cut(self) -> None:
         consumers = self.random.choice([Consumer.LAST, Consumer.LAST | Consumer.BASELINE])
         cut = self.cuts.take([self.marks], consumers)
-        taken = {one: set(self.marked[one]) for one in NAMED if one & consumers}
+        taken = {one: set(self.marked[one]) for one in CONSUMERS if one & consumers}
         self.open.append((cut, taken))
         for one in taken:
             self.marked[one].clear()
@@ -214,7 +213,7 @@ class Trainer:
             self.note()
         if number % 50 == 49:
             self.clear()
-        assert {one: found(self.marks, one) for one in NAMED} == self.marked
+        assert {one: found(self.marks, one) for one in CONSUMERS} == self.marked
 
 
 @pytest.mark.parametrize("seed", range(3))
