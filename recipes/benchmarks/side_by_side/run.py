@@ -24,14 +24,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,7 +56,6 @@ from recipes.benchmarks.side_by_side.systems import (
 )
 from recipes.benchmarks.side_by_side.targets import Rows, Target, evaluate
 from recipes.benchmarks.side_by_side.trace import Kind, Trace, promised
-from recipes.benchmarks.side_by_side.turns import PAIRS
 
 PARTS = ("training", "bytes", "restore", "instants")
 ROUNDS = "turns of each system in training; twice as many of those that targets compare"
@@ -66,8 +66,8 @@ QUICK = Setting(rows=50_000, batch=128, steps=3)
 FIRST = [ON_WRITE, COPY, DCP, f"{ASYNC}, DTensor, kept stager"]
 COMPARED = [*FIRST, PROCESS]
 MORE_ROUNDS = 2
-MORE_PAIRS = 6
-"""Pairs of blocks in each turn of these: enough warm saves for an interval of confidence."""
+WARM = 20
+"""Warm saves of copy on write and of copy mode, at least: enough for an interval of confidence."""
 RESTORES = 5  # rounds; single restores of the same system differ by half
 ON_TWO_RANKS = [
     *FIRST,
@@ -155,14 +155,18 @@ def _alone(call: Callable[..., Rows], *arguments: object) -> Rows:
 
 @dataclass(frozen=True)
 class Run:
-    """A group of systems to train with, ``together`` of them at a time."""
+    """A group of systems to train with, ``together`` of them at a time.
+
+    Attributes:
+        pairs: of blocks in a turn, of systems that have another number of them than ``PAIRS``.
+    """
 
     ranks: int
     setting: Setting
     cases: list[str]
     rounds: int
     together: int
-    pairs: int = PAIRS
+    pairs: Mapping[str, int] = field(default_factory=dict)
 
 
 def runs(setting: Setting, options: argparse.Namespace) -> list[Run]:
@@ -176,7 +180,8 @@ def runs(setting: Setting, options: argparse.Namespace) -> list[Run]:
                 cases.remove(name)
         rounds = MORE_ROUNDS * options.rounds if ranks == 1 else options.rounds
         together = max(options.together, len(compared))
-        found.append(Run(ranks, setting, compared, rounds, together, MORE_PAIRS))
+        pairs = dict.fromkeys((ON_WRITE, COPY), 1 + math.ceil(WARM / rounds))
+        found.append(Run(ranks, setting, compared, rounds, together, pairs))
         found.append(Run(ranks, setting, cases, options.rounds, options.together))
     if 1 in options.ranks:
         other = [name for name in (ON_WRITE, DCP, NONE) if name in names(1, options.systems)]

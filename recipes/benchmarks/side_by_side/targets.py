@@ -170,12 +170,23 @@ def _paired(
     (name, cost), (other, its) = what, of
     if not _same_rounds(found[name], found[other]):
         return float(found[name]["warm"][cost] / found[other]["warm"][its])
-    pairs = zip(found[name]["saves"], found[other]["saves"], strict=True)
-    return median(one[cost] / two[its] for one, two in pairs if one["label"] == "warm")
+    rounds = zip(_by_round(found[name], cost), _by_round(found[other], its), strict=True)
+    return median(one / two for one, two in rounds)
+
+
+def _by_round(row: Mapping[str, Any], cost: str) -> list[float]:
+    """Return a cost of a system's warm saves in each round, the median of each."""
+    rounds: list[list[float]] = []
+    for save in row["saves"]:
+        if save["label"] == "warm":
+            rounds[-1].append(save[cost])
+        else:  # the first save of a round
+            rounds.append([])
+    return [median(costs) for costs in rounds]
 
 
 def _same_rounds(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    return bool(one["group"] == two["group"] and len(one["saves"]) == len(two["saves"]))
+    return bool(one["group"] == two["group"])
 
 
 def _how(found: Mapping[str, dict[str, Any]], name: str, other: str) -> str:

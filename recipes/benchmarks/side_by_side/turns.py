@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def run(
     folder: Path,
     *,
     together: int,
-    pairs: int = PAIRS,
+    pairs: Mapping[str, int],
     idle_seconds: float,
     progress: Callable[[int], object],
 ) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def run(
 
     Args:
         cases: names in ``CASES``.
-        pairs: of blocks in a turn, see ``PAIRS``.
+        pairs: of blocks in a turn, by system; ``PAIRS`` for others.
         progress: called after every turn, with the number done.
 
     Returns:
@@ -131,7 +131,9 @@ def run(
     results = []
     for start in range(0, len(cases), together):
         group = [
-            Live(case, setting, ranks, turns, pairs, folder / f"{ranks}-{start + i}")
+            Live(
+                case, setting, ranks, turns, pairs.get(case, PAIRS), folder / f"{ranks}-{start + i}"
+            )
             for i, case in enumerate(cases[start : start + together])
         ]
         failed: dict[str, str] = {}

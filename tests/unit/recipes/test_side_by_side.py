@@ -22,8 +22,8 @@ from recipes.benchmarks.side_by_side.model import Setting, architecture
 from recipes.benchmarks.side_by_side.run import (
     COMPARED,
     FIRST,
-    MORE_PAIRS,
     MORE_ROUNDS,
+    WARM,
     beyond,
     limits,
     names,
@@ -42,6 +42,7 @@ from recipes.benchmarks.side_by_side.systems import (
     SNAPSHOT,
 )
 from recipes.benchmarks.side_by_side.tables import more_memory
+from recipes.benchmarks.side_by_side.targets import evaluate
 from recipes.benchmarks.side_by_side.trace import Trace, promised
 from recipes.benchmarks.side_by_side.turns import PAIRS
 
@@ -288,7 +289,12 @@ def test_those_that_targets_compare_have_more_rounds_of_their_own() -> None:
     assert sorted(compared.cases + others.cases) == sorted(CASES)
     assert (both.ranks, first.cases + both.cases) == (2, names(2, []))
     assert {run.rounds for run in (others, both, independent)} == {2}
-    assert {compared.pairs, first.pairs} == {MORE_PAIRS} != {both.pairs}
+    for run in (compared, first):
+        assert {name: (n - 1) * run.rounds >= WARM for name, n in run.pairs.items()} == {
+            ON_WRITE: True,
+            COPY: True,
+        }
+    assert (others.pairs, both.pairs, independent.pairs) == ({}, {}, {})
     assert independent.setting.trace == "independent"
 
 
@@ -315,6 +321,26 @@ def test_a_snapshot_is_synced_before_it_is_committed(
         snapshot_metadata=None, storage=SimpleNamespace(root=str(tmp_path)), event_loop=None
     )
     assert done == ["weights", "commit", ".snapshot_metadata"]
+
+
+def test_ratios_are_of_the_same_rounds_whatever_the_number_of_saves() -> None:
+    def row(name: str, *costs: float) -> dict[str, Any]:
+        labels = ["first", "warm", "warm", "idle", "warm", "warm"]
+        if len(costs) == 4:
+            labels = ["first", "warm", "idle", "warm"]
+        saves = [
+            {"label": label, "call": cost, "extra": cost, "gather": 1.0}
+            for label, cost in zip(labels, costs, strict=True)
+        ]
+        warm = {"call": 1.0, "extra": 1.0, "gather": 1.0}
+        return {**a_result(name, *saves), "ranks": 1, "warm": warm}
+
+    often, seldom = row(ON_WRITE, 9, 1, 3, 9, 10, 10), row(DCP, 9, 40, 9, 500)
+    aims = {aim.claim: aim for aim in evaluate([often, seldom], [], [])}
+    assert aims[f"{DCP}'s stall, times copy on write's (in the call)"].value == (40 / 2 + 50) / 2
+    elsewhere = {**seldom, "group": "1"}
+    aims = {aim.claim: aim for aim in evaluate([often, elsewhere], [], [])}
+    assert aims[f"{DCP}'s stall, times copy on write's (in the call)"].value == 1
 
 
 def test_targets_systems_come_first() -> None:
@@ -362,8 +388,9 @@ def test_the_command_compares_systems(tmp_path: Path) -> None:
             continue
         compared = COMPARED if row["ranks"] == 1 else FIRST
         more = row["name"] in compared and row["trace"] == "skewed"
-        warm = ["warm"] * ((MORE_PAIRS if more else PAIRS) - 1)
         turns = (MORE_ROUNDS * 2 if row["ranks"] == 1 else 2) if more else 2
+        many = more and row["name"] in (ON_WRITE, COPY)
+        warm = ["warm"] * (WARM // turns if many else PAIRS - 1)
         labels = ["first", *warm] + ["idle", *warm] * (turns - 1)
         assert [save["label"] for save in row["saves"]] == labels
         assert row["setup"] > 0
