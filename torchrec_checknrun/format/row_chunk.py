@@ -89,7 +89,8 @@ class RowsHeader:
 
 def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     """Encode rows; those that the codec can't represent (NaN, infinity, too large) are stored
-    exactly, since a lost row is the worst error.
+    exactly, since a lost row is the worst error. Where the block's weight is these rows, in CPU
+    memory, parts of the chunk may be views of it.
 
     Raises:
         UnsupportedTable: weight or optimizer state is of a dtype that can't be stored.
@@ -103,12 +104,12 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
             )
     n = len(block.ids)
     codec = encoding.codec
-    encoded = codec.encode(weight, block.positions, RowContext(states))
+    encoded = _encoded(block, codec)
     row_bytes = weight.shape[1] * weight.element_size()
     size = encoded.data.numel() + len(encoded.exceptions) * (row_bytes + 4)
     if codec.lossy and size >= n * row_bytes:
         codec = Exact()
-        encoded = codec.encode(weight, block.positions)
+        encoded = _encoded(block, codec)
     sections = Sections(encoding.compress and may_be_compressed(block))
     ids_encoding, ids_bytes = row_ids.encode(block.ids.cpu().numpy())
     sections.pieces.append(ids_bytes)  # compressed already
@@ -141,6 +142,17 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
         error=_relative_error(block, encoded, codec) if codec.lossy else UNSET,
     )
     return EncodedChunk(entry, sections.pieces)
+
+
+def _encoded(block: RowBlock, codec: Codec) -> Encoded:
+    """Encode a block's weights, without a copy of those that are stored as they are: the allocator
+    would keep many times a chunk's bytes.
+    """
+    weight = block.weight
+    if codec.verbatim and block.positions is None and weight.is_cpu and weight.is_contiguous():
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return Encoded(weight.detach().view(-1).view(torch.uint8), {}, none)
+    return codec.encode(weight, block.positions, RowContext(block.optimizer))
 
 
 def _add_weight(
