@@ -141,6 +141,7 @@ class Living:
         """
         self._let_go_soon()
         if anything:
+            self._wait_for_copies()
             scramble(self.job)
         report = self.saver.restore(None if number is None else self.ids[number])
         self._told.clear()
@@ -211,6 +212,15 @@ class Living:
         except SaveFailed:
             return {"error": True, "report": None, "told": list(self._told)}
         return {"error": False, "report": report and report.id, "told": list(self._told)}
+
+    def _wait_for_copies(self) -> None:
+        """Wait until all rows of a save are copied: writing by hand would fail the save."""
+        passage = self.gate.passage
+        rows = passage.save.rows if passage is not None and passage.save is not None else None
+        deadline = time.monotonic() + PATIENCE
+        while rows is not None and not rows.copies.over:
+            assert time.monotonic() < deadline, "the rows are never copied"
+            time.sleep(0.001)
 
     def _let_go_soon(self) -> None:
         """Let the held checkpoint go in a moment, for calls that wait for it."""
