@@ -23,7 +23,7 @@ from tests.distributed import references
 from tests.distributed.gate import PATIENCE, Gate
 from tests.distributed.models import Job, ModelSpec
 from tests.distributed.sequence_model import Life, Way
-from tests.distributed.sequence_sabotage import LOSES_PROTECTION, SABOTAGE, copy_slowly
+from tests.distributed.sequence_sabotage import SABOTAGE, copy_slowly
 from tests.distributed.states import State, gather, scramble
 from torchrec_checknrun import (
     Checkpointer,
@@ -255,7 +255,7 @@ def live(
     """
     done: list[dict[str, Any]] = []
     with pytest.MonkeyPatch.context() as patch:
-        copy_slowly(patch, 0.1 if sabotage in LOSES_PROTECTION else 0.002)
+        copy_slowly(patch, 0.002)
         if sabotage is not None:
             SABOTAGE[sabotage](patch)
         living = Living(where, Life(**life), ids, patch)
