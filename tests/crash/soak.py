@@ -178,8 +178,8 @@ def main(arguments: list[str] | None = None) -> int:
     first, last = result["samples"][0], result["samples"][-1]
     print(
         f"{result['checkpoints']} saves, {result['committed']} committed, {result['faults']} "
-        f"faults, {result['errors']} errors told, {result['protected']} rows copied before they were "
-        f"overwritten, {result['restores']} restores compared, in "
+        f"faults, {result['errors']} errors told, {result['protected']} rows copied in hooks, "
+        f"{result['restores']} restores compared, in "
         f"{result['seconds']} s; from {first} to {last}"
     )
     print(*(result["lost"] or ["nothing was lost, nothing grew"]), sep="\n")
