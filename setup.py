@@ -23,6 +23,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "torchrec_checknrun"
 CSRC = PACKAGE / "csrc"
+VERSION = runpy.run_path(str(PACKAGE / "version.py"))
 
 COMPILE = [
     "-O3",
@@ -160,7 +161,9 @@ class BuildKernel(build_ext):
         ext.extra_link_args.append(f"-L{folder / 'lib'}")
         ext.define_macros += [
             ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi()))),
-            ("CHECKNRUN_TORCH", f'"{torch.__version__}"'),  # read before the library is loaded
+            # Read before the library is loaded.
+            ("CHECKNRUN_TORCH", f'"{torch.__version__}"'),
+            ("CHECKNRUN_SOURCES", f'"{VERSION["sources_digest"](CSRC)}"'),
         ]
 
     def copy_extensions_to_source(self) -> None:
@@ -173,7 +176,7 @@ class BuildKernel(build_ext):
 
 setup(
     name="torchrec_checknrun",
-    version=runpy.run_path(str(ROOT / "torchrec_checknrun" / "version.py"))["__version__"],
+    version=VERSION["__version__"],
     description="Differential, quantized checkpoints for TorchRec models, after Check-N-Run",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

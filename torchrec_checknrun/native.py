@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchrec_checknrun.version import __version__
+from torchrec_checknrun.version import __version__, sources_digest
 
 logger = logging.getLogger(__name__)
 
@@ -50,26 +50,34 @@ def _load(library: Path) -> str:
     """Load a library.
 
     Returns:
-        The reason why it can't be used; empty if it can. A library for another torch is not even
-        loaded: its calls would reach functions and layouts that have changed.
+        The reason why it can't be used; empty if it can. A library for another torch, or of the
+        sources of another checkout, is not even loaded: its calls would reach functions and layouts
+        that have changed.
     """
     try:
-        built = re.search(rb"checknrun: built for torch ([^;]+);", library.read_bytes())
+        content = library.read_bytes()
     except OSError as error:
         return f"({library}) can't be read ({error})"
-    version = built[1].decode(errors="replace") if built else "of an unknown version"
+    version = _note(rb"for torch", content) or "of an unknown version"
     if _minor(version) != _minor(torch.__version__):
         return (
             f"({library}) was built for torch {version} and is not used with torch "
             f"{torch.__version__}"
         )
+    csrc = library.parent / "csrc"  # a wheel has none, and brings its library along
+    if csrc.is_dir() and _note(rb"of sources", content) != sources_digest(csrc):
+        return f"({library}) was built of other sources than those beside it"
     try:
         torch.ops.load_library(library)
     except OSError as error:
         return f"({library}) can't be loaded ({error})"
-    if not hasattr(torch.ops.checknrun, "stage_rows"):
-        return f"({library}) is of an earlier version of this package"
     return ""
+
+
+def _note(what: bytes, content: bytes) -> str:
+    """Return what a library says about its build; empty if it doesn't."""
+    found = re.search(rb"checknrun: built " + what + rb" ([^;]+);", content)
+    return found[1].decode(errors="replace") if found else ""
 
 
 def _minor(version: str) -> list[str]:

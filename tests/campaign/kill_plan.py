@@ -123,7 +123,7 @@ def draw(seed: str, kills: int, variant: str = "thread") -> Trial:
     process = variant == "process"
     options: dict[str, Any] = {
         "background": "process" if process else "thread",
-        "staging": rng.choice(["auto", "copy", "encode"]),
+        "staging": rng.choice(["copy_on_write", "copy_on_write", "auto", "copy", "encode"]),
         "when_busy": rng.choice(["skip", "wait"]),
     }
     if not process and rng.random() < 0.2:

@@ -240,17 +240,17 @@ class Life:
         run = Run(self.trial, self.root, RANKS)
         record = Record(self.folder / "record", rank)
         board.set(rank, "phase", Phase.RESTORE)
-        report = run.saver.restore()
-        if report is not None:
-            for problem in record.differences(report.step, run.values()):
-                self.problem(f"silent: restored {report.id} at rank {rank}: {problem}")
-            if report.passed_over:
-                self.note("passed-over", [self.number, list(report.passed_over)])
-            board.set(rank, "compared", 1)
-        step = 0 if report is None else report.step
-        board.set(rank, "restored", step)
-        board.set(rank, "phase", Phase.TRAIN)
-        try:
+        try:  # orphans may commit at any moment, also while nothing is found to restore
+            report = run.saver.restore()
+            if report is not None:
+                for problem in record.differences(report.step, run.values()):
+                    self.problem(f"silent: restored {report.id} at rank {rank}: {problem}")
+                if report.passed_over:
+                    self.note("passed-over", [self.number, list(report.passed_over)])
+                board.set(rank, "compared", 1)
+            step = 0 if report is None else report.step
+            board.set(rank, "restored", step)
+            board.set(rank, "phase", Phase.TRAIN)
             while run.job.steps < step + LIFE_STEPS:
                 run.train()
                 for problem in record.note(run.job.steps, run.values()):

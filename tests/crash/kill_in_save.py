@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,12 +22,15 @@ from recipes.dlrm_criteo.train import main
 from tests.crash import kills
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.format.names import MANIFEST_NAME
+from torchrec_checknrun.marks.row_copies import KernelCopies, ShardCopies
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.root.deletion import Deletion
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.run import saver
 from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.save.plan import Prepared, Share
+from torchrec_checknrun.snapshot import late_copies, staging
+from torchrec_checknrun.snapshot.late_copies import LateCopies
 from torchrec_checknrun.snapshot.staged import StagedJob
 from torchrec_checknrun.snapshot.staging import Staging
 from torchrec_checknrun.store.folder import Folder
@@ -35,6 +39,8 @@ from torchrec_checknrun.store.new_file import NewFile
 RUN_DIR = Path(next(a.split("=", 1)[1] for a in sys.argv if a.startswith("run_dir=")))
 RANK = int(os.environ["RANK"])
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+PATIENCE = 60.0
+"""Seconds until a rank that should meet its own training thread gives up."""
 
 
 class TornFile:
@@ -69,6 +75,8 @@ class Bomb:
         if self.kill.rank == RANK:
             self._arm_begin()
             self._arm_save()
+            self._arm_late_copies()
+            self._arm_copies()
             self._arm_retention()
         self._arm_restore()
 
@@ -126,6 +134,68 @@ class Bomb:
         _replace(saver, "take_snapshot", cut_and_die)
         _replace(Staging, "_publish", publish_and_die)
         _replace(StagedJob, "encode", die_or_encode)
+
+    def _begins(self, point: str) -> bool:
+        """Return whether this is the point, of a save whose file is still to be written."""
+        return (self.kill.point, self.kill.save) == (point, self._begun)
+
+    def _wait_until(self, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not reached():
+            assert time.monotonic() < deadline, f"{self.kill.point}: training does not come by"
+            time.sleep(0.001)
+
+    def _arm_late_copies(self) -> None:
+        make = LateCopies.make
+
+        def copy_one_and_die(copies: LateCopies) -> None:
+            if self._begins(kills.LATE_COPIES) and len(copies._left) > 1:
+                source, target, _, _ = copies._left[-1]
+                target.copy_(source)
+                self.explode()
+            make(copies)
+
+        _replace(LateCopies, "make", copy_one_and_die)
+        if self.kill.point == kills.LATE_COPIES:  # the job's parameters are small
+            for module in (late_copies, staging):
+                mock.patch.object(module, "LEAST_BYTES", 1).start()
+
+    def _arm_copies(self) -> None:
+        """Patch the thread that copies rows, and the hook that is to come first."""
+        stage, protect = ShardCopies.stage, KernelCopies.before_update
+        chunks = [0]  # of the planned save: this rank dies in it
+
+        def stage_and_die(copies: ShardCopies, rows: Any, *arguments: Any) -> None:
+            chunks[0] += self._begins(kills.BETWEEN_CHUNKS)
+            if chunks[0] == 2:
+                self.explode()
+            if self._begins(kills.HOOK):
+                time.sleep(PATIENCE)  # training comes first
+            if self._begins(kills.STREAM):
+                stage(copies, rows[: len(rows) // 2], *arguments)
+                self.explode()
+            if self._begins(kills.MERGE):
+                self._wait_until(lambda: copies.native.held() > 0)
+                for row in rows.split(1):
+                    held = copies.native.held()
+                    stage(copies, row, *arguments)
+                    if copies.native.held() < held:
+                        self.explode()
+                raise AssertionError("the chunk has no row that training has copied")
+            stage(copies, rows, *arguments)
+
+        def protect_half_and_die(
+            copies: KernelCopies, values: Any, offsets: list[int], shards: list[int]
+        ) -> None:
+            if self._begins(kills.HOOK):
+                half = len(values) // 2
+                protect(copies, values[:half], [min(at, half) for at in offsets], shards)
+                if copies.native.protected_rows():
+                    self.explode()
+            protect(copies, values, offsets, shards)
+
+        _replace(ShardCopies, "stage", stage_and_die)
+        _replace(KernelCopies, "before_update", protect_half_and_die)
 
     def _arm_retention(self) -> None:
         delete_all, delete = Deletion._delete, Folder.delete

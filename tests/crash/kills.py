@@ -25,13 +25,23 @@ STAGE = "in a save, in the middle of staging"
 ENCODE = "in a save, when a chunk is to be encoded"
 RETENTION = "in the middle of deleting a checkpoint"
 
+LATE_COPIES = "in a save, while dense parameters and states are copied behind training"
+HOOK = "in a save, in the hook that copies rows before they are overwritten"
+STREAM = "in a save, in the middle of a chunk's rows"
+BETWEEN_CHUNKS = "in a save, between two chunks of rows"
+MERGE = "in a save, while a chunk takes rows that training has copied"
+
 UNCOMMITTED = (BEFORE_FILES, IN_FILE, AFTER_FILE, BEFORE_MANIFEST, IN_MANIFEST)
 _ON_RANK_0 = (BEFORE_MANIFEST, IN_MANIFEST, AFTER_MANIFEST, CLAIM, RETENTION)
+WHILE_COPIED = (LATE_COPIES, HOOK, STREAM, BETWEEN_CHUNKS, MERGE)
+"""Points after the cut, while training goes on and its rows are still being copied."""
 _PHASES = (
-    *(CLAIM, CUT, STAGE, ENCODE, IN_FILE),
+    *(CLAIM, CUT, STAGE, *WHILE_COPIED, ENCODE, IN_FILE),
     RETENTION,  # of what the kill before it has left
     *(BEFORE_MANIFEST, IN_MANIFEST, AFTER_MANIFEST),
 )
+_TWICE = (CUT, STAGE, *WHILE_COPIED, ENCODE, IN_FILE)
+"""Points at which both ranks die in their second save: the run must get on."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ def sweep() -> list[Kill]:
         Kill(
             point=point,
             rank=0 if point in _ON_RANK_0 else victims[0],
-            save=2 if len(victims) == 2 and point in (CUT, STAGE, ENCODE, IN_FILE) else 1,
+            save=2 if len(victims) == 2 and point in _TWICE else 1,
             part=0.5,
             victims=victims,
         )

@@ -31,6 +31,8 @@ FAULTS = 0.2
 """Fraction of the checkpoints that meet a fault."""
 OPERATIONS = 60
 """Operations of a save, about: the faulty one is drawn from these."""
+TRAINED_MEANWHILE = 2
+"""Steps that training takes while a checkpoint is saved."""
 RESTORE_EVERY = 25
 SAMPLES = 20
 WARM_UP = 0.3
@@ -61,6 +63,7 @@ class Soak:
             "committed": 0,
             "faults": 0,
             "errors": 0,
+            "protected": 0,
             "restores": 0,
             "lost": [],
             "samples": [],
@@ -88,8 +91,11 @@ class Soak:
             self._faults.arm(self._rng.randint(1, OPERATIONS), mode)
             try:
                 saver.step()
-                saver.save()
+                saver.save(wait=False)
+                self._job.train(TRAINED_MEANWHILE)
+                report = saver.wait()
                 self.result["committed"] += 1
+                self.result["protected"] += report.protected_rows if report else 0
             except SaveFailed as error:
                 self.result["errors"] += 1
                 if "says the test" not in str(error):
@@ -100,6 +106,7 @@ class Soak:
 
     def _restore(self, saver: Checkpointer) -> None:
         """Restore the last save over noise, into another model."""
+        saver.steps += 1  # trained meanwhile
         saver.mark_all()  # also if the last step is committed: what is looked at is of now
         saver.save()
         _wait_for_pruner(saver)
@@ -171,7 +178,8 @@ def main(arguments: list[str] | None = None) -> int:
     first, last = result["samples"][0], result["samples"][-1]
     print(
         f"{result['checkpoints']} saves, {result['committed']} committed, {result['faults']} "
-        f"faults, {result['errors']} errors told, {result['restores']} restores compared, in "
+        f"faults, {result['errors']} errors told, {result['protected']} rows copied in hooks, "
+        f"{result['restores']} restores compared, in "
         f"{result['seconds']} s; from {first} to {last}"
     )
     print(*(result["lost"] or ["nothing was lost, nothing grew"]), sep="\n")

@@ -39,7 +39,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> demo.Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [TRAINER, sabotage("failing_save")])
+@pytest.mark.parametrize("module", [TRAINER, sabotage("failing_save"), sabotage("held_back")])
 def test_green(module: str, uninterrupted: demo.Run, tmp_path: Path) -> None:
     killed = demo.train("killed", tmp_path, PLAN, [], module, kill=True)
     assert "equal bit for bit" in demo.check_runs(uninterrupted, killed, exact=True)
@@ -56,6 +56,10 @@ def test_green(module: str, uninterrupted: demo.Run, tmp_path: Path) -> None:
         # From the checkpoint of step 18 or 24, whichever was durable when the kill came.
         ("skipped_batch", r"step (19|25) goes on at sample (18432, not 19456|24576, not 25600)"),
         ("lost_marks", STATES_DIFFER),
+        ("unprotected_table", STATES_DIFFER),
+        ("unprotected_state", STATES_DIFFER),
+        ("unprotected_parameters", STATES_DIFFER),
+        ("unprotected_dense_states", STATES_DIFFER),
     ],
 )
 def test_red(name: str, reason: str, uninterrupted: demo.Run, tmp_path: Path) -> None:

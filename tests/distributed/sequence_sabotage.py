@@ -1,4 +1,7 @@
-"""Break what ``test_sequences`` must notice: marks, copies, protection, the choice of a kind."""
+"""Break what ``test_sequences`` must notice: marks, copies, protection, the choice of a kind.
+
+Protection is broken by ``tests.crash.sabotage.protection``.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 from msgspec.structs import replace
 
+from tests.crash.sabotage import protection
 from torchrec_checknrun import Intermittent
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.marks.layers import Consumer
-from torchrec_checknrun.marks.row_copies import KernelCopies, ShardCopies
+from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.run import checkpointer
-from torchrec_checknrun.snapshot.items import RowsItem
-from torchrec_checknrun.snapshot.staged import StagedChunk, StagedRows
-from torchrec_checknrun.snapshot.staging import Staging
+from torchrec_checknrun.snapshot.staged import StagedRows
 from torchrec_checknrun.store.folder import Folder
+
+Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 
 def _no_merge(patch: pytest.MonkeyPatch) -> None:
@@ -67,63 +70,13 @@ def copy_slowly(patch: pytest.MonkeyPatch, seconds: float) -> None:
     patch.setattr(ShardCopies, "stage", wait_and_stage)
 
 
-def _protect_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KernelCopies, "before_update", lambda *_: None)
+def _unprotected(drop: Callable[[protection.Put, protection.Tell], None]) -> Sabotage:
+    """Make a sabotage of one that the demo's trainer knows, too."""
+    return lambda patch: drop(patch.setattr, lambda _: None)
 
 
-def _protect_one_table_less(patch: pytest.MonkeyPatch) -> None:
-    protect = KernelCopies.before_update
-
-    def protect_others(copies: Any, values: Any, offsets: list[int], tables: list[int]) -> None:
-        protect(copies, values, offsets, [table or -1 for table in tables])
-
-    patch.setattr(KernelCopies, "before_update", protect_others)
-
-
-def _protect_no_state(patch: pytest.MonkeyPatch) -> None:
-    """Take optimizer rows out of the live table, when weights are those of the cut."""
-    stage = ShardCopies.stage
-
-    def stage_live(copies: ShardCopies, rows: Any, start: int, memory: Any, at: list[int]) -> None:
-        stage(copies, rows, start, memory, at)
-        for tensor, offset in zip(copies._tensors[1:], at[2:], strict=True):
-            live = tensor[rows].contiguous().view(-1).view(torch.uint8)
-            memory[offset : offset + live.numel()] = live
-
-    patch.setattr(ShardCopies, "stage", stage_live)
-
-
-def _protect_first_features(patch: pytest.MonkeyPatch) -> None:
-    protect = KernelCopies.before_update
-
-    def protect_first(copies: Any, values: Any, offsets: list[int], tables: list[int]) -> None:
-        first = [-1 if table in tables[:i] else table for i, table in enumerate(tables)]
-        protect(copies, values, offsets, first)
-
-    patch.setattr(KernelCopies, "before_update", protect_first)
-
-
-def _no_copy_of_parameters(patch: pytest.MonkeyPatch) -> None:
-    """Write dense parameters as they are when the file is written."""
-    take = Staging._take
-
-    def take_live(staging: Staging, item: Any, when_full: Any) -> Any:
-        stage, offset = take(staging, item, when_full)
-        if not isinstance(item, RowsItem):
-            live[offset] = item
-        return stage, offset
-
-    def pieces(chunk: StagedChunk, memory: Any) -> Any:
-        item = live.get(chunk.data.offset)
-        if item is None:
-            return staged_pieces(chunk, memory)
-        time.sleep(0.3)  # training's next steps
-        return item.job({}).pieces
-
-    live: dict[int, Any] = {}
-    staged_pieces = StagedChunk.pieces
-    patch.setattr(Staging, "_take", take_live)
-    patch.setattr(StagedChunk, "pieces", pieces)
+def _held_back(patch: pytest.MonkeyPatch) -> None:
+    protection.hold_back(patch.setattr)
 
 
 def _never_anew(patch: pytest.MonkeyPatch) -> None:
@@ -144,22 +97,23 @@ def _anew_too_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Intermittent, "decide", decide_from_the_last)
 
 
-Sabotage = Callable[[pytest.MonkeyPatch], None]
 LOSES_ROWS: dict[str, Sabotage] = {
     "marks of a failed save are lost": _no_merge,
     "marks since the baseline are lost": _no_marks_after_restore,
     "staging is no copy": _no_copies,
 }
 LOSES_PROTECTION: dict[str, Sabotage] = {
-    "no row is protected": _protect_nothing,
-    "one table is not protected": _protect_one_table_less,
-    "one state is not protected": _protect_no_state,
-    "the second feature is not protected": _protect_first_features,
-    "dense parameters are not copied": _no_copy_of_parameters,
+    "no row is protected": _unprotected(protection.nothing),
+    "one table is not protected": _unprotected(protection.one_table),
+    "one state is not protected": _unprotected(protection.one_state),
+    "the second feature is not protected": _unprotected(protection.second_feature),
+    "dense parameters are not protected": _unprotected(protection.dense_parameters),
+    "states of dense optimizers are not protected": _unprotected(protection.dense_states),
 }
+HARMLESS: dict[str, Sabotage] = {"the background is held back": _held_back}
 DECIDES_WRONGLY: dict[str, Sabotage] = {
     "the predictor never begins anew": _never_anew,
     "the predictor always begins anew": _always_anew,
     "the predictor forgets": _anew_too_late,
 }
-SABOTAGE = LOSES_ROWS | LOSES_PROTECTION | DECIDES_WRONGLY
+SABOTAGE = LOSES_ROWS | LOSES_PROTECTION | HARMLESS | DECIDES_WRONGLY

@@ -6,9 +6,10 @@ of the whole state that was taken at its cut.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Event
 from typing import Any
 from unittest import mock
@@ -19,6 +20,8 @@ from tests.distributed import references
 from tests.distributed.states import gather
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Full, OneShot
 from torchrec_checknrun.marks.row_copies import ShardCopies
+from torchrec_checknrun.snapshot import late_copies, staging
+from torchrec_checknrun.snapshot.late_copies import LateCopies
 
 BUDGET = 8 << 20
 """Bytes, enough for copies on write."""
@@ -53,14 +56,28 @@ class Chunks:
 
 
 @contextmanager
-def slowed(seconds: float = 0.002) -> Iterator[Chunks]:
-    """Slow the copies of rows behind training at every chunk."""
-    chunks, stage = Chunks(seconds), ShardCopies.stage
+def slowed(seconds: float = 0.002, dense: bool = True) -> Iterator[Chunks]:
+    """Slow the copies of rows behind training at every chunk; hold those of the dense part, too.
+
+    Args:
+        dense: hold copies of the dense part, however small its tensors; else small ones are made at
+            the cut.
+    """
+    chunks, stage, make = Chunks(seconds), ShardCopies.stage, LateCopies.make
 
     def slow(copies: ShardCopies, *arguments: Any) -> None:
         chunks.stage(lambda *rest: stage(copies, *rest), *arguments)
 
-    with mock.patch.object(ShardCopies, "stage", slow):
+    def make_later(copies: LateCopies) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert chunks.go.wait(60), "nobody let the copies go on"
+        make(copies)
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(ShardCopies, "stage", slow))
+        patches.enter_context(mock.patch.object(LateCopies, "make", make_later))
+        for module in (late_copies, staging) if dense else ():
+            patches.enter_context(mock.patch.object(module, "LEAST_BYTES", 1))
         try:
             yield chunks
         finally:

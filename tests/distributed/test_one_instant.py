@@ -1,8 +1,9 @@
 """Each checkpoint is the state of one instant, bit for bit, while training goes on unhindered.
 
 Every chunk of rows is copied late and slowly, so that training overwrites most rows before the
-background comes to them; each checkpoint is compared with a copy of the whole state taken at its
-cut. A case counts only if rows were really copied on write.
+background comes to them; so are the dense part and data-parallel tables. Each checkpoint is
+compared with a copy of the whole state taken at its cut. A case counts only if rows were really
+copied on write.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ LOOPS: dict[str, dict[str, Any]] = {
         "fused": {"t0": "adagrad", "t1": "sgd", "t2": "rowwise_adagrad"},
         "policy": "one_shot",
     },
+    "replicas": {"plan": PLANS["replicas"]},
     "one node": {"plan": NODES["one_node"][0]},
     "grid": {"plan": NODES["grid"][0], "nodes": 2, "dim": 256, "chunk_bytes": 20_000},
     "moving average": {
@@ -96,5 +98,5 @@ def test_plain_loop(workers: Workers, tmp_path: Path, case: str) -> None:
     arguments |= LOOPS[case]
     protected = workers(2).run(plain_loop, root=str(tmp_path), **arguments)[0]
     assert len(protected) == SAVES
-    copied_on_write = len(arguments["at_cut"]) < 3
-    assert all((count > 0) == copied_on_write for count in protected), protected
+    whole = [*arguments["at_cut"], *(t for t, how in arguments["plan"].items() if "data" in how)]
+    assert all((count > 0) == (len(whole) < 3) for count in protected), protected

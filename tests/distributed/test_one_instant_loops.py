@@ -1,4 +1,4 @@
-"""One instant in other loops: pipelines, accumulation, evictions, resharding, many rows.
+"""One instant in other loops: pipelines, evictions, resharding, many rows.
 
 See ``test_one_instant`` for what each case shows.
 """
@@ -11,11 +11,9 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torchrec.distributed import model_parallel
 from torchrec.distributed.train_pipeline import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
@@ -26,10 +24,8 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSem
 from tests.distributed import collisions, layouts, models
 from tests.distributed.fused_on_cpu import any_fused_optimizer
 from tests.distributed.models import CPU
-from tests.distributed.normalized import NormalizedJob
 from tests.distributed.resharding import COLUMNS, TABLES, reshard
 from tests.distributed.slowed import Instants, on_all_ranks, overflow_pages, slowed
-from tests.distributed.states import gather
 from tests.distributed.test_one_instant import train_and_save
 from tests.distributed.test_optimizer_states import SPEC as STATES_SPEC
 from tests.distributed.test_optimizer_states import layout, views
@@ -61,39 +57,17 @@ def pipelined(root: str, pipeline: str, plan: dict[str, str]) -> list[int]:
         return train_and_save(instants, lambda: runner.progress(batches))
 
 
-@pytest.mark.parametrize("plan", ["rows", "columns"])
-@pytest.mark.parametrize("pipeline", ["base", "sparse_dist", "prefetch", "semi_sync"])
+@pytest.mark.parametrize(
+    ("pipeline", "plan"),
+    [
+        (pipeline, plan)
+        for pipeline in ("base", "sparse_dist", "prefetch", "semi_sync")
+        for plan in ("rows", "columns", "mixed")
+        if (pipeline, plan) != ("semi_sync", "mixed")  # steps replicas before their backward pass
+    ],
+)
 def test_pipelines(workers: Workers, tmp_path: Path, pipeline: str, plan: str) -> None:
     found = workers(2).run(pipelined, root=str(tmp_path), pipeline=pipeline, plan=PLANS[plan])
-    assert min(found[0]) > 0
-
-
-def accumulated(root: str, plan: dict[str, str], dense: str) -> list[int]:
-    """Accumulate gradients without synchronization."""
-    make = {"adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
-    dense_of: Any = partial(make[dense], lr=0.05)
-    wrapper = partial(model_parallel.DefaultDataParallelWrapper, static_graph=False)
-    with mock.patch.object(model_parallel, "DefaultDataParallelWrapper", wrapper):
-        zoo, again = (build_zoo("bags", plan, dense=dense_of) for _ in range(2))
-    inner: Any = zoo.model._dmp_wrapped_module
-
-    def train() -> None:
-        zoo.optimizer.zero_grad()
-        for last in (False, True):
-            with nullcontext() if last else inner.no_sync():
-                zoo.model(zoo.batch())[0].backward()
-            zoo.steps += 1
-        zoo.optimizer.step()
-
-    with slowed() as chunks:
-        return train_and_save(Instants(root, zoo, again, chunks), train)
-
-
-@pytest.mark.parametrize(
-    ("plan", "dense"), [("rows", "adam"), ("columns", "adagrad"), ("mixed", "adagrad")]
-)
-def test_accumulation(workers: Workers, tmp_path: Path, plan: str, dense: str) -> None:
-    found = workers(2).run(accumulated, root=str(tmp_path), plan=PLANS[plan], dense=dense)
     assert min(found[0]) > 0
 
 
@@ -170,7 +144,7 @@ def tables_of(zoo: Any) -> dict[str, Any]:
     return {f"{table}/{name}": a for table, of in found.items() for name, a in of.items()}
 
 
-def resharded(root: str, plan: dict[str, str], change: dict[str, list[int]]) -> list[int]:
+def resharded(root: str, plan: dict[str, str], change: dict[str, list[int]], by: str) -> list[int]:
     """Move tables while their rows are being copied; the chunks are still those of the cut."""
     zoo = build_zoo("bags", plan)
     with slowed(0.005) as chunks:
@@ -178,7 +152,7 @@ def resharded(root: str, plan: dict[str, str], change: dict[str, list[int]]) -> 
         zoo.train(3)
 
         def move() -> None:
-            reshard(zoo, change)
+            reshard(zoo, change, by=by)
             zoo.train(3)
 
         instants.save(lambda: zoo.train(2), move)
@@ -193,37 +167,17 @@ def resharded(root: str, plan: dict[str, str], change: dict[str, list[int]]) -> 
         return instants.close()
 
 
+@pytest.mark.parametrize("by", ["model", "update_shards"])
 @pytest.mark.parametrize(
     ("plan", "change"),
     [(TABLES, {"t0": [1], "t1": [0]}), (COLUMNS, {"t0": [1, 0], "t1": [0, 1]})],
     ids=["tables", "columns"],
 )
 def test_resharding_meanwhile(
-    workers: Workers, tmp_path: Path, plan: dict[str, str], change: dict[str, list[int]]
+    workers: Workers, tmp_path: Path, plan: dict[str, str], change: dict[str, list[int]], by: str
 ) -> None:
-    assert min(workers(2).run(resharded, root=str(tmp_path), plan=plan, change=change)[0]) > 0
-
-
-def normalized(root: str) -> list[int]:
-    job, again = NormalizedJob(), NormalizedJob(seed=3)
-
-    def take(of: Any) -> dict[str, Any]:
-        """Copy the whole state; of the buffers, which differ, rank 0's."""
-        content = gather(of)
-        buffers = {n: t.numpy().copy() for n, t in of.model.state_dict().items() if ".num" in n}
-        means = of.model.state_dict()
-        buffers |= {n: means[n].numpy().copy() for n in means if "running" in n}
-        everyone = on_all_ranks(buffers)
-        own = {n: v for n, v in content.items() if "norm.running" not in n}
-        return {**own, **everyone[0]}
-
-    with slowed() as chunks:
-        instants = Instants(root, job, again, chunks, take=take, chunk_bytes=200)
-        return train_and_save(instants, job.train)
-
-
-def test_buffers_of_batch_normalization(workers: Workers, tmp_path: Path) -> None:
-    assert min(workers(2).run(normalized, root=str(tmp_path))[0]) > 0
+    how: dict[str, Any] = {"plan": plan, "change": change, "by": by}
+    assert min(workers(2).run(resharded, root=str(tmp_path), **how)[0]) > 0
 
 
 HALF = models.ModelSpec(

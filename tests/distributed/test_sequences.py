@@ -109,10 +109,23 @@ def overwrite(run: Run) -> None:
 
 
 def test_rows_are_overwritten_while_they_are_copied(workers: Workers) -> None:
-    run = Run(workers)
+    run = Run(workers, sabotage="the background is held back")  # which is harmless
     overwrite(run)
     assert run.seen["copied on write"] >= 2
     assert run.seen["protected"] >= 1
+
+
+def test_a_restore_while_rows_are_copied(workers: Workers) -> None:
+    """Restore while a save is held whose rows are not copied yet: it is committed all the same."""
+    run = Run(workers)
+    run.begin_run(11, Life(policy="consecutive"), background=0)
+    run.spec = ModelSpec((CollectionSpec("c", (TableSpec("t0", 300, 8, ("f0", "f1")),)),))
+    run.save(2, FREE)
+    run.train(8)
+    run.save_in_the_background(2, Way(hold=Point.FILE), meanwhile=0)
+    run.restore(newest=True, which=0)
+    run.save(1, FREE)
+    run.teardown()
 
 
 @pytest.mark.parametrize("sabotage", sorted(LOSES_PROTECTION))

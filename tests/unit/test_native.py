@@ -15,7 +15,7 @@ import torchrec_checknrun
 from tests.examples import examples
 from torchrec_checknrun import native as module
 from torchrec_checknrun.native import Chosen, can_copy, copy_rows, has_extension
-from torchrec_checknrun.version import __version__
+from torchrec_checknrun.version import __version__, sources_digest
 
 COMPILED = [False, True] if has_extension() else [False]
 
@@ -168,6 +168,36 @@ class TestLibrary:
             module._load(package / "_C.abi3.so")
         load.assert_called_once()
 
+    @pytest.mark.parametrize("built_of", [b"", b" checknrun: built of sources 00ff;"])
+    def test_of_an_earlier_checkout(
+        self, package: Path, built_of: bytes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Use no library that the sources beside it have outlived, as after a pull."""
+        (package / "csrc").mkdir()
+        (package / "csrc" / "copy_on_write.h").write_text("class KernelRows;")
+        note = f"checknrun: built for torch {torch.__version__};".encode()
+        (package / "_C.abi3.so").write_bytes(b"\x7fELF\0" + note + built_of + b"\0")
+        with patch.object(torch.ops, "load_library", side_effect=AssertionError):
+            assert not self.used()
+        assert "was built of other sources than those beside it" in self.warned(caplog)
+
+    def test_of_these_sources(self, package: Path) -> None:
+        (package / "csrc").mkdir()
+        (package / "csrc" / "copy_on_write.h").write_text("class KernelRows;")
+        note = f"checknrun: built for torch {torch.__version__};"
+        note += f" checknrun: built of sources {sources_digest(package / 'csrc')};"
+        (package / "_C.abi3.so").write_text(note)
+        with patch.object(torch.ops, "load_library") as load:
+            assert self.used()
+        load.assert_called_once()
+
+    def test_any_change_makes_other_sources(self, tmp_path: Path) -> None:
+        found = set()
+        for name, text in [("a.h", "x"), ("a.h", "xy"), ("b.h", "xy"), ("a.cpp", "")]:
+            (tmp_path / name).write_text(text)
+            found.add(sources_digest(tmp_path))
+        assert len(found) == 4
+
     def test_without_a_note(self, package: Path, caplog: pytest.LogCaptureFixture) -> None:
         (package / "_C.abi3.so").write_bytes(b"\x7fELF of an earlier version of this package")
         with patch.object(torch.ops, "load_library", side_effect=AssertionError):
@@ -193,3 +223,9 @@ class TestLibrary:
     def test_the_one_in_use_says_which_torch_it_was_built_for(self) -> None:
         (library,) = Path(torchrec_checknrun.__path__[0]).glob("_C*.so")
         assert f"built for torch {torch.__version__};".encode() in library.read_bytes()
+
+    @pytest.mark.skipif(not has_extension(), reason="the compiled kernel was not built")
+    def test_the_one_in_use_says_of_which_sources_it_was_built(self) -> None:
+        (library,) = Path(torchrec_checknrun.__path__[0]).glob("_C*.so")
+        digest = sources_digest(library.parent / "csrc")
+        assert f"built of sources {digest};".encode() in library.read_bytes()

@@ -10,10 +10,15 @@
 #include "row_vector.h"
 #include "rows.h"
 
-// Found by native.py in the file's bytes: a library for another torch must not even be loaded.
+// Found by native.py in the file's bytes: a library for another torch, or of the sources of another
+// checkout, must not even be loaded.
 #ifdef CHECKNRUN_TORCH
 __attribute__((used)) static const char kBuiltFor[] =
     "checknrun: built for torch " CHECKNRUN_TORCH ";";
+#endif
+#ifdef CHECKNRUN_SOURCES
+__attribute__((used)) static const char kBuiltOf[] =
+    "checknrun: built of sources " CHECKNRUN_SOURCES ";";
 #endif
 
 namespace checknrun {
