@@ -6,8 +6,8 @@ shards, ``R`` to start the processes again, ``F`` between failures of the job, `
 tables and ``I`` from one save to the next:
 
 - full recovery, all ranks go back: ``S/I + (I/2 + D + L + R) / F``, least at ``I = √(2·S·F)``;
-- partial recovery, the lost rank alone goes back: ``S/I + (L/N + R) / F``. Its rows are stale, and
-  the portion of lost samples (PLS) is ``(I/2 + D) / (N·F)``: a budget allows ``I = 2·(PLS·N·F − D)``;
+- partial recovery, the lost rank alone goes back: ``S/I + (L/N + R) / F``. Its rows are stale: the
+  portion of lost samples (PLS) is ``(I/2 + D) / (N·F)``; a budget allows ``I = 2·(PLS·N·F − D)``;
 - images: tables in memory that outlives a process. A share ``p`` of the failures ends processes
   only and costs ``R``; the others, one in ``F/(1 − p)``, cost full or partial recovery.
 
