@@ -42,6 +42,11 @@ class Recovery(Enum):
     """Nobody goes back while memory is there, else only the lost ranks do."""
 
     @property
+    def in_this_release(self) -> bool:
+        """Whether a job can recover so today; the other kinds are arithmetic."""
+        return self is Recovery.FULL
+
+    @property
     def keeps_images(self) -> bool:
         """Whether a failure that only ends processes loses nothing."""
         return self in (Recovery.IMAGES_FULL, Recovery.IMAGES_PARTIAL)
@@ -88,9 +93,9 @@ class FailingJob:
     journal: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("job_hours", "mtbf_hours", "ranks"):
-            if not 1e-9 <= getattr(self, name) <= _MOST:
-                self._refuse(name, f"must be from 1e-09 to {_MOST:g}")
+        for name, least in (("job_hours", 1e-9), ("mtbf_hours", 1e-9), ("ranks", 1)):
+            if not least <= getattr(self, name) <= _MOST:
+                self._refuse(name, f"must be from {least:g} to {_MOST:g}")
         times = ("save_seconds", "load_seconds", "restart_seconds", "durable_seconds")
         for name in (*times, "lost_load_seconds"):
             value = getattr(self, name)
