@@ -11,8 +11,9 @@ tables and ``I`` from one save to the next:
 - images: tables in memory that outlives a process. A share ``p`` of the failures ends processes
   only and costs ``R``; the others, one in ``F/(1 − p)``, cost full or partial recovery.
 
-The paper has ``D = 0``. Where ``k`` ranks are lost together, ``N/k`` stands for ``N``. Without
-torch, so that ``checknrun plan`` starts at once.
+The paper has ``D = 0``, and parameter servers of which one fails alone: partial recovery without
+images is for such. Where ``k`` ranks are lost together, ``N/k`` stands for ``N``. Without torch, so
+that ``checknrun plan`` starts at once.
 """
 
 from __future__ import annotations

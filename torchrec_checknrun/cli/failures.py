@@ -189,6 +189,8 @@ def print_recovery(plan: Plan) -> None:
 def _row(one: Candidate, plan: Plan) -> list[str]:
     parts = (one.saving, one.lost, one.recovering, one.journal, one.overhead)
     notes = []
+    if one.recovery.partial and not one.recovery.keeps_images:
+        notes.append("only where other ranks' processes live on")
     if not one.allowed:
         notes.append("above the budget")
     if one.interval_hours >= plan.job.job_hours:

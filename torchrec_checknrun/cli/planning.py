@@ -124,7 +124,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Forecast bytes, bandwidth, capacity, stall and width of each policy for a job; with
-    ``--max-pls``, also what failures cost by kind of recovery.
+    --max-pls, also what failures cost by kind of recovery.
     """
     values = dict(locals())
     given = Given(**{field.name: values[field.name] for field in fields(Given)})
