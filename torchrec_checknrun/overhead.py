@@ -1,4 +1,4 @@
-"""Say what failures cost a job, by kind of recovery and by interval (CPR, MLSys'21, section 4).
+"""Say what failures cost a job, by kind of recovery and by interval (CPR, MLSys'21).
 
 First-order arithmetic: parts of the time that training takes without saves and failures. With ``S``
 the time that training waits for a save, ``D`` that a checkpoint takes to count, ``L`` to load all

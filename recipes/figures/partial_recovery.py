@@ -1,4 +1,4 @@
-"""Emulate what failures cost under full, partial and in-memory recovery (CPR, MLSys'21, figure 7).
+"""Emulate what failures cost under full, partial and in-memory recovery, after CPR (MLSys'21).
 
     python -m recipes.figures.partial_recovery [--part overhead] [--seeds 5] [--out figures]
 

@@ -317,17 +317,18 @@ def test_a_job_without_failures_only_saves() -> None:
     assert spent == pytest.approx(outcome.saving / 56)
 
 
-def test_one_failure_by_hand() -> None:
-    """Fail once after 5 hours: saves at 2 and 4, the second of which counts only after 5."""
+def test_failures_by_hand() -> None:
+    """Fail after 5 hours: saves at 2 and 4, the second of which counts only after 5."""
 
-    class Once(Random):
+    class Given(Random):
+        after: list[float]
+
         def expovariate(self, lambd: float = 1.0) -> float:
-            self.at, at = 1e9, self.at
-            return at
+            return self.after.pop(0) if self.after else 1e9
 
-    def play(kind: Recovery, durable: float) -> Outcome:
-        source = Once()
-        source.at = 5.0
+    def play(kind: Recovery, durable: float, *more: float) -> Outcome:
+        source = Given()
+        source.after = [5.0, *more]
         job = FailingJob(10, 100, 4, 360, 720, 1440, durable * 3600, process_deaths=1.0)
         return Play(job, kind, 2.0, source).run()
 
@@ -343,6 +344,10 @@ def test_one_failure_by_hand() -> None:
     assert stale.lost == 0
     assert stale.pls == pytest.approx(2.8 / (10 * 4))
     assert stale.recovering == pytest.approx(0.2 / 4 + 0.4)
+    # An hour after the recovery again: the save of hour 4 ended with its process.
+    again = play(Recovery.PARTIAL, 1.5, 1.0)
+    assert again.failures == 2
+    assert again.pls == pytest.approx((2.8 + 3.8) / (10 * 4))
     image = play(Recovery.IMAGES_FULL, 1.5)
     assert (image.lost, image.pls, image.failures) == (0, 0, 1)
     assert image.recovering == pytest.approx(0.4)

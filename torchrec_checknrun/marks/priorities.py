@@ -1,6 +1,6 @@
 """Choose the rows of a table that matter most, to save them more often than the others.
 
-CPR's priorities (MLSys'21, section 4.2): a rank whose memory is lost goes back to rows of different
+CPR's priorities (MLSys'21): a rank whose memory is lost goes back to rows of different
 ages, and the fewer of the well-trained rows are old, the less the model loses. Each priority takes
 at most ``capacity`` rows at a time, those with the highest score since it took them last:
 

@@ -17,6 +17,9 @@ from recipes.figures.lost_shards import SCHEMES, Change, Plan, Saved
 from recipes.figures.partial_recovery import Runs, judge, overheads, stale
 from recipes.figures.small_job import SmallJob, small_job
 
+REPOSITORY = Path(__file__).parents[3]
+RESULT = REPOSITORY / "recipes" / "results" / "partial_recovery.json"
+PAGE = REPOSITORY / "docs" / "explanation" / "what_failures_cost.md"
 PLAN = Plan(
     steps=6,
     failure=4,
@@ -160,6 +163,39 @@ def test_seeds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert fewer["summary"][0]["seeds"] == 2
     partial_recovery.accuracy(replace(PLAN, batch=64), 1, known, path)
     assert trained == [0, 1, 2, 0]
+
+
+def test_the_committed_result_is_what_the_page_says() -> None:
+    """Compare its tables cell by cell, and hold the claims that they make."""
+    numbers = json.loads(RESULT.read_text())
+    page = PAGE.read_text()
+    assert judge(numbers["overhead"], numbers["pls"]) == []
+    for row in numbers["overhead"]:
+        cells = [f"{100 * row['overhead']:.2f}"]
+        for name in ("emulated", "long"):
+            emulated = row[name]["overhead"]
+            cells.append(f"{100 * emulated:.2f} ({emulated / row['overhead'] - 1:+.1%})")
+        assert f"| {' | '.join(cells)} |" in page
+    for row in numbers["pls"]:
+        emulated = row["long"]["pls"]
+        cell = f"{emulated:.4f} ({emulated / row['pls'] - 1:+.1%})"
+        assert (
+            f"| {row['budget']} | {row['interval_hours']:.1f} h | {row['pls']:.4f} | {cell} |"
+            in page
+        )
+    found = {(row["scheme"], row["lost"]): row for row in numbers["accuracy"]["summary"]}
+    for scheme in SCHEMES:
+        cells = [
+            f"{100 * found[scheme, lost][x]:+.4f} ± {100 * found[scheme, lost][f'{x}_error']:.4f}"
+            for lost in (1, 4)
+            for x in ("logloss", "auc")
+        ]
+        assert f"| {' | '.join(cells)} |" in page
+        if scheme not in ("nothing", "random rows"):
+            change = found[scheme, 4]
+            assert change["seeds"] >= 5
+            assert change["logloss"] < found["nothing", 4]["logloss"] / 4
+            assert change["logloss"] < found["random rows", 4]["logloss"]
 
 
 def test_the_command_writes_figures(
