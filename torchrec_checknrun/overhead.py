@@ -24,7 +24,7 @@ from enum import Enum
 from reprlib import repr as shown
 
 _HOUR = 3600.0
-_MOST = 1e18
+MOST = 1e18
 """Bound of any number, so that all results stay finite."""
 
 
@@ -95,13 +95,13 @@ class FailingJob:
 
     def __post_init__(self) -> None:
         for name, least in (("job_hours", 1e-9), ("mtbf_hours", 1e-9), ("ranks", 1)):
-            if not least <= getattr(self, name) <= _MOST:
-                self._refuse(name, f"must be from {least:g} to {_MOST:g}")
+            if not least <= getattr(self, name) <= MOST:
+                self._refuse(name, f"must be from {least:g} to {MOST:g}")
         times = ("save_seconds", "load_seconds", "restart_seconds", "durable_seconds")
         for name in (*times, "lost_load_seconds"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= _MOST:
-                self._refuse(name, f"must be from 0 to {_MOST:g}")
+            if value is not None and not 0 <= value <= MOST:
+                self._refuse(name, f"must be from 0 to {MOST:g}")
         for name in ("process_deaths", "journal"):
             if not 0 <= getattr(self, name) <= 1:
                 self._refuse(name, "must be a share from 0 to 1")

@@ -6,17 +6,16 @@ the tables' sizes, or assumed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from reprlib import repr as shown
 from statistics import fmean
 from typing import Any
 
-from torchrec_checknrun.bitwidth import expected_restores
 from torchrec_checknrun.cli.events import Measured, measured
 from torchrec_checknrun.cli.output import print_table, say
-from torchrec_checknrun.overhead import Candidate, Choice, FailingJob, Recovery, choose
+from torchrec_checknrun.overhead import MOST, Candidate, Choice, FailingJob, Recovery, choose
 from torchrec_checknrun.tools.forecast import Forecast
 
 _LOAD_SECONDS = _RESTART_SECONDS = 300.0
@@ -107,6 +106,8 @@ def plan_recovery(
         CheckNRunError: the log is malformed.
     """
     assert given.max_pls is not None
+    if not 1 <= nodes <= MOST:
+        raise ValueError(f"nodes must be from 1 to {MOST:g}, not {shown(nodes)}")
     ranks = nodes if given.ranks is None else given.ranks
     known = measured(given.log) if given.log is not None else Measured()
     computed = next((one for one in forecasts if one.policy == _FORECAST_POLICY), None)
@@ -120,9 +121,9 @@ def plan_recovery(
         figures["journal"] = _figure(given.journal, _JOURNAL)
     job = FailingJob(
         job_hours=job_hours,
-        mtbf_hours=job_hours / expected_restores(nodes, mtbf_hours, job_hours),
+        mtbf_hours=mtbf_hours / nodes,
         ranks=ranks,
-        lost_ranks=max(1, math.ceil(ranks / nodes)),
+        lost_ranks=max(1, -(-ranks // nodes)),
         **{name: figure.value for name, figure in figures.items()},
     )
     return Plan(job, given.max_pls, figures, choose(job, given.max_pls))
