@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from recipes.figures.failing_job import Outcome, Play
 from torchrec_checknrun.overhead import (
+    FIRST_ORDER,
     FailingJob,
     Recovery,
     best_interval,
@@ -299,6 +300,37 @@ def test_random_failures_cost_what_the_closed_form_says(kind: Recovery) -> None:
         assert lost.mean() == pytest.approx(expected.pls, rel=0.08)
     else:
         assert not lost.any()
+
+
+@pytest.mark.parametrize(
+    ("mtbf_hours", "save", "load", "restart", "durable"),
+    [
+        (16.8, 300, 0, 0, 0),
+        (21.5, 300, 300, 300, 300),
+        (2.01, 1, 300, 300, 0),
+        (2.55, 1, 0, 0, 600),
+        (22.9, 300, 0, 0, 1200),
+        (6.15, 1, 0, 2000, 0),
+    ],
+)
+def test_how_frequent_failures_may_be(
+    mtbf_hours: float, save: float, load: float, restart: float, durable: float
+) -> None:
+    """Compare full recovery, the least exact kind, at the overhead up to which it is trusted."""
+    job = FailingJob(200 * mtbf_hours, mtbf_hours, 8, save, load, restart, durable)
+    full = by_kind(job, 0.0)[Recovery.FULL]
+    assert 0.99 * FIRST_ORDER < full.overhead <= FIRST_ORDER
+    spent, _, _ = emulate(job, Recovery.FULL, full.interval_hours, 200)
+    assert 3 * spent.std() / len(spent) ** 0.5 < 0.02 * full.overhead
+    assert 1 < spent.mean() / full.overhead < 1.08
+
+
+def test_beyond_it_is_a_lower_bound() -> None:
+    job = replace(CPR, mtbf_hours=0.5, job_hours=100)
+    full = by_kind(job, 0.0)[Recovery.FULL]
+    assert full.overhead > FIRST_ORDER
+    spent, _, _ = emulate(job, Recovery.FULL, full.interval_hours, 100)
+    assert spent.mean() > 1.2 * full.overhead
 
 
 def test_lost_samples_are_the_formulas() -> None:

@@ -15,7 +15,15 @@ from typing import Any
 
 from torchrec_checknrun.cli.events import Measured, measured
 from torchrec_checknrun.cli.output import print_table, say
-from torchrec_checknrun.overhead import MOST, Candidate, Choice, FailingJob, Recovery, choose
+from torchrec_checknrun.overhead import (
+    FIRST_ORDER,
+    MOST,
+    Candidate,
+    Choice,
+    FailingJob,
+    Recovery,
+    choose,
+)
 from torchrec_checknrun.tools.forecast import Forecast
 
 _LOAD_SECONDS = _RESTART_SECONDS = 300.0
@@ -80,6 +88,7 @@ class Plan:
                     **asdict(one),
                     "recovery": one.recovery.value,
                     "overhead": one.overhead,
+                    "lower_bound": one.overhead > FIRST_ORDER,
                     "in_this_release": one.recovery.in_this_release,
                 }
                 for one in self.choice.candidates
@@ -194,6 +203,8 @@ def _row(one: Candidate, plan: Plan) -> list[str]:
         notes.append("only where other ranks' processes live on")
     if not one.allowed:
         notes.append("above the budget")
+    if one.overhead > FIRST_ORDER:
+        notes.append("a lower bound, with failures this frequent")
     if one.interval_hours >= plan.job.job_hours:
         notes.append("one save in the whole job")
     return [

@@ -11,12 +11,16 @@ import pytest
 from tests.unit.chains import Part, new_root, one_thread, write
 from tests.unit.console import Console
 from torchrec_checknrun.overhead import FailingJob, Recovery, choose
-from torchrec_checknrun.root.report import Progress, checkpoint_report
+from torchrec_checknrun.root.report import Progress, RestoreReport, checkpoint_report
 from torchrec_checknrun.tools.forecast import Job, forecast
 
 CPR = ["--nodes", 8, "--mtbf-hours", 224, "--job-hours", 56, "--max-pls", 0.1]
 TIMES = ["--save-seconds", 300, "--durable-seconds", 0, "--load-seconds", 300]
 SIZES = ["--rows", "2e9", "--dim", 128]
+
+
+def restored(seconds: float) -> dict[str, Any]:
+    return RestoreReport("a", 1, 1, ("a",), (), False, seconds).to_json()
 
 
 @pytest.fixture
@@ -36,8 +40,8 @@ def log(tmp_path: Path) -> Path:
         {"event": "step", "seconds": "no number"},
         reports[1].to_json(),
         {"event": "checkpoint", **reports[1].to_json(), "unchanged": True, "stall_seconds": 77.0},
-        {"event": "start", "restored": {"seconds": 10.0}},
-        {"event": "restore", "seconds": 20.0},
+        {"event": "start", "restored": restored(10.0)},
+        {"event": "restore", **restored(20.0)},
     ]
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "chec')
@@ -102,6 +106,19 @@ def test_above_the_budget(console: Console) -> None:
     result = console.run("plan", *options)
     assert result.out.count("above the budget") == 2
     assert "cheapest: full" in result.out
+
+
+def test_failures_too_frequent_for_arithmetic(console: Console) -> None:
+    options = ["--nodes", 8, "--mtbf-hours", 8, "--job-hours", 56, "--max-pls", 0.1, *TIMES]
+    lines = console.run("plan", *options).out.splitlines()
+    noted = [line.split()[0] for line in lines if "a lower bound" in line]
+    assert noted == ["full", "naive", "partial"]  # 57.5 %, 29.8 %, 14.6 %
+    options[3] = 80
+    lines = console.run("plan", *options).out.splitlines()
+    noted = [line.split()[0] for line in lines if "a lower bound" in line]
+    assert noted == ["full"]  # 14.6 %, 7.5 %, 1.5 %
+    found = console.json("plan", *options)["recovery"]["candidates"]
+    assert [one["lower_bound"] for one in found] == [True, False, False]
 
 
 def test_measured_times_come_from_the_log(console: Console, log: Path) -> None:
