@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NAMES = ("fig09", "fig10", "fig11", "fig12", "fig13", "shannon")
 POLICY_NAMES = ("fig05", "fig06", "fig15", "fig16")
-_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 """Paul Tol's bright scheme, which colour-blind people can tell apart."""
 _MARKERS = "osD^vP*"
 _STYLES = {"asymmetric": ":", "adaptive": "--"}
@@ -31,11 +31,13 @@ def require_matplotlib() -> None:
 
 
 @contextmanager
-def figure(path: Path, panels: int = 1, width: float = 6.4) -> Iterator[list[Axes]]:
+def figure(
+    path: Path, panels: int = 1, width: float = 6.4, sharey: bool = True
+) -> Iterator[list[Axes]]:
     """Yield axes side by side, and write them to a PNG."""
     from matplotlib import pyplot
 
-    drawn, axes = pyplot.subplots(1, panels, figsize=(width, 4.2), squeeze=False, sharey=True)
+    drawn, axes = pyplot.subplots(1, panels, figsize=(width, 4.2), squeeze=False, sharey=sharey)
     for ax in axes[0]:
         ax.grid(True, which="major", color="#dddddd", linewidth=0.6)
         ax.set_axisbelow(True)
@@ -73,7 +75,7 @@ def _errors(ax: Axes, numbers: dict[str, Any]) -> None:
     for i, method in enumerate(methods):
         own = sorted((e for e in errors if e["method"] == method), key=lambda e: e["bits"])
         x = np.array([widths.index(e["bits"]) + (i - (len(methods) - 1) / 2) * bar for e in own])
-        ax.bar(x, [e["relative"] for e in own], bar, color=_COLOURS[i], label=method)
+        ax.bar(x, [e["relative"] for e in own], bar, color=COLOURS[i], label=method)
         limits = [e["shannon"] for e in own]
         label = "Gaussian limit at as many bits in all" if i == 0 else ""
         ax.hlines(limits, x - bar / 2, x + bar / 2, color="black", linewidth=1.2, label=label)
@@ -92,13 +94,13 @@ def _sweep(ax: Axes, numbers: dict[str, Any], sweep: str, x: str, y: str) -> Non
         points = [p for p in numbers[sweep] if p["bits"] == bits]
         label = f"{bits} bit" if x == "num_bins" else f"{bits} bit, {choice['num_bins']} bins"
         xs, ys = [p[x] for p in points], [percent * p[y] for p in points]
-        ax.plot(xs, ys, color=_COLOURS[i], marker=_MARKERS[i], markersize=4, label=label)
+        ax.plot(xs, ys, color=COLOURS[i], marker=_MARKERS[i], markersize=4, label=label)
         at = xs.index(choice[x])
-        ax.plot(xs[at], ys[at], "o", markersize=11, markerfacecolor="none", color=_COLOURS[i])
+        ax.plot(xs[at], ys[at], "o", markersize=11, markerfacecolor="none", color=COLOURS[i])
         for other in numbers["others"]:
             if other["bits"] == bits and other[y] != 0:
                 style = _STYLES[other["method"]]
-                ax.axhline(percent * other[y], color=_COLOURS[i], linestyle=style, linewidth=1)
+                ax.axhline(percent * other[y], color=COLOURS[i], linestyle=style, linewidth=1)
     for method, style in _STYLES.items():
         if any(other["method"] == method and other[y] != 0 for other in numbers["others"]):
             ax.plot([], [], color="black", linestyle=style, linewidth=1, label=method)
@@ -120,7 +122,7 @@ def _rate_distortion(ax: Axes, numbers: dict[str, Any], rows: str) -> None:
         ax.plot(
             [e["total_bits"] for e in own],
             [e["rms"] for e in own],
-            color=_COLOURS[i],
+            color=COLOURS[i],
             marker=_MARKERS[i],
             markersize=4,
             linewidth=1,
@@ -168,7 +170,7 @@ def _changes(ax: Axes, rows: list[dict[str, Any]]) -> None:
             ax.fill_between(numbers, low, high, color=shade, linewidth=1, label=scheme, zorder=1)
             continue
         method, width = scheme.split(" ", 1)
-        colour = _COLOURS[widths.index(width)]
+        colour = COLOURS[widths.index(width)]
         ax.plot(
             numbers,
             [100 * row["logloss"] for row in own],
@@ -195,7 +197,7 @@ def draw_policies(numbers: dict[str, Any], folder: Path) -> None:
                 ax.plot(
                     xs,
                     [100 * y for y in ys],
-                    color=_COLOURS[i],
+                    color=COLOURS[i],
                     marker=_MARKERS[i],
                     markersize=3,
                     label=label,
@@ -237,7 +239,7 @@ def _per_interval(numbers: dict[str, Any]) -> Iterator[tuple[str, list[int], lis
 def _written(ax: Axes, runs: list[dict[str, Any]]) -> None:
     for i, run in enumerate(runs):
         ys = [100 * checkpoint["fraction"] for checkpoint in run["checkpoints"]]
-        ax.plot(ys, color=_COLOURS[i], marker=_MARKERS[i], markersize=4, label=run["policy"])
+        ax.plot(ys, color=COLOURS[i], marker=_MARKERS[i], markersize=4, label=run["policy"])
         if run["policy"] == "Intermittent":
             decided = run["baselines"][1:]  # the first one is full in any case
             ax.plot(
@@ -246,7 +248,7 @@ def _written(ax: Axes, runs: list[dict[str, Any]]) -> None:
                 "o",
                 markersize=11,
                 markerfacecolor="none",
-                color=_COLOURS[i],
+                color=COLOURS[i],
                 label="predictor: a new baseline",
             )
 
@@ -258,7 +260,5 @@ def _kept(ax: Axes, runs: list[dict[str, Any]]) -> None:
             ys = [checkpoint[key] / full for checkpoint in run["checkpoints"]]
             marker = _MARKERS[i] if style == "-" else ""
             label = run["policy"] if style == "-" else ""
-            ax.plot(
-                ys, color=_COLOURS[i], linestyle=style, marker=marker, markersize=4, label=label
-            )
+            ax.plot(ys, color=COLOURS[i], linestyle=style, marker=marker, markersize=4, label=label)
     ax.plot([], [], color="black", linestyle=":", label="while it is written")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from torchrec_checknrun.cli.events import is_checkpoint, no_report, read_events
 from torchrec_checknrun.cli.output import (
     AsJson,
     Root,
-    complain,
     open_root,
     print_json,
     progress,
@@ -29,7 +28,7 @@ from torchrec_checknrun.cli.output import (
     size,
 )
 from torchrec_checknrun.cli.plots import Point, draw
-from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
+from torchrec_checknrun.errors import CheckpointNotFound
 from torchrec_checknrun.format.checks import Count, Measure, Text, typed
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
@@ -117,43 +116,22 @@ def collect(root: Folder, log: Path | None) -> list[Point]:
 def read_log(path: Path) -> dict[str, dict[str, Any]]:
     """Read the checkpoints of a log of JSON lines, by id; skip lines of other events.
 
-    Lines that are not JSON are skipped with a warning: a killed process may have written half a
-    line, and the next process has continued that line.
-
     Raises:
         CheckNRunError: no line is JSON, or a checkpoint's line lacks a field.
         OSError: there is no such file.
     """
     found = {}
-    torn: list[int] = []
-    lines = {n: line for n, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()}
-    for number, line in lines.items():
+    for number, event in read_events(path):
         try:
-            event = json.loads(line.decode())
-        except (ValueError, RecursionError):
-            torn.append(number)
-            continue
-        try:
-            if not isinstance(event, dict) or event.get("event", "checkpoint") != "checkpoint":
+            if not is_checkpoint(event):
                 continue
             logged = typed(event, _Logged)
             msgspec.json.encode(logged)  # refuses lone surrogates
             parts = _by_part(logged.bytes, sum(logged.bytes.values()))
             found[logged.id] = {**msgspec.structs.asdict(logged), "bytes": parts, "there": False}
         except ValueError as error:
-            raise _no_report(path, number, repr(error)) from error
-    if torn and len(torn) == len(lines):
-        raise _no_report(path, torn[0], "no line of the file is JSON")
-    for number in torn:
-        complain(f"{path}, line {number}, is incomplete and was skipped")
+            raise no_report(path, number, repr(error)) from error
     return found
-
-
-def _no_report(path: Path, number: int, why: str) -> CheckNRunError:
-    return CheckNRunError(
-        f"{path}, line {number}, is no report of a checkpoint ({why}): write one "
-        "CheckpointReport.to_json() a line"
-    )
 
 
 def _of_manifest(manifest: Manifest, size: int) -> dict[str, Any]:
