@@ -2,13 +2,14 @@
 
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun.codecs import Rowwise
+from torchrec_checknrun.codecs import Codec, Exact, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
@@ -87,3 +88,19 @@ def test_the_kernel_leaves_other_memory_alone(positions: list[float], offsets: l
     with pytest.raises((IndexError, ValueError)):
         torch.ops.checknrun.stage_rows(torch.tensor(positions), 0, tensors, memory, offsets)
     assert not memory.any()
+
+
+@pytest.mark.parametrize(("codec", "copies"), [(Exact(), False), (Rowwise(8), True)])
+def test_exact_rows_are_written_from_staging_memory(codec: Codec, copies: bool) -> None:
+    rows, cols = 100, 16
+    weight = torch.randn(rows, cols)
+    shard = LocalShard("t", TableShape(rows, cols), Rectangle(0, rows, 0, cols), weight, {})
+    memory = torch.empty(rows_size(shard, rows), dtype=torch.uint8)
+    staged = StagedRows.plan(shard, rows, TableEncoding(codec), 0)
+    staged.copy(shard, torch.arange(rows), memory)
+    chunk = staged.encode(memory)
+    pieces = [np.frombuffer(piece, dtype=np.uint8) for piece in chunk.pieces]
+    of_weight = max(pieces, key=len)
+    assert np.shares_memory(of_weight, memory.numpy()) is not copies
+    if not copies:
+        assert of_weight.tobytes() == weight.numpy().tobytes()
