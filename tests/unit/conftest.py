@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -100,3 +101,11 @@ def each_kernel(request: pytest.FixtureRequest) -> Iterator[None]:
         if not compiled:
             patch.setattr(kernel, "has_extension", lambda: False)
         yield
+
+
+@pytest.fixture
+def control_c() -> Iterator[None]:
+    """Let an interrupt raise ``KeyboardInterrupt``: shells start jobs that ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -186,7 +186,8 @@ def _by_round(row: Mapping[str, Any], cost: str) -> list[float]:
 
 
 def _same_rounds(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    return bool(one["group"] == two["group"])
+    rounds = [sum(save["label"] != "warm" for save in row["saves"]) for row in (one, two)]
+    return bool(one["group"] == two["group"] and rounds[0] == rounds[1])
 
 
 def _how(found: Mapping[str, dict[str, Any]], name: str, other: str) -> str:

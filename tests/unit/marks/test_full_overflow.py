@@ -163,6 +163,7 @@ def test_a_handler_that_returns() -> None:
     assert not shard.left
 
 
+@pytest.mark.usefixtures("control_c")
 def test_control_c() -> None:
     """Leave the copies whole: the update has not taken place."""
     copies, shard, kernel, ids = full(wait_seconds=60.0)

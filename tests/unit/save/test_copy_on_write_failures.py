@@ -121,6 +121,7 @@ def test_given_up_while_a_hook_waits(tmp_path: Path) -> None:
         run.next_save_is_whole()
 
 
+@pytest.mark.usefixtures("control_c")
 def test_control_c_while_a_hook_waits(tmp_path: Path) -> None:
     """Interrupt training, not the save."""
     with begun(tmp_path) as run:
