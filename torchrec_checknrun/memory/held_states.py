@@ -46,8 +46,11 @@ def local_parts(
 
 
 def replicas(tracked: TrackedModel) -> list[LocalShard]:
-    """Return the data-parallel tables, which dense optimizers step."""
-    return [shard.local for shard in tracked.shards if shard.local.replicated]
+    """Return the data-parallel tables, which dense optimizers step, with their present state."""
+    shards = [shard for shard in tracked.shards if shard.local.replicated]
+    for watch in dict.fromkeys(shard.writes for shard in shards):
+        watch.flush()  # an optimizer makes its state at its first step, or replaces it when loaded
+    return [shard.local for shard in shards]
 
 
 def take(model: nn.Module, tracked: TrackedModel, states: Mapping[str, Stateful]) -> list[Piece]:

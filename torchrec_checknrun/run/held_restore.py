@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchrec_checknrun.dense.generators import set_generators
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.state import decode_state
@@ -24,10 +25,12 @@ class HeldRestore:
 
     Attributes:
         optimizers: whose live state ``plan`` makes fit; the caller undoes it on failure.
+        began: whether anything else may have been changed; noted by the caller.
     """
 
     def __init__(self, target: Target) -> None:
         self._target = target
+        self.began = False
         self.optimizers = DenseStates(target.model, target.states, target.tracked)
 
     def plan(self, held: HeldStates) -> None:
@@ -82,6 +85,10 @@ class HeldRestore:
             ModelPartlyRestored: an object refused it.
         """
         hand_back(self._target, self.optimizers, self._live, self._held.progress, ranks)
+
+    def set_generators(self) -> None:
+        """Set the random number generators: last, since all else may draw from them."""
+        set_generators(self._held.generators)
 
     def _check(self) -> None:
         held = self._held

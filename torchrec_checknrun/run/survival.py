@@ -11,10 +11,8 @@ import secrets
 from dataclasses import dataclass
 from functools import partial
 
-from torchrec_checknrun.dense.generators import set_generators
-from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored
+from torchrec_checknrun.errors import ModelPartlyRestored
 from torchrec_checknrun.memory.agreement import Decision, Found, Newest, decide
-from torchrec_checknrun.memory.file import NoImage
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.sweep import sweep
 from torchrec_checknrun.ranks import Ranks
@@ -118,11 +116,17 @@ class Survival:
         try:
             with restore.optimizers.fitted():
                 self._go_back(image, restore, decision.step, chain)
-        except ModelPartlyRestored:
-            raise
-        except (CheckNRunError, NoImage, ValueError, RuntimeError, OSError) as error:
+        except Exception as error:
+            # If a rank has died, its death is the error: this call raises it again, and the images
+            # stay as they are for the next start. Else all ranks are here with the same error.
+            changed = any(self._ranks.gather(restore.began))
             self._tell((f"going back failed: {error}",))
             self.overwriting()
+            if changed and chain is None:
+                raise ModelPartlyRestored(
+                    f"going back to step {decision.step} by images failed half-way, and there is "
+                    f"no checkpoint: start again from a new model ({error!r})"
+                ) from error
             return None
         return Recovered(decision.step, chain, tuple(passed_over))
 
@@ -131,24 +135,14 @@ class Survival:
     ) -> None:
         head = None if chain is None else chain.head.id
         # Up to here nothing is changed but the optimizers' state, which ``fitted`` puts back.
-        held = []
-        self._ranks.on_all_ranks(lambda: held.append(image.held(step)))
-        self._ranks.on_all_ranks(lambda: restore.plan(held[0]))
-        try:
-            self._ranks.on_all_ranks(lambda: image.go_back(step, head))
-            self._ranks.on_all_ranks(restore.load)
-            restore.hand_back(self._ranks)
-            lineage, lossy, full = self._ranks.from_rank_0(lambda: image.known_lineage)
-            self._saver.recovered(chain, lineage, lossy, full)
-            self._ranks.on_all_ranks(lambda: set_generators(held[0].generators))
-        except Exception as error:
-            if chain is not None:
-                raise NoImage(f"half-way, {error!r}") from error
-            self.overwriting()
-            raise ModelPartlyRestored(
-                f"going back to step {step} by images failed half-way, and there is no checkpoint: "
-                f"start again from a new model ({error!r})"
-            ) from error
+        self._ranks.on_all_ranks(lambda: restore.plan(image.held(step)))
+        restore.began = True
+        self._ranks.on_all_ranks(lambda: image.go_back(step, head))
+        self._ranks.on_all_ranks(restore.load)
+        restore.hand_back(self._ranks)
+        lineage, lossy, full = self._ranks.from_rank_0(lambda: image.known_lineage)
+        self._saver.recovered(chain, lineage, lossy, full)
+        self._ranks.on_all_ranks(restore.set_generators)
         # All ranks are at the step: only now may the way back be forgotten.
         self._ranks.on_all_ranks(lambda: image.resume(step))
         self._sweep(image)
