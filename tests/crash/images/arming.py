@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from tests.crash.images.kills import RANKS, Kill
 from torchrec_checknrun.memory import descent, image, shard_memory, step_journal
 from torchrec_checknrun.run import held_restore, saver
 from torchrec_checknrun.save.commit import CheckpointWriter
+from torchrec_checknrun.save.plan import GlobalPlan
 
 _OWNERS = {
     "RankImage": image.RankImage,
@@ -42,31 +42,46 @@ def arm(kill: Kill, board: Board) -> None:
         return board.step_begun(kill.rank) >= kill.step
 
     if kill.kind == plans.BACKWARD:
-        _in_backward(kill.delay, is_due, die)
+        _in_backward(kill.delay, is_due, board.fire)
     elif kill.kind in (plans.UNCOMMITTED, plans.UNHEARD):
-        _around_commit(kill.kind == plans.UNHEARD, is_due, die)
+        _around_commit(kill.kind == plans.UNHEARD, kill.step, die)
     elif kill.kind == plans.RECOVERY:
         owner, name = kill.point.split(".")
         _around(_OWNERS[owner], name, kill.after, die)
 
 
-def _in_backward(delay: float, is_due: Callable[[], bool], die: Callable[[], None]) -> None:
+def _in_backward(delay: float, is_due: Callable[[], bool], fire: Callable[[], None]) -> None:
+    """Have a process of its own kill this one: a thread would wait until Python is free."""
     append = step_journal.StepJournal.append
+    reading, writing = os.pipe()
+    victim = os.getpid()
+    if os.fork() == 0:
+        os.close(writing)
+        if os.read(reading, 1):
+            end = time.perf_counter() + delay
+            while time.perf_counter() < end:
+                pass
+            os.kill(victim, signal.SIGKILL)
+        os._exit(0)
+    os.close(reading)
 
     def append_and_die(journal: Any, *arguments: Any) -> None:
         append(journal, *arguments)
         if is_due():
-            threading.Thread(target=_after, args=(delay, die), daemon=True).start()
+            fire()
+            os.write(writing, b"!")
 
     _replace(step_journal.StepJournal, "append", append_and_die)
 
 
-def _around_commit(after: bool, is_due: Callable[[], bool], die: Callable[[], None]) -> None:
+def _around_commit(after: bool, step: int, die: Callable[[], None]) -> None:
+    """Die at a differential checkpoint, whose rows no later full one makes good."""
     commit = CheckpointWriter.commit
 
-    def commit_and_die(writer: Any, *arguments: Any) -> Any:
-        made = commit(writer, *arguments) if after or not is_due() else None
-        if is_due():
+    def commit_and_die(writer: Any, plan: GlobalPlan, summaries: Any) -> Any:
+        is_due = plan.header.kind == "differential" and (plan.header.step or 0) >= step
+        made = commit(writer, plan, summaries) if after or not is_due else None
+        if is_due:
             time.sleep(0.02)  # training goes on meanwhile
             die()
         return made
@@ -87,10 +102,3 @@ def _around(owner: Any, name: str, after: bool, die: Callable[[], None]) -> None
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
     mock.patch.object(owner, name, function).start()
-
-
-def _after(delay: float, die: Callable[[], None]) -> None:
-    end = time.perf_counter() + delay
-    while time.perf_counter() < end:
-        pass
-    die()

@@ -13,8 +13,8 @@ EVERY = 5
 
 MOMENT = "at a random instant"
 BACKWARD = "inside backward, while rows are being updated"
-UNCOMMITTED = "between a checkpoint's cut and its commit"
-UNHEARD = "after a commit, before any rank has heard of it"
+UNCOMMITTED = "between a differential checkpoint's cut and its commit"
+UNHEARD = "after such a commit, before any rank has heard of it"
 RECOVERY = "in the middle of a recovery"
 
 POINTS = (
@@ -30,7 +30,7 @@ POINTS = (
 )
 """Methods of a recovery, before and after each of which a rank is killed."""
 
-_UPDATE = 0.0012
+_UPDATE = 0.0008
 """Seconds that updates take, about."""
 
 ONE, BOTH, TERMINATED = "one", "both", "terminated"
@@ -90,7 +90,7 @@ def every_point() -> list[Kill]:
     for i, point in enumerate(POINTS):
         for after in (False, True):
             rank = (i + after) % RANKS
-            step = 2 + (2 * i + after) * (STEPS - 4) // (2 * len(POINTS))
+            step = 2 + 3 * ((2 * i + after) % 6)  # six pairs to a run
             kills.append(Kill(BACKWARD, rank, ONE, step, 0.0004))
             kills.append(Kill(RECOVERY, rank, ONE, 0, 0.0, point, after))
     return kills

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.campaign.kill_rank import Dice, History
 from tests.crash.images.arming import arm
@@ -26,7 +27,7 @@ from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec
 from tests.distributed.states import local_parts
 from torchrec_checknrun import Checkpointer, Consecutive, Images, PerRank
 
-ROWS = 20_000
+ROWS = 60_000
 TABLES = (
     TableSpec("parts", ROWS, 32, ("f0",)),
     TableSpec("first", ROWS, 16, ("f1", "f0")),
@@ -87,6 +88,7 @@ class Run:
         job = self.job
         job.optimizer.zero_grad()
         dense, sparse = job.batch(job.steps)
+        sparse = moved(sparse, job.steps)
         noise = (
             np.random.rand() + random.random() + float(torch.rand(1, generator=self.dice.generator))
         )
@@ -107,6 +109,20 @@ class Run:
             "history": list(self.history.steps),
             "steps": (self.job.steps, self.saver.steps),
         }
+
+
+def moved(features: KeyedJaggedTensor, step: int) -> KeyedJaggedTensor:
+    """Map ids to a quarter of the rows that moves on with each step.
+
+    So a row is changed in some steps only, and a mark that is lost is not made good by later ones.
+    """
+    offsets, values = features.offset_per_key(), features.values()
+    parts = []
+    for i, name in enumerate(features.keys()):
+        rows = SPEC.features[name]
+        part = values[offsets[i] : offsets[i + 1]]
+        parts.append((part // 4 + step * rows // STEPS) % rows)
+    return KeyedJaggedTensor(features.keys(), torch.cat(parts), lengths=features.lengths())
 
 
 def live(folder: Path, memory: Path | None, rank: int, board: Board, kill: Kill | None) -> None:

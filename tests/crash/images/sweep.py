@@ -26,7 +26,7 @@ from tests.campaign.kill_rank import join
 from tests.crash.images import kills as plans
 from tests.crash.images import life
 from tests.crash.images.board import Board
-from tests.crash.images.kills import RANKS, STEPS, Kill
+from tests.crash.images.kills import RANKS, Kill
 
 LIFE_SECONDS = 120.0
 
@@ -218,8 +218,12 @@ def _kill(pids: Iterable[int], by: signal.Signals) -> None:
                 os.kill(pid, by)
 
 
-def run(plan: dict[str, int], seed: int, sabotage: object = None) -> Outcome:
-    """Run as many kills of each kind, six to a run, with the points of a recovery among them."""
+def run(
+    plan: dict[str, int], seed: int, sabotage: object = None, every_point: bool = False
+) -> Outcome:
+    """Run as many kills of each kind, six to a run; with ``every_point`` also at each point of a
+    recovery.
+    """
     memory = Path(tempfile.mkdtemp(prefix="checknrun-test-", dir="/dev/shm"))
     with tempfile.TemporaryDirectory(prefix="images-") as folder:
         try:
@@ -228,6 +232,9 @@ def run(plan: dict[str, int], seed: int, sabotage: object = None) -> Outcome:
             for kind, number in plan.items():
                 for first in range(0, number, 6):
                     sweep.run(plans.draw(kind, seed + first, min(6, number - first)))
+            points = plans.every_point() if every_point else []
+            for first in range(0, len(points), 12):
+                sweep.run(points[first : first + 12])
             left = [path.name for path in memory.iterdir()]
             if left:
                 sweep.outcome.failures.append(f"images left behind: {left}")
@@ -236,6 +243,3 @@ def run(plan: dict[str, int], seed: int, sabotage: object = None) -> Outcome:
             for path in memory.iterdir():
                 path.unlink()
             memory.rmdir()
-
-
-assert STEPS > plans.EVERY
