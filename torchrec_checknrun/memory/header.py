@@ -90,14 +90,14 @@ class Place:
     def write(self, number: int, pieces: Sequence[Piece]) -> None:
         """Replace the content by pieces, which must fit; then a reader finds this number."""
         torch.ops.checknrun.publish(self._words, 0, -1)
-        digest, at = xxhash.xxh3_64(number.to_bytes(8, "little")), 0
+        at = 0
         for piece in pieces:
             size = len(piece)
             self._bytes[at : at + size] = piece
-            digest.update(piece)
             at += size
+        digest = _digest(number, self._bytes[:at])
         self._words[1] = at
-        self._words[2] = _signed(digest.intdigest())
+        self._words[2] = digest
         torch.ops.checknrun.publish(self._words, 0, number)
 
     def read(self) -> tuple[int, memoryview] | None:
@@ -106,9 +106,7 @@ class Place:
         if number < 0 or not 0 <= size <= self.capacity:
             return None
         content = self._bytes[:size].toreadonly()
-        digest = xxhash.xxh3_64(number.to_bytes(8, "little"))
-        digest.update(content)
-        return (number, content) if _signed(digest.intdigest()) == checksum else None
+        return (number, content) if _digest(number, content) == checksum else None
 
     def clear(self) -> None:
         """Leave nothing to be read."""
@@ -163,5 +161,7 @@ FIRST_BYTES = PAGE + LAYOUT_BYTES + LINEAGE_BYTES
 """Bytes of words and records, before all areas."""
 
 
-def _signed(value: int) -> int:
+def _digest(number: int, content: memoryview) -> int:
+    """Return a checksum of a record, as a signed word."""
+    value = xxhash.xxh3_64_intdigest(content, seed=number)
     return value - (1 << 64) if value >> 63 else value

@@ -8,7 +8,7 @@ tensors, the optimizers' clocks, and the random number generators.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,15 +18,22 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.dense.generators import generators_state
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.state import Tree, decode_state, encode_state, tree_items
+from torchrec_checknrun.format.state import Tree, decode_state, tree_items
 from torchrec_checknrun.memory.file import NoImage
 from torchrec_checknrun.memory.header import Piece
+from torchrec_checknrun.memory.model_content import (
+    ModelContent,
+    parts_of,
+    read_section,
+    section,
+)
 from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.shards import LocalShard
-from torchrec_checknrun.snapshot.snapshot import live_states
+from torchrec_checknrun.snapshot.snapshot import state_dicts
 
 _STATES, _TABLES, _PARTS, _PROGRESS, _GENERATORS = (
     "states",
@@ -53,40 +60,59 @@ def replicas(tracked: TrackedModel) -> list[LocalShard]:
     return [shard.local for shard in shards]
 
 
-def take(model: nn.Module, tracked: TrackedModel, states: Mapping[str, Stateful]) -> list[Piece]:
-    """Return this rank's state as pieces to be written, which share live memory where possible.
+class Taker:
+    """Takes a rank's state at the end of each step.
 
-    Raises:
-        UnsupportedState, SaveFailed: a state can't be stored.
+    Args:
+        states: the state objects by name.
     """
-    live, optimizers = live_states(model, tracked, states)
-    stored, blocks = local_parts(live, tracked, optimizers)
-    content = {
-        _STATES: {name: drop_tables(value, stored) for name, value in live.items()},
-        _TABLES: {
-            table.table: dict(zip(("weight", *table.optimizer), table.tensors, strict=True))
-            for table in replicas(tracked)
-        },
-        _PARTS: [{"name": part_name(block), "value": block.tensor} for block in blocks],
-        _PROGRESS: {table: asdict(clock) for table, clock in tracked.progress().items()},
-        _GENERATORS: generators_state(),
-    }
-    tree, pieces = encode_state(content, "image")
-    data = msgspec.json.encode(tree)
-    padding = bytes(-len(data) % 64)
-    size = len(data) + len(padding)
-    flat = [p if isinstance(p, bytes) else p.cast("B") for p in pieces]
-    return [size.to_bytes(64, "little"), data, padding, *flat]
+
+    def __init__(
+        self, model: nn.Module, tracked: TrackedModel, states: Mapping[str, Stateful]
+    ) -> None:
+        self._tracked, self._states = tracked, states
+        self._content = ModelContent(model, tracked)
+        self._optimizers = DenseStates(model, states, tracked, self._content.names)
+
+    def take(self) -> list[Piece]:
+        """Return the state as pieces to be written, which share live memory where possible.
+
+        Raises:
+            UnsupportedState, SaveFailed: a state can't be stored.
+        """
+        of_model = self._content.pieces()
+        optimizers = self._optimizers.stored()
+        live = {**optimizers, **state_dicts(self._states, optimizers)}
+        stored, blocks = local_parts(live, self._tracked, optimizers)
+        of_run = {
+            _STATES: {name: drop_tables(value, stored) for name, value in live.items()},
+            _TABLES: {
+                table.table: dict(zip(("weight", *table.optimizer), table.tensors, strict=True))
+                for table in replicas(self._tracked)
+            },
+            _PARTS: parts_of(blocks),
+            _PROGRESS: _packed(self._tracked.progress()),
+            _GENERATORS: generators_state(),
+        }
+        return [*of_model, *section(of_run)]
 
 
 def size_of(pieces: Sequence[Piece]) -> int:
     """Return the bytes of pieces."""
-    return sum(len(piece) for piece in pieces)
+    return sum(map(len, pieces))
 
 
-def part_name(block: Block) -> str:
-    """Name a local part of a sharded tensor."""
-    return f"{block.path!r} {block.box.spans!r}"
+def _packed(progress: Mapping[str, OptimizerClock]) -> list[dict[str, Any]]:
+    """Pack clocks, each once: the tables of a kernel share one."""
+    by_clock: dict[int, dict[str, Any]] = {}
+    for table, clock in progress.items():
+        fields = {
+            "step": clock.step,
+            "learning_rate": clock.learning_rate,
+            "options": clock.options,
+        }
+        by_clock.setdefault(id(clock), {"clock": fields, "tables": []})["tables"].append(table)
+    return list(by_clock.values())
 
 
 @dataclass(frozen=True)
@@ -94,16 +120,15 @@ class HeldStates:
     """A rank's state as of the end of one step.
 
     Attributes:
-        payload: the bytes that trees point into; in shared memory.
-        trees: of the state objects and the model, by name.
+        trees: of the state objects and the model, by name, each with the payload it points into;
+            that is shared memory.
         tables: data-parallel tables' weight and optimizer rows, by table.
         parts: local parts of sharded tensors, by name.
         progress: the optimizers' clocks, by table.
         generators: see ``generators_state``.
     """
 
-    payload: memoryview
-    trees: dict[str, Tree]
+    trees: dict[str, tuple[Tree, memoryview]]
     tables: dict[str, dict[str, torch.Tensor]]
     parts: dict[str, torch.Tensor]
     progress: dict[str, OptimizerClock]
@@ -111,24 +136,26 @@ class HeldStates:
 
     @classmethod
     def read(cls, content: memoryview) -> HeldStates:
-        """Read what ``take`` has returned.
+        """Read what ``Taker.take`` has returned.
 
         Raises:
             NoImage: it is something else.
         """
         try:
-            size = int.from_bytes(content[:64], "little")
-            tree: Tree = msgspec.json.decode(bytes(content[64 : 64 + size]).rstrip(b"\0"))
-            payload = content[64 + size :]
-            items = tree_items(tree)
-            found = {name: decode_state(items[name], payload) for name in items if name != _STATES}
-            return cls(
-                payload=payload,
-                trees={str(name): node for name, node in tree_items(items[_STATES]).items()},
-                tables=found[_TABLES],
-                parts={part["name"]: part["value"] for part in found[_PARTS]},
-                progress={table: OptimizerClock(**c) for table, c in found[_PROGRESS].items()},
-                generators=found[_GENERATORS],
-            )
+            trees: dict[str, tuple[Tree, memoryview]] = {}
+            parts: dict[str, torch.Tensor] = {}
+            found: dict[Any, Any] = {}
+            for _ in range(2):
+                tree, payload, content = read_section(content)
+                items = tree_items(tree)
+                own = {n: decode_state(items[n], payload) for n in items if n != _STATES}
+                trees |= {str(n): (node, payload) for n, node in tree_items(items[_STATES]).items()}
+                parts |= {part["name"]: part["value"] for part in own[_PARTS]}
+                found |= own
+            clocks = [
+                (each["tables"], OptimizerClock(**each["clock"])) for each in found[_PROGRESS]
+            ]
+            progress = {table: clock for tables, clock in clocks for table in tables}
+            return cls(trees, found[_TABLES], parts, progress, found[_GENERATORS])
         except (CorruptCheckpoint, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
             raise NoImage(f"its state can't be read ({error!r})") from None

@@ -19,13 +19,12 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.errors import CheckNRunError, ImagesRefused
-from torchrec_checknrun.memory import held_states
 from torchrec_checknrun.memory.agreement import Found
 from torchrec_checknrun.memory.areas import Areas, Layout
 from torchrec_checknrun.memory.descent import KeptDescent
 from torchrec_checknrun.memory.file import NoImage
 from torchrec_checknrun.memory.header import FIRST_BYTES, HEAD_BYTES, Piece, Place, Word
-from torchrec_checknrun.memory.held_states import HeldStates
+from torchrec_checknrun.memory.held_states import HeldStates, Taker, size_of
 from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.memory.shard_memory import ShardMemory
 from torchrec_checknrun.memory.space import require_space
@@ -67,7 +66,8 @@ class RankImage:
         states: Mapping[str, Stateful],
     ) -> None:
         self._images = images
-        self._model, self._tracked, self._states = model, tracked, states
+        self._tracked = tracked
+        self._taker = Taker(model, tracked, states)
         self._memory = ShardMemory(tracked)
         self._marks = [shard.marks for shard in self._memory.shards]
         self._run = f"{root} {rank}/{world_size}"
@@ -212,7 +212,7 @@ class RankImage:
             UnsupportedState, SaveFailed: a state can't be stored.
         """
         started = time.perf_counter()
-        pieces = held_states.take(self._model, self._tracked, self._states)
+        pieces = self._taker.take()
         self._require_few(pieces, time.perf_counter() - started)
         if self._areas is not None and self.why_not is not None:
             self._areas.close()
@@ -255,7 +255,7 @@ class RankImage:
             return
         started = time.perf_counter()
         try:
-            pieces = held_states.take(self._model, self._tracked, self._states)
+            pieces = self._taker.take()
             self._require_few(pieces, time.perf_counter() - started)
             words = self._areas.words
             place = 0 if self._place(0).number != words[Word.DONE] else 1
@@ -328,7 +328,7 @@ class RankImage:
         )
 
     def _require_few(self, pieces: list[Piece], seconds: float) -> None:
-        size = held_states.size_of(pieces)
+        size = size_of(pieces)
         if size > self._images.most_state_bytes:
             raise ImagesRefused(
                 f"every step would copy {size:,} bytes of state beside the tables into the image "
@@ -339,7 +339,7 @@ class RankImage:
 
     def _make_room(self, place: int, pieces: list[Piece]) -> None:
         assert self._areas is not None
-        needed = held_states.size_of(pieces) + HEAD_BYTES
+        needed = size_of(pieces) + HEAD_BYTES
         name = _NAMES[place]
         if not self._areas.has(name):
             self._areas.add(name, needed + needed // 4)

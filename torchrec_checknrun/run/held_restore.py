@@ -8,7 +8,8 @@ from torchrec_checknrun.dense.generators import set_generators
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.state import decode_state
-from torchrec_checknrun.memory.held_states import HeldStates, local_parts, part_name, replicas
+from torchrec_checknrun.memory.held_states import HeldStates, local_parts, replicas
+from torchrec_checknrun.memory.model_content import part_name
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.hand_written import announced
 from torchrec_checknrun.model.state_dict import MODEL
@@ -51,7 +52,7 @@ class HeldRestore:
             _NAME,
             1,
             dict.fromkeys(held.trees, False),
-            {name: {None: (name, tree)} for name, tree in held.trees.items()},
+            {name: {None: (name, tree)} for name, (tree, _) in held.trees.items()},
         )
         owners = Owners({}, self.optimizers, objects=StateObjects(others))
         self._states = StateRestore(saved, live, {}, Fit(), owners)
@@ -65,9 +66,9 @@ class HeldRestore:
     def load(self) -> None:
         """Write what is held into the live objects and state dicts."""
         held, tracked = self._held, self._target.tracked
-        for name, tree in held.trees.items():
+        for name, (tree, payload) in held.trees.items():
             if name in self._live:
-                self._states.put(name, decode_state(tree, held.payload))
+                self._states.put(name, decode_state(tree, payload))
         for block in self._blocks:
             block.tensor.copy_(held.parts[part_name(block)])
         shards = [shard for shard in tracked.shards if shard.local.replicated]

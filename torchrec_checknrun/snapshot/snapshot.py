@@ -271,13 +271,24 @@ def live_states(
     Raises:
         SaveFailed: a state object's ``state_dict()`` raised an error.
     """
-    live: dict[str, Any] = {MODEL: model.state_dict()}
     optimizers = stored_optimizers(model, states, tracked)
-    live |= optimizers
+    live = {MODEL: model.state_dict(), **optimizers, **state_dicts(states, optimizers)}
+    return live, optimizers
+
+
+def state_dicts(
+    states: Mapping[str, Stateful], optimizers: Collection[object] = ()
+) -> dict[str, Any]:
+    """Return the state dicts of state objects by name, but those of optimizers.
+
+    Raises:
+        SaveFailed: an object's ``state_dict()`` raised an error.
+    """
+    found: dict[str, Any] = {}
     for name, state in states.items():
         if name not in optimizers:
             try:
-                live[name] = state.state_dict()
+                found[name] = state.state_dict()
             except Exception as error:
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 raise SaveFailed(
@@ -285,7 +296,7 @@ def live_states(
                     f"{type(error).__name__}: {error}. Rows are kept for the next checkpoint; fix "
                     "it and save again"
                 ) from error
-    return live, optimizers
+    return found
 
 
 def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[ShardSnapshot], Cut]:

@@ -10,10 +10,10 @@ import msgspec
 import torch
 
 from torchrec_checknrun.marks.intervals import IntervalClock, KeptMarks
-from torchrec_checknrun.memory import image as images
 from torchrec_checknrun.memory.areas import Areas
 from torchrec_checknrun.memory.descent import KeptDescent
 from torchrec_checknrun.memory.header import Place
+from torchrec_checknrun.memory.held_states import Taker
 from torchrec_checknrun.memory.step_journal import StepJournal
 from torchrec_checknrun.shards import LocalShard
 
@@ -51,16 +51,16 @@ def state_not_written(rank: int) -> None:
 
 def older_state(rank: int) -> None:
     """Write the state of the step before under each step's number."""
-    take = images.held_states.take
+    take = Taker.take
     before: list[Any] = []
 
-    def take_older(*arguments: Any) -> Any:
-        now = [bytes(piece) for piece in take(*arguments)]
+    def take_older(taker: Taker) -> Any:
+        now = [bytes(piece) for piece in take(taker)]
         before.append(now)
         return before[-2] if len(before) > 1 else now
 
     if rank == 0:
-        mock.patch.object(images.held_states, "take", take_older).start()
+        mock.patch.object(Taker, "take", take_older).start()
 
 
 def marks_not_pending(rank: int) -> None:
