@@ -12,6 +12,7 @@ from pathlib import Path
 from torchrec_checknrun.errors import ImagesRefused
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def require_space(folder: Path, size: int, freed: int = 0) -> None:
@@ -49,7 +50,7 @@ def require_space(folder: Path, size: int, freed: int = 0) -> None:
 def _left_in_groups() -> int | None:
     """Return the bytes left below the tightest limit of this process's groups; None without one."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
         return None
     left: int | None = None

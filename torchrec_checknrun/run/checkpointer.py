@@ -35,7 +35,7 @@ from torchrec_checknrun.run.options import Callback, Resume, WhenBusy
 from torchrec_checknrun.run.restore_report import report_recovered, report_restored
 from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.run.schedule import Schedule
-from torchrec_checknrun.run.survival import Survival, close_image, make_image
+from torchrec_checknrun.run.survival import Recovered, Survival, close_image, make_image
 from torchrec_checknrun.run.triggers import Trigger
 from torchrec_checknrun.save.background import BackgroundKind
 from torchrec_checknrun.shards import CHUNK_BYTES
@@ -198,8 +198,7 @@ class Checkpointer:
             protect_existing(self.root, self._ranks, self._saver.writer)
             self._survival.begin(self.steps)
             return None
-        if checkpoint is None and (recovered := self._survival.recover()) is not None:
-            self.steps, self._partly_restored = recovered.step, None
+        if checkpoint is None and (recovered := self._recover()) is not None:
             return report_recovered(self._saver, recovered, time.perf_counter() - started)
         self._survival.overwriting()
         found = self._apply(checkpoint, Fit(map or {}, strict, shrink), verify == "all")
@@ -212,6 +211,18 @@ class Checkpointer:
             return None
         report = report_restored(self._saver, found, before, time.perf_counter() - started)
         return replace(report, without_images=self._survival.reasons)
+
+    def _recover(self) -> Recovered | None:
+        """Go on from images and note it; None if they can't be used."""
+        try:
+            recovered = self._survival.recover()
+        except ModelPartlyRestored as error:
+            self._partly_restored = str(error)
+            raise
+        if recovered is not None:
+            self.steps, self._partly_restored = recovered.step, None
+            self._saver.deferred = False
+        return recovered
 
     def _apply(self, checkpoint: str | None, fit: Fit, verify_all: bool) -> Restored | None:
         """Restore the model and note it, or remember that the model is partly restored."""
