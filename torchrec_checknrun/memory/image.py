@@ -78,7 +78,7 @@ class RankImage:
         self.rows = self.changed = 0
         self._areas: Areas | None = None
         self._journal: StepJournal | None = None
-        self._broken = False
+        self._broken = self._told_ahead = False
         self._open()
 
     def _open(self) -> None:
@@ -267,6 +267,13 @@ class RankImage:
         words.publish(Word.DONE, step)
         words.publish(Word.TIME, int(time.time()))
         self._journal.end_step()
+        if self._journal.ahead > 0 and not self._told_ahead:
+            self._told_ahead = True
+            logger.warning(
+                "a batch was looked up before the end of the step before it, as semi-synchronous "
+                "pipelines do (or was only evaluated, without torch.no_grad): after a killed "
+                "process such a batch is looked up again, and the run is not the same bit for bit"
+            )
 
     def missed(self, why: str) -> None:
         """Note that rows were changed that were not journaled."""

@@ -36,6 +36,7 @@ class StepJournal:
 
     Attributes:
         rows, changed: how many rows were put back, and how many of them the step had changed.
+        ahead: lookups whose backward pass has not come yet.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StepJournal:
         self._native: Any = torch.classes.checknrun.StepJournal(tensors, parts)
         self._open: int | None = None
         self._told = False
-        self.rows = self.changed = 0
+        self.rows = self.changed = self.ahead = 0
 
     def append(self, values: torch.Tensor, offsets: list[int], shards: list[int]) -> None:
         """Journal rows before they change; never raise an error of its own.
@@ -145,10 +146,15 @@ class KernelJournal:
         self._rows = rows
         self._small = small
 
+    def looked_up(self) -> None:
+        """Count a lookup that a backward pass is to follow."""
+        self._journal.ahead += 1
+
     def before_update(
         self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]
     ) -> None:
         """Journal the rows of a backward pass, in one compiled call."""
+        self._journal.ahead -= 1
         shards = [self._first + shard for shard in feature_to_shard]
         self._journal.append(values, offsets, shards)
 

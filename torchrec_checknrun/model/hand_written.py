@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 class Journal(Protocol):
     """A kernel's rows as they are before each change, so that a step can be undone."""
 
+    def looked_up(self) -> None:
+        """Hear of a lookup whose rows a backward pass will change."""
+
     def before_update(
         self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]
     ) -> None:

@@ -71,6 +71,8 @@ class KernelHook:
             self._mark_whole()  # the forward pass updates moving averages, even without a gradient
         if not out.requires_grad:
             return  # evaluation updates nothing
+        if self.writes.journal is not None:
+            self.writes.journal.looked_up()
         features = args[0]
         # The kernel has just used both, so reading them needs no device synchronization.
         values, offsets = features.values(), features.offset_per_key()
