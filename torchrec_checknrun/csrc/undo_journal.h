@@ -74,21 +74,24 @@ class UndoJournal {
     uint8_t* seen = seen_[shard].data();
     std::vector<int64_t>& wanted = wanted_[shard];
     const size_t before = wanted.size();
+    wanted.resize(before + size_t(n));
+    int64_t* next = wanted.data() + before;
     for (int64_t i = 0; i < n; ++i) {
       if (i + kAhead < n) {
-        const int64_t next = corrected(ids[i + kAhead], of.rows);
-        if (next >= 0) {
-          __builtin_prefetch(seen + next, 1);
-          if (of.intervals) __builtin_prefetch(of.intervals + next, 1);
+        const int64_t ahead = corrected(ids[i + kAhead], of.rows);
+        if (ahead >= 0) {
+          __builtin_prefetch(seen + ahead, 1);
+          if (of.intervals) __builtin_prefetch(of.intervals + ahead, 1);
         }
       }
       const int64_t row = corrected(ids[i], of.rows);
       if (row < 0) continue;
       if (of.intervals) of.intervals[row] = interval;
-      if (seen[row] == generation_) continue;
+      *next = row;  // without a branch, which nobody could predict
+      next += seen[row] != generation_;
       seen[row] = generation_;
-      wanted.push_back(row);
     }
+    wanted.resize(size_t(next - wanted.data()));
     if (before == 0 && !wanted.empty()) wanted_bytes_ += kHeader;
     wanted_bytes_ += int64_t(wanted.size() - before) * (int64_t(sizeof(int64_t)) + of.row_bytes());
     // A segment is padded to eight bytes; where it is, is not known before all of it is collected.
@@ -162,7 +165,12 @@ class UndoJournal {
         }
       }
       for (const JournaledPart& part : shard.parts) {
-        std::memcpy(into, part.live + rows[i] * part.row_bytes, size_t(part.row_bytes));
+        const uint8_t* from = part.live + rows[i] * part.row_bytes;
+        if (part.row_bytes == 4) {  // row-wise state: not worth a call
+          std::memcpy(into, from, 4);
+        } else {
+          std::memcpy(into, from, size_t(part.row_bytes));
+        }
         into += part.row_bytes;
       }
     }
