@@ -81,3 +81,9 @@ class ModelPartlyRestored(CheckNRunError):
 
 class StoreUnreachable(CheckNRunError):
     """A key-value store of the job's ranks that doesn't answer: a peer has probably died."""
+
+
+class ImagesRefused(CheckNRunError):
+    """Images that this machine or this model can't have: too little shared memory, or tables that
+    don't live in CPU memory.
+    """

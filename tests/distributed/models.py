@@ -19,6 +19,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
+    data_parallel,
     row_wise,
     table_wise,
 )
@@ -45,7 +46,8 @@ CPU = torch.device("cpu")
 DENSE_FEATURES = 3
 
 Plan = dict[str, str]
-"""By ``collection.table``: ``row_wise`` or ``table_wise:RANK``."""
+"""By ``collection.table``: ``row_wise``, ``table_wise:RANK`` or ``data_parallel``, which leaves the
+table to the dense optimizer."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,12 @@ class Job:
             }
             tables = getattr(module, collection.name)
             if spec.fused != "none":
-                apply_optimizer_in_backward(FUSED[spec.fused], tables.parameters(), {"lr": 0.1})
+                fused = [
+                    parameter
+                    for name, parameter in tables.named_parameters()
+                    if plan[f"{collection.name}.{name.split('.')[-2]}"] != "data_parallel"
+                ]
+                apply_optimizer_in_backward(FUSED[spec.fused], fused, {"lr": 0.1})
             plans[collection.name] = construct_module_sharding_plan(
                 tables,
                 shardings,
@@ -342,4 +349,4 @@ def _generator(sharding: str) -> Any:
     kind, _, rank = sharding.partition(":")
     if kind == "table_wise":
         return table_wise(rank=int(rank))
-    return row_wise()
+    return data_parallel() if kind == "data_parallel" else row_wise()

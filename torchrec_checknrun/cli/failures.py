@@ -192,8 +192,9 @@ def print_recovery(plan: Plan) -> None:
     )
     best = plan.choice.best
     say(f"cheapest: {best.recovery.value}, a save every {_hours(best.interval_hours)}")
-    (full,) = (one for one in plan.choice.candidates if one.recovery is Recovery.FULL)
-    say(f"this release recovers in full: a save every {_hours(full.interval_hours)}")
+    released = [one for one in plan.choice.candidates if one.recovery.in_this_release]
+    own = min(released, key=lambda one: one.overhead)
+    say(f"cheapest in this release: {own.recovery.value}, a save every {_hours(own.interval_hours)}")
 
 
 def _row(one: Candidate, plan: Plan) -> list[str]:

@@ -104,6 +104,7 @@ class CheckNRunConfig:
     keep_every_hours: float | None = None
     resume: Resume = Resume.auto
     timeout_seconds: float = 1800.0
+    images: bool = False  # ``survive=Images()``
 
 
 @dataclass
@@ -216,6 +217,7 @@ def make_check_n_run(
         resume=config.resume.value,
         timeout_seconds=config.timeout_seconds,
         callbacks=callbacks,
+        survive=package.Images() if config.images else None,
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchrec_checknrun.dense.generators import generators_state, set_generators
 from torchrec_checknrun.run.arguments import PerRank
 
 logger = logging.getLogger(__name__)
@@ -42,26 +43,13 @@ class _Generators:
     """The generators of this process, as a Stateful."""
 
     def state_dict(self) -> dict[str, Any]:
-        version, words, gauss = random.getstate()
-        state = {
-            "torch": torch.get_rng_state(),
-            "numpy": np.random.get_state(legacy=True),
-            "python": (version, np.array(words, dtype=np.int64), gauss),
-        }
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state()
-        return state
+        return generators_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if _MERGED in state:
             self._seed(state[_MERGED])
-            return
-        torch.set_rng_state(state["torch"])
-        np.random.set_state(state["numpy"])
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        else:
+            set_generators(state)
 
     def _seed(self, seeds: str) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchrec_checknrun.marks.intervals import KeptMarks
 from torchrec_checknrun.marks.layers import NAMED, Consumer, Fate, Layer, Selected, Share, add_rows
 from torchrec_checknrun.row_sets import RowSet
 
@@ -50,11 +51,13 @@ class Marks:
     Attributes:
         rows: as given.
         device: device of the shard's weight.
+        kept: what outlives the process of all this; None: nothing.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows = rows
         self.device = device
+        self.kept: KeptMarks | None = None
         self._state = _State(self._zeros(), ())
         self._spare: torch.Tensor | None = None
         self._lock = threading.Lock()  # only ever for as long as it takes to look at each layer
@@ -74,11 +77,12 @@ class Marks:
         """The frozen marks, older than the live ones."""
         return self._state.layers
 
-    def mark(self, ids: torch.Tensor) -> None:
+    def mark(self, ids: torch.Tensor, keep: bool = True) -> None:
         """Mark rows for every consumer.
 
         Args:
             ids: shard-local, ``(n,)`` of any integer dtype, in any order, repeated or not.
+            keep: whether ``kept`` is to be told, which a journal does by itself.
         """
         if ids.numel() == 0 or self.rows == 0:
             return
@@ -88,15 +92,21 @@ class Marks:
             ids = torch.where(
                 ids == -1, self.rows, torch.where((ids < 0) | (ids >= self.rows), 0, ids)
             )
+        if keep and self.kept is not None:
+            self.kept.mark(ids)
         self._state.live.index_fill_(0, ids, int(Consumer.EVERY))
 
     def mark_all(self) -> None:
         """Mark every row for every consumer."""
+        if self.kept is not None:
+            self.kept.mark_all()
         self._state.live.fill_(int(Consumer.EVERY))
 
     def add(self, ids: torch.Tensor, consumer: Consumer) -> None:
         """Mark sorted distinct shard-local ``ids`` for one consumer only."""
         ids, live = ids.to(self.device), self.live
+        if self.kept is not None:
+            self.kept.mark(ids)
         live[ids] = live[ids] | int(consumer)
 
     def merge(self, rows: RowSet, consumer: Consumer) -> None:
@@ -300,6 +310,8 @@ class PendingRows:
     def mark(self) -> None:
         """Mark the pending rows for every consumer, and forget them."""
         if self._many is not None:
+            if self._marks.kept is not None:
+                self._marks.kept.add(self._many.live != 0)
             self._marks.live.bitwise_or_(self._many.live)
             self._many = None
         self._mark_into(self._marks)

@@ -36,11 +36,17 @@ class DenseStates:
         states: all state objects by name; those that are no optimizers are ignored.
         tracked: knows the tables in fused kernels: a dense optimizer over all of a model's
             parameters includes these tables, but never steps them.
+        names: returns the model's parameters' names, where they are known.
     """
 
     def __init__(
-        self, model: nn.Module | None, states: Mapping[str, object], tracked: TrackedModel
+        self,
+        model: nn.Module | None,
+        states: Mapping[str, object],
+        tracked: TrackedModel,
+        names: Callable[[], dict[torch.Tensor, str]] | None = None,
     ) -> None:
+        self._known_names = names
         self._model = model
         self._tracked = tracked
         self._states = {n: s for n, s in states.items() if _is_known(s)}
@@ -155,6 +161,8 @@ class DenseStates:
                 yield from tensors_of(module)
 
     def _names(self) -> dict[torch.Tensor, str]:
+        if self._known_names is not None:
+            return self._known_names()
         if self._model is None:
             return {}
         return {parameter: name for name, parameter in self._model.named_parameters()}

@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -26,6 +26,27 @@ from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.model.stepped_tables import SteppedTables
 
 logger = logging.getLogger(__name__)
+
+
+class Journal(Protocol):
+    """A kernel's rows as they are before each change, so that a step can be undone."""
+
+    def looked_up(self) -> None:
+        """Hear of a lookup whose rows a backward pass will change."""
+
+    def before_update(
+        self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]
+    ) -> None:
+        """Keep the rows of a backward pass; arguments as of ``KernelCopies.before_update``."""
+
+    def before_write(self, place: int, ids: torch.Tensor) -> None:
+        """Keep rows of one shard; arguments as of ``KernelCopies.before_write``."""
+
+    def before_any(self) -> None:
+        """Keep all rows of the kernel, which may change."""
+
+    def missed(self, why: str) -> None:
+        """Hear that rows were or will be changed that could not be kept."""
 
 
 class _Seen(NamedTuple):
@@ -54,6 +75,7 @@ class WriteWatch:
         copies: the rows of a checkpoint in progress that must be copied before they change; None
             without one. The background ends them at any moment: look once.
         late: makes copies of the tables as a whole for a checkpoint in progress, before a change.
+        journal: keeps rows before they change, in case the process dies; None without images.
         read: recorded on a GPU once the rows of a checkpoint are copied out of it.
         spoils: whether such a write has come while rows were being copied.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
@@ -70,6 +92,7 @@ class WriteWatch:
         self._announced = 0
         self._turn = 0
         self.copies: KernelCopies | None = None
+        self.journal: Journal | None = None
         self.spoils = False
         self.read: torch.cuda.Event | None = None
         self.late: Callable[[], object] | None = None
@@ -91,6 +114,8 @@ class WriteWatch:
         if now == self._seen:
             return
         self.spoil()  # first: the background must not find this write seen and untold
+        if self.journal is not None:
+            self.journal.missed("they were written outside of training")
         self._turn += 1
         self._seen = now
         known = all(marks.all_marked() for marks in self.marks)
@@ -150,6 +175,8 @@ class WriteWatch:
         copies = self.copies
         if copies is not None:
             copies.before_write(shard, ids)
+        if self.journal is not None:
+            self.journal.before_write(shard, ids)
         self.marks[shard].mark(ids)
 
     def before_change(self) -> None:
@@ -170,6 +197,8 @@ class WriteWatch:
         copies = self.copies
         if copies is not None:
             copies.copies.wait_until_over()
+        if self.journal is not None:
+            self.journal.missed("they were written as a whole")
 
     def acknowledge(self) -> None:
         """Accept the memory's present content, whose modified rows are marked."""

@@ -71,6 +71,8 @@ class KernelHook:
             self._mark_whole()  # the forward pass updates moving averages, even without a gradient
         if not out.requires_grad:
             return  # evaluation updates nothing
+        if self.writes.journal is not None:
+            self.writes.journal.looked_up()
         features = args[0]
         # The kernel has just used both, so reading them needs no device synchronization.
         values, offsets = features.values(), features.offset_per_key()
@@ -81,11 +83,14 @@ class KernelHook:
             self._mark_whole()
             return
         self.writes.before_change()
-        copies = self.writes.copies
+        copies, journal = self.writes.copies, self.writes.journal
         if copies is not None:
             copies.before_update(values, offsets, self.kernel.feature_to_shard)
+        if journal is not None:
+            journal.before_update(values, offsets, self.kernel.feature_to_shard)
         for feature, shard in enumerate(self.kernel.feature_to_shard):
-            self._marks[shard].mark(values[offsets[feature] : offsets[feature + 1]])
+            ids = values[offsets[feature] : offsets[feature + 1]]
+            self._marks[shard].mark(ids, keep=journal is None)
 
     @contextmanager
     def _around_reset(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> Iterator[None]:
@@ -105,6 +110,8 @@ class KernelHook:
             self.writes.before_write(shard, rows[inside])
 
     def _mark_whole(self) -> None:
+        if self.writes.journal is not None:
+            self.writes.journal.before_any()
         self._mark_all(range(len(self._marks)), self.kernel.module._emb_module.optimizer)
 
     def _mark_all(self, tables: Collection[int], optimizer: object) -> None:

@@ -30,7 +30,7 @@ from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk, read_
 from torchrec_checknrun.restore.collisions import CollisionRestore, check_names
 from torchrec_checknrun.restore.fit import Fit, match_tables
 from torchrec_checknrun.restore.rows import RowRestore
-from torchrec_checknrun.restore.states import Owners, StateRestore
+from torchrec_checknrun.restore.states import Owners, SavedStates, StateRestore
 from torchrec_checknrun.shards import LocalShard, TableShape
 from torchrec_checknrun.store.folder import Folder
 
@@ -157,7 +157,7 @@ class ChainRestore:
             {c.key: c.header for c in content.chunks[-1] if isinstance(c.header, BlockHeader)}
         )
         self._states = StateRestore(
-            content, self._state_dict, self._saved_blocks, self._fit, self._owners
+            SavedStates.of(content), self._state_dict, self._saved_blocks, self._fit, self._owners
         )
         restored = self._rows.states if self._fit.optimizer else {}
         self._states.fit_optimizers({table: restored.get(table) for table in self._tables})

@@ -27,6 +27,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.model.dense_states import DenseStates
+from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import Ranks
@@ -192,7 +193,8 @@ class _Attempts:
 
     def finish(self, chain: Chain, live: dict[str, Any]) -> Restored:
         """Give the objects their restored content, and report. A collective."""
-        self._hand_back(live)
+        progress = self._chain_restore.progress
+        hand_back(self._target, self._optimizers, live, progress, self._ranks)
         return Restored(
             chain,
             self._converted,
@@ -239,38 +241,51 @@ class _Attempts:
         ranks.reduce(lambda: chain_restore.load(self._root), len)
         return live
 
-    def _hand_back(self, live: dict[str, Any]) -> None:
-        """Give the state objects their content, the tables' optimizers their progress, and the
-        model the values of which its state dict has copies; all else was written in place.
-        """
-        target, optimizers, content = self._target, self._optimizers, live.get(MODEL)
 
-        def find() -> bool:
-            return target.model is not None and bool(copied(target.model, content, target.tracked))
+def hand_back(
+    target: Target,
+    optimizers: DenseStates,
+    live: dict[str, Any],
+    progress: Mapping[str, OptimizerClock],
+    ranks: Ranks,
+) -> None:
+    """Give the state objects their content, the tables' optimizers their progress, and the model
+    the values of which its state dict has copies; all else was written in place. A collective.
 
-        def hand_back() -> None:
-            if any_copied:
-                assert target.model is not None
-                load_copied(target.model, content, target.tracked)
-            for name, stateful in target.states.items():
-                if name in optimizers:
-                    optimizers.load(name, live[name])
-                else:
-                    _load_state(name, stateful, live[name])
-            optimizers.finish()
-            target.tracked.set_progress(self._chain_restore.progress)
-            target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
+    Args:
+        live: state dicts by name, restored.
 
-        try:
-            any_copied = any(self._ranks.on_all_ranks(find))  # loading may be a collective
-            self._ranks.on_all_ranks(hand_back)
-        except Exception as error:
-            refused = f"the model or a state object refused its restored content: {error!r}"
-            if isinstance(error, _RefusedState):
-                refused = str(error)
-            raise ModelPartlyRestored(
-                f"{refused}. The model is no longer one state: start again from a new model"
-            ) from error
+    Raises:
+        ModelPartlyRestored: the model or an object refused its content.
+    """
+    content = live.get(MODEL)
+
+    def find() -> bool:
+        return target.model is not None and bool(copied(target.model, content, target.tracked))
+
+    def act() -> None:
+        if any_copied:
+            assert target.model is not None
+            load_copied(target.model, content, target.tracked)
+        for name, stateful in target.states.items():
+            if name in optimizers:
+                optimizers.load(name, live[name])
+            else:
+                _load_state(name, stateful, live[name])
+        optimizers.finish()
+        target.tracked.set_progress(progress)
+        target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
+
+    try:
+        any_copied = any(ranks.on_all_ranks(find))  # loading may be a collective
+        ranks.on_all_ranks(act)
+    except Exception as error:
+        refused = f"the model or a state object refused its restored content: {error!r}"
+        if isinstance(error, _RefusedState):
+            refused = str(error)
+        raise ModelPartlyRestored(
+            f"{refused}. The model is no longer one state: start again from a new model"
+        ) from error
 
 
 class _RefusedState(Exception):

@@ -58,11 +58,38 @@ class Owners:
     objects: StateObjects = field(default_factory=lambda: StateObjects({}))
 
 
+@dataclass(frozen=True)
+class SavedStates:
+    """The states of one checkpoint, or of what takes its place.
+
+    Attributes:
+        id: its name in errors.
+        world_size: number of ranks that it was saved by.
+        per_rank: whether each rank has its own, by name.
+        chunks: keys and trees, by name and by rank; None for a state of all ranks.
+    """
+
+    id: str
+    world_size: int
+    per_rank: Mapping[str, bool]
+    chunks: Mapping[str, Mapping[int | None, tuple[str, Tree]]]
+
+    @classmethod
+    def of(cls, content: ChainContent) -> SavedStates:
+        """Return the states of a chain's head."""
+        head = content.chain.head
+        chunks: dict[str, dict[int | None, tuple[str, Tree]]] = {}
+        for chunk in content.chunks[-1]:
+            if isinstance(entry := chunk.entry, StateEntry):
+                chunks.setdefault(entry.name, {})[entry.rank] = chunk.key, entry.tree
+        return cls(head.id, head.world_size, head.states, chunks)
+
+
 class StateRestore:
     """A restore of state objects: call ``plan``, then ``load`` for each chunk.
 
     Args:
-        content: the chain.
+        states: the saved states.
         state_dict: the live state dict, whose values are replaced by restored ones.
         saved: the checkpoint's sharded tensors.
         fit: allowed differences between checkpoint and state dict.
@@ -74,13 +101,13 @@ class StateRestore:
 
     def __init__(
         self,
-        content: ChainContent,
+        states: SavedStates,
         state_dict: dict[str, Any],
         saved: SavedBlocks,
         fit: Fit,
         owners: Owners,
     ) -> None:
-        self._head = content.chain.head
+        self._head = states
         self._state_dict = state_dict
         self._saved = saved
         self._fit = fit
@@ -90,10 +117,7 @@ class StateRestore:
         self._rank, self._world = 0, 1
         if dist.is_initialized():
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._chunks: dict[str, dict[int | None, tuple[str, Tree]]] = {}  # keys and trees
-        for chunk in content.chunks[-1]:
-            if isinstance(entry := chunk.entry, StateEntry):
-                self._chunks.setdefault(entry.name, {})[entry.rank] = chunk.key, entry.tree
+        self._chunks = states.chunks
         self._model_content: dict[str, Any] | None = None
         self._read: dict[str, list[Any]] = {}
         self._by_blocks: frozenset[int] = frozenset()
@@ -122,7 +146,7 @@ class StateRestore:
         own, as in the checkpoint; ``join_buffers`` moves them back.
         """
         model = self._state_dict.get(MODEL)
-        if not isinstance(model, dict) or BUFFERS not in self._head.states:
+        if not isinstance(model, dict) or BUFFERS not in self._head.per_rank:
             return
         names: dict[str | int, None] = {}
         for _, tree in self._chunks.get(BUFFERS, {}).values():
@@ -167,16 +191,16 @@ class StateRestore:
         self._stored, self._by_blocks, self._from_trees = stored, by_blocks, from_trees
         head = self._head
         for name, current in self._state_dict.items():
-            plain = name in head.states or not is_sharded(current)
+            plain = name in head.per_rank or not is_sharded(current)
             if (name,) in self._saved or (stored.covers(current) and not plain):
                 continue
-            if name not in head.states and not self._fit.strict:
+            if name not in head.per_rank and not self._fit.strict:
                 self.skipped.append(f"state {name!r}: not in the checkpoint")
                 continue
-            if name not in head.states:
+            if name not in head.per_rank:
                 raise IncompatibleCheckpoint(
-                    f"{head.id} has no state {name!r} (it has {sorted(head.states)}): restore with "
-                    "the state objects it was saved with"
+                    f"{head.id} has no state {name!r} (it has {sorted(head.per_rank)}): restore "
+                    "with the state objects it was saved with"
                 )
             saved_ranks = self._saved_ranks(name)
             for rank in saved_ranks:
@@ -193,15 +217,17 @@ class StateRestore:
         Args:
             dry_run: decode the chunk, but change nothing.
         """
-        name = entry.name
         value = decode_state_chunk(entry, payload)
-        if dry_run:
-            return
+        if not dry_run:
+            self.put(entry.name, value)
+
+    def put(self, name: str, value: Any) -> None:
+        """Put a saved state, decoded, into the live state dict."""
         head = self._head
         read = self._read.setdefault(name, [])
         read.append(value)
         merge = self._merges.get(name)
-        if head.states[name] and head.world_size != self._world and merge is not None:
+        if head.per_rank[name] and head.world_size != self._world and merge is not None:
             if len(read) < head.world_size:
                 return
             value = merge(read)
@@ -225,7 +251,7 @@ class StateRestore:
     def _saved_ranks(self, name: str) -> Sequence[int | None]:
         """Return the ranks whose chunks of a state are needed; None stands for all ranks."""
         head = self._head
-        if not head.states[name]:
+        if not head.per_rank[name]:
             return [None]
         if head.world_size == self._world:
             return [self._rank]

@@ -138,6 +138,11 @@ class Lineage:
         self.id = secrets.token_hex(8) if forks else chain.head.lineage
         self._converted = converted
 
+    @property
+    def converted(self) -> bool:
+        """Whether the next checkpoint must be full, whatever the policy decides."""
+        return self._converted
+
     def force_full(self) -> None:
         """Make the next checkpoint full: the column ranges have changed, or a checkpoint of the
         history is damaged.

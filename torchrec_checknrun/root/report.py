@@ -164,6 +164,9 @@ class RestoreReport:
         passed_over: newer checkpoints that could not be used, with the reasons.
         skipped: content that only the checkpoint or only the model has (with ``strict=False``).
         seconds: from the call to the end, on this rank.
+        source: what the rows come from: the ``checkpoint``, or ``images`` in shared memory, which
+            are of a later step; then ``id`` is the checkpoint that they descend from, or empty.
+        without_images: why images were not used, though they are asked for.
     """
 
     id: str
@@ -174,6 +177,8 @@ class RestoreReport:
     lossy: bool
     seconds: float
     skipped: tuple[str, ...] = ()
+    source: str = "checkpoint"
+    without_images: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""

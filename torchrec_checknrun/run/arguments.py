@@ -33,6 +33,7 @@ _ROOT = (
     'root must be a folder or URL such as "/checkpoints/run-17" or "s3://bucket/run-17", not {!r}'
 )
 _ONLY_HYDRA = {
+    "images": "survive=Images()",
     **dict.fromkeys(("bits", "method", "mean_bits", "offset"), "quantization=Quantization(bits=8)"),
     **dict.fromkeys(("compress", "exact_below_rows"), "quantization=Quantization(compress=True)"),
     "expected_restores": 'quantization=Quantization(bits="auto", expected_restores=3)',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from typing_extensions import Never
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import Patterns
 from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored, SaveFailed
+from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.model.tracked import RowIds
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.restore import Restored, restore
@@ -30,9 +32,10 @@ from torchrec_checknrun.run.assembly import Assembly
 from torchrec_checknrun.run.facts import Begun, not_begun
 from torchrec_checknrun.run.missing_root import protect_existing, start_fresh
 from torchrec_checknrun.run.options import Callback, Resume, WhenBusy
-from torchrec_checknrun.run.restore_report import report_restored
+from torchrec_checknrun.run.restore_report import report_recovered, report_restored
 from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.run.schedule import Schedule
+from torchrec_checknrun.run.survival import Recovered, Survival, close_image, make_image
 from torchrec_checknrun.run.triggers import Trigger
 from torchrec_checknrun.save.background import BackgroundKind
 from torchrec_checknrun.shards import CHUNK_BYTES
@@ -89,9 +92,12 @@ class Checkpointer:
             ranks or the storage.
         chunk_bytes: bytes of memory for the rows of a chunk, with every copy of them that a save
             makes; a restore takes as much.
+        survive: ``Images()`` keeps each rank's state in shared memory, so that processes that die
+            and are started again lose no step; None: they go on from the newest checkpoint.
 
     Raises:
         UnsupportedTable: see ``track``.
+        ImagesRefused: ``survive`` is not possible with this model or on this machine.
         ValueError, TypeError: an argument is out of range, of another kind, or not the same on all
             ranks (memory budget and callbacks may differ); the same error on all ranks.
     """
@@ -117,6 +123,7 @@ class Checkpointer:
         resume: Resume = "auto",
         timeout_seconds: float = 1800.0,
         chunk_bytes: int = CHUNK_BYTES,
+        survive: Images | None = None,
         **unknown: Never,
     ) -> None:
         # First of all, before there are other local variables: every argument by its name.
@@ -128,8 +135,12 @@ class Checkpointer:
         self._options = parts.options
         self._ranks, self._background_ranks = parts.ranks, parts.background_ranks
         self._target = parts.target
-        saver = partial(Saver, parts.options, parts.target, parts.ranks, parts.background)
+        image = parts.on_all_ranks(
+            partial(make_image, parts.options, parts.target, parts.ranks), close_image
+        )
+        saver = partial(Saver, parts.options, parts.target, parts.ranks, parts.background, image)
         self._saver = parts.on_all_ranks(saver, Saver.close)
+        self._survival = Survival(parts.options, parts.target, parts.ranks, self._saver, image)
         schedule = partial(Schedule, parts.options.all_triggers, parts.ranks)
         self._schedule = parts.on_all_ranks(schedule, lambda made: made.close(failed=True))
         self._partly_restored: str | None = None
@@ -185,15 +196,33 @@ class Checkpointer:
         self._saver.before_restore()
         if required is None and checkpoint is None and self._options.resume == "never":
             protect_existing(self.root, self._ranks, self._saver.writer)
+            self._survival.begin(self.steps)
             return None
+        if checkpoint is None and (recovered := self._recover()) is not None:
+            return report_recovered(self._saver, recovered, time.perf_counter() - started)
+        self._survival.overwriting()
         found = self._apply(checkpoint, Fit(map or {}, strict, shrink), verify == "all")
         self._partly_restored = None
         self._saver.deferred = False
+        self._survival.begin(self.steps)
         if found is None:
             must = self._options.resume == "must" if required is None else required
             start_fresh(self.root, self._ranks, required=must)
             return None
-        return report_restored(self._saver, found, before, time.perf_counter() - started)
+        report = report_restored(self._saver, found, before, time.perf_counter() - started)
+        return replace(report, without_images=self._survival.reasons)
+
+    def _recover(self) -> Recovered | None:
+        """Go on from images and note it; None if they can't be used."""
+        try:
+            recovered = self._survival.recover()
+        except ModelPartlyRestored as error:
+            self._partly_restored = str(error)
+            raise
+        if recovered is not None:
+            self.steps, self._partly_restored = recovered.step, None
+            self._saver.deferred = False
+        return recovered
 
     def _apply(self, checkpoint: str | None, fit: Fit, verify_all: bool) -> Restored | None:
         """Restore the model and note it, or remember that the model is partly restored."""
@@ -235,6 +264,7 @@ class Checkpointer:
         self._require_usable()
         self._saver.progressed()
         self.steps += 1
+        self._survival.end_step(self.steps)  # first: no checkpoint is newer than the images
         self._saver.settle(wait=False)
         due = self._schedule.due(self.steps) or self._saver.deferred
         ending = self._schedule.ending
@@ -304,6 +334,7 @@ class Checkpointer:
             KeyError, IndexError: no such table, or no such row of it.
         """
         self._target.tracked.mark(table, rows)
+        self._survival.missed("they were written unnoticed, and marked afterwards")
 
     def writing(self, table: str, rows: RowIds) -> AbstractContextManager[None]:
         """Mark these rows (global ids), and no others, for the writes of a ``with`` block.
@@ -315,6 +346,7 @@ class Checkpointer:
     def mark_all(self, table: str | None = None) -> None:
         """Mark all rows of a table, or of all tables; call it on all ranks."""
         self._target.tracked.mark_all(table)
+        self._survival.missed("they were written unnoticed, and marked afterwards")
 
     def wait(self) -> CheckpointReport | None:
         """Wait until the checkpoint that was begun is durable; return its report as ``step`` does.
@@ -347,7 +379,7 @@ class Checkpointer:
             self.wait()
         finally:
             idle = self._saver.running is None and not self._saver.hangs
-            self._release()
+            self._release(failed=sys.exc_info()[0] is not None)
             if idle:
                 self._ranks.close()
                 self._background_ranks.close()
@@ -368,6 +400,7 @@ class Checkpointer:
 
     def _release(self, failed: bool = False) -> None:
         self._closed = True
+        self._survival.close(over=not failed)
         self._target.tracked.close()
         self._saver.close(failed)
         self._schedule.close(failed)

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import PerRankBuffers
+from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.root.retention import Retention
@@ -67,6 +68,7 @@ class Options:
     resume: Resume
     timeout_seconds: float
     chunk_bytes: int
+    survive: Images | None = None
 
     def __post_init__(self) -> None:
         arguments.require_model(self.model)
@@ -81,6 +83,9 @@ class Options:
                 "retention must be Retention(keep=...), such as Retention(keep=2), or None, not "
                 f"{retention!r}"
             )
+        survive: object = self.survive
+        if survive is not None and not isinstance(survive, Images):
+            raise ValueError(f"survive must be Images() or None, not {survive!r}")
         self._set("callbacks", arguments.as_callbacks(self.callbacks))
         self._set("root", arguments.as_root(self.root, self.timeout_seconds))
         self._set("state", arguments.as_states(self.state))

@@ -8,6 +8,7 @@ from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.restore.restore import Restored
 from torchrec_checknrun.root.report import RestoreReport
 from torchrec_checknrun.run.saver import Saver
+from torchrec_checknrun.run.survival import Recovered
 
 
 def report_restored(
@@ -43,4 +44,27 @@ def report_restored(
         lossy=found.chain.lossy,
         seconds=seconds,
         skipped=tuple(found.skipped),
+    )
+
+
+def report_recovered(saver: Saver, found: Recovered, seconds: float) -> RestoreReport:
+    """Log and return what images have brought back.
+
+    Args:
+        seconds: the duration of the restore.
+    """
+    for problem in found.passed_over:
+        saver.log("passed over: %s", problem, level=logging.WARNING)
+    saver.log("went on from images in memory at step %d, in %.2f s", found.step, seconds)
+    head = None if found.chain is None else found.chain.head
+    manifests = () if found.chain is None else found.chain.manifests
+    return RestoreReport(
+        id="" if head is None else head.id,
+        step=found.step,
+        sequence=0 if head is None else head.sequence,
+        chain=tuple(manifest.id for manifest in manifests),
+        passed_over=found.passed_over,
+        lossy=False,
+        seconds=seconds,
+        source="images",
     )

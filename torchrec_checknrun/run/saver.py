@@ -18,6 +18,7 @@ from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer
+from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain, resolve
@@ -50,6 +51,7 @@ class Saver:
     Args:
         options: the Checkpointer's arguments.
         target: the model and its states.
+        image: hears of each checkpoint that is cut or committed; None without images.
 
     Attributes:
         lineage: the checkpoints that were committed or restored last.
@@ -59,9 +61,15 @@ class Saver:
     """
 
     def __init__(
-        self, options: Options, target: Target, ranks: Ranks, background: Background
+        self,
+        options: Options,
+        target: Target,
+        ranks: Ranks,
+        background: Background,
+        image: RankImage | None = None,
     ) -> None:
         self.lineage = Lineage()
+        self._image = image
         self.deferred = False
         self._root = options.root
         self._model = options.model
@@ -136,6 +144,27 @@ class Saver:
             with suppress(Exception):  # the next save reports it
                 self._fingerprint = self._look_at_states()
 
+    def recovered(self, chain: Chain | None, lineage: str, lossy: int, full: bool) -> None:
+        """Note that the model is in a later state than a chain's head, from which it descends.
+
+        Args:
+            lineage: the name of the lineage.
+            lossy: restores from lossy checkpoints so far, this one being none.
+            full: whether the next checkpoint must be full.
+        """
+        if chain is not None:
+            self.lineage.restored(chain, full, forks=False)
+            self._ranks.on_all_ranks(lambda: self.writer.restored(chain))
+            self._last = self.lineage.report(Progress())
+        self.lineage.id, self.lineage.lossy_restores = lineage, lossy
+        self._resolve()
+        self._fingerprint = None
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients wait on this rank for an optimizer's step."""
+        return self._gradients.waiting or self._target.tracked.waiting
+
     def unchanged(self) -> CheckpointReport:
         """Return the last checkpoint's report, after ``begin`` found that it holds everything."""
         assert self._last is not None
@@ -171,6 +200,8 @@ class Saver:
         except OSError as error:
             self._note(SaveFailed(f"nothing can be saved to {self._root}: {error}"), tell)
             return Begun.FAILED
+        if self._image is not None and self.lineage.converted:
+            self._image.require_full()
         steps = [fact.step for fact in facts]
         if len(set(steps)) > 1:
             raise SaveFailed(
@@ -247,6 +278,8 @@ class Saver:
             return
         self._failures = 0
         self.lineage.committed(manifest)  # first: the next checkpoint builds on these rows
+        if self._image is not None:
+            self._image.committed(manifest.id, manifest.lineage, self.lineage.lossy_restores)
         if save.cut is not None:
             self._target.tracked.forget(save.cut)
         self._forget_running()  # last: after an interruption above, this runs again
@@ -313,7 +346,7 @@ class Saver:
         """Return this rank's facts about the next checkpoint, for rank 0's decision."""
         tracked = self._target.tracked
         tracked.refresh()
-        waiting = self._gradients.waiting or tracked.waiting
+        waiting = self.gradients_wait
         busy = self._running is not None
         failed = self._error is not None
         hangs = not busy and self._background.hangs
@@ -372,6 +405,8 @@ class Saver:
         agreed = time.monotonic()
         try:
             try:
+                if self._image is not None:  # first: the cut's marks count until it is committed
+                    self._image.cut(proposal.id, proposal.header.parent is None)
                 snapshot, cut = take_snapshot(
                     self._model, self._target.tracked, self._declared, _MARKS[proposal.decision]
                 )

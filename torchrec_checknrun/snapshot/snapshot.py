@@ -6,7 +6,7 @@ A snapshot points at the live tables and is staged, or written, before training 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -230,22 +230,8 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
         UnsupportedState: a state can't be stored.
         SaveFailed: a state object's ``state_dict()`` raised an error.
     """
-    states, content = declared.states, model.state_dict()
-    buffers = buffer_names(model, content)
-    live: dict[str, Any] = {MODEL: content}
-    optimizers = stored_optimizers(model, states, tracked)
-    live |= optimizers
-    for name, state in states.items():
-        if name not in optimizers:
-            try:
-                live[name] = state.state_dict()
-            except Exception as error:
-                rank = dist.get_rank() if dist.is_initialized() else 0
-                raise SaveFailed(
-                    f"state {name!r} can't be saved: its state_dict() raised on rank {rank} "
-                    f"{type(error).__name__}: {error}. Rows are kept for the next checkpoint; fix "
-                    "it and save again"
-                ) from error
+    live, optimizers = live_states(model, tracked, declared.states)
+    buffers = buffer_names(model, live[MODEL])
     shards = [shard.local for shard in tracked.shards]
     dense, blocks = split_states(live, tracked.tables, shards, optimizers)
     for name, value in dense[MODEL].items():
@@ -274,6 +260,43 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
         collisions=collisions,
         stepped=stepped_memory((*parameters, *in_optimizers)),
     )
+
+
+def live_states(
+    model: nn.Module, tracked: TrackedModel, states: Mapping[str, Stateful]
+) -> tuple[dict[str, Any], Collection[str]]:
+    """Return the state dicts of model and state objects by name, with the live tensors, and which
+    of them are optimizers in their stored form.
+
+    Raises:
+        SaveFailed: a state object's ``state_dict()`` raised an error.
+    """
+    optimizers = stored_optimizers(model, states, tracked)
+    live = {MODEL: model.state_dict(), **optimizers, **state_dicts(states, optimizers)}
+    return live, optimizers
+
+
+def state_dicts(
+    states: Mapping[str, Stateful], optimizers: Collection[object] = ()
+) -> dict[str, Any]:
+    """Return the state dicts of state objects by name, but those of optimizers.
+
+    Raises:
+        SaveFailed: an object's ``state_dict()`` raised an error.
+    """
+    found: dict[str, Any] = {}
+    for name, state in states.items():
+        if name not in optimizers:
+            try:
+                found[name] = state.state_dict()
+            except Exception as error:
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                raise SaveFailed(
+                    f"state {name!r} can't be saved: its state_dict() raised on rank {rank} "
+                    f"{type(error).__name__}: {error}. Rows are kept for the next checkpoint; fix "
+                    "it and save again"
+                ) from error
+    return found
 
 
 def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[ShardSnapshot], Cut]:

@@ -19,13 +19,13 @@ def sabotage() -> None:
         baseline.append(begin(saver, step, tell))
         return baseline[-1]
 
-    def mark_others(marks: Marks, ids: torch.Tensor) -> None:
+    def mark_others(marks: Marks, ids: torch.Tensor, keep: bool = True) -> None:
         if baseline and not victim and ids.numel():
             victim.append((marks, int(ids[0])))
             report(f"row {ids[0]} of a shard is not marked")
         if victim and victim[0][0] is marks:
             ids = ids[ids != victim[0][1]]
-        mark(marks, ids)
+        mark(marks, ids, keep)
 
     if rank() == 0:
         replace(Saver, "begin", begin_and_see)

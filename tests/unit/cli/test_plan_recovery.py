@@ -66,7 +66,8 @@ def test_json_holds_the_choice(console: Console) -> None:
     for one, candidate in zip(recovery["candidates"], wanted.candidates, strict=True):
         assert one["overhead"] == candidate.overhead
         assert one["pls"] == candidate.pls
-        assert one["in_this_release"] == (candidate.recovery is Recovery.FULL)
+        released = (Recovery.FULL, Recovery.IMAGES_FULL)
+        assert one["in_this_release"] == (candidate.recovery in released)
     sources = {name: figure["source"] for name, figure in recovery["figures"].items()}
     assert sources == {
         **dict.fromkeys(
@@ -97,7 +98,7 @@ def test_text_names_what_is_not_there(console: Console) -> None:
     )
     assert lines[-2:] == [
         "cheapest: partial, a save every 44.8 h",
-        "this release recovers in full: a save every 2.16 h",
+        "cheapest in this release: images, else full, a save every 6.83 h",
     ]
 
 

@@ -21,6 +21,7 @@ from torchrec_checknrun import (
     Consecutive,
     EverySeconds,
     Full,
+    Images,
     Intermittent,
     OneShot,
     OnSigterm,
@@ -191,6 +192,13 @@ class TestCheckNRun:
             "checkpoint.timeout_seconds=12.5",
         ).arguments
         assert (arguments["every_steps"], arguments["timeout_seconds"]) == (7, 12.5)
+
+    def test_images_are_one_key(self) -> None:
+        arguments = made("checkpoint=check_n_run", "checkpoint.root=x").arguments
+        assert arguments["survive"] is None
+        overrides = ("checkpoint.root=x", "checkpoint.images=true")
+        arguments = made("checkpoint=check_n_run", *overrides).arguments
+        assert arguments["survive"] == Images()
 
     def test_values_that_only_the_library_can_judge(self) -> None:
         with pytest.raises(InstantiationException, match="mean_bits and offset are parameters"):

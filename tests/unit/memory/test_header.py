@@ -1,0 +1,90 @@
+"""Words and records of an image: a kill leaves the old ones or the new ones, damage is found."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrec_checknrun.memory.file import NoImage
+from torchrec_checknrun.memory.header import HEAD_BYTES, PAGE, Place, Record, Word, Words
+from torchrec_checknrun.native import has_extension
+
+pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was not built")
+
+
+class Note(msgspec.Struct):
+    text: str
+
+
+def memory(size: int = 512) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def test_words_are_kept() -> None:
+    words = Words(memory(PAGE))
+    words.publish(Word.DONE, 17)
+    words.publish(Word.FLOOR, -1)
+    assert (words[Word.DONE], words[Word.FLOOR], words[Word.READY]) == (17, -1, 0)
+
+
+@given(st.lists(st.text(max_size=40), min_size=1, max_size=6))
+def test_the_newest_value_is_read(texts: list[str]) -> None:
+    place = memory()
+    for text in texts:
+        Record(place, Note).write(Note(text))
+        assert Record(place, Note).read().text == text
+
+
+@given(st.text(max_size=40), st.text(max_size=40), st.integers(0, 255), st.data())
+def test_a_torn_record_leaves_the_one_before(
+    before: str, after: str, noise: int, data: st.DataObject
+) -> None:
+    place = memory()
+    record = Record(place, Note)
+    record.write(Note(before))
+    old = place.clone()
+    record.write(Note(after))
+    torn = old.clone()
+    changed = (old != place).nonzero().reshape(-1).tolist()
+    # Any part of what the write has stored, in any order, but not the number, which comes last.
+    number = set(range(8)) | set(range(256, 264))
+    stored = [at for at in changed if at not in number and data.draw(st.booleans())]
+    torn[stored] = place[stored]
+    assert Record(torn, Note).read().text == before
+
+
+@given(st.binary(max_size=60), st.integers(0, 1 << 40), st.data())
+def test_every_changed_byte_is_found(content: bytes, number: int, data: st.DataObject) -> None:
+    place = memory()
+    Place(place).write(number, [content[:7], content[7:]])
+    found = Place(place).read()
+    assert found is not None
+    assert (found[0], bytes(found[1])) == (number, content)
+    used = [*range(24), *range(HEAD_BYTES, HEAD_BYTES + len(content))]
+    at = data.draw(st.sampled_from(used))
+    place[at] ^= data.draw(st.integers(1, 255))
+    assert Place(place).read() is None
+
+
+@given(st.binary(min_size=512, max_size=512))
+def test_noise_is_no_record(noise: bytes) -> None:
+    with pytest.raises(NoImage, match="damaged"):
+        Record(torch.tensor(list(noise), dtype=torch.uint8), Note).read()
+
+
+def test_a_value_of_another_kind_is_refused() -> None:
+    place = memory()
+    Record(place, Note).write({"other": 3})
+    with pytest.raises(NoImage, match="damaged"):
+        Record(place, Note).read()
+
+
+def test_a_value_that_is_too_large_is_refused_and_the_one_before_stays() -> None:
+    record = Record(memory(), Note)
+    record.write(Note("short"))
+    with pytest.raises(NoImage, match="more than"):
+        record.write(Note("x" * 300))
+    assert record.read().text == "short"

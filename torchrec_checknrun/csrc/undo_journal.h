@@ -1,0 +1,217 @@
+// Rows as they were before a step, so that the step can be undone by another process.
+//
+// A journal is a piece of memory that outlives the process. It holds segments: the number of a
+// shard, a count, that many row ids, and as many rows, each of all parts of the shard. Ids and
+// counts are int64; a segment begins at a multiple of eight bytes.
+//
+// Without torch, as copy_on_write.h is.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace checknrun {
+
+// Stores a word so that everything stored before it is there for whoever reads it.
+inline void publish_word(int64_t* word, int64_t value) {
+  static_assert(std::atomic_ref<int64_t>::is_always_lock_free);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  std::atomic_ref<int64_t>(*word).store(value, std::memory_order_seq_cst);
+}
+
+// A tensor of a shard, with a row of ``row_bytes`` for each row of the shard.
+struct JournaledPart {
+  uint8_t* live;
+  int64_t row_bytes;
+};
+
+// A shard whose rows are journaled.
+struct JournaledShard {
+  int64_t rows;
+  std::vector<JournaledPart> parts;
+  uint8_t* intervals;  // by row: the interval between two cuts in which it was last modified
+
+  int64_t row_bytes() const {
+    int64_t total = 0;
+    for (const JournaledPart& part : parts) total += part.row_bytes;
+    return total;
+  }
+};
+
+struct Undone {
+  int64_t rows = 0;
+  int64_t changed = 0;  // of these, rows that were not yet as they are now
+};
+
+class UndoJournal {
+ public:
+  explicit UndoJournal(std::vector<JournaledShard> shards) : shards_(std::move(shards)) {
+    for (const JournaledShard& shard : shards_) {
+      seen_.emplace_back(size_t(shard.rows), uint8_t(0));
+      wanted_.emplace_back();
+    }
+  }
+
+  // Begins a step: rows are journaled again that were journaled in the one before.
+  void begin() {
+    for (std::vector<int64_t>& rows : wanted_) rows.clear();
+    wanted_bytes_ = 0;
+    if (++generation_ != 0) return;
+    for (std::vector<uint8_t>& seen : seen_) std::fill(seen.begin(), seen.end(), uint8_t(0));
+    generation_ = 1;
+  }
+
+  // Collects the rows with these ids that the step has not journaled yet, and notes the interval.
+  //
+  // -1 is no row; FBGEMM takes any other id out of range for row 0, and so does this.
+  void collect(size_t shard, const int64_t* ids, int64_t n, uint8_t interval) {
+    const JournaledShard& of = shards_.at(shard);
+    if (of.rows == 0) return;
+    uint8_t* seen = seen_[shard].data();
+    std::vector<int64_t>& wanted = wanted_[shard];
+    const size_t before = wanted.size();
+    wanted.resize(before + size_t(n));
+    int64_t* next = wanted.data() + before;
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) {
+        const int64_t ahead = corrected(ids[i + kAhead], of.rows);
+        if (ahead >= 0) {
+          __builtin_prefetch(seen + ahead, 1);
+          if (of.intervals) __builtin_prefetch(of.intervals + ahead, 1);
+        }
+      }
+      const int64_t row = corrected(ids[i], of.rows);
+      if (row < 0) continue;
+      if (of.intervals) of.intervals[row] = interval;
+      *next = row;  // without a branch, which nobody could predict
+      next += seen[row] != generation_;
+      seen[row] = generation_;
+    }
+    wanted.resize(size_t(next - wanted.data()));
+    if (before == 0 && !wanted.empty()) wanted_bytes_ += kHeader;
+    wanted_bytes_ += int64_t(wanted.size() - before) * (int64_t(sizeof(int64_t)) + of.row_bytes());
+    // A segment is padded to eight bytes; where it is, is not known before all of it is collected.
+  }
+
+  // Bytes that ``write`` takes at most.
+  int64_t wanted_bytes() const {
+    return wanted_bytes_ == 0 ? 0 : wanted_bytes_ + int64_t(shards_.size()) * 8;
+  }
+
+  // Writes the collected rows; returns the number of bytes written.
+  int64_t write(uint8_t* into) {
+    uint8_t* at = into;
+    for (size_t s = 0; s < shards_.size(); ++s) {
+      const std::vector<int64_t>& rows = wanted_[s];
+      if (rows.empty()) continue;
+      const int64_t header[2] = {int64_t(s), int64_t(rows.size())};
+      std::memcpy(at, header, sizeof header);
+      at += sizeof header;
+      std::memcpy(at, rows.data(), rows.size() * sizeof(int64_t));
+      at += rows.size() * sizeof(int64_t);
+      at = write_rows(shards_[s], rows, at);
+      at += -uintptr_t(at - into) & 7;
+      wanted_[s].clear();
+    }
+    wanted_bytes_ = 0;
+    return at - into;
+  }
+
+  // Puts the rows of a journal back, all of them or none, and notes the interval.
+  //
+  // Within one journal a row comes once. Throws if the bytes are no journal of these shards.
+  Undone undo(const uint8_t* from, int64_t size, uint8_t interval) const {
+    visit(from, size, [](const JournaledShard&, int64_t, const uint8_t*) {});
+    Undone undone;
+    visit(from, size, [&](const JournaledShard& shard, int64_t row, const uint8_t* bytes) {
+      bool changed = false;
+      for (const JournaledPart& part : shard.parts) {
+        uint8_t* live = part.live + row * part.row_bytes;
+        changed = changed || std::memcmp(live, bytes, size_t(part.row_bytes)) != 0;
+        std::memcpy(live, bytes, size_t(part.row_bytes));
+        bytes += part.row_bytes;
+      }
+      if (shard.intervals) shard.intervals[row] = interval;
+      ++undone.rows;
+      undone.changed += changed;
+    });
+    return undone;
+  }
+
+  const std::vector<JournaledShard>& shards() const { return shards_; }
+
+ private:
+  static constexpr int64_t kHeader = 2 * int64_t(sizeof(int64_t));
+  static constexpr int64_t kAhead = 16, kLine = 64, kMostAhead = 1024;
+
+  static int64_t corrected(int64_t id, int64_t rows) {
+    if (id >= 0 && id < rows) return id;
+    return id == -1 ? -1 : 0;
+  }
+
+  static uint8_t* write_rows(const JournaledShard& shard, const std::vector<int64_t>& rows,
+                             uint8_t* into) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (i + kAhead < rows.size()) {
+        for (const JournaledPart& part : shard.parts) {
+          const uint8_t* next = part.live + rows[i + kAhead] * part.row_bytes;
+          for (int64_t at = 0; at < part.row_bytes && at < kMostAhead; at += kLine) {
+            __builtin_prefetch(next + at);
+          }
+        }
+      }
+      for (const JournaledPart& part : shard.parts) {
+        const uint8_t* from = part.live + rows[i] * part.row_bytes;
+        if (part.row_bytes == 4) {  // row-wise state: not worth a call
+          std::memcpy(into, from, 4);
+        } else {
+          std::memcpy(into, from, size_t(part.row_bytes));
+        }
+        into += part.row_bytes;
+      }
+    }
+    return into;
+  }
+
+  template <typename Act>
+  void visit(const uint8_t* from, int64_t size, Act act) const {
+    int64_t at = 0;
+    while (at < size) {
+      int64_t header[2];
+      if (size - at < kHeader) throw std::invalid_argument("a segment's header is cut off");
+      std::memcpy(header, from + at, sizeof header);
+      at += kHeader;
+      const auto [number, count] = header;
+      if (number < 0 || number >= int64_t(shards_.size())) {
+        throw std::invalid_argument("a segment names no shard");
+      }
+      const JournaledShard& shard = shards_[size_t(number)];
+      const int64_t row_bytes = shard.row_bytes(), each = row_bytes + int64_t(sizeof(int64_t));
+      if (count < 0 || count > shard.rows || count > (size - at) / each) {
+        throw std::invalid_argument("a segment's rows are cut off");
+      }
+      const uint8_t* ids = from + at;
+      const uint8_t* bytes = ids + count * int64_t(sizeof(int64_t));
+      for (int64_t i = 0; i < count; ++i) {
+        int64_t row;
+        std::memcpy(&row, ids + i * int64_t(sizeof row), sizeof row);
+        if (row < 0 || row >= shard.rows) throw std::invalid_argument("a row is not in its shard");
+        act(shard, row, bytes + i * row_bytes);
+      }
+      at += count * each;
+      at += -at & 7;
+    }
+  }
+
+  const std::vector<JournaledShard> shards_;
+  std::vector<std::vector<uint8_t>> seen_;     // by row: the last step that has journaled it
+  std::vector<std::vector<int64_t>> wanted_;  // by shard: the rows collected
+  int64_t wanted_bytes_ = 0;
+  uint8_t generation_ = 0;
+};
+
+}  // namespace checknrun

@@ -1,0 +1,87 @@
+"""Agree on the step that all ranks can go back to, or on why there is none.
+
+Each rank says what its image can do; rank 0 alone looks at the storage and decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrec_checknrun.ranks import ranks_text
+
+
+@dataclass(frozen=True)
+class Found:
+    """One rank's image at a start.
+
+    Attributes:
+        missing: why there is none that can be used; None: there is one.
+        incarnation: names the images that were begun together.
+        done: the newest step whose end is in the image.
+        steps: the steps whose end can be gone back to.
+        heads: ids of checkpoints that the image may descend from: the last one known to be
+            committed (None: none was), and those begun since.
+    """
+
+    missing: str | None = None
+    incarnation: str = ""
+    done: int = -1
+    steps: tuple[int, ...] = ()
+    heads: tuple[str | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The checkpoint that an ordinary restore would take; ``id`` is None without one."""
+
+    id: str | None = None
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The step to go back to, by images.
+
+    Attributes:
+        step: None: not by images.
+        reasons: why not, for each rank concerned.
+    """
+
+    step: int | None
+    reasons: tuple[str, ...] = ()
+
+
+def decide(found: Sequence[Found], newest: Newest) -> Decision:
+    """Decide by all ranks' images, in rank order.
+
+    The newest step that all can reach is the oldest one that is the newest of a rank. An image
+    counts only if it descends from the checkpoint that a restore would take: else the storage has
+    gone on without it.
+    """
+    by_reason: dict[str, list[int]] = {}
+    for rank, image in enumerate(found):
+        if image.missing is not None:
+            by_reason.setdefault(image.missing, []).append(rank)
+    if by_reason:
+        return _none(by_reason)
+    incarnations = {image.incarnation for image in found}
+    if len(incarnations) > 1:
+        return Decision(None, ("the ranks' images were not begun together",))
+    step = min(image.done for image in found)
+    for rank, image in enumerate(found):
+        if step not in image.steps:
+            what = f"it can go back to steps {sorted(image.steps)}, and the ranks need {step}"
+            by_reason.setdefault(what, []).append(rank)
+        elif newest.id not in image.heads:
+            which = "no checkpoint is there" if newest.id is None else f"{newest.id} is the newest"
+            what = f"{which}, from which it does not descend"
+            by_reason.setdefault(what, []).append(rank)
+        elif step < newest.step:
+            what = f"it is of step {step}, older than {newest.id} of step {newest.step}"
+            by_reason.setdefault(what, []).append(rank)
+    return _none(by_reason) if by_reason else Decision(step)
+
+
+def _none(by_reason: dict[str, list[int]]) -> Decision:
+    return Decision(None, tuple(f"{ranks_text(on)}: {reason}" for reason, on in by_reason.items()))

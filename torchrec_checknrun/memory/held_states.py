@@ -1,0 +1,161 @@
+"""Hold everything of a rank beside the rows of sharded tables, as of the end of one step.
+
+It is what a checkpoint stores of it, in the same encoding, but whole on every rank: each rank's own
+buffers and replicas, data-parallel tables with their optimizer rows, local parts of sharded
+tensors, the optimizers' clocks, and the random number generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchrec_checknrun.dense.generators import generators_state
+from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.format.state import Tree, decode_state, tree_items
+from torchrec_checknrun.memory.file import NoImage
+from torchrec_checknrun.memory.header import Piece
+from torchrec_checknrun.memory.model_content import (
+    ModelContent,
+    parts_of,
+    read_section,
+    section,
+)
+from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.model.dense_states import DenseStates
+from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.model.state_dict import StoredTables, drop_tables, find_blocks
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.shards import LocalShard
+from torchrec_checknrun.snapshot.snapshot import state_dicts
+
+_STATES, _TABLES, _PARTS, _PROGRESS, _GENERATORS = (
+    "states",
+    "tables",
+    "parts",
+    "progress",
+    "generators",
+)
+
+
+def local_parts(
+    live: dict[str, Any], tracked: TrackedModel, optimizers: Any = ()
+) -> tuple[StoredTables, list[Block]]:
+    """Find the local parts of sharded tensors beside tables; also return the tables."""
+    stored = StoredTables(tracked.tables, [shard.local for shard in tracked.shards])
+    return stored, find_blocks(live, stored, optimizers)
+
+
+def replicas(tracked: TrackedModel) -> list[LocalShard]:
+    """Return the data-parallel tables, which dense optimizers step, with their present state."""
+    shards = [shard for shard in tracked.shards if shard.local.replicated]
+    for watch in dict.fromkeys(shard.writes for shard in shards):
+        watch.flush()  # an optimizer makes its state at its first step, or replaces it when loaded
+    return [shard.local for shard in shards]
+
+
+class Taker:
+    """Takes a rank's state at the end of each step.
+
+    Args:
+        states: the state objects by name.
+    """
+
+    def __init__(
+        self, model: nn.Module, tracked: TrackedModel, states: Mapping[str, Stateful]
+    ) -> None:
+        self._tracked, self._states = tracked, states
+        self._content = ModelContent(model, tracked)
+        self._optimizers = DenseStates(model, states, tracked, self._content.names)
+
+    def take(self) -> list[Piece]:
+        """Return the state as pieces to be written, which share live memory where possible.
+
+        Raises:
+            UnsupportedState, SaveFailed: a state can't be stored.
+        """
+        of_model = self._content.pieces()
+        optimizers = self._optimizers.stored()
+        live = {**optimizers, **state_dicts(self._states, optimizers)}
+        stored, blocks = local_parts(live, self._tracked, optimizers)
+        of_run = {
+            _STATES: {name: drop_tables(value, stored) for name, value in live.items()},
+            _TABLES: {
+                table.table: dict(zip(("weight", *table.optimizer), table.tensors, strict=True))
+                for table in replicas(self._tracked)
+            },
+            _PARTS: parts_of(blocks),
+            _PROGRESS: _packed(self._tracked.progress()),
+            _GENERATORS: generators_state(),
+        }
+        return [*of_model, *section(of_run)]
+
+
+def size_of(pieces: Sequence[Piece]) -> int:
+    """Return the bytes of pieces."""
+    return sum(map(len, pieces))
+
+
+def _packed(progress: Mapping[str, OptimizerClock]) -> list[dict[str, Any]]:
+    """Pack clocks, each once: the tables of a kernel share one."""
+    by_clock: dict[int, dict[str, Any]] = {}
+    for table, clock in progress.items():
+        fields = {
+            "step": clock.step,
+            "learning_rate": clock.learning_rate,
+            "options": clock.options,
+        }
+        by_clock.setdefault(id(clock), {"clock": fields, "tables": []})["tables"].append(table)
+    return list(by_clock.values())
+
+
+@dataclass(frozen=True)
+class HeldStates:
+    """A rank's state as of the end of one step.
+
+    Attributes:
+        trees: of the state objects and the model, by name, each with the payload it points into;
+            that is shared memory.
+        tables: data-parallel tables' weight and optimizer rows, by table.
+        parts: local parts of sharded tensors, by name.
+        progress: the optimizers' clocks, by table.
+        generators: see ``generators_state``.
+    """
+
+    trees: dict[str, tuple[Tree, memoryview]]
+    tables: dict[str, dict[str, torch.Tensor]]
+    parts: dict[str, torch.Tensor]
+    progress: dict[str, OptimizerClock]
+    generators: dict[str, Any]
+
+    @classmethod
+    def read(cls, content: memoryview) -> HeldStates:
+        """Read what ``Taker.take`` has returned.
+
+        Raises:
+            NoImage: it is something else.
+        """
+        try:
+            trees: dict[str, tuple[Tree, memoryview]] = {}
+            parts: dict[str, torch.Tensor] = {}
+            found: dict[Any, Any] = {}
+            for _ in range(2):
+                tree, payload, content = read_section(content)
+                items = tree_items(tree)
+                own = {n: decode_state(items[n], payload) for n in items if n != _STATES}
+                trees |= {str(n): (node, payload) for n, node in tree_items(items[_STATES]).items()}
+                parts |= {part["name"]: part["value"] for part in own[_PARTS]}
+                found |= own
+            clocks = [
+                (each["tables"], OptimizerClock(**each["clock"])) for each in found[_PROGRESS]
+            ]
+            progress = {table: clock for tables, clock in clocks for table in tables}
+            return cls(trees, found[_TABLES], parts, progress, found[_GENERATORS])
+        except (CorruptCheckpoint, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+            raise NoImage(f"its state can't be read ({error!r})") from None

@@ -1,0 +1,383 @@
+"""Hold one rank's image: begin it, end each step in it, and go back to a step after a restart.
+
+The order of stores is what makes it right. A step's state is written to the older of two places,
+then the step is published as done; T is the newest step that is done on all ranks, and its state is
+not overwritten before all have published it. Rows are journaled before they change, and put back,
+as often as it takes, until all ranks are at T; only then are journals dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchrec_checknrun.errors import CheckNRunError, ImagesRefused
+from torchrec_checknrun.memory.agreement import Found
+from torchrec_checknrun.memory.areas import Areas, Layout
+from torchrec_checknrun.memory.descent import KeptDescent
+from torchrec_checknrun.memory.file import NoImage
+from torchrec_checknrun.memory.header import FIRST_BYTES, HEAD_BYTES, Piece, Place, Word
+from torchrec_checknrun.memory.held_states import HeldStates, Taker, size_of
+from torchrec_checknrun.memory.images import Images
+from torchrec_checknrun.memory.shard_memory import ShardMemory
+from torchrec_checknrun.memory.space import require_space
+from torchrec_checknrun.memory.step_journal import FIRST_SIZE, KernelJournal, StepJournal
+from torchrec_checknrun.model.tracked import TrackedModel
+
+logger = logging.getLogger(__name__)
+
+_INTERVALS = "intervals"
+_NAMES = ("state-0", "state-1")
+
+
+class RankImage:
+    """The image of one rank.
+
+    Args:
+        images: what the user wants.
+        root: the URL of the run's checkpoints, which names the run.
+        rank, world_size: of this process.
+        states: the state objects by name.
+
+    Attributes:
+        path: of the file.
+        why_not: why an earlier process's image can't be used; None: it can.
+        rows, changed: rows put back by the last roll-back, and how many had changed.
+
+    Raises:
+        ImagesRefused: this model or this machine can't have images.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        root: str,
+        rank: int,
+        world_size: int,
+        model: nn.Module,
+        tracked: TrackedModel,
+        states: Mapping[str, Stateful],
+    ) -> None:
+        self._images = images
+        self._tracked = tracked
+        self._taker = Taker(model, tracked, states)
+        self._memory = ShardMemory(tracked)
+        self._marks = [shard.marks for shard in self._memory.shards]
+        self._run = f"{root} {rank}/{world_size}"
+        run = hashlib.sha256(root.encode()).hexdigest()[:16]
+        name = f"checknrun-{os.geteuid()}-{run}-{rank}of{world_size}.image"
+        self.path = Path(images.folder) / name
+        self.why_not: str | None = None
+        self.rows = self.changed = 0
+        self._areas: Areas | None = None
+        self._journal: StepJournal | None = None
+        self._broken = self._told_ahead = False
+        self._open()
+
+    def _open(self) -> None:
+        """Open what an earlier process has left, or make sure that there is room."""
+        try:
+            self._areas = Areas.open(self.path, self._run, self._memory.digest)
+            self._descent = self._read_descent(self._areas)
+            return
+        except NoImage as error:
+            self.why_not = str(error)
+        self._areas = None
+        if "alive" in self.why_not:
+            raise ImagesRefused(
+                f"the image {self.path} can't be used: {self.why_not}. Two runs must not share a "
+                "root; end the other one first"
+            )
+        needed = self._memory.bytes + KeptDescent.bytes_for(self._marks) + FIRST_BYTES
+        try:
+            present = self.path.lstat().st_blocks * 512
+        except OSError:
+            present = 0
+        require_space(self.path.parent, needed + 4 * FIRST_SIZE - present, self._memory.bytes)
+
+    def _read_descent(self, areas: Areas) -> KeptDescent:
+        size = KeptDescent.bytes_for(self._marks)
+        if len(areas.get(_INTERVALS)) < size:
+            raise NoImage("its marks are too few")
+        descent = KeptDescent(areas.descent, areas.get(_INTERVALS), self._marks)
+        descent.read()
+        return descent
+
+    # ------------------------------------------------------------------ recovery
+
+    def look(self) -> Found:
+        """Tell what the image that an earlier process has left can do."""
+        try:
+            return self._look()
+        except NoImage as error:
+            self.why_not = str(error)
+        return Found(missing=f"{self.path}: {self.why_not}")
+
+    def _look(self) -> Found:
+        if self._areas is None or self.why_not is not None:
+            raise NoImage(self.why_not)
+        words = self._areas.words
+        done, floor = words[Word.DONE], words[Word.FLOOR]
+        for place in range(2):
+            since, used = words[Word.JOURNAL_FROM + place], words[Word.JOURNAL_USED + place]
+            size = len(self._areas.get(f"journal-{place}"))
+            if since > done or (since >= 0 and not 0 <= used <= size):
+                raise NoImage("its journal is damaged")
+        found = [place.read() for place in self._places()]
+        steps = tuple(each[0] for each in found if each is not None and floor <= each[0] <= done)
+        return Found(
+            incarnation=self._areas.layout.incarnation,
+            done=done,
+            steps=steps,
+            heads=self._descent.heads,
+        )
+
+    def held(self, step: int) -> HeldStates:
+        """Return everything beside rows as of a step.
+
+        Raises:
+            NoImage: it is damaged.
+        """
+        for place in self._places():
+            found = place.read()
+            if found is not None and found[0] == step:
+                return HeldStates.read(found[1])
+        raise NoImage(f"it has no state of step {step}")
+
+    def go_back(self, step: int, head: str | None) -> None:
+        """Move the model's shards into the image, with its content as of the end of a step.
+
+        Args:
+            head: the checkpoint that all ranks take for the newest one.
+
+        Raises:
+            NoImage, ValueError: the image is damaged; the shards have unknown content.
+        """
+        assert self._areas is not None
+        for shard in self._memory.shards:
+            shard.mark_all(everywhere=True)
+        self._tracked.restores += 1
+        self._memory.move(self._areas, keep=True)
+        journal = self._make_journal(self._areas)
+        journal.undo_to(step)
+        self.rows, self.changed = journal.rows, journal.changed
+        self._descent.recover(head)
+        self._journal = journal
+
+    def resume(self, step: int) -> None:
+        """Publish the step that all ranks are at now, and go on from there."""
+        assert self._areas is not None
+        assert self._journal is not None
+        self._areas.words.publish(Word.DONE, step)
+        self._journal.drop()
+        self._watch()
+
+    # ------------------------------------------------------------------ training
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether steps are ended in the image."""
+        return self._journal is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether there is no image any more, of which the log tells."""
+        return self._broken
+
+    def unready(self) -> None:
+        """Stop using the image, before its memory is overwritten; ``begin`` begins anew."""
+        if self._areas is not None:
+            self._areas.words.publish(Word.READY, 0)
+        self._unwatch()
+        self._journal = None
+
+    def begin(
+        self, step: int, incarnation: str, lineage: str, head: str | None, lossy: int, full: bool
+    ) -> None:
+        """Begin an image of the model as it is now, at the end of a step.
+
+        Args:
+            incarnation: the same on all ranks.
+            lineage, head, lossy, full: see ``Descent``.
+
+        Raises:
+            ImagesRefused: there is too little memory, or too much state.
+            UnsupportedState, SaveFailed: a state can't be stored.
+        """
+        started = time.perf_counter()
+        pieces = self._taker.take()
+        self._require_few(pieces, time.perf_counter() - started)
+        if self._areas is not None and self.why_not is not None:
+            self._areas.close()
+            self._areas = None
+        if self._areas is None:
+            self._areas = Areas.create(self.path, Layout(self._run, self._memory.digest, "", {}))
+        areas = self._areas
+        self.why_not = None
+        self.unready()
+        for place in range(2):
+            areas.words.publish(Word.JOURNAL_FROM + place, -1)
+            if not areas.has(f"journal-{place}"):
+                areas.add(f"journal-{place}", FIRST_SIZE)
+            self._make_room(place, pieces)
+            self._place(place).clear()
+        self._memory.move(areas, keep=False)
+        size = KeptDescent.bytes_for(self._marks)
+        memory = areas.get(_INTERVALS) if areas.has(_INTERVALS) else areas.add(_INTERVALS, size)
+        self._descent = KeptDescent(areas.descent, memory, self._marks)
+        self._descent.start(lineage, head, lossy, full)
+        self._place(0).write(step, pieces)
+        areas.words.publish(Word.FLOOR, step)
+        areas.words.publish(Word.DONE, step)
+        areas.publish(incarnation)
+        self._journal = self._make_journal(areas)
+        self._watch()
+        areas.words.publish(Word.READY, 1)
+
+    def end_step(self, step: int) -> None:
+        """Put everything beside rows into the image and publish the step as done.
+
+        Where that fails the image is given up, and the log tells why; training goes on.
+        """
+        if self._areas is None or self._journal is None:
+            return
+        for watch in self._memory.watches:
+            watch.check()
+        if not self._memory.is_in_place:
+            self._give_up("the tables' memory was replaced (by a reshard, or `model.to`)")
+            return
+        started = time.perf_counter()
+        try:
+            pieces = self._taker.take()
+            self._require_few(pieces, time.perf_counter() - started)
+            words = self._areas.words
+            place = 0 if self._place(0).number != words[Word.DONE] else 1
+            self._make_room(place, pieces)
+            self._place(place).write(step, pieces)
+        except (CheckNRunError, OSError, NoImage) as error:
+            self._give_up(str(error))
+            return
+        words.publish(Word.DONE, step)
+        words.publish(Word.TIME, int(time.time()))
+        self._journal.end_step()
+        if self._journal.ahead > 0 and not self._told_ahead:
+            self._told_ahead = True
+            logger.warning(
+                "a batch was looked up before the end of the step before it, as semi-synchronous "
+                "pipelines do (or was only evaluated, without torch.no_grad): after a killed "
+                "process such a batch is looked up again, and the run is not the same bit for bit"
+            )
+
+    def missed(self, why: str) -> None:
+        """Note that rows were changed that were not journaled."""
+        if self._journal is not None:
+            self._journal.missed(why)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def cut(self, id: str, full: bool) -> None:
+        """Note a checkpoint whose marks are about to be cut."""
+        if self._areas is None or self._journal is None:
+            return
+        if self._descent.clock.full:
+            self._areas.words.publish(Word.READY, 0)
+            self._descent.renumber()
+            self._areas.words.publish(Word.READY, 1)
+        self._descent.begin(id, full)
+
+    def committed(self, id: str, lineage: str, lossy: int) -> None:
+        """Note that a checkpoint is committed."""
+        if self._journal is not None:
+            self._descent.committed(id, lineage, lossy)
+
+    def require_full(self) -> None:
+        """Note that the next checkpoint must be full."""
+        if self._journal is not None:
+            self._descent.require_full()
+
+    @property
+    def known_lineage(self) -> tuple[str, int, bool]:
+        """The lineage's name, the lossy restores, and whether the next checkpoint must be full."""
+        known = self._descent.known
+        return known.lineage, known.lossy_restores, known.must_be_full
+
+    def close(self, remove: bool) -> None:
+        """Stop using the image.
+
+        Args:
+            remove: the run is over; else a later process may go on from it.
+        """
+        self._unwatch()
+        self._journal = None
+        if self._areas is not None:
+            if remove:
+                self._areas.remove()
+            else:
+                self._areas.close()
+            self._areas = None
+
+    # ------------------------------------------------------------------
+
+    def _give_up(self, why: str) -> None:
+        self.unready()
+        self._broken = True
+        logger.warning(
+            "there is no image from this step on, so that a killed process means a restore from "
+            "the newest checkpoint: %s",
+            why,
+        )
+
+    def _require_few(self, pieces: list[Piece], seconds: float) -> None:
+        size = size_of(pieces)
+        if size > self._images.most_state_bytes:
+            raise ImagesRefused(
+                f"every step would copy {size:,} bytes of state beside the tables into the image "
+                f"(to find them took {seconds * 1e3:.1f} ms), more than "
+                f"most_state_bytes={self._images.most_state_bytes:,}: raise that limit if the step "
+                "has the time, or run without survive=Images()"
+            )
+
+    def _make_room(self, place: int, pieces: list[Piece]) -> None:
+        assert self._areas is not None
+        needed = size_of(pieces) + HEAD_BYTES
+        name = _NAMES[place]
+        if not self._areas.has(name):
+            self._areas.add(name, needed + needed // 4)
+        elif len(self._areas.get(name)) < needed:
+            self._place(place).clear()
+            self._areas.grow(name, needed + needed // 2, HEAD_BYTES)
+
+    def _place(self, place: int) -> Place:
+        assert self._areas is not None
+        return Place(self._areas.get(_NAMES[place]))
+
+    def _places(self) -> list[Place]:
+        return [self._place(place) for place in range(2)]
+
+    def _make_journal(self, areas: Areas) -> StepJournal:
+        shards = [shard.local for shard in self._memory.shards]
+        return StepJournal(areas, shards, self._descent.kept, self._descent.clock)
+
+    def _watch(self) -> None:
+        assert self._journal is not None
+        first = 0
+        for watch in self._memory.watches:
+            rows = self._memory.watch_rows(watch)
+            small = self._memory.is_small(watch, self._images.most_state_bytes)
+            watch.journal = KernelJournal(self._journal, first, rows, small)
+            first += len(rows)
+        for marks, kept in zip(self._marks, self._descent.kept, strict=True):
+            marks.kept = kept
+
+    def _unwatch(self) -> None:
+        for watch in self._memory.watches:
+            watch.journal = None
+        for marks in self._marks:
+            marks.kept = None

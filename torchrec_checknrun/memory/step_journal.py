@@ -1,0 +1,180 @@
+"""Journal rows before a step changes them, and undo steps that not all ranks have done.
+
+Two journals lie in the image. Each goes back to the end of one step: the first change after a
+step's end begins a journal, in the place of the older one. Of a row that changes several times
+until the next end of a step the first value counts. Which journals are to be undone, and in which
+order, follows from the steps alone, so that a roll-back that is itself killed can be repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchrec_checknrun.errors import ImagesRefused
+from torchrec_checknrun.marks.intervals import IntervalClock, KeptMarks
+from torchrec_checknrun.memory.areas import Areas
+from torchrec_checknrun.memory.header import Word
+from torchrec_checknrun.shards import LocalShard
+
+logger = logging.getLogger(__name__)
+
+FIRST_SIZE = 1 << 20
+_NONE = -1
+
+
+class StepJournal:
+    """The undo journals of one rank's shards.
+
+    Args:
+        areas: the image.
+        shards: whose rows are journaled; their memory lies in the image.
+        kept: their marks, which are set as rows are journaled.
+
+    Attributes:
+        rows, changed: how many rows were put back, and how many of them the step had changed.
+        ahead: lookups whose backward pass has not come yet.
+    """
+
+    def __init__(
+        self,
+        areas: Areas,
+        shards: Sequence[LocalShard],
+        kept: Sequence[KeptMarks],
+        clock: IntervalClock,
+    ) -> None:
+        self._areas, self._words = areas, areas.words
+        self._clock = clock
+        tensors: list[torch.Tensor] = []
+        for shard, marks in zip(shards, kept, strict=True):
+            tensors += [*shard.tensors, marks.memory]
+        parts = [len(shard.tensors) for shard in shards]
+        self._native: Any = torch.classes.checknrun.StepJournal(tensors, parts)
+        self._open: int | None = None
+        self._told = False
+        self.rows = self.changed = self.ahead = 0
+
+    def append(self, values: torch.Tensor, offsets: list[int], shards: list[int]) -> None:
+        """Journal rows before they change; never raise an error of its own.
+
+        Args:
+            values: shard-local ids of several features, ``(n,)`` of any integer dtype.
+            offsets: place of each feature's first id, and the end.
+            shards: each feature's shard.
+        """
+        try:
+            ids = values.to(torch.int64).contiguous()
+            place = self._begin() if self._open is None else self._open
+            used = Word.JOURNAL_USED + place
+            area, before = self._areas.get(_name(place)), self._words[used]
+            found = self._native.append(
+                ids, offsets, shards, self._clock.interval, area, before, self._words.tensor, used
+            )
+            if found < 0:
+                area = self._areas.grow(_name(place), 2 * -found, before)
+                self._native.write(area, before, self._words.tensor, used)
+        except (RuntimeError, ValueError, IndexError, MemoryError, ImagesRefused, OSError) as error:
+            self.missed(f"they could not be journaled: {error}")
+
+    def missed(self, why: str) -> None:
+        """Note that rows change unjournaled: the steps done so far can't be gone back to."""
+        self._words.publish(Word.FLOOR, self._words[Word.DONE] + 1)
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "rows of tables change, and %s: until the end of this step, and of each that does "
+                "so, a killed process means a restore from the newest checkpoint",
+                why,
+            )
+
+    def end_step(self) -> None:
+        """Close the present journal, once the step's end is published."""
+        self._open = None
+
+    def undo_to(self, step: int) -> None:
+        """Put rows back as they were at the end of a step; repeatable.
+
+        Raises:
+            ValueError: a journal is damaged; rows may have been put back.
+        """
+        for place in self._places_since(step):
+            size = self._words[Word.JOURNAL_USED + place]
+            area = self._areas.get(_name(place))
+            rows, changed = self._native.undo(area, size, self._clock.interval)
+            self.rows += rows
+            self.changed += changed
+
+    def drop(self) -> None:
+        """Forget all journals, the newest first: a kill in between leaves those that may still be
+        undone once more.
+        """
+        for place in self._places_since(_NONE + 1):
+            self._words.publish(Word.JOURNAL_FROM + place, _NONE)
+        self._open = None
+
+    def _places_since(self, step: int) -> list[int]:
+        """Return the places of journals that go back to a step or a later one, newest first."""
+        begun = [(self._words[Word.JOURNAL_FROM + place], place) for place in range(2)]
+        return [place for since, place in sorted(begun, reverse=True) if since >= step]
+
+    def _begin(self) -> int:
+        since = [self._words[Word.JOURNAL_FROM + place] for place in range(2)]
+        place = since.index(min(since))
+        self._native.begin()
+        self._words.publish(Word.JOURNAL_FROM + place, _NONE)
+        self._words.publish(Word.JOURNAL_USED + place, 0)
+        self._words.publish(Word.JOURNAL_FROM + place, self._words[Word.DONE])
+        self._open = place
+        return place
+
+
+class KernelJournal:
+    """The journal as one kernel's hooks see it.
+
+    Args:
+        first: the number of the kernel's first shard among the rank's.
+        rows: of each of its shards.
+        small: whether all rows may be journaled at once.
+    """
+
+    def __init__(self, journal: StepJournal, first: int, rows: Sequence[int], small: bool) -> None:
+        self._journal = journal
+        self._first = first
+        self._rows = rows
+        self._small = small
+
+    def looked_up(self) -> None:
+        """Count a lookup that a backward pass is to follow."""
+        self._journal.ahead += 1
+
+    def before_update(
+        self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]
+    ) -> None:
+        """Journal the rows of a backward pass, in one compiled call."""
+        self._journal.ahead -= 1
+        shards = [self._first + shard for shard in feature_to_shard]
+        self._journal.append(values, offsets, shards)
+
+    def before_write(self, place: int, ids: torch.Tensor) -> None:
+        """Journal rows of one shard."""
+        ids = ids.reshape(-1)
+        self._journal.append(ids, [0, len(ids)], [self._first + place])
+
+    def before_any(self) -> None:
+        """Journal all rows, where they are few."""
+        if not self._small:
+            self._journal.missed("their optimizer may change rows that were not looked up")
+            return
+        for place, rows in enumerate(self._rows):
+            self.before_write(place, torch.arange(rows))
+
+    def missed(self, why: str) -> None:
+        """See ``StepJournal.missed``."""
+        self._journal.missed(why)
+
+
+def _name(place: int) -> str:
+    return f"journal-{place}"
