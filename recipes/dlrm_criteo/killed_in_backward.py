@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer
 
 from recipes.dlrm_criteo import train
+from recipes.dlrm_criteo.model import Architecture
 
 KILLED_RANK = 1
 REQUEST = "kill"
@@ -24,9 +27,11 @@ REQUEST = "kill"
 _build = train.build
 
 
-def build(cfg: Any, *arguments: Any) -> Any:
+def build(
+    cfg: DictConfig, architecture: Architecture, device: torch.device
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Build the trainer's model, with a hook on one of its dense parameters."""
-    model, optimizer = _build(cfg, *arguments)
+    model, optimizer = _build(cfg, architecture, device)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if dist.get_rank() == KILLED_RANK and attempt == 0:
         request = Path(cfg.run_dir) / REQUEST
