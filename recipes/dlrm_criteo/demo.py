@@ -2,10 +2,10 @@
 
     python -m recipes.dlrm_criteo.demo [--data train.txt] [--bits 8]
 
-Three runs of the trainer, each in processes of its own: two that are never interrupted (they show
-that the job is reproducible), and one that loses a rank to SIGKILL in the middle of an interval and
-is restarted by torchrun. Every claim is checked; the last line is `DEMO OK` with the figures, or
-the command fails.
+Four runs of the trainer, each in processes of its own: two that are never interrupted (they show
+that the job is reproducible), and two that lose a rank to SIGKILL in the middle of backward and are
+restarted by torchrun: from the newest checkpoint, and from images in shared memory. Every claim is
+checked; the last line is `DEMO OK` with the figures, or the command fails.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from tqdm import tqdm
 
 from recipes.dlrm_criteo.final_state import compare
 from recipes.dlrm_criteo.job import Event, Job, JobFailed, is_alive
+from recipes.dlrm_criteo.killed_in_backward import KILLED_RANK, REQUEST
 
-KILLED_RANK = 1
+TRAINER = "recipes.dlrm_criteo.train"
+KILLED_IN_BACKWARD = "recipes.dlrm_criteo.killed_in_backward"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,12 @@ class Run:
     def final_state(self) -> Path:
         return self.directory / "final"
 
+    @property
+    def steps_lost(self) -> int:
+        """Number of whole steps before the kill that were trained again."""
+        restored: int = self.starts[1]["restored"]["step"]
+        return self.step_at_kill - 1 - restored
+
 
 class Unmet(AssertionError):
     """A claim of the demo doesn't hold."""
@@ -120,7 +128,11 @@ def train(name: str, root: Path, plan: Plan, overrides: list[str], module: str, 
                 differential = [c for c in run.checkpoints if c["kind"] == "differential"]
                 due = event["step"] >= plan.kill_at and len(differential) >= 2
                 if kill and run.killed_pid is None and due:
-                    run.killed_pid = job.kill(KILLED_RANK)
+                    run.killed_pid = run.starts[0]["pids"][KILLED_RANK]
+                    if module == KILLED_IN_BACKWARD:
+                        (run.directory / REQUEST).touch()
+                    else:
+                        job.kill(KILLED_RANK)
                     bar.write(
                         f"SIGKILL to rank {KILLED_RANK} (pid {run.killed_pid}) after step "
                         f"{event['step']}; torchrun restarts the workers",
@@ -219,18 +231,45 @@ def table(run: Run) -> Table:
     return result
 
 
-def demonstrate(root: Path, plan: Plan, overrides: list[str], module: str, exact: bool) -> str:
+def demonstrate(
+    root: Path, plan: Plan, overrides: list[str], sabotaged: str | None, exact: bool
+) -> str:
     """Make all runs and check every claim; return the figures for the last line."""
     console = Console(width=140)
+    module = sabotaged or TRAINER
     first = train("uninterrupted", root, plan, overrides, module, kill=False)
     if exact:
         second = train("uninterrupted-again", root, plan, overrides, module, kill=False)
         same = compare(first.final_state, second.final_state)
         check(same.equal, f"two uninterrupted runs are equal, but: {same.differences}")
         console.print("two uninterrupted runs end bit for bit equal")
+    module = sabotaged or KILLED_IN_BACKWARD
     killed = train("killed", root, plan, overrides, module, kill=True)
     console.print(table(killed))
-    return check_runs(first, killed, exact)
+    figures = check_runs(first, killed, exact)
+    images = [*overrides, "checkpoint.images=true"]
+    survived = train("killed-with-images", root, plan, images, module, kill=True)
+    return f"{check_images(first, survived)}; without images: {figures}"
+
+
+def check_images(first: Run, survived: Run) -> str:
+    """Check the killed run that had images, and compare its end; return the figures.
+
+    It read nothing from quantized rows, so its end is exact in any case.
+    """
+    check_resumed(survived)
+    restored = survived.starts[1]["restored"]
+    check(
+        restored["source"] == "images",
+        f"the second attempt went on from images, not from {restored['source']}: "
+        f"{restored['without_images']}",
+    )
+    lost = survived.steps_lost
+    check(lost == 0, f"no step was lost, but {lost}: resumed from step {restored['step']}")
+    check(check_samples(survived) == check_samples(first), "both runs trained the same samples")
+    result = compare(first.final_state, survived.final_state)
+    check(result.equal, f"the run with images ends where the others do: {result.differences}")
+    return f"with images: killed in step {survived.step_at_kill}, {lost} steps lost"
 
 
 def check_runs(first: Run, killed: Run, exact: bool) -> str:
@@ -249,7 +288,8 @@ def check_runs(first: Run, killed: Run, exact: bool) -> str:
     )
     restored = killed.starts[1]["restored"]
     figures = (
-        f"killed in step {killed.step_at_kill}, resumed from step {restored['step']}, "
+        f"killed in step {killed.step_at_kill}, {killed.steps_lost} steps lost (resumed from step "
+        f"{restored['step']}), "
         f"{trained} samples, none lost or repeated; differentials "
         f"{min(fractions):.1%} to {max(fractions):.1%} of the rows; "
     )
@@ -270,9 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="a Criteo TSV file; synthetic data without it")
     parser.add_argument("--bits", type=int, choices=(8, 4, 3, 2), help="quantize; exact without it")
     parser.add_argument("--runs", type=Path, default=Path("runs/demo"), help="where to write")
-    parser.add_argument(
-        "--module", default="recipes.dlrm_criteo.train", help="the trainer (tests sabotage it)"
-    )
+    parser.add_argument("--module", help="another trainer (tests sabotage it)")
     options = parser.parse_args(arguments)
     plan, overrides = SYNTHETIC, []
     if options.data is not None:

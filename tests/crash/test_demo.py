@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from recipes.dlrm_criteo import demo
 from tests.crash.conftest import REPOSITORY
 
+IMAGES = r"DEMO OK: with images: killed in step \d+, 0 steps lost; without images: killed in step "
 ROWS = Path(os.environ.get("CRITEO_TSV") or REPOSITORY / "../shared/data/criteo_kaggle_head.tsv")
 
 
@@ -20,7 +22,9 @@ ROWS = Path(os.environ.get("CRITEO_TSV") or REPOSITORY / "../shared/data/criteo_
 def test_on_real_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--data", str(ROWS), "--runs", str(tmp_path)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("DEMO OK: killed in step ")
+    assert re.match(
+        r"DEMO OK: with images: killed in step \d+, 0 steps lost; without images: ", last
+    )
     assert last.endswith("equal bit for bit")
 
 
@@ -38,5 +42,7 @@ def test_on_synthetic_rows(
 ) -> None:
     assert demo.main([*arguments, "--runs", str(tmp_path)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("DEMO OK: killed in step ")
+    assert re.match(
+        r"DEMO OK: with images: killed in step \d+, 0 steps lost; without images: ", last
+    )
     assert last.endswith("(lossy)" if arguments else "equal bit for bit")
