@@ -21,7 +21,6 @@ from torchrec_checknrun.overhead import (
     Candidate,
     Choice,
     FailingJob,
-    Recovery,
     choose,
 )
 from torchrec_checknrun.tools.forecast import Forecast
@@ -194,7 +193,9 @@ def print_recovery(plan: Plan) -> None:
     say(f"cheapest: {best.recovery.value}, a save every {_hours(best.interval_hours)}")
     released = [one for one in plan.choice.candidates if one.recovery.in_this_release]
     own = min(released, key=lambda one: one.overhead)
-    say(f"cheapest in this release: {own.recovery.value}, a save every {_hours(own.interval_hours)}")
+    say(
+        f"cheapest in this release: {own.recovery.value}, a save every {_hours(own.interval_hours)}"
+    )
 
 
 def _row(one: Candidate, plan: Plan) -> list[str]:
