@@ -2,10 +2,10 @@
 
     python -m recipes.dlrm_criteo.demo [--data train.txt] [--bits 8]
 
-Three runs of the trainer, each in processes of its own: two that are never interrupted (they show
-that the job is reproducible), and one that loses a rank to SIGKILL in the middle of an interval and
-is restarted by torchrun. Every claim is checked; the last line is `DEMO OK` with the figures, or
-the command fails.
+Four runs of the trainer, each in processes of its own: two that are never interrupted (they show
+that the job is reproducible), one that loses a rank to SIGKILL in the middle of an interval and is
+restarted by torchrun, and the same with images in shared memory, which loses no step. Every claim
+is checked; the last line is `DEMO OK` with the figures, or the command fails.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ TSV = Plan(
         "trainer.eval_samples=128",
     ),
 )
+
+LEAST_SHARED_MEMORY = 1 << 30
+"""Bytes of /dev/shm below which the run with images is left out."""
 
 
 @dataclass
@@ -230,7 +233,31 @@ def demonstrate(root: Path, plan: Plan, overrides: list[str], module: str, exact
         console.print("two uninterrupted runs end bit for bit equal")
     killed = train("killed", root, plan, overrides, module, kill=True)
     console.print(table(killed))
-    return check_runs(first, killed, exact)
+    figures = check_runs(first, killed, exact)
+    free = shutil.disk_usage("/dev/shm").free
+    if free < LEAST_SHARED_MEMORY:
+        console.print(f"without images: /dev/shm has {free / 1e6:,.0f} MB free")
+    else:
+        images = [*overrides, "checkpoint.images=true"]
+        kept = train("killed-with-images", root, plan, images, module, kill=True)
+        console.print(check_images(first, kept))
+    return figures
+
+
+def check_images(first: Run, kept: Run) -> str:
+    """Check the run that was killed with images; return what it has lost, as text."""
+    check(len(kept.starts) == 2, f"the workers started twice, not {len(kept.starts)} times")
+    restored = kept.starts[1]["restored"]
+    check(restored["source"] == "images", f"it went on from images: {restored['without_images']}")
+    last = kept.step_at_kill - 1  # whose end may not have come on both ranks
+    check(restored["step"] >= last - 1, f"no step before {last} is lost, not {restored['step']}")
+    check(check_samples(kept) == check_samples(first), "both runs trained the same samples")
+    result = compare(first.final_state, kept.final_state)
+    check(result.equal, f"it ends where the others do, but: {result.differences}")
+    return (
+        f"with images: killed in step {kept.step_at_kill}, went on after step {restored['step']}: "
+        "0 steps lost, equal bit for bit"
+    )
 
 
 def check_runs(first: Run, killed: Run, exact: bool) -> str:
