@@ -153,8 +153,15 @@ class ImageFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from taking the file meanwhile."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        """Keep other processes from taking the file meanwhile.
+
+        Raises:
+            NoImage: one is about to take it.
+        """
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise NoImage("another process is about to take it") from None
         try:
             yield
         finally:

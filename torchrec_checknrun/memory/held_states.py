@@ -157,5 +157,8 @@ class HeldStates:
             ]
             progress = {table: clock for tables, clock in clocks for table in tables}
             return cls(trees, found[_TABLES], parts, progress, found[_GENERATORS])
-        except (CorruptCheckpoint, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+        except (
+            *(CorruptCheckpoint, msgspec.MsgspecError),
+            *(KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError),
+        ) as error:
             raise NoImage(f"its state can't be read ({error!r})") from None

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _INTERVALS = "intervals"
 _NAMES = ("state-0", "state-1")
+_DAMAGED = (NoImage, ValueError, RuntimeError, IndexError, OSError)
+"""Errors met while an image is read that anybody may have written."""
 
 
 class RankImage:
@@ -87,7 +89,7 @@ class RankImage:
             self._areas = Areas.open(self.path, self._run, self._memory.digest)
             self._descent = self._read_descent(self._areas)
             return
-        except NoImage as error:
+        except _DAMAGED as error:
             self.why_not = str(error)
         self._areas = None
         if "alive" in self.why_not:
@@ -100,7 +102,9 @@ class RankImage:
             present = self.path.lstat().st_blocks * 512
         except OSError:
             present = 0
-        require_space(self.path.parent, needed + 4 * FIRST_SIZE - present, self._memory.bytes)
+        needed += 4 * FIRST_SIZE - present
+        # A storage is given back once it is copied.
+        require_space(self.path.parent, needed, self._memory.bytes - self._memory.largest)
 
     def _read_descent(self, areas: Areas) -> KeptDescent:
         size = KeptDescent.bytes_for(self._marks)
@@ -116,7 +120,7 @@ class RankImage:
         """Tell what the image that an earlier process has left can do."""
         try:
             return self._look()
-        except NoImage as error:
+        except _DAMAGED as error:
             self.why_not = str(error)
         return Found(missing=f"{self.path}: {self.why_not}")
 
@@ -236,6 +240,7 @@ class RankImage:
         self._place(0).write(step, pieces)
         areas.words.publish(Word.FLOOR, step)
         areas.words.publish(Word.DONE, step)
+        areas.words.publish(Word.TIME, int(time.time()))
         areas.publish(incarnation)
         self._journal = self._make_journal(areas)
         self._watch()
@@ -251,7 +256,7 @@ class RankImage:
         for watch in self._memory.watches:
             watch.check()
         if not self._memory.is_in_place:
-            self._give_up("the tables' memory was replaced (by a reshard, or `model.to`)")
+            self.give_up("the tables' memory was replaced (by a reshard, or `model.to`)")
             return
         started = time.perf_counter()
         try:
@@ -262,7 +267,7 @@ class RankImage:
             self._make_room(place, pieces)
             self._place(place).write(step, pieces)
         except (CheckNRunError, OSError, NoImage) as error:
-            self._give_up(str(error))
+            self.give_up(str(error))
             return
         words.publish(Word.DONE, step)
         words.publish(Word.TIME, int(time.time()))
@@ -325,8 +330,11 @@ class RankImage:
 
     # ------------------------------------------------------------------
 
-    def _give_up(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
+        """Have no image any more; say so, once."""
         self.unready()
+        if self._broken:
+            return
         self._broken = True
         logger.warning(
             "there is no image from this step on, so that a killed process means a restore from "

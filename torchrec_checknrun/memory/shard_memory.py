@@ -27,7 +27,7 @@ class ShardMemory:
     Attributes:
         shards: of fused kernels; data-parallel tables are state that all ranks have.
         watches: one for each of their kernels.
-        bytes: of all storages.
+        bytes, largest: of all storages, and of the largest one.
 
     Raises:
         ImagesRefused: a shard can't lie in an image; names it.
@@ -42,7 +42,8 @@ class ShardMemory:
         for shard in self.shards:
             for tensor in shard.local.tensors:
                 self._storages.setdefault(tensor.untyped_storage()._cdata, tensor)
-        self.bytes = sum(t.untyped_storage().nbytes() for t in self._storages.values())
+        sizes = [tensor.untyped_storage().nbytes() for tensor in self._storages.values()]
+        self.bytes, self.largest = sum(sizes), max(sizes, default=0)
         self._moved: list[int] = []
 
     @property

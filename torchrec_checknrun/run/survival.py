@@ -163,8 +163,12 @@ class Survival:
         image, self._is_first = self._image, False
         if image is None:
             return
-        busy = self._saver.gradients_wait or self._saver.running is not None or image.is_broken
-        if any(self._ranks.gather(busy)):
+        busy = self._saver.gradients_wait or self._saver.running is not None
+        facts = self._ranks.gather((busy, image.is_broken))
+        if any(is_broken for _, is_broken in facts):
+            image.give_up("another rank has none")  # on all ranks, lest some ask again and wait
+            return
+        if any(is_busy for is_busy, _ in facts):
             return
         incarnation = self._ranks.from_rank_0(lambda: secrets.token_hex(16))
         lineage = self._saver.lineage

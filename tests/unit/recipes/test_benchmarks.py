@@ -16,6 +16,7 @@ from recipes.benchmarks.codecs import Figure, Size, Target
 from recipes.benchmarks.memory import Case, measure, peak_of
 from recipes.benchmarks.paired import paired
 from recipes.benchmarks.tracking import Cost, interval, meets_target
+from torchrec_checknrun.native import has_extension
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -40,6 +41,21 @@ def test_tracking_is_measured(tmp_path: Path) -> None:
     assert grows.memory == 6 * 16 * 26 * 8
     assert 0 < compact.memory < grows.memory
     assert all(cost.in_situ_low <= cost.in_situ <= cost.in_situ_high for cost in costs.values())
+
+
+@pytest.mark.skipif(not has_extension(), reason="the extension was not built")
+def test_images_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["--rows-cap", "200", "--rounds", "2", "--dims", "8", "--json", str(out)]
+    command = [sys.executable, "-m", "recipes.benchmarks.images", *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(out.read_text())["results"]
+    assert 0 < found["journal_ms"] < found["step_ms"]
+    assert 0 < found["commit_ms"] < found["step_ms"]
+    low_to_high = [found["share"][1], found["share"][0], found["share"][2]]
+    assert low_to_high == sorted(low_to_high)
+    assert set(found["seconds_per_gigabyte"]) == {"images", "full_restore"}
 
 
 @pytest.mark.slow

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec
 from tests.distributed.states import gather
-from tests.unit.run.jobs import make_job, restored, train
+from tests.unit.run.jobs import checkpointer, make_job, restored, train
 from tests.unit.run.lives import Lives, a_shard, by_images, differences, undisturbed
+from torchrec_checknrun import Images
+from torchrec_checknrun.memory import file as files
 from torchrec_checknrun.native import has_extension
 
 pytestmark = [
@@ -258,3 +261,19 @@ def test_an_exception_leaves_the_image_and_a_close_does_not(lives: Lives) -> Non
     with saver:
         assert by_images(saver.restore())
     assert lives.files() == []
+
+
+def test_a_rank_with_data_parallel_tables_alone(lives: Lives) -> None:
+    tables = (TableSpec("t0", 40, 8, ("f0", "f1")),)
+    spec = ModelSpec((CollectionSpec("a", tables),), dense="adam")
+    jobs = [Job.build(spec, {"a.t0": "data_parallel"}, seed=seed) for seed in (0, 1, 0)]
+    for job in jobs[:2]:
+        files._mapped.clear()
+        survive = Images(folder=str(lives.memory))
+        saver = checkpointer(lives.root, job, survive=survive)
+        assert by_images(saver.restore()) == (job is jobs[1])
+        train(job, saver, 2)
+        job.train()
+        saver._release(failed=True)
+    jobs[2].train(5)
+    assert differences(jobs[1], gather(jobs[2])) == []
