@@ -23,7 +23,7 @@ from torchrec_checknrun.memory.agreement import Found
 from torchrec_checknrun.memory.areas import Areas, Layout
 from torchrec_checknrun.memory.descent import KeptDescent
 from torchrec_checknrun.memory.file import NoImage
-from torchrec_checknrun.memory.header import FIRST_BYTES, HEAD_BYTES, Piece, Place, Word
+from torchrec_checknrun.memory.header import FIRST_BYTES, HEAD_BYTES, Piece, Place, Word, Words
 from torchrec_checknrun.memory.held_states import HeldStates, Taker, size_of
 from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.memory.shard_memory import ShardMemory
@@ -282,6 +282,15 @@ class RankImage:
 
     # ------------------------------------------------------------------ checkpoints
 
+    def before_save(self) -> None:
+        """Note that a checkpoint may hold more than the end of the last step: then that step must
+        not be gone back to, since the checkpoint would be newer.
+        """
+        if self._journal is None:
+            return
+        if self._journal.is_open or not self._is_model_at(self._words[Word.DONE]):
+            self._journal.missed("a checkpoint is saved in the middle of a step")
+
     def cut(self, id: str, full: bool) -> None:
         """Note a checkpoint whose marks are about to be cut."""
         if self._areas is None or self._journal is None:
@@ -324,6 +333,19 @@ class RankImage:
             self._areas = None
 
     # ------------------------------------------------------------------
+
+    @property
+    def _words(self) -> Words:
+        assert self._areas is not None
+        return self._areas.words
+
+    def _is_model_at(self, step: int) -> bool:
+        """Tell whether the model's dense part is as at the end of a step."""
+        for place in self._places():
+            found = place.read()
+            if found is not None and found[0] == step:
+                return self._taker.is_model(found[1])
+        return False
 
     def _give_up(self, why: str) -> None:
         self.unready()

@@ -53,12 +53,55 @@ def test_before_any_checkpoint(lives: Lives) -> None:
 def test_right_after_a_start(lives: Lives) -> None:
     job, saver = lives.begin()
     saver.restore()
-    start = gather(job)
-    job.train()
+    train(job, saver, 2)
+    for _ in range(2):
+        lives.die()
+        job, saver = lives.begin()
+        assert by_images(saver.restore())
+        assert differences(job, undisturbed(2)) == []
+        job.train()
+
+
+def test_a_loop_that_only_saves_goes_back_to_its_checkpoint(lives: Lives) -> None:
+    job, saver = lives.begin()
+    saver.restore()
+    job.train(3)
+    saver.save()
+    wanted = gather(job)
+    job.train(2)
+    lives.die()
+    job, saver = lives.begin()
+    report = saver.restore()
+    assert report is not None
+    assert report.source == "checkpoint"
+    assert differences(job, wanted) == []
+
+
+@pytest.mark.parametrize("what", ["rows", "dense"])
+def test_a_save_in_the_middle_of_a_step_is_newer_than_the_image(lives: Lives, what: str) -> None:
+    job, saver = lives.begin()
+    saver.restore()
+    train(job, saver, 2)
+    if what == "rows":
+        job.train()
+    else:
+        with torch.no_grad():
+            job.model.module.hidden.bias.fill_(3.0)
+    saver.save()
+    wanted = gather(job)
+    lives.die()
+    job, saver = lives.begin()
+    report = saver.restore()
+    assert report is not None
+    assert report.source == "checkpoint"
+    assert differences(job, wanted) == []
+    train(job, saver)
+    saver.save()  # at a step's end
+    wanted = gather(job)
     lives.die()
     job, saver = lives.begin()
     assert by_images(saver.restore())
-    assert differences(job, start) == []
+    assert differences(job, wanted) == []
 
 
 def test_without_a_restore_images_begin_at_the_first_step(lives: Lives) -> None:
@@ -188,7 +231,6 @@ def test_rows_written_by_hand_inside_writing_are_undone(lives: Lives) -> None:
     table, shard = a_shard(saver)
     with torch.no_grad(), saver.writing(table, [0, 1]):
         shard[:2] = 5.0
-    saver.save()  # of rows that the image goes back from
     lives.die()
     job, saver = lives.begin()
     assert by_images(saver.restore())
