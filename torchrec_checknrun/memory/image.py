@@ -234,7 +234,10 @@ class RankImage:
         self._descent = KeptDescent(areas.descent, memory, self._marks)
         self._descent.start(lineage, head, lossy, full)
         self._place(0).write(step, pieces)
-        areas.words.publish(Word.FLOOR, step)
+        # A fresh start is not gone back to: the program must do again what it does after one, such
+        # as to load pretrained layers.
+        fresh = head is None and step == 0
+        areas.words.publish(Word.FLOOR, step + fresh)
         areas.words.publish(Word.DONE, step)
         areas.publish(incarnation)
         self._journal = self._make_journal(areas)

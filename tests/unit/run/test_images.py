@@ -62,6 +62,20 @@ def test_right_after_a_start(lives: Lives) -> None:
         job.train()
 
 
+def test_a_fresh_start_is_for_the_program_until_a_step_is_done(lives: Lives) -> None:
+    for life in range(3):
+        job, saver = lives.begin()
+        assert (saver.restore() is None) == (life < 2)
+        if life < 2:
+            with torch.no_grad():  # as a program does that starts from pretrained layers
+                job.model.module.hidden.bias.fill_(3.0)
+        if life == 1:
+            train(job, saver)
+            wanted = gather(job)
+        lives.die()
+    assert differences(job, wanted) == []
+
+
 def test_a_loop_that_only_saves_goes_back_to_its_checkpoint(lives: Lives) -> None:
     job, saver = lives.begin()
     saver.restore()
