@@ -332,7 +332,7 @@ class RankImage:
             if remove:
                 self._areas.remove()
             else:
-                self._areas.close()
+                self._areas.leave()
             self._areas = None
 
     # ------------------------------------------------------------------

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.distributed.states import gather
-from tests.unit.run.jobs import make_job, restored, train
+from tests.unit.run.jobs import checkpointer, make_job, restored, train
 from tests.unit.run.lives import Lives, a_shard, by_images, differences, undisturbed
+from torchrec_checknrun import Images
 from torchrec_checknrun.native import has_extension
 
 pytestmark = [
@@ -314,3 +315,31 @@ def test_an_exception_leaves_the_image_and_a_close_does_not(lives: Lives) -> Non
     with saver:
         assert by_images(saver.restore())
     assert lives.files() == []
+
+
+def test_a_program_that_trains_on_after_an_error_leaves_the_image_as_it_was(lives: Lives) -> None:
+    job, saver = lives.begin()
+    saver.restore()
+    train(job, saver, 2)
+    wanted = make_job(seed=0)
+    wanted.train(5)
+    lives.die()
+    job.train(3)  # without a Checkpointer, in the same memory
+    assert differences(job, gather(wanted)) == []
+    job, saver = lives.begin()
+    assert by_images(saver.restore())
+    assert differences(job, undisturbed(2)) == []
+
+
+def test_a_program_that_tries_again_after_an_error_goes_on(lives: Lives) -> None:
+    job, saver = lives.begin()
+    saver.restore()
+    train(job, saver, 2)
+    job.train()
+    saver._release(failed=True)
+    survive = Images(folder=str(lives.memory))
+    with checkpointer(lives.root, job, survive=survive) as saver:  # in the same model
+        assert by_images(saver.restore())
+        assert differences(job, undisturbed(2)) == []
+        train(job, saver, 2)
+        assert differences(job, undisturbed(4)) == []
