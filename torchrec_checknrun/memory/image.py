@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.hooks import RemovableHandle
 
 from torchrec_checknrun.errors import CheckNRunError, ImagesRefused
 from torchrec_checknrun.memory.agreement import Found
@@ -29,6 +30,7 @@ from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.memory.shard_memory import ShardMemory
 from torchrec_checknrun.memory.space import require_space
 from torchrec_checknrun.memory.step_journal import FIRST_SIZE, KernelJournal, StepJournal
+from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.model.tracked import TrackedModel
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ class RankImage:
         states: Mapping[str, Stateful],
     ) -> None:
         self._images = images
-        self._tracked = tracked
+        self._model, self._tracked = model, tracked
         self._taker = Taker(model, tracked, states)
         self._memory = ShardMemory(tracked)
         self._marks = [shard.marks for shard in self._memory.shards]
@@ -78,6 +80,7 @@ class RankImage:
         self.rows = self.changed = 0
         self._areas: Areas | None = None
         self._journal: StepJournal | None = None
+        self._loads: list[RemovableHandle] = []
         self._broken = self._told_ahead = False
         self._open()
 
@@ -401,8 +404,16 @@ class RankImage:
         for marks, kept in zip(self._marks, self._descent.kept, strict=True):
             marks.kept = kept
 
+        def before_load(*_: object) -> None:  # no method: a copy of the model shares it
+            self.missed("load_state_dict writes to them")
+
+        for _, collection in embedding_collections(self._model):
+            self._loads.append(collection.register_load_state_dict_pre_hook(before_load))
+
     def _unwatch(self) -> None:
         for watch in self._memory.watches:
             watch.journal = None
+        while self._loads:
+            self._loads.pop().remove()
         for marks in self._marks:
             marks.kept = None
