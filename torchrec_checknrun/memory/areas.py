@@ -207,8 +207,17 @@ class Areas:
         return self._file.path
 
     def close(self) -> None:
-        """Leave the file to a later process."""
+        """Close the file."""
         self._file.close()
+
+    def leave(self) -> None:
+        """Leave the file to a later process, as it is now."""
+        self.words.publish(Word.OWNER, 0)
+        try:
+            self._file.leave()
+        except OSError:  # it can't be left as it is
+            self.words.publish(Word.READY, 0)
+            self._file.close()
 
     def remove(self) -> None:
         """Remove the file; memory that tensors use stays until they are gone."""

@@ -51,6 +51,8 @@ class ImageFile:
         self.path = path
         self._descriptor = descriptor
         self.size = os.fstat(descriptor).st_size
+        self._maps: list[tuple[weakref.ref[mmap.mmap], int, int, int]] = []
+        """What is mapped, each with its address, offset and size."""
 
     @classmethod
     def open(cls, path: Path) -> ImageFile:
@@ -144,7 +146,9 @@ class ImageFile:
             return torch.empty(0, dtype=torch.uint8)
         mapped = mmap.mmap(self._descriptor, size, offset=offset)
         _mapped.setdefault(str(self.path), weakref.WeakSet()).add(mapped)
-        return torch.frombuffer(mapped, dtype=torch.uint8)  # which keeps the mapping
+        tensor = torch.frombuffer(mapped, dtype=torch.uint8)  # which keeps the mapping
+        self._maps.append((weakref.ref(mapped), tensor.data_ptr(), offset, size))
+        return tensor
 
     def give_back(self, offset: int, size: int) -> None:
         """Give a part's memory back that is used no more."""
@@ -166,6 +170,19 @@ class ImageFile:
             yield
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def leave(self) -> None:
+        """Close the file as it is now: what this process writes to mapped memory from now on is its
+        own, and not in the file.
+
+        Raises:
+            OSError: the memory can't be had; the first pages are still those of the file.
+        """
+        for mapped, address, offset, size in reversed(self._maps):  # the first pages last
+            if mapped() is not None:
+                _map_privately(self._descriptor, address, offset, size)
+        _mapped.pop(str(self.path), None)
+        self.close()
 
     def close(self) -> None:
         """Close the file; its mapped memory stays."""
@@ -195,6 +212,23 @@ def libc_fallocate(descriptor: int, mode: int, offset: int, size: int) -> None:
     call = ctypes.CDLL(None, use_errno=True).fallocate
     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     call(descriptor, mode, offset, size)
+
+
+def _map_privately(descriptor: int, address: int, offset: int, size: int) -> None:
+    """Replace a mapping by one of the same content, whose writes are not written to the file.
+
+    Raises:
+        OSError: it could not be replaced.
+    """
+    import ctypes
+
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    private, fixed = mmap.MAP_PRIVATE, 0x10
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if call(address, size, access, private | fixed, descriptor, offset) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _require_own(found: os.stat_result) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -95,6 +96,16 @@ class Taker:
             _GENERATORS: generators_state(),
         }
         return [*of_model, *section(of_run)]
+
+    def is_model(self, content: memoryview) -> bool:
+        """Tell whether what ``take`` has returned begins with the model as it is now."""
+        at = 0
+        for piece in self._content.pieces():
+            held, now = (np.frombuffer(b, np.uint8) for b in (content[at : at + len(piece)], piece))
+            if not np.array_equal(held, now):
+                return False
+            at += len(piece)
+        return True
 
 
 def size_of(pieces: Sequence[Piece]) -> int:

@@ -17,18 +17,20 @@ from pathlib import Path
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.hooks import RemovableHandle
 
 from torchrec_checknrun.errors import CheckNRunError, ImagesRefused
 from torchrec_checknrun.memory.agreement import Found
 from torchrec_checknrun.memory.areas import Areas, Layout
 from torchrec_checknrun.memory.descent import KeptDescent
 from torchrec_checknrun.memory.file import NoImage
-from torchrec_checknrun.memory.header import FIRST_BYTES, HEAD_BYTES, Piece, Place, Word
+from torchrec_checknrun.memory.header import FIRST_BYTES, HEAD_BYTES, Piece, Place, Word, Words
 from torchrec_checknrun.memory.held_states import HeldStates, Taker, size_of
 from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.memory.shard_memory import ShardMemory
 from torchrec_checknrun.memory.space import require_space
 from torchrec_checknrun.memory.step_journal import FIRST_SIZE, KernelJournal, StepJournal
+from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.model.tracked import TrackedModel
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class RankImage:
         states: Mapping[str, Stateful],
     ) -> None:
         self._images = images
-        self._tracked = tracked
+        self._model, self._tracked = model, tracked
         self._taker = Taker(model, tracked, states)
         self._memory = ShardMemory(tracked)
         self._marks = [shard.marks for shard in self._memory.shards]
@@ -80,6 +82,7 @@ class RankImage:
         self.rows = self.changed = 0
         self._areas: Areas | None = None
         self._journal: StepJournal | None = None
+        self._loads: list[RemovableHandle] = []
         self._broken = self._told_ahead = False
         self._open()
 
@@ -238,7 +241,10 @@ class RankImage:
         self._descent = KeptDescent(areas.descent, memory, self._marks)
         self._descent.start(lineage, head, lossy, full)
         self._place(0).write(step, pieces)
-        areas.words.publish(Word.FLOOR, step)
+        # A fresh start is not gone back to: the program must do again what it does after one, such
+        # as to load pretrained layers.
+        fresh = head is None and step == 0
+        areas.words.publish(Word.FLOOR, step + fresh)
         areas.words.publish(Word.DONE, step)
         areas.words.publish(Word.TIME, int(time.time()))
         areas.publish(incarnation)
@@ -287,6 +293,15 @@ class RankImage:
 
     # ------------------------------------------------------------------ checkpoints
 
+    def before_save(self) -> None:
+        """Note that a checkpoint may hold more than the end of the last step: then that step must
+        not be gone back to, since the checkpoint would be newer.
+        """
+        if self._journal is None:
+            return
+        if self._journal.is_open or not self._is_model_at(self._words[Word.DONE]):
+            self._journal.missed("a checkpoint is saved in the middle of a step")
+
     def cut(self, id: str, full: bool) -> None:
         """Note a checkpoint whose marks are about to be cut."""
         if self._areas is None or self._journal is None:
@@ -325,10 +340,23 @@ class RankImage:
             if remove:
                 self._areas.remove()
             else:
-                self._areas.close()
+                self._areas.leave()
             self._areas = None
 
     # ------------------------------------------------------------------
+
+    @property
+    def _words(self) -> Words:
+        assert self._areas is not None
+        return self._areas.words
+
+    def _is_model_at(self, step: int) -> bool:
+        """Tell whether the model's dense part is as at the end of a step."""
+        for place in self._places():
+            found = place.read()
+            if found is not None and found[0] == step:
+                return self._taker.is_model(found[1])
+        return False
 
     def give_up(self, why: str) -> None:
         """Have no image any more; say so, once."""
@@ -384,8 +412,16 @@ class RankImage:
         for marks, kept in zip(self._marks, self._descent.kept, strict=True):
             marks.kept = kept
 
+        def before_load(*_: object) -> None:  # no method: a copy of the model shares it
+            self.missed("load_state_dict writes to them")
+
+        for _, collection in embedding_collections(self._model):
+            self._loads.append(collection.register_load_state_dict_pre_hook(before_load))
+
     def _unwatch(self) -> None:
         for watch in self._memory.watches:
             watch.journal = None
+        while self._loads:
+            self._loads.pop().remove()
         for marks in self._marks:
             marks.kept = None

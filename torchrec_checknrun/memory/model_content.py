@@ -7,6 +7,7 @@ made of; to compare these takes a few microseconds.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,8 +72,8 @@ class ModelContent:
     def __init__(self, model: nn.Module, tracked: TrackedModel) -> None:
         self._model, self._tracked = model, tracked
         self._pieces: list[Piece] | None = None
-        self._modules: list[tuple[nn.Module, int, int, int]] = []
-        self._tensors: list[tuple[Mapping[str, Any], str, Any, int]] = []
+        self._modules: list[tuple[nn.Module, list[Any], int, int]] = []
+        self._tensors: list[tuple[Mapping[str, Any], str, Any, int, Any]] = []
         self._names: dict[torch.Tensor, str] | None = None
 
     def pieces(self) -> list[Piece]:
@@ -104,29 +105,34 @@ class ModelContent:
 
     def _note(self) -> None:
         modules = list(self._model.modules())
-        self._modules = [(m, len(m._modules), len(m._parameters), len(m._buffers)) for m in modules]
+        self._modules = [
+            (m, list(m._modules.values()), len(m._parameters), len(m._buffers)) for m in modules
+        ]
         self._tensors = []
         for module in modules:
             own: Mapping[str, Any]
             for own in (module._parameters, module._buffers):
                 for name, tensor in own.items():
+                    if tensor is None:  # a buffer that is made later
+                        self._tensors.append((own, name, None, 0, None))
                     for local in local_tensors(tensor):
-                        self._tensors.append((own, name, tensor, local.data_ptr()))
+                        self._tensors.append((own, name, tensor, local.data_ptr(), local.shape))
 
     def _is_same(self) -> bool:
         for module, modules, parameters, buffers in self._modules:
-            if len(module._modules) != modules or len(module._parameters) != parameters:
+            if len(module._parameters) != parameters or len(module._buffers) != buffers:
                 return False
-            if len(module._buffers) != buffers:
+            now = module._modules.values()
+            if len(now) != len(modules) or not all(map(operator.is_, now, modules)):
                 return False
-        for own, name, tensor, address in self._tensors:
-            if own.get(name) is not tensor or not _is_at(tensor, address):
+        for own, name, tensor, address, shape in self._tensors:
+            if own.get(name) is not tensor or not _is_at(tensor, address, shape):
                 return False
         return True
 
     def _are_live(self, tensors: list[torch.Tensor]) -> bool:
         """Tell whether the pieces are live memory: not copies by hooks, nor of strange layouts."""
-        known = {address for *_, address in self._tensors}
+        known = {address for *_, address, _ in self._tensors}
         return all(
             tensor.is_cpu and tensor.is_contiguous() and tensor.data_ptr() in known
             for tensor in tensors
@@ -134,7 +140,9 @@ class ModelContent:
         )
 
 
-def _is_at(tensor: Any, address: int) -> bool:
+def _is_at(tensor: Any, address: int, shape: Any) -> bool:
+    if tensor is None:
+        return True
     if type(tensor) in (torch.Tensor, nn.Parameter):
-        return bool(tensor.data_ptr() == address)
-    return any(local.data_ptr() == address for local in local_tensors(tensor))
+        return bool(tensor.data_ptr() == address and tensor.shape == shape)
+    return any(t.data_ptr() == address and t.shape == shape for t in local_tensors(tensor))

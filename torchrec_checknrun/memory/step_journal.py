@@ -90,6 +90,11 @@ class StepJournal:
                 why,
             )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether rows have changed since the last step's end."""
+        return self._open is not None
+
     def end_step(self) -> None:
         """Close the present journal, once the step's end is published."""
         self._open = None

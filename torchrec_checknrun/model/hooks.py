@@ -69,6 +69,8 @@ class KernelHook:
     ) -> None:
         if self.kernel.touches_other_rows and self.kernel.module._emb_module.training:
             self._mark_whole()  # the forward pass updates moving averages, even without a gradient
+        if self.writes.journal is not None:
+            self.writes.check()  # early: rows written by hand must not be taken for a step's
         if not out.requires_grad:
             return  # evaluation updates nothing
         if self.writes.journal is not None:

@@ -309,6 +309,7 @@ class Checkpointer:
         """
         self._require_usable()
         self._saver.settle(wait=True)
+        self._survival.before_save()
         begun = self._begin(tell=wait)
         if not wait:
             self._saver.raise_failure()
@@ -371,6 +372,7 @@ class Checkpointer:
             wanted = self._schedule.at_end and self._partly_restored is None
             if wanted and self._saver.has_unsaved_steps(self.steps):
                 self._forget_failure()  # its rows are part of the checkpoint begun here
+                self._survival.before_save()
                 if self._begin() is Begun.DEFERRED:
                     raise SaveFailed(
                         f"the last checkpoint, of step {self.steps}, was not made: gradients wait "

@@ -192,6 +192,11 @@ class Survival:
         elif not self._saver.gradients_wait:
             image.end_step(step)
 
+    def before_save(self) -> None:
+        """Look whether a checkpoint that is not begun at a step's end would be newer than that."""
+        if self._image is not None:
+            self._image.before_save()
+
     def missed(self, why: str) -> None:
         """Note that rows were changed that were not journaled."""
         if self._image is not None:

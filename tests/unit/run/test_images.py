@@ -56,12 +56,69 @@ def test_before_any_checkpoint(lives: Lives) -> None:
 def test_right_after_a_start(lives: Lives) -> None:
     job, saver = lives.begin()
     saver.restore()
-    start = gather(job)
-    job.train()
+    train(job, saver, 2)
+    for _ in range(2):
+        lives.die()
+        job, saver = lives.begin()
+        assert by_images(saver.restore())
+        assert differences(job, undisturbed(2)) == []
+        job.train()
+
+
+def test_a_fresh_start_is_for_the_program_until_a_step_is_done(lives: Lives) -> None:
+    for life in range(3):
+        job, saver = lives.begin()
+        assert (saver.restore() is None) == (life < 2)
+        if life < 2:
+            with torch.no_grad():  # as a program does that starts from pretrained layers
+                job.model.module.hidden.bias.fill_(3.0)
+        if life == 1:
+            train(job, saver)
+            wanted = gather(job)
+        lives.die()
+    assert differences(job, wanted) == []
+
+
+def test_a_loop_that_only_saves_goes_back_to_its_checkpoint(lives: Lives) -> None:
+    job, saver = lives.begin()
+    saver.restore()
+    job.train(3)
+    saver.save()
+    wanted = gather(job)
+    job.train(2)
+    lives.die()
+    job, saver = lives.begin()
+    report = saver.restore()
+    assert report is not None
+    assert report.source == "checkpoint"
+    assert differences(job, wanted) == []
+
+
+@pytest.mark.parametrize("what", ["rows", "dense"])
+def test_a_save_in_the_middle_of_a_step_is_newer_than_the_image(lives: Lives, what: str) -> None:
+    job, saver = lives.begin()
+    saver.restore()
+    train(job, saver, 2)
+    if what == "rows":
+        job.train()
+    else:
+        with torch.no_grad():
+            job.model.module.hidden.bias.fill_(3.0)
+    saver.save()
+    wanted = gather(job)
+    lives.die()
+    job, saver = lives.begin()
+    report = saver.restore()
+    assert report is not None
+    assert report.source == "checkpoint"
+    assert differences(job, wanted) == []
+    train(job, saver)
+    saver.save()  # at a step's end
+    wanted = gather(job)
     lives.die()
     job, saver = lives.begin()
     assert by_images(saver.restore())
-    assert differences(job, start) == []
+    assert differences(job, wanted) == []
 
 
 def test_without_a_restore_images_begin_at_the_first_step(lives: Lives) -> None:
@@ -191,7 +248,6 @@ def test_rows_written_by_hand_inside_writing_are_undone(lives: Lives) -> None:
     table, shard = a_shard(saver)
     with torch.no_grad(), saver.writing(table, [0, 1]):
         shard[:2] = 5.0
-    saver.save()  # of rows that the image goes back from
     lives.die()
     job, saver = lives.begin()
     assert by_images(saver.restore())
@@ -277,3 +333,31 @@ def test_a_rank_with_data_parallel_tables_alone(lives: Lives) -> None:
         saver._release(failed=True)
     jobs[2].train(5)
     assert differences(jobs[1], gather(jobs[2])) == []
+
+
+def test_a_program_that_trains_on_after_an_error_leaves_the_image_as_it_was(lives: Lives) -> None:
+    job, saver = lives.begin()
+    saver.restore()
+    train(job, saver, 2)
+    wanted = make_job(seed=0)
+    wanted.train(5)
+    lives.die()
+    job.train(3)  # without a Checkpointer, in the same memory
+    assert differences(job, gather(wanted)) == []
+    job, saver = lives.begin()
+    assert by_images(saver.restore())
+    assert differences(job, undisturbed(2)) == []
+
+
+def test_a_program_that_tries_again_after_an_error_goes_on(lives: Lives) -> None:
+    job, saver = lives.begin()
+    saver.restore()
+    train(job, saver, 2)
+    job.train()
+    saver._release(failed=True)
+    survive = Images(folder=str(lives.memory))
+    with checkpointer(lives.root, job, survive=survive) as saver:  # in the same model
+        assert by_images(saver.restore())
+        assert differences(job, undisturbed(2)) == []
+        train(job, saver, 2)
+        assert differences(job, undisturbed(4)) == []
