@@ -13,6 +13,7 @@ from functools import partial
 
 from torchrec_checknrun.errors import ModelPartlyRestored
 from torchrec_checknrun.memory.agreement import Decision, Found, Newest, decide
+from torchrec_checknrun.memory.gradient_buckets import settle_buckets
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.sweep import sweep
 from torchrec_checknrun.ranks import Ranks
@@ -107,6 +108,7 @@ class Survival:
         if image is None or not self._is_first:
             return None
         self._is_first = False
+        self._settle_buckets()
         found = self._ranks.on_all_ranks(image.look)
         decision, chain, passed_over = self._ranks.from_rank_0(lambda: self._decide(found))
         if decision.step is None:
@@ -160,9 +162,17 @@ class Survival:
         Raises:
             ImagesRefused: they can't be had on some rank.
         """
-        image, self._is_first = self._image, False
+        image, is_first, self._is_first = self._image, self._is_first, False
         if image is None:
             return
+        if is_first:
+            self._settle_buckets()
+            if step > 0 and self._ranks.world_size > 2:
+                self._saver.log(
+                    "training began before restore() was called: after a restart gradients may be "
+                    "summed in another order, and the run is not the same bit for bit",
+                    level=logging.WARNING,
+                )
         busy = self._saver.gradients_wait or self._saver.running is not None or image.is_broken
         if any(self._ranks.gather(busy)):
             return
@@ -206,6 +216,10 @@ class Survival:
         """
         if self._image is not None:
             self._image.close(remove=over)
+
+    def _settle_buckets(self) -> None:
+        if self._ranks.world_size > 2:  # of two, any order has one sum
+            settle_buckets(self._options.model)
 
     def _decide(self, found: list[Found]) -> tuple[Decision, Chain | None, list[str]]:
         if any(image.missing is not None for image in found):
