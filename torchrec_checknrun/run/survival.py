@@ -90,6 +90,8 @@ class Survival:
         self._saver = saver
         self._image = image
         self._is_first = True
+        self._is_begun = False
+        """Whether images were begun, on all ranks alike; some may have given theirs up since."""
         self.reasons: tuple[str, ...] = ()
 
     def recover(self) -> Recovered | None:
@@ -147,10 +149,13 @@ class Survival:
         self._ranks.on_all_ranks(restore.set_generators)
         # All ranks are at the step: only now may the way back be forgotten.
         self._ranks.on_all_ranks(lambda: image.resume(step))
+        self._is_begun = True
         self._sweep(image)
 
     def overwriting(self) -> None:
-        """Stop using the image, whose memory is about to be written by other means."""
+        """Stop using the image, whose memory is about to be written by other means; on all ranks.
+        """
+        self._is_begun = False
         if self._image is not None:
             self._image.unready()
 
@@ -186,15 +191,16 @@ class Survival:
         except BaseException:
             image.unready()
             raise
+        self._is_begun = True
         self._sweep(image)
 
     def end_step(self, step: int) -> None:
         """End a step in the image, unless gradients wait, or begin images if there are none."""
         image = self._image
-        if image is None or image.is_broken:
+        if image is None:
             return
-        if not image.is_begun:
-            self.begin(step)
+        if not self._is_begun:
+            self.begin(step)  # a collective, which a rank without an image any more takes part in
         elif not self._saver.gradients_wait:
             image.end_step(step)
 
