@@ -153,8 +153,7 @@ class Survival:
         self._sweep(image)
 
     def overwriting(self) -> None:
-        """Stop using the image, whose memory is about to be written by other means; on all ranks.
-        """
+        """Stop using the image, whose memory is about to be written by other means; on all ranks."""
         self._is_begun = False
         if self._image is not None:
             self._image.unready()
