@@ -153,7 +153,7 @@ class Survival:
         self._sweep(image)
 
     def overwriting(self) -> None:
-        """Stop using the image, whose memory is about to be written by other means; on all ranks."""
+        """Stop using images, on all ranks: their memory is about to be overwritten."""
         self._is_begun = False
         if self._image is not None:
             self._image.unready()
