@@ -6,6 +6,7 @@ The whole sweep is ``python -m tests.crash.images``; this is a slice of it.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,14 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 
-def sweep(folder: Path, *arguments: str) -> dict[str, Any]:
+def sweep(folder: Path, *arguments: str, ranks: int = 2) -> dict[str, Any]:
     """Run a sweep in a process of its own: a process that forks must have no threads."""
     file = folder / "images.json"
     command = [sys.executable, "-m", "tests.crash.images", "--json", str(file), *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    env = {**os.environ, "CHECKNRUN_TEST_RANKS": str(ranks)}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280
+    )
     assert file.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     found: dict[str, Any] = json.loads(file.read_text())
     return found
@@ -37,6 +41,12 @@ def test_commits_nobody_has_heard_of_and_kills_in_recoveries(tmp_path: Path) -> 
     found = sweep(tmp_path, "--unheard", "2", "--recovery", "6")
     assert not found["failures"], "\n".join(found["failures"])
     assert found["counts"]["in the middle of a recovery"] >= 3
+
+
+def test_three_ranks_whose_sums_depend_on_their_order(tmp_path: Path) -> None:
+    found = sweep(tmp_path, "--backward", "2", ranks=3)
+    assert not found["failures"], "\n".join(found["failures"])
+    assert found["counts"]["recoveries of a rank by images"] >= 6
 
 
 @pytest.mark.slow

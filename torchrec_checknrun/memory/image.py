@@ -189,11 +189,6 @@ class RankImage:
     # ------------------------------------------------------------------ training
 
     @property
-    def is_begun(self) -> bool:
-        """Whether steps are ended in the image."""
-        return self._journal is not None
-
-    @property
     def is_broken(self) -> bool:
         """Whether there is no image any more, of which the log tells."""
         return self._broken

@@ -66,13 +66,27 @@ def _left_in_groups() -> int | None:
         for group in _upwards(path):
             most, used = (_number(base / group / name) for name in files)
             if most is not None and used is not None:
-                left = min(most - used, most if left is None else left)
+                room = most - used + _reclaimable(base / group)
+                left = room if left is None else min(room, left)
     return left
 
 
 def _upwards(path: str) -> list[str]:
     parts = [part for part in path.split("/") if part not in ("", "..")]
     return ["/".join(parts[:n]) for n in range(len(parts), -1, -1)]
+
+
+def _reclaimable(group: Path) -> int:
+    """Return the bytes of a group's page cache, which the kernel gives back when memory is short;
+    shared memory is not among them. 0 if unknown.
+    """
+    names = ("inactive_file", "active_file")
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+        found = {name: int(size) for name, size in (line.split() for line in lines)}
+    except (OSError, ValueError):
+        return 0
+    return sum(found.get(f"total_{name}", found.get(name, 0)) for name in names)
 
 
 def _number(file: Path) -> int | None:

@@ -47,7 +47,7 @@ class StepJournal:
         clock: IntervalClock,
     ) -> None:
         self._areas, self._words = areas, areas.words
-        self._clock = clock
+        self._clock, self._kept = clock, kept
         tensors: list[torch.Tensor] = []
         for shard, marks in zip(shards, kept, strict=True):
             tensors += [*shard.tensors, marks.memory]
@@ -77,6 +77,8 @@ class StepJournal:
                 area = self._areas.grow(_name(place), 2 * -found, before)
                 self._native.write(area, before, self._words.tensor, used)
         except (RuntimeError, ValueError, IndexError, MemoryError, ImagesRefused, OSError) as error:
+            for shard in set(shards):
+                self._kept[shard].mark_all()  # which of them were marked is unknown
             self.missed(f"they could not be journaled: {error}")
 
     def missed(self, why: str) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 
 from torchrec_checknrun.errors import ModelPartlyRestored
 from torchrec_checknrun.memory.agreement import Decision, Found, Newest, decide
+from torchrec_checknrun.memory.gradient_buckets import settle_buckets
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.sweep import sweep
 from torchrec_checknrun.ranks import Ranks
@@ -89,6 +90,8 @@ class Survival:
         self._saver = saver
         self._image = image
         self._is_first = True
+        self._is_begun = False
+        """Whether images were begun, on all ranks alike; some may have given theirs up since."""
         self.reasons: tuple[str, ...] = ()
 
     def recover(self) -> Recovered | None:
@@ -107,6 +110,7 @@ class Survival:
         if image is None or not self._is_first:
             return None
         self._is_first = False
+        self._settle_buckets()
         found = self._ranks.on_all_ranks(image.look)
         decision, chain, passed_over = self._ranks.from_rank_0(lambda: self._decide(found))
         if decision.step is None:
@@ -145,10 +149,12 @@ class Survival:
         self._ranks.on_all_ranks(restore.set_generators)
         # All ranks are at the step: only now may the way back be forgotten.
         self._ranks.on_all_ranks(lambda: image.resume(step))
+        self._is_begun = True
         self._sweep(image)
 
     def overwriting(self) -> None:
-        """Stop using the image, whose memory is about to be written by other means."""
+        """Stop using images, on all ranks: their memory is about to be overwritten."""
+        self._is_begun = False
         if self._image is not None:
             self._image.unready()
 
@@ -160,9 +166,17 @@ class Survival:
         Raises:
             ImagesRefused: they can't be had on some rank.
         """
-        image, self._is_first = self._image, False
+        image, is_first, self._is_first = self._image, self._is_first, False
         if image is None:
             return
+        if is_first:
+            self._settle_buckets()
+            if step > 0 and self._ranks.world_size > 2:
+                self._saver.log(
+                    "training began before restore() was called: after a restart gradients may be "
+                    "summed in another order, and the run is not the same bit for bit",
+                    level=logging.WARNING,
+                )
         busy = self._saver.gradients_wait or self._saver.running is not None
         facts = self._ranks.gather((busy, image.is_broken))
         if any(is_broken for _, is_broken in facts):
@@ -180,15 +194,16 @@ class Survival:
         except BaseException:
             image.unready()
             raise
+        self._is_begun = True
         self._sweep(image)
 
     def end_step(self, step: int) -> None:
         """End a step in the image, unless gradients wait, or begin images if there are none."""
         image = self._image
-        if image is None or image.is_broken:
+        if image is None:
             return
-        if not image.is_begun:
-            self.begin(step)
+        if not self._is_begun:
+            self.begin(step)  # a collective, which a rank without an image any more takes part in
         elif not self._saver.gradients_wait:
             image.end_step(step)
 
@@ -210,6 +225,10 @@ class Survival:
         """
         if self._image is not None:
             self._image.close(remove=over)
+
+    def _settle_buckets(self) -> None:
+        if self._ranks.world_size > 2:  # of two, any order has one sum
+            settle_buckets(self._options.model)
 
     def _decide(self, found: list[Found]) -> tuple[Decision, Chain | None, list[str]]:
         if any(image.missing is not None for image in found):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 
-RANKS = 2
+RANKS = int(os.environ.get("CHECKNRUN_TEST_RANKS", "2"))
 STEPS = 24
 """Steps of a whole run."""
 EVERY = 5

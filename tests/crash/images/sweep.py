@@ -69,10 +69,13 @@ class Sweep:
         self._number = 0
 
     def undisturbed(self) -> None:
-        """Run once without kills and without images: what all others must end in."""
+        """Run once without kills: what all others must end in.
+
+        Without images, too, unless these settle the order in which gradients are summed.
+        """
         folder = self._folder / "undisturbed"
         folder.mkdir()
-        board = self._live(folder, None, None)
+        board = self._live(folder, self._memory if RANKS > 2 else None, None)
         assert board.all("ended") == [1] * RANKS, self._tails(folder)
         self._wanted = [life.load(folder / f"final-{rank}") for rank in range(RANKS)]
 

@@ -240,8 +240,14 @@ def test_a_control_group_s_limit_counts(
     require_space(tmp_path, 3_900_000, freed=2_000_000)
     with pytest.raises(ImagesRefused, match=r"2\.0 MB left below its memory\.max"):
         require_space(tmp_path, 2_100_000)
+    stat = (tmp_path / "groups" / used).parent / "memory.stat"
+    of_files = "inactive_file 300000\nactive_file 200000\n"  # pages that the kernel gives back
+    stat.write_text(f"shmem 700000\n{of_files}")
+    require_space(tmp_path, 2_400_000)
+    with pytest.raises(ImagesRefused, match=r"2\.5 MB left below its memory\.max"):
+        require_space(tmp_path, 2_600_000)
     (tmp_path / "groups" / most).write_text("max")
-    require_space(tmp_path, 2_100_000)
+    require_space(tmp_path, 2_600_000)
 
 
 def test_images_that_are_over_are_swept(tmp_path: Path) -> None:

@@ -210,3 +210,21 @@ def test_ids_of_any_integer_type_and_other_shards_alone(tmp_path: Path) -> None:
     assert torch.equal(now[3][[0, 6]], before[3][[0, 6]])
     assert torch.equal(now[0][0], before[0][0] + 1)
     image.areas.remove()
+
+
+def test_marks_are_kept_of_rows_that_could_not_be_journaled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = Image(tmp_path)
+
+    def refuse(*_: object) -> Any:
+        raise MemoryError("says the test")
+
+    before = [kept.rows.clone() for kept in image.journal._kept]
+    monkeypatch.setattr(StepJournal, "_begin", refuse)
+    image.journal.append(torch.tensor([1]), [0, 1], [0])
+    assert image.areas.words[Word.FLOOR] == image.done + 1
+    rows = [kept.rows for kept in image.journal._kept]
+    assert bool((rows[0] == image.journal._clock.interval).all())
+    assert all(map(torch.equal, rows[1:], before[1:]))
+    image.areas.remove()
