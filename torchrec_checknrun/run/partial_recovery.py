@@ -71,11 +71,9 @@ def broadcast(ranks: Ranks, content: memoryview | None, source: int) -> memoryvi
         source: the rank that has them.
     """
     size = ranks.gather(0 if content is None else len(content))[source]
-    tensor = torch.empty(size, dtype=torch.uint8)
-    if content is not None and ranks.rank == source:
-        tensor.numpy()[:] = content
-    dist.broadcast(tensor, group=ranks.group, group_src=source)
-    return memoryview(tensor.numpy()).toreadonly()
+    memory = bytearray(size) if content is None or ranks.rank != source else bytearray(content)
+    dist.broadcast(torch.frombuffer(memory, dtype=torch.uint8), group=ranks.group, group_src=source)
+    return memoryview(memory).toreadonly()
 
 
 class Side(Protocol):

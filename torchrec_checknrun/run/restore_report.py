@@ -94,7 +94,7 @@ def _tell_of_lost(saver: Saver, found: Recovered) -> None:
     assert found.chain is not None
     head = found.chain.head
     saver.log(
-        "partial recovery: %s had no image and went on with rows of step %d, of %s; all other ranks "
+        "partial recovery: %s had no image and went on with rows of step %d, of %s; all others "
         "kept theirs, of step %d. The portion of lost samples is %.3g so far; this run can't be "
         "repeated bit for bit any more",
         ranks_text(found.lost),

@@ -210,5 +210,3 @@ def test_ids_of_any_integer_type_and_other_shards_alone(tmp_path: Path) -> None:
     assert torch.equal(now[3][[0, 6]], before[3][[0, 6]])
     assert torch.equal(now[0][0], before[0][0] + 1)
     image.areas.remove()
-
-
