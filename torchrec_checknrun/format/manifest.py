@@ -175,7 +175,7 @@ class Manifest(Record, frozen=True, dict=True):
     earlier_fractions: tuple[Measure, ...] = ()
     lineage: Text = ""
     epoch: Count = 0
-    losses: Annotated[tuple[Loss, ...], Meta(max_length=MOST)] = ()
+    losses: Annotated[tuple[Loss, ...], Meta(min_length=1, max_length=MOST)] = ()
     format_version: Count = FORMAT_VERSION
     checksum: str = ""
 

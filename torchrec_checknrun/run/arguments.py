@@ -34,7 +34,6 @@ _ROOT = (
     'root must be a folder or URL such as "/checkpoints/run-17" or "s3://bucket/run-17", not {!r}'
 )
 _ONLY_HYDRA = {
-    "max_pls": "partial=PartialRecovery(max_pls=0.01, total_steps=100_000)",
     **dict.fromkeys(("bits", "method", "mean_bits", "offset"), "quantization=Quantization(bits=8)"),
     **dict.fromkeys(("compress", "exact_below_rows"), "quantization=Quantization(compress=True)"),
     "expected_restores": 'quantization=Quantization(bits="auto", expected_restores=3)',
@@ -46,6 +45,9 @@ _ONLY_HYDRA = {
     **dict.fromkeys(("on_sigterm", "grace_seconds"), "triggers=[OnSigterm(grace_seconds=25)]"),
     **dict.fromkeys(("keep", "keep_every_hours"), "retention=Retention(keep=2, every_hours=6)"),
     "asynchronous": 'background="thread", which is the default',
+    **dict.fromkeys(
+        ("max_pls", "total_steps"), "partial=PartialRecovery(max_pls=0.01, total_steps=100_000)"
+    ),
 }
 """Keys of the Hydra group ``checkpoint`` that Checkpointer spells differently, and its spelling."""
 
