@@ -228,10 +228,13 @@ def make_check_n_run(
 def _partial(config: CheckNRunConfig) -> PartialRecovery | None:
     from torchrec_checknrun import PartialRecovery
 
-    if config.max_pls is None:
+    if config.max_pls is None and config.total_steps is None:
         return None
-    if config.total_steps is None:
-        raise ValueError("max_pls is a portion of all steps: give total_steps as well")
+    if config.max_pls is None or config.total_steps is None:
+        raise ValueError(
+            "the budget of partial recovery is a portion of the run's steps: give max_pls and "
+            "total_steps together"
+        )
     return PartialRecovery(config.max_pls, config.total_steps)
 
 

@@ -64,7 +64,7 @@ class PartialSweep(Sweep):
     def reference(self, lost: int) -> None:
         """Run without a further kill: what the others must end in."""
         folder = self._begin(f"reference-{lost}", lost)
-        self._to_the_end(folder)
+        self._require_end(folder, self._recover(folder, None))
         self._wanted = [life.load(folder / f"final-{rank}") for rank in range(RANKS)]
         self._ledger = ledger(folder)
         assert len(self._ledger) == 1, self._ledger
@@ -73,11 +73,13 @@ class PartialSweep(Sweep):
     def kill(self, number: int, lost: int, kill: Kill) -> None:
         """Kill a rank in a recovery, and if need be in the next one; let it end, and compare."""
         folder = self._begin(f"run-{number}", lost)
-        fired = [self._recover(folder, kill).fired for _ in range(2)]
-        self.outcome.counts["kills"] += sum(fired)
-        if not fired[0]:
+        first, second = self._recover(folder, kill), self._recover(folder, kill)
+        self.outcome.counts["kills"] += first.fired + second.fired
+        if not first.fired:
             self.outcome.failures.append(f"{folder.name}: no kill at {kill}")
-        self._to_the_end(folder)
+        if second.fired:
+            second = self._recover(folder, None)
+        self._require_end(folder, second)
         if ledger(folder) != self._ledger:
             self.outcome.failures.append(f"{folder.name}: {ledger(folder)}, not {self._ledger}")
         self._compare(folder)
@@ -97,8 +99,7 @@ class PartialSweep(Sweep):
         self._fork(folder, acts, board, kill)
         return board
 
-    def _to_the_end(self, folder: Path) -> None:
-        board = self._recover(folder, None)
+    def _require_end(self, folder: Path, board: Board) -> None:
         if board.all("ended") != [1] * RANKS:
             self.outcome.failures.append(f"{folder.name} did not end: {self._tails(folder)}")
         if board.all("restored") != [LAST] * RANKS:
