@@ -151,7 +151,7 @@ def main() -> None:
             memory.rmdir()
     outcome = sweep.outcome
     chosen.json.write_text(
-        json.dumps({"counts": dict(outcome.counts), "failures": outcome.failures})
+        json.dumps({"counts": outcome.counts, "failures": outcome.failures}, indent=1) + "\n"
     )
     print(f"{outcome.counts['kills']} kills, {outcome.counts['runs compared']} runs compared")
     for failure in outcome.failures:
