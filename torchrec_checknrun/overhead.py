@@ -48,7 +48,7 @@ class Recovery(Enum):
     @property
     def in_this_release(self) -> bool:
         """Whether a job can recover so today; the other kinds are arithmetic."""
-        return self in (Recovery.FULL, Recovery.IMAGES_FULL)
+        return self in (Recovery.FULL, Recovery.IMAGES_FULL, Recovery.IMAGES_PARTIAL)
 
     @property
     def keeps_images(self) -> bool:

@@ -7,7 +7,7 @@ budget of PLS 0.1, as the paper's; 5 minutes each to save, to load and to restar
 8.2 to 8.5 % for full recovery. Failures are drawn at random, many times, beside the expected cost
 in closed form (`torchrec_checknrun.overhead`); once more for a job a hundred times as long, without
 the effect of a last interval that is cut short. The rows with images are of tables in memory that
-outlives its process (`survive=Images()`); partial recovery is not in this release.
+outlives its process: `survive=Images()`, and `partial=PartialRecovery(…)` where a row says partial.
 
 Accuracy: see `lost_shards`; most of an hour. Seeds that the file has already are not trained again,
 so that a run may be interrupted.

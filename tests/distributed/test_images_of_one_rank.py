@@ -23,7 +23,7 @@ def give_up_one(root: str, spec: dict[str, Any], plan: Plan) -> None:
         image = saver._survival._image
         assert image is not None
         if dist.get_rank() == 1:
-            image._give_up("says the test")
+            image.give_up("says the test")
         job.train()
         saver.step()
         report = saver.restore()

@@ -59,8 +59,13 @@ class PerRankBuffers:
             for name in matching:
                 self._merges.setdefault(name, merge)
 
+    @property
+    def names(self) -> list[str]:
+        """The buffers' names, sorted."""
+        return sorted(self._merges)
+
     def __str__(self) -> str:
-        return ", ".join(sorted(self._merges)) or "none"
+        return ", ".join(self.names) or "none"
 
     def take(self, content: dict[str, Any]) -> dict[str, Any]:
         """Remove these buffers from a model's state dict and return them."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from reprlib import repr as shown
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
 from torchrec_checknrun.format.checks import (
@@ -31,12 +32,15 @@ from torchrec_checknrun.format.checks import (
     typed,
 )
 from torchrec_checknrun.format.checks import checksum as _checksum
+from torchrec_checknrun.format.losses import MOST, Loss
 from torchrec_checknrun.format.names import PlainName
 
 FORMAT_VERSION = 1
 _UNSTORED = frozenset({"checksum"})
 _LATER = frozenset({"optimizer_options"})
 """Fields of tables that the first manifests lack."""
+_PARTIAL = frozenset({"losses"})
+"""Fields that only manifests of runs with partial recoveries have."""
 
 Kind = Literal["full", "differential"]
 
@@ -69,6 +73,7 @@ class Header:
     earlier_fractions: tuple[float, ...] = ()
     lineage: str = ""
     epoch: int | None = None
+    losses: tuple[Loss, ...] = ()
 
 
 class RankFile(Record, frozen=True):
@@ -148,6 +153,8 @@ class Manifest(Record, frozen=True, dict=True):
         lineage: the predecessor's, unless an older checkpoint than the newest was restored before:
             that starts a fork with a lineage of its own.
         epoch: the writer's; see ``lease``.
+        losses: what partial recoveries have cost this lineage so far; a file has the field only if
+            there were any. Such a run can't be repeated bit for bit.
     """
 
     id: PlainName
@@ -168,6 +175,7 @@ class Manifest(Record, frozen=True, dict=True):
     earlier_fractions: tuple[Measure, ...] = ()
     lineage: Text = ""
     epoch: Count = 0
+    losses: Annotated[tuple[Loss, ...], Meta(min_length=1, max_length=MOST)] = ()
     format_version: Count = FORMAT_VERSION
     checksum: str = ""
 
@@ -207,6 +215,7 @@ class Manifest(Record, frozen=True, dict=True):
             earlier_fractions=header.earlier_fractions,
             lineage=header.lineage,
             epoch=epoch,
+            losses=header.losses,
         ).sealed()
 
     @property
@@ -275,6 +284,8 @@ class Manifest(Record, frozen=True, dict=True):
     def _content(self) -> dict[str, Any]:
         content: dict[str, Any] = msgspec.to_builtins(self)
         del content["checksum"]
+        if not self.losses:
+            del content["losses"]
         return content
 
 
@@ -320,7 +331,7 @@ def _checked(content: Any) -> Manifest:
     Raises:
         ValueError: a field is missing, unknown or malformed.
     """
-    require_fields(content, Manifest, elsewhere=_UNSTORED)
+    require_fields(content, Manifest, elsewhere=_UNSTORED, optional=_PARTIAL)
     manifest = typed(content, Manifest)
     for table in content["tables"].values():
         require_fields(table, TableTotals, optional=_LATER)

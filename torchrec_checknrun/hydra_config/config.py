@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.codecs.quantization import Quantization
     from torchrec_checknrun.dense.buffers import Patterns
     from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer, NoCheckpointer
+    from torchrec_checknrun.memory.partial import PartialRecovery
     from torchrec_checknrun.root.policy import Policy
     from torchrec_checknrun.root.report import CheckpointReport
     from torchrec_checknrun.root.retention import Retention
@@ -105,6 +106,8 @@ class CheckNRunConfig:
     resume: Resume = Resume.auto
     timeout_seconds: float = 1800.0
     images: bool = False  # ``survive=Images()``
+    max_pls: float | None = None  # with total_steps: ``partial=PartialRecovery(…)``
+    total_steps: int | None = None
 
 
 @dataclass
@@ -218,7 +221,21 @@ def make_check_n_run(
         timeout_seconds=config.timeout_seconds,
         callbacks=callbacks,
         survive=package.Images() if config.images else None,
+        partial=_partial(config),
     )
+
+
+def _partial(config: CheckNRunConfig) -> PartialRecovery | None:
+    from torchrec_checknrun import PartialRecovery
+
+    if config.max_pls is None and config.total_steps is None:
+        return None
+    if config.max_pls is None or config.total_steps is None:
+        raise ValueError(
+            "the budget of partial recovery is a portion of the run's steps: give max_pls and "
+            "total_steps together"
+        )
+    return PartialRecovery(config.max_pls, config.total_steps)
 
 
 def _policy(config: CheckNRunConfig) -> Policy:

@@ -32,11 +32,12 @@ class RngState(PerRank):
 
     On another number of ranks than the checkpoint's, no rank has a state to go on with: every rank
     then seeds its generators from all saved states and its own number, and a warning says so.
-    Ranks draw different numbers, and the same ones again after another such restore.
+    Ranks draw different numbers, and the same ones again after another such restore. So does a
+    rank that was lost in a partial recovery, from its own state in the newest checkpoint.
     """
 
     def __init__(self) -> None:
-        super().__init__(_Generators(), merge=_seeds)
+        super().__init__(_Generators(), merge=_seeds, lost=_seed_of_lost)
 
 
 class _Generators:
@@ -58,10 +59,16 @@ class _Generators:
         np.random.seed(int.from_bytes(digest[8:12], "little"))
         random.seed(digest)
         logger.warning(
-            "random number generators of rank %d are seeded anew: the checkpoint holds those of "
-            "another number of ranks",
+            "random number generators of rank %d are seeded anew: there are none of this rank to "
+            "go on with",
             rank,
         )
+
+
+def _seed_of_lost(saved: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Make what a lost rank seeds its generators from: other numbers than it has drawn before."""
+    own = _seeds([saved])[_MERGED]
+    return {_MERGED: hashlib.sha256(f"{own}/{steps}".encode()).hexdigest()}
 
 
 def _seeds(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

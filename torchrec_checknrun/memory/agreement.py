@@ -6,8 +6,10 @@ Each rank says what its image can do; rank 0 alone looks at the storage and deci
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.ranks import ranks_text
 
 
@@ -22,6 +24,8 @@ class Found:
         steps: the steps whose end can be gone back to.
         heads: ids of checkpoints that the image may descend from: the last one known to be
             committed (None: none was), and those begun since.
+        holds_rows: whether the rank has rows of sharded tables, image or not.
+        losses: what partial recoveries have cost so far.
     """
 
     missing: str | None = None
@@ -29,6 +33,8 @@ class Found:
     done: int = -1
     steps: tuple[int, ...] = ()
     heads: tuple[str | None, ...] = ()
+    holds_rows: bool = True
+    losses: tuple[Loss, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,30 +52,41 @@ class Decision:
     Attributes:
         step: None: not by images.
         reasons: why not, for each rank concerned.
+        lost: the ranks that have no image to go back by; their rows come from the newest
+            checkpoint.
+        losses: what partial recoveries have cost, this one included.
     """
 
     step: int | None
     reasons: tuple[str, ...] = ()
+    lost: tuple[int, ...] = ()
+    losses: tuple[Loss, ...] = ()
 
 
-def decide(found: Sequence[Found], newest: Newest) -> Decision:
-    """Decide by all ranks' images, in rank order.
+def decide(
+    found: Sequence[Found], newest: Newest, lost: AbstractSet[int] = frozenset()
+) -> Decision:
+    """Decide by the ranks' images, in rank order.
 
     The newest step that all can reach is the oldest one that is the newest of a rank. An image
     counts only if it descends from the checkpoint that a restore would take: else the storage has
     gone on without it.
+
+    Args:
+        lost: ranks that do without their image; there must be others.
     """
     by_reason: dict[str, list[int]] = {}
-    for rank, image in enumerate(found):
+    images = {rank: image for rank, image in enumerate(found) if rank not in lost}
+    for rank, image in images.items():
         if image.missing is not None:
             by_reason.setdefault(image.missing, []).append(rank)
     if by_reason:
-        return _none(by_reason)
-    incarnations = {image.incarnation for image in found}
+        return refusal(by_reason)
+    incarnations = {image.incarnation for image in images.values()}
     if len(incarnations) > 1:
         return Decision(None, ("the ranks' images were not begun together",))
-    step = min(image.done for image in found)
-    for rank, image in enumerate(found):
+    step = min(image.done for image in images.values())
+    for rank, image in images.items():
         if step not in image.steps:
             what = f"it can go back to steps {sorted(image.steps)}, and the ranks need {step}"
             by_reason.setdefault(what, []).append(rank)
@@ -80,8 +97,9 @@ def decide(found: Sequence[Found], newest: Newest) -> Decision:
         elif step < newest.step:
             what = f"it is of step {step}, older than {newest.id} of step {newest.step}"
             by_reason.setdefault(what, []).append(rank)
-    return _none(by_reason) if by_reason else Decision(step)
+    return refusal(by_reason) if by_reason else Decision(step)
 
 
-def _none(by_reason: dict[str, list[int]]) -> Decision:
+def refusal(by_reason: dict[str, list[int]]) -> Decision:
+    """Return a decision against images, for these reasons of these ranks."""
     return Decision(None, tuple(f"{ranks_text(on)}: {reason}" for reason, on in by_reason.items()))

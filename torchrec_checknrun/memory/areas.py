@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.memory.file import ImageFile, NoImage, owner_text, this_process
 from torchrec_checknrun.memory.header import (
     FIRST_BYTES,
@@ -62,6 +63,7 @@ class Descent(msgspec.Struct, frozen=True):
         attempts: checkpoints begun since, oldest first.
         lossy_restores: restores from lossy checkpoints so far.
         must_be_full: whether the next checkpoint must be full.
+        losses: what partial recoveries have cost so far.
     """
 
     lineage: str
@@ -72,6 +74,7 @@ class Descent(msgspec.Struct, frozen=True):
     attempts: tuple[Attempt, ...]
     lossy_restores: int
     must_be_full: bool
+    losses: tuple[Loss, ...] = ()
 
 
 class Areas:

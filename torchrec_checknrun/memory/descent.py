@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.marks.intervals import FIRST, IntervalClock, KeptMarks
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.marks.marks import Marks
@@ -44,13 +45,20 @@ class KeptDescent:
         """Return the bytes that the intervals of shards take."""
         return sum(each.rows + 1 for each in marks)
 
-    def start(self, lineage: str, head: str | None, lossy: int, must_be_full: bool) -> None:
+    def start(
+        self,
+        lineage: str,
+        head: str | None,
+        lossy: int,
+        must_be_full: bool,
+        losses: tuple[Loss, ...] = (),
+    ) -> None:
         """Begin with the shards' present marks, of which no checkpoint holds any."""
         self.clock.interval = FIRST
         for kept, marks in zip(self.kept, self._marks, strict=True):
             since_last = marks.modified(Consumer.LAST)
             kept.start(marks.modified(Consumer.BASELINE) | since_last, since_last)
-        self._write(Descent(lineage, head, 1, 0, FIRST, (), lossy, must_be_full))
+        self._write(Descent(lineage, head, 1, 0, FIRST, (), lossy, must_be_full, losses))
 
     def read(self) -> None:
         """Read what an earlier process has left.
@@ -61,10 +69,13 @@ class KeptDescent:
         self.known = self._record.read()
         self.clock.interval = self.known.interval
 
-    def recover(self, head: str | None) -> None:
+    def recover(self, head: str | None, losses: tuple[Loss, ...] = ()) -> None:
         """Give the shards their marks as of the agreed newest checkpoint, one of ``heads``.
 
         What was begun since and is not committed counts as if it had not been begun.
+
+        Args:
+            losses: what partial recoveries have cost, this one included.
         """
         known = self.known
         for attempt in known.attempts:
@@ -77,7 +88,7 @@ class KeptDescent:
             for consumer, since in cuts.items():
                 modified = (kept.rows > since).view(torch.uint8)
                 marks.live.bitwise_or_(modified.mul_(int(consumer)))
-        self._write(msgspec.structs.replace(known, attempts=()))
+        self._write(msgspec.structs.replace(known, attempts=(), losses=losses))
 
     @property
     def heads(self) -> tuple[str | None, ...]:

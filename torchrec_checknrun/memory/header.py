@@ -41,6 +41,10 @@ class Word(IntEnum):
     """The oldest step that can be gone back to, because of changes that were not journaled."""
     TIME = 5
     """When the last step was done, in seconds since 1970."""
+    GOAL = 6
+    """One more than the step that a recovery is going back to, and the only one that can be gone
+    back to until it has ended; 0: none.
+    """
     JOURNAL_FROM = 8
     """Of each of two journals, the step that it goes back to; -1: none."""
     JOURNAL_USED = 10

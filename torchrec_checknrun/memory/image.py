@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.hooks import RemovableHandle
 
 from torchrec_checknrun.errors import CheckNRunError, ImagesRefused
+from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.memory.agreement import Found
 from torchrec_checknrun.memory.areas import Areas, Layout
 from torchrec_checknrun.memory.descent import KeptDescent
@@ -125,7 +126,11 @@ class RankImage:
             return self._look()
         except _DAMAGED as error:
             self.why_not = str(error)
-        return Found(missing=f"{self.path}: {self.why_not}")
+        return Found(missing=f"{self.path}: {self.why_not}", holds_rows=self._holds_rows)
+
+    @property
+    def _holds_rows(self) -> bool:
+        return any(shard.local.rectangle.rows for shard in self._memory.shards)
 
     def _look(self) -> Found:
         if self._areas is None or self.why_not is not None:
@@ -139,11 +144,15 @@ class RankImage:
                 raise NoImage("its journal is damaged")
         found = [place.read() for place in self._places()]
         steps = tuple(each[0] for each in found if each is not None and floor <= each[0] <= done)
+        if (goal := words[Word.GOAL] - 1) >= 0:
+            done, steps = goal, tuple(step for step in steps if step == goal)
         return Found(
             incarnation=self._areas.layout.incarnation,
             done=done,
             steps=steps,
             heads=self._descent.heads,
+            holds_rows=self._holds_rows,
+            losses=self._descent.known.losses,
         )
 
     def held(self, step: int) -> HeldStates:
@@ -152,22 +161,35 @@ class RankImage:
         Raises:
             NoImage: it is damaged.
         """
+        return HeldStates.read(self.state_bytes(step))
+
+    def state_bytes(self, step: int) -> memoryview:
+        """Return what ``HeldStates.read`` takes, as of a step; shared memory.
+
+        Raises:
+            NoImage: it is damaged.
+        """
         for place in self._places():
             found = place.read()
             if found is not None and found[0] == step:
-                return HeldStates.read(found[1])
+                return found[1]
         raise NoImage(f"it has no state of step {step}")
 
-    def go_back(self, step: int, head: str | None) -> None:
+    def go_back(self, step: int, head: str | None, losses: tuple[Loss, ...] = ()) -> None:
         """Move the model's shards into the image, with its content as of the end of a step.
+
+        From here on the image is good for that step only: a recovery that is killed half-way must
+        not be followed by one to a later step, which may be possible once other images are gone.
 
         Args:
             head: the checkpoint that all ranks take for the newest one.
+            losses: what partial recoveries have cost so far, this one included.
 
         Raises:
             NoImage, ValueError: the image is damaged; the shards have unknown content.
         """
         assert self._areas is not None
+        self._areas.words.publish(Word.GOAL, step + 1)
         for shard in self._memory.shards:
             shard.mark_all(everywhere=True)
         self._tracked.restores += 1
@@ -175,7 +197,7 @@ class RankImage:
         journal = self._make_journal(self._areas)
         journal.undo_to(step)
         self.rows, self.changed = journal.rows, journal.changed
-        self._descent.recover(head)
+        self._descent.recover(head, losses)
         self._journal = journal
 
     def resume(self, step: int) -> None:
@@ -184,6 +206,7 @@ class RankImage:
         assert self._journal is not None
         self._areas.words.publish(Word.DONE, step)
         self._journal.drop()
+        self._areas.words.publish(Word.GOAL, 0)
         self._watch()
 
     # ------------------------------------------------------------------ training
@@ -201,13 +224,20 @@ class RankImage:
         self._journal = None
 
     def begin(
-        self, step: int, incarnation: str, lineage: str, head: str | None, lossy: int, full: bool
+        self,
+        step: int,
+        incarnation: str,
+        lineage: str,
+        head: str | None,
+        lossy: int,
+        full: bool,
+        losses: tuple[Loss, ...] = (),
     ) -> None:
         """Begin an image of the model as it is now, at the end of a step.
 
         Args:
             incarnation: the same on all ranks.
-            lineage, head, lossy, full: see ``Descent``.
+            lineage, head, lossy, full, losses: see ``Descent``.
 
         Raises:
             ImagesRefused: there is too little memory, or too much state.
@@ -234,8 +264,9 @@ class RankImage:
         size = KeptDescent.bytes_for(self._marks)
         memory = areas.get(_INTERVALS) if areas.has(_INTERVALS) else areas.add(_INTERVALS, size)
         self._descent = KeptDescent(areas.descent, memory, self._marks)
-        self._descent.start(lineage, head, lossy, full)
+        self._descent.start(lineage, head, lossy, full, losses)
         self._place(0).write(step, pieces)
+        areas.words.publish(Word.GOAL, 0)
         # A fresh start is not gone back to: the program must do again what it does after one, such
         # as to load pretrained layers.
         fresh = head is None and step == 0
@@ -316,6 +347,12 @@ class RankImage:
         """Note that the next checkpoint must be full."""
         if self._journal is not None:
             self._descent.require_full()
+
+    @property
+    def incarnation(self) -> str:
+        """The name of the images that were begun together with this one."""
+        assert self._areas is not None
+        return self._areas.layout.incarnation
 
     @property
     def known_lineage(self) -> tuple[str, int, bool]:

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.format.manifest import Header, Link, Manifest
 from torchrec_checknrun.format.names import new_id
 from torchrec_checknrun.root.chain import Chain, narrow
@@ -38,6 +39,7 @@ class Lineage:
         history: the last full checkpoint and those based on it, oldest first.
         previous: the last checkpoint; None at a run's start.
         lossy_restores: restores from lossy checkpoints so far.
+        losses: what partial recoveries have cost so far.
         id: the lineage's name; until the first commit, rank 0's is the one that counts.
     """
 
@@ -45,6 +47,7 @@ class Lineage:
         self.history: tuple[Manifest, ...] = ()
         self.previous: Manifest | None = None
         self.lossy_restores = 0
+        self.losses: tuple[Loss, ...] = ()
         self.id = secrets.token_hex(8)
         self._converted = False
         self._widths: dict[str, int] = {}
@@ -104,6 +107,7 @@ class Lineage:
             earlier_fractions=self._fractions() if parent else (),
             lineage=self.id,
             epoch=epoch,
+            losses=self.losses,
         )
         return Proposal(new_id(sequence, step), header, decision)
 
@@ -135,6 +139,7 @@ class Lineage:
         self.history, self.previous = chain.manifests, chain.head
         self._widths = chain.widths
         self.lossy_restores = chain.head.lossy_restores + int(chain.lossy)
+        self.losses = chain.head.losses
         self.id = secrets.token_hex(8) if forks else chain.head.lineage
         self._converted = converted
 

@@ -156,6 +156,19 @@ class CheckpointReport:
 
 
 @dataclass(frozen=True)
+class RankSource:
+    """Where one rank's rows come from.
+
+    Attributes:
+        source: ``images``, or the ``checkpoint``.
+        step: that the rows are of.
+    """
+
+    source: str
+    step: int
+
+
+@dataclass(frozen=True)
 class RestoreReport:
     """A report on one restore.
 
@@ -165,8 +178,12 @@ class RestoreReport:
         skipped: content that only the checkpoint or only the model has (with ``strict=False``).
         seconds: from the call to the end, on this rank.
         source: what the rows come from: the ``checkpoint``, or ``images`` in shared memory, which
-            are of a later step; then ``id`` is the checkpoint that they descend from, or empty.
+            are of a later step; then ``id`` is the checkpoint that they descend from, or empty; or
+            ``both``, in a partial recovery.
         without_images: why images were not used, though they are asked for.
+        ranks: of a partial recovery, each rank's source of rows and their step, in rank order.
+        pls: the portion of lost samples in all partial recoveries of this run so far.
+        reproducible: whether the run could be repeated bit for bit: False after such a recovery.
     """
 
     id: str
@@ -179,6 +196,9 @@ class RestoreReport:
     skipped: tuple[str, ...] = ()
     source: str = "checkpoint"
     without_images: tuple[str, ...] = ()
+    ranks: tuple[RankSource, ...] = ()
+    pls: float = 0.0
+    reproducible: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeGuard
 
@@ -19,6 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
+from torchrec_checknrun.memory.partial import PartialRecovery
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.restore.states import Merge
 from torchrec_checknrun.root.policy import POLICIES, Intermittent, Policy
@@ -45,8 +46,16 @@ _ONLY_HYDRA = {
     **dict.fromkeys(("on_sigterm", "grace_seconds"), "triggers=[OnSigterm(grace_seconds=25)]"),
     **dict.fromkeys(("keep", "keep_every_hours"), "retention=Retention(keep=2, every_hours=6)"),
     "asynchronous": 'background="thread", which is the default',
+    **dict.fromkeys(
+        ("max_pls", "total_steps"), "partial=PartialRecovery(max_pls=0.01, total_steps=100_000)"
+    ),
 }
 """Keys of the Hydra group ``checkpoint`` that Checkpointer spells differently, and its spelling."""
+
+
+COPY = "copy"
+LostRule = str | Callable[[Any, int], Any]
+"""How a lost rank gets a state of its own, see ``PerRank``."""
 
 
 class PerRank:
@@ -56,12 +65,24 @@ class PerRank:
         state: the object.
         merge: function from the list of all saved state dicts, in rank order, to one rank's state
             dict. Required only to restore on another number of ranks, an error without it.
+        lost: the rule by which a rank whose image is gone gets its state in a partial recovery:
+            ``"copy"`` takes a surviving rank's; a function makes the state dict of the one that
+            this rank has in the newest checkpoint, and the number of steps since. Without a rule
+            all ranks go back to that checkpoint.
     """
 
     # No dataclass: hydra.utils.instantiate would make a config of it.
-    def __init__(self, state: Stateful, merge: Merge | None = None) -> None:
+    def __init__(
+        self, state: Stateful, merge: Merge | None = None, lost: LostRule | None = None
+    ) -> None:
+        if lost is not None and lost != COPY and not callable(lost):
+            raise ValueError(
+                f"PerRank: lost must be 'copy', a function of a state dict and a number of steps, "
+                f"or None, not {lost!r}"
+            )
         self.state = state
         self.merge = merge
+        self.lost = lost
 
 
 class Replicated:
@@ -74,6 +95,26 @@ class Replicated:
 
     def __init__(self, state: Stateful) -> None:
         self.state = state
+
+
+def require_partial(partial: object, with_images: bool) -> None:
+    """Refuse anything but a partial recovery, which needs images.
+
+    Raises:
+        ValueError: it is something else, or there are no images.
+    """
+    if partial is None:
+        return
+    if not isinstance(partial, PartialRecovery):
+        raise ValueError(
+            "partial must be PartialRecovery(max_pls=…, total_steps=…), such as "
+            f"PartialRecovery(max_pls=0.01, total_steps=100_000), or None, not {partial!r}"
+        )
+    if not with_images:
+        raise ValueError(
+            "partial recovery lets ranks whose images survived keep their rows: it needs "
+            "survive=Images()"
+        )
 
 
 def refuse_unknown(unknown: Mapping[str, object]) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import partial as bind
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -21,6 +21,7 @@ from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import Patterns
 from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored, SaveFailed
 from torchrec_checknrun.memory.images import Images
+from torchrec_checknrun.memory.partial import PartialRecovery
 from torchrec_checknrun.model.tracked import RowIds
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.restore import Restored, restore
@@ -94,6 +95,8 @@ class Checkpointer:
             makes; a restore takes as much.
         survive: ``Images()`` keeps each rank's state in shared memory, so that processes that die
             and are started again lose no step; None: they go on from the newest checkpoint.
+        partial: ``PartialRecovery(…)`` sends only ranks whose images are gone back to the newest
+            checkpoint, within a budget of lost samples; None: all ranks go back.
 
     Raises:
         UnsupportedTable: see ``track``.
@@ -124,6 +127,7 @@ class Checkpointer:
         timeout_seconds: float = 1800.0,
         chunk_bytes: int = CHUNK_BYTES,
         survive: Images | None = None,
+        partial: PartialRecovery | None = None,
         **unknown: Never,
     ) -> None:
         # First of all, before there are other local variables: every argument by its name.
@@ -136,12 +140,12 @@ class Checkpointer:
         self._ranks, self._background_ranks = parts.ranks, parts.background_ranks
         self._target = parts.target
         image = parts.on_all_ranks(
-            partial(make_image, parts.options, parts.target, parts.ranks), close_image
+            bind(make_image, parts.options, parts.target, parts.ranks), close_image
         )
-        saver = partial(Saver, parts.options, parts.target, parts.ranks, parts.background, image)
+        saver = bind(Saver, parts.options, parts.target, parts.ranks, parts.background, image)
         self._saver = parts.on_all_ranks(saver, Saver.close)
         self._survival = Survival(parts.options, parts.target, parts.ranks, self._saver, image)
-        schedule = partial(Schedule, parts.options.all_triggers, parts.ranks)
+        schedule = bind(Schedule, parts.options.all_triggers, parts.ranks)
         self._schedule = parts.on_all_ranks(schedule, lambda made: made.close(failed=True))
         self._partly_restored: str | None = None
         self._closed = False

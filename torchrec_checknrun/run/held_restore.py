@@ -89,7 +89,8 @@ class HeldRestore:
 
     def set_generators(self) -> None:
         """Set the random number generators: last, since all else may draw from them."""
-        set_generators(self._held.generators)
+        if self._held.generators:  # a lost rank has none: it goes on as its program began
+            set_generators(self._held.generators)
 
     def _check(self) -> None:
         held = self._held

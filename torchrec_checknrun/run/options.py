@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import PerRankBuffers
 from torchrec_checknrun.memory.images import Images
+from torchrec_checknrun.memory.partial import PartialRecovery
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.root.retention import Retention
@@ -69,6 +70,7 @@ class Options:
     timeout_seconds: float
     chunk_bytes: int
     survive: Images | None = None
+    partial: PartialRecovery | None = None
 
     def __post_init__(self) -> None:
         arguments.require_model(self.model)
@@ -86,6 +88,7 @@ class Options:
         survive: object = self.survive
         if survive is not None and not isinstance(survive, Images):
             raise ValueError(f"survive must be Images() or None, not {survive!r}")
+        arguments.require_partial(self.partial, with_images=survive is not None)
         self._set("callbacks", arguments.as_callbacks(self.callbacks))
         self._set("root", arguments.as_root(self.root, self.timeout_seconds))
         self._set("state", arguments.as_states(self.state))
@@ -146,7 +149,10 @@ def _declaration(state: object) -> str:
     if not isinstance(state, (PerRank, Replicated)):
         return "given"
     merged = isinstance(state, PerRank) and state.merge is not None
-    return f"{type(state).__name__}({'with merge' if merged else ''})"
+    rule = getattr(state, "lost", None)
+    parts = ["with merge"] if merged else []
+    parts += [] if rule is None else ["lost=copy" if rule == arguments.COPY else "lost=function"]
+    return f"{type(state).__name__}({', '.join(parts)})"
 
 
 def _describe(value: object) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 
 from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.format.losses import portion
+from torchrec_checknrun.ranks import ranks_text
 from torchrec_checknrun.restore.restore import Restored
-from torchrec_checknrun.root.report import RestoreReport
+from torchrec_checknrun.root.report import RankSource, RestoreReport
 from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.run.survival import Recovered
 
@@ -44,6 +46,8 @@ def report_restored(
         lossy=found.chain.lossy,
         seconds=seconds,
         skipped=tuple(found.skipped),
+        pls=portion(head.losses),
+        reproducible=not head.losses,
     )
 
 
@@ -55,6 +59,9 @@ def report_recovered(saver: Saver, found: Recovered, seconds: float) -> RestoreR
     """
     for problem in found.passed_over:
         saver.log("passed over: %s", problem, level=logging.WARNING)
+    sources = _sources(found)
+    if found.lost:
+        _tell_of_lost(saver, found)
     saver.log("went on from images in memory at step %d, in %.2f s", found.step, seconds)
     head = None if found.chain is None else found.chain.head
     manifests = () if found.chain is None else found.chain.manifests
@@ -64,7 +71,36 @@ def report_recovered(saver: Saver, found: Recovered, seconds: float) -> RestoreR
         sequence=0 if head is None else head.sequence,
         chain=tuple(manifest.id for manifest in manifests),
         passed_over=found.passed_over,
-        lossy=False,
+        lossy=bool(found.lost) and found.chain is not None and found.chain.lossy,
         seconds=seconds,
-        source="images",
+        source="both" if found.lost else "images",
+        ranks=sources,
+        pls=portion(found.losses),
+        reproducible=not found.losses,
+    )
+
+
+def _sources(found: Recovered) -> tuple[RankSource, ...]:
+    """Return each rank's source; none where all have gone on by their images."""
+    if not found.lost or found.chain is None:
+        return ()
+    from_chain = RankSource("checkpoint", found.chain.head.step)
+    by_image = RankSource("images", found.step)
+    ranks = range(found.world_size)
+    return tuple(from_chain if rank in found.lost else by_image for rank in ranks)
+
+
+def _tell_of_lost(saver: Saver, found: Recovered) -> None:
+    assert found.chain is not None
+    head = found.chain.head
+    saver.log(
+        "partial recovery: %s had no image and went on with rows of step %d, of %s; all others "
+        "kept theirs, of step %d. The portion of lost samples is %.3g so far; this run can't be "
+        "repeated bit for bit any more",
+        ranks_text(found.lost),
+        head.step,
+        head.id,
+        found.step,
+        portion(found.losses),
+        level=logging.WARNING,
     )

@@ -16,6 +16,7 @@ from functools import partial
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.memory.image import RankImage
@@ -144,19 +145,28 @@ class Saver:
             with suppress(Exception):  # the next save reports it
                 self._fingerprint = self._look_at_states()
 
-    def recovered(self, chain: Chain | None, lineage: str, lossy: int, full: bool) -> None:
+    def recovered(
+        self,
+        chain: Chain | None,
+        lineage: str,
+        lossy: int,
+        full: bool,
+        losses: tuple[Loss, ...] = (),
+    ) -> None:
         """Note that the model is in a later state than a chain's head, from which it descends.
 
         Args:
             lineage: the name of the lineage.
             lossy: restores from lossy checkpoints so far, this one being none.
             full: whether the next checkpoint must be full.
+            losses: what partial recoveries have cost so far.
         """
         if chain is not None:
             self.lineage.restored(chain, full, forks=False)
             self._ranks.on_all_ranks(lambda: self.writer.restored(chain))
             self._last = self.lineage.report(Progress())
         self.lineage.id, self.lineage.lossy_restores = lineage, lossy
+        self.lineage.losses = losses
         self._resolve()
         self._fingerprint = None
 

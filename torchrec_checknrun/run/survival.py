@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torchrec_checknrun.errors import ModelPartlyRestored
+from torchrec_checknrun.format.losses import Loss, merged
 from torchrec_checknrun.memory.agreement import Decision, Found, Newest, decide
 from torchrec_checknrun.memory.gradient_buckets import settle_buckets
 from torchrec_checknrun.memory.image import RankImage
+from torchrec_checknrun.memory.partial import decide_partial, lost_ranks
 from torchrec_checknrun.memory.sweep import sweep
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain, newest
 from torchrec_checknrun.run.held_restore import HeldRestore
 from torchrec_checknrun.run.options import Options
+from torchrec_checknrun.run.partial_recovery import LostRank, Side, meet, unruled
 from torchrec_checknrun.run.saver import Saver
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -34,11 +37,16 @@ class Recovered:
         step: whose end the model is at.
         chain: the newest checkpoint's, from which the model descends; None without one.
         passed_over: newer checkpoints that could not be used, with the reasons.
+        lost: the ranks whose rows are the chain's, since their images are gone.
+        losses: what such recoveries have cost so far.
     """
 
     step: int
     chain: Chain | None
     passed_over: tuple[str, ...]
+    lost: tuple[int, ...] = ()
+    losses: tuple[Loss, ...] = ()
+    world_size: int = 1
 
 
 def make_image(options: Options, target: Target, ranks: Ranks) -> RankImage | None:
@@ -119,7 +127,7 @@ class Survival:
         restore = HeldRestore(self._target)
         try:
             with restore.optimizers.fitted():
-                self._go_back(image, restore, decision.step, chain)
+                self._go_back(image, restore, decision, chain)
         except Exception as error:
             # If a rank has died, its death is the error: this call raises it again, and the images
             # stay as they are for the next start. Else all ranks are here with the same error.
@@ -132,25 +140,51 @@ class Survival:
                     f"no checkpoint: start again from a new model ({error!r})"
                 ) from error
             return None
-        return Recovered(decision.step, chain, tuple(passed_over))
+        return Recovered(
+            decision.step,
+            chain,
+            tuple(passed_over),
+            decision.lost,
+            decision.losses,
+            self._ranks.world_size,
+        )
 
     def _go_back(
-        self, image: RankImage, restore: HeldRestore, step: int, chain: Chain | None
+        self, image: RankImage, restore: HeldRestore, decision: Decision, chain: Chain | None
     ) -> None:
-        head = None if chain is None else chain.head.id
+        assert decision.step is not None
+        step, head = decision.step, None if chain is None else chain.head.id
+        own: Side = image
+        if decision.lost:
+            assert chain is not None, "the lost ranks' rows are there"
+            lost = self._lost_rank(image, decision, chain)
+            own = meet(self._ranks, image, lost, decision)
         # Up to here nothing is changed but the optimizers' state, which ``fitted`` puts back.
-        self._ranks.on_all_ranks(lambda: restore.plan(image.held(step)))
+        self._ranks.on_all_ranks(lambda: restore.plan(own.held(step)))
         restore.began = True
-        self._ranks.on_all_ranks(lambda: image.go_back(step, head))
+        self._ranks.on_all_ranks(lambda: own.go_back(step, head, decision.losses))
         self._ranks.on_all_ranks(restore.load)
         restore.hand_back(self._ranks)
-        lineage, lossy, full = self._ranks.from_rank_0(lambda: image.known_lineage)
-        self._saver.recovered(chain, lineage, lossy, full)
+        known = self._ranks.on_all_ranks(lambda: own.known_lineage)
+        lineage = next(each for rank, (each, *_) in enumerate(known) if rank not in decision.lost)
+        # A rank that was lost in an earlier recovery may know more than the others.
+        lossy, full = max(each[1] for each in known), any(each[2] for each in known)
+        lossy += int(bool(decision.lost) and chain is not None and chain.lossy)
+        self._saver.recovered(chain, lineage, lossy, full, decision.losses)
         self._ranks.on_all_ranks(restore.set_generators)
         # All ranks are at the step: only now may the way back be forgotten.
-        self._ranks.on_all_ranks(lambda: image.resume(step))
+        self._ranks.on_all_ranks(lambda: own.resume(step))
         self._is_begun = True
         self._sweep(image)
+
+    def _lost_rank(self, image: RankImage, decision: Decision, chain: Chain) -> LostRank | None:
+        if self._ranks.rank not in decision.lost:
+            return None
+        assert decision.step is not None
+        lineage = self._saver.lineage
+        return LostRank(
+            self._options, self._target, self._ranks, image, lineage, chain, decision.step
+        )
 
     def overwriting(self) -> None:
         """Stop using images, on all ranks: their memory is about to be overwritten."""
@@ -188,7 +222,7 @@ class Survival:
         lineage = self._saver.lineage
         head = None if lineage.previous is None else lineage.previous.id
         name, lossy, full = lineage.id, lineage.lossy_restores, lineage.converted
-        begin = partial(image.begin, step, incarnation, name, head, lossy, full)
+        begin = partial(image.begin, step, incarnation, name, head, lossy, full, lineage.losses)
         try:
             self._ranks.on_all_ranks(begin)
         except BaseException:
@@ -231,14 +265,22 @@ class Survival:
             settle_buckets(self._options.model)
 
     def _decide(self, found: list[Found]) -> tuple[Decision, Chain | None, list[str]]:
-        if any(image.missing is not None for image in found):
+        gone = [image.missing is not None for image in found]
+        partial_recovery = self._options.partial
+        if all(gone) or (any(gone) and partial_recovery is None):
             return decide(found, Newest()), None, []  # the storage need not be asked
         chain, problems = newest(self._options.root)
         if chain is None and problems:
             reason = f"the storage holds no whole checkpoint: {'; '.join(problems)}"
             return Decision(None, (reason,)), None, problems
         head = Newest() if chain is None else Newest(chain.head.id, chain.head.step)
-        return decide(found, head), chain, problems
+        known = () if chain is None else chain.head.losses
+        if partial_recovery is None:
+            decision = decide(found, head)
+            losses = merged(known, *(image.losses for image in found))
+            return replace(decision, losses=losses), chain, problems
+        why_not = unruled(self._options, lost_rank_0=0 in lost_ranks(found, head))
+        return decide_partial(found, head, partial_recovery, why_not, known), chain, problems
 
     def _tell(self, reasons: tuple[str, ...]) -> None:
         self.reasons = reasons

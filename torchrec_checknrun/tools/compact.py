@@ -362,4 +362,5 @@ def _manifest(chain: Chain, name: str, epoch: int, summaries: list[FileSummary])
         files=tuple(summary.file for summary in summaries),
         lineage=head.lineage,
         epoch=epoch,
+        losses=head.losses,
     ).sealed()

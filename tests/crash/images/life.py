@@ -25,7 +25,7 @@ from tests.crash.images.board import Board
 from tests.crash.images.kills import EVERY, STEPS, Kill
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec
 from tests.distributed.states import local_parts
-from torchrec_checknrun import Checkpointer, Consecutive, Images, PerRank
+from torchrec_checknrun import Checkpointer, Consecutive, Images, PartialRecovery, PerRank
 
 ROWS = 60_000
 TABLES = (
@@ -52,10 +52,12 @@ class Run:
     Args:
         folder: holds the checkpoints.
         memory: holds the images; None: no images.
+        partial: whether a rank whose image is gone goes back alone.
     """
 
     folder: Path
     memory: Path | None
+    partial: PartialRecovery | None = None
 
     def __post_init__(self) -> None:
         self.job = Job.build(SPEC, PLAN, samples=SAMPLES)
@@ -73,7 +75,7 @@ class Run:
                 "optimizer": self.job.optimizer,
                 "job": self.job,
                 "history": self.history,
-                "dice": PerRank(self.dice),
+                "dice": PerRank(self.dice, lost="copy"),
             },
             policy=Consecutive(),
             every_steps=EVERY,
@@ -81,6 +83,7 @@ class Run:
             timeout_seconds=60,
             chunk_bytes=200_000,
             survive=survive,
+            partial=self.partial,
         )
 
     def train(self) -> None:
@@ -125,11 +128,18 @@ def moved(features: KeyedJaggedTensor, step: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(features.keys(), torch.cat(parts), lengths=features.lengths())
 
 
-def live(folder: Path, memory: Path | None, rank: int, board: Board, kill: Kill | None) -> None:
+def live(
+    folder: Path,
+    memory: Path | None,
+    rank: int,
+    board: Board,
+    kill: Kill | None,
+    partial: PartialRecovery | None = None,
+) -> None:
     """Restore, and train to the end of the run; a kill ends this before."""
     if kill is not None and kill.rank == rank:
         arm(kill, board)
-    run = Run(folder, memory)
+    run = Run(folder, memory, partial)
     with run.saver:
         report = run.saver.restore()
         board.restored(rank, run.saver.steps, report is not None and report.source == "images")

@@ -66,7 +66,7 @@ def test_json_holds_the_choice(console: Console) -> None:
     for one, candidate in zip(recovery["candidates"], wanted.candidates, strict=True):
         assert one["overhead"] == candidate.overhead
         assert one["pls"] == candidate.pls
-        released = (Recovery.FULL, Recovery.IMAGES_FULL)
+        released = (Recovery.FULL, Recovery.IMAGES_FULL, Recovery.IMAGES_PARTIAL)
         assert one["in_this_release"] == (candidate.recovery in released)
     sources = {name: figure["source"] for name, figure in recovery["figures"].items()}
     assert sources == {
@@ -98,7 +98,7 @@ def test_text_names_what_is_not_there(console: Console) -> None:
     )
     assert lines[-2:] == [
         "cheapest: partial, a save every 44.8 h",
-        "cheapest in this release: images, else full, a save every 6.83 h",
+        "cheapest in this release: images, else partial, a save every 56 h",
     ]
 
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from tests.examples import examples
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
+from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.format.manifest import (
     FORMAT_VERSION,
     Link,
@@ -45,6 +46,7 @@ TABLES = st.builds(
     error_max=ERRORS,
     error_rows=COUNTS,
 )
+LOSSES = st.builds(Loss, COUNTS, COUNTS, COUNTS, st.integers(1, 9), st.integers(1, 9))
 FILES = st.builds(RankFile, PLAIN_NAMES, COUNTS, COUNTS, COUNTS, NAMES, COUNTS)
 
 
@@ -67,6 +69,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         states=draw(st.dictionaries(NAMES, st.booleans(), max_size=3)),
         dense_bytes=draw(COUNTS),
         files=tuple(draw(st.lists(FILES, max_size=3, unique_by=lambda file: file.name))),
+        losses=tuple(draw(st.lists(LOSSES, max_size=2))),
     ).sealed()
 
 
@@ -95,7 +98,7 @@ EXAMPLE = Manifest(
 
 def rewritten(change: dict[str, Any], **document: Any) -> bytes:
     """Return the example with other fields and a valid checksum, as a faulty writer would."""
-    content = json.loads(json.dumps({**to_builtins(EXAMPLE), **change}))
+    content = json.loads(json.dumps({**to_builtins(EXAMPLE), "losses": "missing", **change}))
     del content["checksum"]
     content = {key: value for key, value in content.items() if value != "missing"}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -111,6 +114,20 @@ def test_a_manifest_comes_back(manifest: Manifest) -> None:
     assert parsed.checksum == manifest.checksum != ""
     assert parsed.to_bytes() == manifest.to_bytes()
     assert parsed.link == Link(manifest.id, manifest.checksum)
+
+
+def test_only_a_run_with_losses_has_the_field() -> None:
+    assert b"losses" not in EXAMPLE.to_bytes()
+    loss = {"rank": 1, "since": 2, "step": 5, "ranks": 4, "total_steps": 10}
+    assert parse_manifest(rewritten({"losses": [loss]}), "here").losses == (Loss(1, 2, 5, 4, 10),)
+
+
+@pytest.mark.parametrize("wrong", [{"ranks": 0}, {"total_steps": 0}, {"rank": -1}, {"steps": 1}])
+def test_a_loss_is_checked(wrong: dict[str, int]) -> None:
+    loss = {"rank": 1, "since": 2, "step": 5, "ranks": 4, "total_steps": 10}
+    for losses in ([{**loss, **wrong}], [loss] * 257, []):
+        with pytest.raises(CorruptCheckpoint, match="losses"):
+            parse_manifest(rewritten({"losses": losses}), "here")
 
 
 def test_the_format_can_be_read_without_this_package() -> None:

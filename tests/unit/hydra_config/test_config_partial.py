@@ -1,0 +1,28 @@
+"""Partial recovery as keys of the group ``checkpoint``."""
+
+from __future__ import annotations
+
+import pytest
+from hydra.errors import InstantiationException
+
+from tests.unit.hydra_config import test_config
+from tests.unit.hydra_config.test_config import made
+from torchrec_checknrun import PartialRecovery
+
+pytestmark = pytest.mark.usefixtures("recorded")
+app = test_config.app
+recorded = test_config.recorded
+
+CHOICE = ("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.images=true")
+
+
+def test_two_keys_are_one_argument() -> None:
+    assert made(*CHOICE).arguments["partial"] is None
+    arguments = made(*CHOICE, "checkpoint.max_pls=0.01", "checkpoint.total_steps=500").arguments
+    assert arguments["partial"] == PartialRecovery(0.01, 500)
+
+
+@pytest.mark.parametrize("alone", ["max_pls=0.01", "total_steps=500"])
+def test_a_portion_needs_its_whole(alone: str) -> None:
+    with pytest.raises(InstantiationException, match="give max_pls and total_steps together"):
+        made(*CHOICE, f"checkpoint.{alone}")

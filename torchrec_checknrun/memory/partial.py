@@ -1,0 +1,116 @@
+"""Decide on a partial recovery: only ranks whose images are gone go back to a checkpoint.
+
+The others keep their newer rows (CPR, MLSys'21). That loses samples of the lost ranks' rows, so it
+is done only within a budget, and only where all other state of a lost rank can be had.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrec_checknrun.format.losses import MOST, Loss, merged, portion
+from torchrec_checknrun.memory.agreement import Decision, Found, Newest, decide, refusal
+
+
+@dataclass(frozen=True)
+class PartialRecovery:
+    """Let ranks whose images are gone (a lost machine, a deleted file) go on with the rows of the
+    newest checkpoint, while all others keep theirs. A run that was recovered so can't be repeated
+    bit for bit; its checkpoints and reports say so.
+
+    Attributes:
+        max_pls: the portion of lost samples that the whole run may lose so, in all failures: 0.01
+            for one in a hundred. A failure that would exceed it sends all ranks back.
+        total_steps: the steps of the whole run, of which these are a portion.
+    """
+
+    max_pls: float
+    total_steps: int
+
+    def __post_init__(self) -> None:
+        most, steps = self.max_pls, self.total_steps
+        if isinstance(most, bool) or not isinstance(most, (int, float)) or not 0 <= most <= 1:
+            raise ValueError(
+                f"partial: max_pls must be a portion from 0 to 1, such as 0.01, not {most!r}"
+            )
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(
+                "partial: total_steps must be the number of steps of the whole run, such as "
+                f"100_000, not {steps!r}"
+            )
+
+
+def lost_ranks(found: Sequence[Found], newest: Newest) -> list[int]:
+    """Return the ranks that have no image to go on by.
+
+    Beside missing images that is those of another incarnation than most, those that do not descend
+    from the newest checkpoint, and those older than it: they were left behind on a machine that the
+    rank has come back to.
+    """
+    usable = {
+        rank: image
+        for rank, image in enumerate(found)
+        if image.missing is None and newest.id in image.heads and image.done >= newest.step
+    }
+    counts = Counter(image.incarnation for image in usable.values()).most_common(2)
+    if len(counts) == 2 and counts[0][1] == counts[1][1]:
+        return []  # none is to be preferred: ``decide`` refuses them all
+    most = counts[0][0] if counts else ""
+    return [
+        rank for rank in range(len(found)) if rank not in usable or usable[rank].incarnation != most
+    ]
+
+
+def decide_partial(
+    found: Sequence[Found],
+    newest: Newest,
+    partial: PartialRecovery,
+    unruled: Sequence[str],
+    known: Sequence[Loss] = (),
+) -> Decision:
+    """Decide by all ranks' images, some of which are gone.
+
+    Args:
+        newest: the checkpoint that the lost ranks' rows would be read from.
+        unruled: why other state of a lost rank can't be had, whichever rank it is.
+        known: what the newest checkpoint knows of earlier losses.
+
+    Returns:
+        The step and the lost ranks, or why all ranks must go back.
+    """
+    lost = lost_ranks(found, newest)
+    by_reason: dict[str, list[int]] = {}
+    for rank in lost:
+        image = found[rank]
+        what = image.missing or f"its image of step {image.done} was left behind"
+        by_reason.setdefault(what, []).append(rank)
+    if len(lost) == len(found):
+        return refusal(by_reason)
+    survivors = [image for rank, image in enumerate(found) if rank not in lost]
+    decision = decide(found, newest, frozenset(lost))
+    ledger = merged(known, *(image.losses for image in survivors))
+    if decision.step is None or not lost:
+        return Decision(decision.step, decision.reasons, losses=ledger)
+    why = list(unruled)
+    if newest.id is None:
+        why.insert(0, "no checkpoint is there, which could have the lost ranks' rows")
+    holders = [rank for rank, image in enumerate(found) if image.holds_rows]
+    new = [
+        Loss(rank, newest.step, decision.step, len(holders), partial.total_steps)
+        for rank in lost
+        if rank in holders
+    ]
+    after = merged(ledger, new)
+    if portion(after) > partial.max_pls:
+        why.append(
+            f"the portion of lost samples would be {portion(after):.3g}, and before it was "
+            f"{portion(ledger):.3g}: more than max_pls={partial.max_pls:g}"
+        )
+    elif len(after) > MOST:
+        why.append(f"there were {MOST} losses before")
+    if why:
+        refused = refusal(by_reason).reasons
+        return Decision(None, (*refused, *(f"all ranks must go back: {each}" for each in why)))
+    return Decision(decision.step, lost=tuple(lost), losses=after)
