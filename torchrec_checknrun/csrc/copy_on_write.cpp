@@ -8,13 +8,6 @@
 namespace checknrun {
 namespace {
 
-uint8_t* bytes_of(const at::Tensor& tensor, const char* what) {
-  TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.is_contiguous() &&
-                        tensor.scalar_type() == at::kByte && tensor.device().is_cpu(),
-                    what, " must be contiguous uint8 on the CPU");
-  return tensor.numel() ? tensor.mutable_data_ptr<uint8_t>() : nullptr;
-}
-
 // The memory for copies of rows that training is about to overwrite, for all shards of a rank.
 struct OverflowMemory : torch::CustomClassHolder {
   OverflowMemory(at::Tensor memory, int64_t page)

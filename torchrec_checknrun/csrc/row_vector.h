@@ -24,4 +24,12 @@ inline const int64_t* row_vector(const std::optional<at::Tensor>& given, int64_t
   return at;
 }
 
+// Returns the memory of a vector of bytes; null where it is empty.
+inline uint8_t* bytes_of(const at::Tensor& tensor, const char* what) {
+  TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.is_contiguous() &&
+                        tensor.scalar_type() == at::kByte && tensor.device().is_cpu(),
+                    what, " must be contiguous uint8 on the CPU");
+  return tensor.numel() ? tensor.mutable_data_ptr<uint8_t>() : nullptr;
+}
+
 }  // namespace checknrun

@@ -11,13 +11,6 @@
 namespace checknrun {
 namespace {
 
-uint8_t* bytes_of(const at::Tensor& tensor, const char* what) {
-  TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.is_contiguous() &&
-                        tensor.scalar_type() == at::kByte && tensor.device().is_cpu(),
-                    what, " must be contiguous uint8 on the CPU");
-  return tensor.numel() ? tensor.mutable_data_ptr<uint8_t>() : nullptr;
-}
-
 int64_t* word_of(const at::Tensor& words, int64_t at) {
   TORCH_CHECK_VALUE(words.dim() == 1 && words.is_contiguous() && words.device().is_cpu() &&
                         words.scalar_type() == at::kLong,

@@ -25,19 +25,19 @@ from torchrec_checknrun.memory.agreement import Found
 from torchrec_checknrun.memory.areas import Areas, Layout
 from torchrec_checknrun.memory.descent import KeptDescent
 from torchrec_checknrun.memory.file import NoImage
-from torchrec_checknrun.memory.header import FIRST_BYTES, HEAD_BYTES, Piece, Place, Word, Words
+from torchrec_checknrun.memory.header import FIRST_BYTES, Piece, Word, Words
 from torchrec_checknrun.memory.held_states import HeldStates, Taker, size_of
 from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.memory.shard_memory import ShardMemory
 from torchrec_checknrun.memory.space import require_space
 from torchrec_checknrun.memory.step_journal import FIRST_SIZE, KernelJournal, StepJournal
+from torchrec_checknrun.memory.step_states import StepStates
 from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.model.tracked import TrackedModel
 
 logger = logging.getLogger(__name__)
 
 _INTERVALS = "intervals"
-_NAMES = ("state-0", "state-1")
 _DAMAGED = (NoImage, ValueError, RuntimeError, IndexError, OSError)
 """Errors met while an image is read that anybody may have written."""
 
@@ -142,8 +142,8 @@ class RankImage:
             size = len(self._areas.get(f"journal-{place}"))
             if since > done or (since >= 0 and not 0 <= used <= size):
                 raise NoImage("its journal is damaged")
-        found = [place.read() for place in self._places()]
-        steps = tuple(each[0] for each in found if each is not None and floor <= each[0] <= done)
+        whole = StepStates(self._areas).steps
+        steps = tuple(step for step in whole if floor <= step <= done)
         if (goal := words[Word.GOAL] - 1) >= 0:
             done, steps = goal, tuple(step for step in steps if step == goal)
         return Found(
@@ -169,11 +169,8 @@ class RankImage:
         Raises:
             NoImage: it is damaged.
         """
-        for place in self._places():
-            found = place.read()
-            if found is not None and found[0] == step:
-                return found[1]
-        raise NoImage(f"it has no state of step {step}")
+        assert self._areas is not None
+        return StepStates(self._areas).read(step)
 
     def go_back(self, step: int, head: str | None, losses: tuple[Loss, ...] = ()) -> None:
         """Move the model's shards into the image, with its content as of the end of a step.
@@ -258,14 +255,14 @@ class RankImage:
             areas.words.publish(Word.JOURNAL_FROM + place, -1)
             if not areas.has(f"journal-{place}"):
                 areas.add(f"journal-{place}", FIRST_SIZE)
-            self._make_room(place, pieces)
-            self._place(place).clear()
+        states = StepStates(areas)
+        states.clear(pieces)
         self._memory.move(areas, keep=False)
         size = KeptDescent.bytes_for(self._marks)
         memory = areas.get(_INTERVALS) if areas.has(_INTERVALS) else areas.add(_INTERVALS, size)
         self._descent = KeptDescent(areas.descent, memory, self._marks)
         self._descent.start(lineage, head, lossy, full, losses)
-        self._place(0).write(step, pieces)
+        states.write(step, pieces)
         areas.words.publish(Word.GOAL, 0)
         # A fresh start is not gone back to: the program must do again what it does after one, such
         # as to load pretrained layers.
@@ -295,9 +292,7 @@ class RankImage:
             pieces = self._taker.take()
             self._require_few(pieces, time.perf_counter() - started)
             words = self._areas.words
-            place = 0 if self._place(0).number != words[Word.DONE] else 1
-            self._make_room(place, pieces)
-            self._place(place).write(step, pieces)
+            StepStates(self._areas).write(step, pieces, keep=words[Word.DONE])
         except (CheckNRunError, OSError, NoImage) as error:
             self.give_up(str(error))
             return
@@ -384,11 +379,10 @@ class RankImage:
 
     def _is_model_at(self, step: int) -> bool:
         """Tell whether the model's dense part is as at the end of a step."""
-        for place in self._places():
-            found = place.read()
-            if found is not None and found[0] == step:
-                return self._taker.is_model(found[1])
-        return False
+        try:
+            return self._taker.is_model(self.state_bytes(step))
+        except NoImage:
+            return False
 
     def give_up(self, why: str) -> None:
         """Have no image any more; say so, once."""
@@ -411,23 +405,6 @@ class RankImage:
                 f"most_state_bytes={self._images.most_state_bytes:,}: raise that limit if the step "
                 "has the time, or run without survive=Images()"
             )
-
-    def _make_room(self, place: int, pieces: list[Piece]) -> None:
-        assert self._areas is not None
-        needed = size_of(pieces) + HEAD_BYTES
-        name = _NAMES[place]
-        if not self._areas.has(name):
-            self._areas.add(name, needed + needed // 4)
-        elif len(self._areas.get(name)) < needed:
-            self._place(place).clear()
-            self._areas.grow(name, needed + needed // 2, HEAD_BYTES)
-
-    def _place(self, place: int) -> Place:
-        assert self._areas is not None
-        return Place(self._areas.get(_NAMES[place]))
-
-    def _places(self) -> list[Place]:
-        return [self._place(place) for place in range(2)]
 
     def _make_journal(self, areas: Areas) -> StepJournal:
         shards = [shard.local for shard in self._memory.shards]
