@@ -90,6 +90,9 @@ class Random(Priority):
         self._rows = len(weight)
         self._random = torch.Generator().manual_seed(seed)
 
+    def note(self, rows: torch.Tensor) -> None:
+        """Do nothing: whether a row was updated makes no difference."""
+
     def take(self) -> torch.Tensor:
         return torch.randperm(self._rows, generator=self._random)[: self.capacity]
 

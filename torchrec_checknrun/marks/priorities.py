@@ -15,10 +15,12 @@ Rows that were not updated are never taken.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
 
-class Priority:
+class Priority(ABC):
     """A choice among the rows of one table's shard.
 
     Args:
@@ -30,12 +32,13 @@ class Priority:
             raise ValueError(f"a priority takes at least one row at a time, not {capacity}")
         self.capacity = capacity
 
+    @abstractmethod
     def note(self, rows: torch.Tensor) -> None:
         """Note the rows that a step has updated, each as often as it was looked up."""
 
+    @abstractmethod
     def take(self) -> torch.Tensor:
         """Return the rows to save now, in no order, and count them as saved."""
-        raise NotImplementedError
 
     def _highest(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the rows with the highest scores, of those that are not zero."""
@@ -101,6 +104,9 @@ class LargestChange(Priority):
         super().__init__(capacity)
         self._weight, self._saved = weight.detach(), weight.detach().clone()
 
+    def note(self, rows: torch.Tensor) -> None:
+        """Do nothing: the rows tell it themselves."""
+
     def take(self) -> torch.Tensor:
         rows = self._highest((self._weight - self._saved).square_().sum(1))
         self._saved[rows] = self._weight[rows]
@@ -122,6 +128,9 @@ class LargestGrowth(Priority):
                 "row-wise Adagrad"
             )
         self._sums, self._saved = sums.detach().view(-1), sums.detach().flatten().clone()
+
+    def note(self, rows: torch.Tensor) -> None:
+        """Do nothing: the rows tell it themselves."""
 
     def take(self) -> torch.Tensor:
         rows = self._highest(self._sums - self._saved)
