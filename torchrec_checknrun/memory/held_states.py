@@ -72,7 +72,7 @@ class Taker:
         self, model: nn.Module, tracked: TrackedModel, states: Mapping[str, Stateful]
     ) -> None:
         self._tracked, self._states = tracked, states
-        self._content = ModelContent(model, tracked)
+        self._content = ModelContent(tracked.dense)
         self._optimizers = DenseStates(model, states, tracked, self._content.names)
 
     def take(self) -> list[Piece]:

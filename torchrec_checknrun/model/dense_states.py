@@ -25,6 +25,7 @@ from torchrec_checknrun.dense.optimizer import DenseOptimizer
 from torchrec_checknrun.dense.references import tensors_of
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.format.state import Tree
+from torchrec_checknrun.model.dense_model import DensePart
 from torchrec_checknrun.model.tracked import TrackedModel
 
 
@@ -187,14 +188,17 @@ class _Later:
 
 
 def stored_optimizers(
-    model: nn.Module, states: Mapping[str, object], tracked: TrackedModel
+    model: nn.Module, states: Mapping[str, object], tracked: TrackedModel, part: DensePart
 ) -> dict[str, Any]:
     """Return the stored form of each optimizer among state objects by name; see ``DenseStates``.
+
+    Args:
+        part: the model's, which knows the parameters' names.
 
     Raises:
         SaveFailed: names the optimizer whose state can't be read.
     """
-    return DenseStates(model, states, tracked).stored()
+    return DenseStates(model, states, tracked, lambda: part.names).stored()
 
 
 def _is_known(state: object) -> TypeGuard[Optimizer]:

@@ -23,6 +23,7 @@ from torchrec_checknrun.marks.cuts import Cut, Cuts
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.model.collisions import Collisions, CollisionState
+from torchrec_checknrun.model.dense_model import DenseModel
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.hooks import DataParallelHook, KernelHook, announce_evictions
 from torchrec_checknrun.model.kernels import (
@@ -31,6 +32,7 @@ from torchrec_checknrun.model.kernels import (
     find_kernels,
     find_modules,
 )
+from torchrec_checknrun.model.module_tree import ModuleTree
 from torchrec_checknrun.model.progress import (
     OptimizerClock,
     set_table_progress,
@@ -85,6 +87,7 @@ class TrackedModel:
         tables: every sharded table's whole shape, the same on all ranks.
         shards: this rank's parts of the tables.
         collisions: the model's managed-collision modules.
+        dense: the model's state beside the tables.
         converted: whether a reshard on any rank has cut rows into other columns since this was last
             set to False; the next checkpoint must then be full.
         restores: number of restores of rows; each voids what is known of earlier checkpoints.
@@ -97,6 +100,10 @@ class TrackedModel:
         self._model = model
         self._optimizers = optimizers
         self.collisions = Collisions(model)
+        self._tree = ModuleTree(model)
+        self._found_at = 0
+        """The tree's generation when kernels and shards were last looked for."""
+        self.dense = DenseModel(model, self, self._tree)
         self._hooks: dict[KernelHook, list[TrackedShard]] = {}
         self._cuts = Cuts()
         self._collections = Collections(model, self._resharding)
@@ -217,7 +224,7 @@ class TrackedModel:
 
         All rows of the new shards then count as modified.
         """
-        gone, new = self._find()
+        gone, new = self._find() if self._tree.generation() != self._found_at else ([], [])
         if gone or new:
             logger.warning("the model was resharded: all rows of what changed count as modified")
         for shard in new:
@@ -280,6 +287,7 @@ class TrackedModel:
         Returns:
             The shards that are gone, and those that are new.
         """
+        self._found_at = self._tree.generation()
         left = {id(hook.kernel): hook for hook in self._hooks}
         collections = list(embedding_collections(self._model))
         found = find_kernels(self._model, self._optimizers, self._kernels(), collections)
@@ -311,8 +319,10 @@ class TrackedModel:
             watch.before_overwriting()
         try:
             yield
+            self._tree.forget()
             self._follow(Ranks.of(group))
         except BaseException:
+            self._tree.forget()
             self.mark_all()  # the rows' content is unknown now
             raise
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.codecs.base import SampledRows
-from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
+from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.errors import SaveFailed, UnsupportedState
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.marks.cuts import Cut
@@ -230,10 +230,12 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
         UnsupportedState: a state can't be stored.
         SaveFailed: a state object's ``state_dict()`` raised an error.
     """
-    live, optimizers = live_states(model, tracked, declared.states)
-    buffers = buffer_names(model, live[MODEL])
+    of_model = tracked.dense.find()
+    optimizers = stored_optimizers(model, declared.states, tracked, of_model)
+    live = {**optimizers, **state_dicts(declared.states, optimizers)}
     shards = [shard.local for shard in tracked.shards]
-    dense, blocks = split_states(live, tracked.tables, shards, optimizers)
+    rest, blocks = split_states(live, tracked.tables, shards, optimizers)
+    dense = {MODEL: dict(of_model.dense), **rest}
     for name, value in dense[MODEL].items():
         if not isinstance(value, torch.Tensor):
             raise UnsupportedState(
@@ -244,7 +246,7 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
     if own := declared.buffers.take(dense[MODEL]):
         dense[BUFFERS] = own
         per_rank |= {BUFFERS}
-    parameters = (v for name, v in dense[MODEL].items() if name not in buffers)
+    parameters = (v for name, v in dense[MODEL].items() if name not in of_model.buffers)
     in_optimizers = (t for name in optimizers for _, t in leaves(dense[name], (torch.Tensor,)))
     progress, collisions = tracked.beside_rows()
     return Snapshot(
@@ -254,26 +256,12 @@ def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> 
         per_rank=per_rank,
         replicated=declared.replicated,
         models=frozenset({MODEL}),
-        buffers=buffers,
+        buffers=of_model.buffers,
         progress=progress,
-        blocks=blocks,
+        blocks=[b for b in of_model.blocks if not b.replica] + blocks,
         collisions=collisions,
         stepped=stepped_memory((*parameters, *in_optimizers)),
     )
-
-
-def live_states(
-    model: nn.Module, tracked: TrackedModel, states: Mapping[str, Stateful]
-) -> tuple[dict[str, Any], Collection[str]]:
-    """Return the state dicts of model and state objects by name, with the live tensors, and which
-    of them are optimizers in their stored form.
-
-    Raises:
-        SaveFailed: a state object's ``state_dict()`` raised an error.
-    """
-    optimizers = stored_optimizers(model, states, tracked)
-    live = {MODEL: model.state_dict(), **optimizers, **state_dicts(states, optimizers)}
-    return live, optimizers
 
 
 def state_dicts(

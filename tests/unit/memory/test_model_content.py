@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.memory.model_content import ModelContent
+from torchrec_checknrun.model.dense_model import DenseModel
+from torchrec_checknrun.model.module_tree import ModuleTree
 from torchrec_checknrun.model.tracked import TrackedModel
 
 
@@ -78,11 +80,12 @@ def test_the_content_is_the_present_one(
     change: Callable[[Any], None], tracked: TrackedModel
 ) -> None:
     model = Model()
-    content = ModelContent(model, tracked)
+    content = ModelContent(DenseModel(model, tracked, ModuleTree(model)))
     before = content.pieces()
     old = b"".join(before)
     assert content.pieces() is before  # nothing was replaced: the model is not asked again
     change(model)
     now = b"".join(content.pieces())
-    assert now == b"".join(ModelContent(model, tracked).pieces())
+    anew = DenseModel(model, tracked, ModuleTree(model))
+    assert now == b"".join(ModelContent(anew).pieces())
     assert now != old

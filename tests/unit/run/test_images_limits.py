@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,7 @@ def test_the_model_is_asked_for_its_state_once(
     asked: list[int] = []
     own = type(job.model).state_dict
 
+    @functools.wraps(own)  # a user's own would be asked each time
     def ask(*arguments: Any, **named: Any) -> Any:
         asked.append(1)
         return own(*arguments, **named)

@@ -1,0 +1,84 @@
+"""Find the model's part of a checkpoint beside table rows, without asking for it each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchrec_checknrun.dense.buffers import buffer_names
+from torchrec_checknrun.format.state_tree import leaves
+from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.model.module_tree import ModuleTree
+from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
+
+if TYPE_CHECKING:
+    from torchrec_checknrun.model.tracked import TrackedModel
+
+
+@dataclass(frozen=True)
+class DensePart:
+    """A model's state dict apart from tables. Don't change it: it may be returned again.
+
+    Attributes:
+        model: the model.
+        dense: its values by name; live tensors.
+        blocks: this rank's parts of sharded tensors other than tables.
+    """
+
+    model: nn.Module
+    dense: dict[str, Any]
+    blocks: list[Block]
+
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """Names of the model's buffers among the values."""
+        return buffer_names(self.model, self.dense)
+
+    @cached_property
+    def names(self) -> dict[torch.Tensor, str]:
+        """The names of the model's parameters."""
+        return {parameter: name for name, parameter in self.model.named_parameters()}
+
+
+class DenseModel:
+    """A model's state beside table rows, the same object as long as nothing was replaced.
+
+    Where the state dict is more than the model's own tensors (a user's hooks, extra state), the
+    model is asked each time.
+
+    Args:
+        tracked: knows the tables, which are left out.
+        tree: notices what was replaced in the model.
+    """
+
+    def __init__(self, model: nn.Module, tracked: TrackedModel, tree: ModuleTree) -> None:
+        self._model, self._tracked, self._tree = model, tracked, tree
+        self._found: DensePart | None = None
+        self._generation = 0
+
+    def find(self) -> DensePart:
+        """Return the state as it is now.
+
+        Raises:
+            UnsupportedState: see ``find_blocks``.
+        """
+        if self._found is not None and self._tree.generation() == self._generation:
+            return self._found
+        live = {MODEL: self._model.state_dict()}
+        stored = StoredTables(self._tracked.tables, [s.local for s in self._tracked.shards])
+        dense = drop_tables(live[MODEL], stored)
+        found = DensePart(self._model, dense, find_blocks(live, stored))
+        self._generation = self._tree.generation()
+        self._found = found if self._may_be_kept(found) else None
+        return found
+
+    def _may_be_kept(self, found: DensePart) -> bool:
+        if not all(isinstance(value, torch.Tensor) for value in found.dense.values()):
+            return False
+        tensors = [tensor for _, tensor in leaves(found.dense, (torch.Tensor,))]
+        tensors += [block.tensor for block in found.blocks]
+        return self._tree.holds(tensors) and self._tree.has_plain_state_dict()

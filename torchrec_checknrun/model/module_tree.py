@@ -1,0 +1,129 @@
+"""Notice when a model's modules, parameters or buffers are other objects than before.
+
+To find kernels and tables, or to ask a model for its state dict, takes a large model a good part of
+a millisecond, and says the same each time. To compare the objects that the answer was made of takes
+a small part of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrec_checknrun.dense.references import local_tensors
+from torchrec_checknrun.model.kernels import embedding_collections
+
+_LIBRARIES = frozenset({"torch", "torchrec", "fbgemm_gpu"})
+
+
+class ModuleTree:
+    """A model's modules, with the lookups that TorchRec's collections keep in lists."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._generation = 0
+        self._known = False
+        self._collections: list[Any] = []
+        self._modules: list[nn.Module] = []
+        self._held: list[Collection[object]] = []
+        """The containers of all that is compared by identity."""
+        self._tensors: list[torch.Tensor] = []
+        self._sharded: list[object] = []
+        self._before: list[list[Any]] = []
+        self._kept: list[object] = []
+        """An id is an object's only while the object lives."""
+
+    def forget(self) -> None:
+        """Take the model for changed."""
+        self._known = False
+
+    def generation(self) -> int:
+        """Return a number, another one than before if a module, a parameter or a buffer is another
+        object, or memory of the model's state lies elsewhere, than when it was last asked for.
+        """
+        if not (self._known and self._now() == self._before):
+            self._look()
+            self._generation += 1
+        return self._generation
+
+    def holds(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether all of these tensors are memory of the model, as it was last looked at."""
+        locals_ = chain(self._tensors, *map(local_tensors, self._sharded))
+        known = {tensor.data_ptr() for tensor in locals_}
+        return all(
+            tensor.is_cpu and tensor.is_contiguous() and tensor.data_ptr() in known
+            for tensor in tensors
+            if tensor.numel()
+        )
+
+    def has_plain_state_dict(self) -> bool:
+        """Return whether only methods and hooks of PyTorch and its libraries make the state dict.
+
+        Those of a user may say something else the next time.
+        """
+        return all(
+            "state_dict" not in vars(module)
+            and _is_librarys(type(module).state_dict)
+            and _is_librarys(type(module)._save_to_state_dict)
+            and all(map(_is_librarys, module._state_dict_hooks.values()))
+            and all(map(_is_librarys, module._state_dict_pre_hooks.values()))
+            for module in self._modules
+        )
+
+    def _look(self) -> None:
+        self._collections = [collection for _, collection in embedding_collections(self._model)]
+        self._modules = list(self._model.modules())
+        modules = dict.fromkeys(self._modules)
+        for collection in self._collections:
+            for lookup in collection._lookups:
+                modules |= dict.fromkeys(lookup.modules())
+        self._held = [held for module in modules for held in _held(module)]
+        self._held += [collection._lookups for collection in self._collections]
+        tensors = [
+            tensor
+            for module in self._modules  # kernels look after their own memory
+            for tensor in chain(module._parameters.values(), module._buffers.values())
+            if tensor is not None
+        ]
+        self._tensors = [t for t in tensors if type(t) in (torch.Tensor, nn.Parameter)]
+        self._sharded = [t for t in tensors if type(t) not in (torch.Tensor, nn.Parameter)]
+        self._kept = [list(modules), *(list(_values(held)) for held in self._held)]
+        self._before = self._now()
+        self._known = True
+
+    def _now(self) -> list[list[Any]]:
+        """Return all that is compared, found by loops in C: a large model has thousands."""
+        return [
+            [*map(len, self._held)],
+            [*map(id, chain.from_iterable(map(_values, self._held)))],
+            [id(collection._lookups) for collection in self._collections],
+            [*map(torch.Tensor.data_ptr, self._tensors)],
+            [*map(_SHAPE, self._tensors)],
+            [(t.data_ptr(), t.shape) for t in chain(*map(local_tensors, self._sharded))],
+        ]
+
+
+_SHAPE = attrgetter("shape")
+
+
+def _held(module: nn.Module) -> Iterator[Collection[object]]:
+    """Yield a module's containers that decide on its part of a state dict."""
+    yield module._modules
+    yield module._parameters
+    yield module._buffers
+    yield module._non_persistent_buffers_set
+    yield module._state_dict_hooks
+    yield module._state_dict_pre_hooks
+
+
+def _values(held: Collection[object]) -> Collection[object]:
+    return held.values() if isinstance(held, dict) else held
+
+
+def _is_librarys(function: object) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
