@@ -10,7 +10,7 @@ continued in pairs on the same samples, with saves and restores by the public Ch
 without (`branches.py`), at eight states or more. Differences are relative: of the loss (logloss;
 squared error of matrix factorisation), of the AUC, and of the loss of the fifth of the held-out
 samples with the most ids that were looked up five times at most, for which a row that loses its
-training shows first. In brackets: 95 % intervals of the mean over the states.
+training shows first. ±: half the 95 % interval of the mean over the states.
 
 `noise`, the floor: all values change by a part in 10^7 instead of a restore. `exact` must not
 change anything, and so proves that the pairs match. Bytes are those of the objects in storage, by
@@ -131,8 +131,7 @@ def _changes(title: str, found: Sequence[Effect]) -> Table:
 
 
 def _percent(value: Interval) -> str:
-    mean, low, high = (100 * number for number in value)
-    return f"{mean:+.4f} [{low:+.3f}, {high:+.3f}]"
+    return f"{100 * value.mean:+.4f} ± {100 * (value.high - value.mean):.4f}"
 
 
 def _bytes(title: str, bytes_of: Sequence[Size]) -> Table:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 from recipes.figures.small_job import SmallJob
 from torchrec_checknrun import Quantization
@@ -43,22 +44,11 @@ class Method:
     noise: float = 0.0
 
 
-def _stored(
-    bits: int | None = None,
-    method: str = "adaptive",
-    optimizer: str = "fp32",
-    compress: bool = False,
-) -> Choose:
-    """Make a choice that does not depend on the job."""
+def _stored(**options: Any) -> Choose:
+    """Make a choice that does not depend on the job, from ``Quantization``'s arguments."""
 
     def choose(_: SmallJob) -> Quantization:
-        return Quantization(
-            bits=bits,
-            method=method,
-            optimizer=optimizer,
-            compress=compress,
-            exact_below_rows=0,
-        )
+        return Quantization(exact_below_rows=0, **options)
 
     return choose
 
@@ -71,12 +61,16 @@ def _importance(bits: int, job: SmallJob) -> Quantization:
 METHODS: tuple[Method, ...] = (
     Method("noise 1e-07", None, 1e-7),
     Method("exact", _stored()),
-    *(Method(f"{name} {bits} bit", _stored(bits, name)) for name in ROWWISE for bits in WIDTHS),
-    *(Method(f"kmeans {bits} bit", _stored(bits, "kmeans")) for bits in WIDTHS),
+    *(
+        Method(f"{name} {bits} bit", _stored(bits=bits, method=name))
+        for name in ROWWISE
+        for bits in WIDTHS
+    ),
+    *(Method(f"kmeans {bits} bit", _stored(bits=bits, method="kmeans")) for bits in WIDTHS),
     *(Method(f"importance {bits} bit", partial(_importance, bits)) for bits in BUDGETS),
     Method("fp16", _stored(method="fp16")),
     Method("bf16", _stored(method="bf16")),
-    Method("adaptive 4 bit, log8", _stored(4, optimizer="log8", compress=True)),
+    Method("adaptive 4 bit, log8", _stored(bits=4, optimizer="log8", compress=True)),
 )
 """All that can be compared. ``noise``: the floor, a change without a meaning. ``exact`` must not
 change anything, and so proves that the pairs match.
