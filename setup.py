@@ -64,6 +64,9 @@ EXTRAS = {
         "kmeans1d>=0.5,<0.6",  # the codec that others are compared with
         "matplotlib>=3.8,<4",  # draws recipes/figures
     ],
+    "digits": [
+        "scikit-learn>=1.4,<2",  # the images of recipes.figures.lc_checkpoint
+    ],
     "kmeans": [
         "kmeans1d>=0.5,<0.6",  # exact k-means of a row's values, the quality reference
     ],

@@ -47,15 +47,22 @@ def evaluate(model: nn.Module, pipeline: Pipeline, batches: Iterator[Batch]) -> 
 
 def score(logits: torch.Tensor, labels: torch.Tensor) -> Score:
     """Compute the quality of predictions."""
-    # As ranks, since torchmetrics wants 0 to 1, and sigmoid() can make equal logits differ by a
-    # bit.
-    order = torch.unique(logits, return_inverse=True)[1].double() / len(logits)
-    one_sided = labels.min() == labels.max()
     return Score(
         eval_samples=len(labels),
         logloss=F.binary_cross_entropy_with_logits(logits, labels).item(),
-        auc=None if one_sided else binary_auroc(order, labels.long()).item(),
+        auc=auc(logits, labels),
     )
+
+
+def auc(logits: torch.Tensor, labels: torch.Tensor) -> float | None:
+    """Return the exact AUC; None where all labels, 0 or 1, are the same."""
+    if labels.min() == labels.max():
+        return None
+    # As ranks, since torchmetrics wants 0 to 1, and sigmoid() can make equal logits differ by a
+    # bit.
+    order = torch.unique(logits, return_inverse=True)[1].double() / len(logits)
+    found: float = binary_auroc(order, labels.long()).item()
+    return found
 
 
 def _gather(values: torch.Tensor) -> torch.Tensor | None:

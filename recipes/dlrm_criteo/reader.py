@@ -7,7 +7,7 @@ which must be read again after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Reader:
         rank: int,
         world_size: int,
         device: torch.device | str,
+        features: Sequence[str] = DEFAULT_CAT_NAMES,
     ) -> None:
         # Raises if the ranks can't share a batch equally
         local_batch(global_batch, rank, world_size)
@@ -40,11 +41,12 @@ class Reader:
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
+        self.features = features
         self.position = 0
 
     def __iter__(self) -> Iterator[Batch]:
         samples = self.dataset.read(self.position, self.global_batch, self.rank, self.world_size)
-        return (to_batch(s, self.device) for s in samples)
+        return (to_batch(s, self.device, self.features) for s in samples)
 
     def trained(self) -> None:
         """Count one global batch that went through the optimizer."""
@@ -63,13 +65,15 @@ class Reader:
         self.position = int(position)
 
 
-def to_batch(samples: Samples, device: torch.device) -> Batch:
+def to_batch(
+    samples: Samples, device: torch.device, names: Sequence[str] = DEFAULT_CAT_NAMES
+) -> Batch:
     """Convert samples for TorchRec's models: one id per sample and feature, feature by feature."""
     stride = len(samples.labels)
     features = KeyedJaggedTensor(
-        keys=DEFAULT_CAT_NAMES,
+        keys=list(names),
         values=torch.from_numpy(samples.sparse.T.reshape(-1)),
-        lengths=torch.ones(len(DEFAULT_CAT_NAMES) * stride, dtype=torch.int32),
+        lengths=torch.ones(len(names) * stride, dtype=torch.int32),
         stride=stride,
     )
     batch = Batch(torch.from_numpy(samples.dense), features, torch.from_numpy(samples.labels))

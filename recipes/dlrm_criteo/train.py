@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.model_parallel import (
     DefaultDataParallelWrapper,
@@ -62,12 +63,21 @@ def build(
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Build the sharded model and its optimizer in their starting state."""
     model = architecture.build(device)
+    return shard(cfg, model, model.model.sparse_arch, device)
+
+
+def shard(
+    cfg: DictConfig, model: nn.Module, tables: nn.Module, device: torch.device
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Shard a model and initialise it.
+
+    Args:
+        tables: the part of the model that holds all tables, on the meta device.
+    """
     initialise_dense(model, cfg.seed)
     # Only the class and the settings of the tables' optimizer: FBGEMM runs it in their backward.
-    tables: partial[torch.optim.Optimizer] = instantiate(cfg.optimizer.tables)
-    apply_optimizer_in_backward(
-        tables.func, model.model.sparse_arch.parameters(), dict(tables.keywords)
-    )
+    of_tables: partial[torch.optim.Optimizer] = instantiate(cfg.optimizer.tables)
+    apply_optimizer_in_backward(of_tables.func, tables.parameters(), dict(of_tables.keywords))
     plan = instantiate(cfg.sharding)(model, device)
     sharded = DistributedModelParallel(
         model,

@@ -22,8 +22,7 @@ from torchrec.datasets.utils import Batch
 from tqdm import tqdm
 
 from recipes.dlrm_criteo.evaluate import Score
-from recipes.figures.accuracy_smoke import disturb, relative
-from recipes.figures.small_job import SmallJob, State, small_job
+from recipes.figures.small_job import SmallJob, State, relative, small_job
 from torchrec_checknrun.marks.priorities import (
     LargestChange,
     LargestGrowth,
@@ -163,7 +162,7 @@ def measure(plan: Plan, seed: int, bar: tqdm[Any]) -> list[Change]:
         start, rest = job.keep(), job.batches(plan.steps - plan.failure)
         unharmed = _branch(job, start, rest, lambda: None, bar)
         source = torch.Generator().manual_seed(seed)
-        noisy = _branch(job, start, rest, lambda: disturb(job, NOISE, source), bar)
+        noisy = _branch(job, start, rest, lambda: job.disturb(NOISE, source), bar)
         changes = [Change(seed, "noise", 0, 0.0, *relative(noisy, unharmed))]
         for lost in plan.lost:
             for name, one in saved.items():

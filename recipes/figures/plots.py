@@ -141,54 +141,6 @@ def _rate_distortion(ax: Axes, numbers: dict[str, Any], rows: str) -> None:
         ax.legend(fontsize=8)
 
 
-def draw_accuracy(summary: list[dict[str, Any]], path: Path) -> None:
-    """Draw the change of logloss by the number of restores, from `accuracy_smoke`'s summary.
-
-    Mean and range over the branch points; dotted: 0.01 %, the paper's limit.
-    """
-    afters = sorted({row["after"] for row in summary})
-    with figure(path, panels=len(afters), width=11) as axes:
-        for ax, after in zip(axes, afters, strict=True):
-            rows = [row for row in summary if row["after"] == after and row["scheme"] != "exact"]
-            _changes(ax, rows)
-            ax.set_title("at once" if after == 0 else f"after {after} more steps")
-        axes[0].set_ylabel("change of logloss (%)")
-        axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-
-
-def _changes(ax: Axes, rows: list[dict[str, Any]]) -> None:
-    methods = {"asymmetric": ":", "adaptive": "-", "importance": "--"}
-    widths = sorted({row["scheme"].split(" ", 1)[1] for row in rows if "bit" in row["scheme"]})
-    noises = dict.fromkeys(row["scheme"] for row in rows if row["scheme"].startswith("noise"))
-    numbers = sorted({row["restores"] for row in rows})
-    for scheme in dict.fromkeys(row["scheme"] for row in rows):
-        own = sorted((r for r in rows if r["scheme"] == scheme), key=lambda r: r["restores"])
-        low = [100 * row["logloss_low"] for row in own]
-        high = [100 * row["logloss_high"] for row in own]
-        if scheme.startswith("noise"):
-            shade = dict(zip(noises, ("#999999", "#dddddd"), strict=True))[scheme]
-            ax.fill_between(numbers, low, high, color=shade, linewidth=1, label=scheme, zorder=1)
-            continue
-        method, width = scheme.split(" ", 1)
-        colour = COLOURS[widths.index(width)]
-        ax.plot(
-            numbers,
-            [100 * row["logloss"] for row in own],
-            color=colour,
-            linestyle=methods[method],
-            marker=_MARKERS[list(methods).index(method)],
-            markersize=4,
-            label=scheme if method != "importance" else f"importance, bytes of {width}",
-        )
-        ax.vlines(numbers, low, high, color=colour, linewidth=0.8)
-    ax.axhline(0.01, color="black", linewidth=0.8, linestyle=(0, (1, 3)))
-    ax.set_yscale("symlog", linthresh=0.001)
-    ax.set_xscale("log")
-    ax.set_xticks(numbers, [str(number) for number in numbers])
-    ax.minorticks_off()
-    ax.set_xlabel("restores")
-
-
 def draw_policies(numbers: dict[str, Any], folder: Path) -> None:
     """Draw the figures of `policies` as PNG files into a folder."""
     for name, curves in (("fig05", _growth(numbers)), ("fig06", _per_interval(numbers))):

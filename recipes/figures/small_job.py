@@ -1,8 +1,8 @@
-"""Run the main job in this process, a few steps at a time, for the figures.
+"""Run a job in this process, a few steps at a time, for the figures.
 
-The same model, samples and optimizers as `recipes.dlrm_criteo.train`, without its checkpoints and
-logs; instead its state can be kept and put back, so that one state can be continued in several
-ways.
+The main job has the same model, samples and optimizers as `recipes.dlrm_criteo.train`, without its
+checkpoints and logs; instead its state can be kept and put back, so that one state can be continued
+in several ways.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig
+from torch import nn
 from torchrec.datasets.utils import Batch
+from torchrec.optim.keyed import CombinedOptimizer
 
 from recipes.dlrm_criteo.distributed import Worker, process_group
 from recipes.dlrm_criteo.evaluate import Score, evaluate
@@ -45,28 +47,29 @@ class State:
 
 
 class SmallJob:
-    """A model in training; one rank."""
+    """A model in training; one rank.
 
-    def __init__(self, cfg: DictConfig, worker: Worker) -> None:
-        torch.manual_seed(cfg.seed)
-        architecture: Architecture = instantiate(cfg.model)
-        dataset: Dataset = instantiate(
-            cfg.dataset,
-            num_embeddings_per_feature=architecture.num_embeddings_per_feature,
-            _convert_="all",
-        )
-        batch = cfg.trainer.batch_size
-        self.reader = Reader(dataset, batch, worker.rank, worker.world_size, "cpu")
-        self.model, self.optimizer = build(cfg, architecture, worker.device)
-        self._pipeline = make_pipeline("base", self.model, self.optimizer, worker.device)
-        self._held_out = [
-            to_batch(samples, torch.device("cpu"))
-            for samples in dataset.read_eval(cfg.trainer.eval_samples, batch, 0, 1)
-        ]
-        kernels, _ = find_kernels(self.model)
+    Args:
+        model: its output is a loss, and a loss, logits and labels without gradients.
+        optimizer: a ``CombinedOptimizer`` of the fused one and the dense one.
+        held_out: batches to evaluate on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: CombinedOptimizer,
+        reader: Reader,
+        held_out: Sequence[Batch],
+        device: torch.device,
+    ) -> None:
+        self.reader, self.model, self.optimizer = reader, model, optimizer
+        self.held_out = held_out
+        self._pipeline = make_pipeline("base", model, optimizer, device)
+        kernels, _ = find_kernels(model)
         self.shards: list[LocalShard] = [shard for kernel in kernels for shard in kernel.shards]
-        tables = {name for name, _ in self.model.named_parameters() if ".embedding_bags." in name}
-        self._dense = {n: p for n, p in self.model.named_parameters() if n not in tables}
+        tables = {name for name, _ in model.named_parameters() if ".embedding_bags." in name}
+        self._dense = {n: p for n, p in model.named_parameters() if n not in tables}
 
     def batches(self, count: int) -> list[Batch]:
         """Return the next batches, to be trained once or several times."""
@@ -80,9 +83,29 @@ class SmallJob:
 
     def evaluate(self) -> Score:
         """Return logloss and AUC on the held-out samples."""
-        score = evaluate(self.model, self._pipeline, iter(self._held_out))
+        score = evaluate(self.model, self._pipeline, iter(self.held_out))
         assert score is not None, "no held-out samples"
         return score
+
+    @torch.no_grad()
+    def predict(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and labels of the held-out samples, float64 on the CPU."""
+        self.model.eval()
+        found = [
+            (output.logits.cpu().double().view(-1), output.labels.cpu().double().view(-1))
+            for output in outputs(self._pipeline, iter(self.held_out))
+        ]
+        self.model.train()
+        logits, labels = zip(*found, strict=True)
+        return torch.cat(logits), torch.cat(labels)
+
+    @torch.no_grad()
+    def disturb(self, level: float, generator: torch.Generator) -> None:
+        """Change every table value by a random part of about ``level``."""
+        for shard in self.shards:
+            size, device = shard.weight.shape, shard.weight.device
+            noise = torch.randn(size, generator=generator, device=device)
+            shard.weight.mul_(noise.mul_(level).add_(1))
 
     @torch.no_grad()
     def keep(self) -> State:
@@ -112,9 +135,16 @@ class SmallJob:
         return self.optimizer.optimizers[1][1]
 
 
+def relative(score: Score, control: Score) -> tuple[float, float]:
+    """Return the relative changes of logloss and AUC."""
+    assert score.auc is not None, "held-out labels are all the same"
+    assert control.auc is not None
+    return score.logloss / control.logloss - 1, score.auc / control.auc - 1
+
+
 @contextmanager
-def small_job(overrides: Sequence[str]) -> Iterator[SmallJob]:
-    """Make the job with changed settings (`configs/train.yaml`), in a process group of its own.
+def process(overrides: Sequence[str]) -> Iterator[tuple[DictConfig, Worker]]:
+    """Read the settings (`configs/train.yaml`) with some changed, in a process group of its own.
 
     One thread of torch: on such small steps more threads cost more than they gain, and the bits of
     a run don't depend on the machine's number of cores.
@@ -129,6 +159,27 @@ def small_job(overrides: Sequence[str]) -> Iterator[SmallJob]:
     torch.set_num_threads(1)
     try:
         with process_group(cfg.trainer.timeout_seconds) as worker:
-            yield SmallJob(cfg, worker)
+            torch.manual_seed(cfg.seed)
+            yield cfg, worker
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def small_job(overrides: Sequence[str]) -> Iterator[SmallJob]:
+    """Make the main job with changed settings, in a ``process`` of its own."""
+    with process(overrides) as (cfg, worker):
+        architecture: Architecture = instantiate(cfg.model)
+        dataset: Dataset = instantiate(
+            cfg.dataset,
+            num_embeddings_per_feature=architecture.num_embeddings_per_feature,
+            _convert_="all",
+        )
+        batch = cfg.trainer.batch_size
+        reader = Reader(dataset, batch, worker.rank, worker.world_size, "cpu")
+        model, optimizer = build(cfg, architecture, worker.device)
+        held_out = [
+            to_batch(samples, torch.device("cpu"))
+            for samples in dataset.read_eval(cfg.trainer.eval_samples, batch, 0, 1)
+        ]
+        yield SmallJob(model, optimizer, reader, held_out, worker.device)

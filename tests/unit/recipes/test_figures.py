@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.figures import accuracy_smoke, plots, quantization
-from recipes.figures.accuracy_smoke import Plan
+from recipes.figures import plots, quantization
 from recipes.figures.quantization import Size, all_errors, load_rows, sample, sweeps, trained_rows
 from recipes.figures.small_job import SmallJob, small_job
 
 SMALL_MODEL = ["model.scale=0.0002", "trainer.batch_size=128", "trainer.eval_samples=512"]
 SIZE = Size(steps=2, rows=256, timed_bytes=1 << 16, rounds=1)
-BRANCHES = Plan(points=(4, 6), restores=(1, 2), gap=2, after=3, batch=128, eval_samples=512)
 
 
 @pytest.fixture
@@ -137,39 +135,3 @@ def test_a_state_is_put_back_to_the_bit(job: SmallJob) -> None:
     assert job.reader.position == there.position == start.position + 2 * 128
     for one, two in zip(job.keep().tables, there.tables, strict=True):
         assert torch.equal(one, two)
-
-
-@pytest.mark.slow
-def test_branches_differ_by_what_restoring_lost(
-    job: SmallJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(accuracy_smoke, "METHODS", ("adaptive",))
-    monkeypatch.setattr(accuracy_smoke, "WIDTHS", (2, 4))
-    monkeypatch.setattr(accuracy_smoke, "BUDGETS", (4,))
-    changes, stored = accuracy_smoke.measure(job, BRANCHES)
-    rows = accuracy_smoke.summary(changes, stored)
-    schemes = ["noise 1e-07", "noise 1e-05", "exact"]
-    schemes += ["adaptive 2 bit", "adaptive 4 bit", "importance 4 bit"]
-    moments = [(1, 0), (1, 3), (2, 0), (2, 3)]
-    expected = [(scheme, *moment) for scheme in schemes for moment in moments]
-    assert [(row["scheme"], row["restores"], row["after"]) for row in rows] == expected
-    assert len(changes) == 2 * len(expected)
-    for row in rows:
-        for x in ("logloss", "auc"):
-            assert row[f"{x}_low"] <= row[x] <= row[f"{x}_high"]
-    assert all(c.logloss == c.auc == 0 for c in changes if c.scheme == "exact")
-
-    def at_once(scheme: str) -> float:
-        return max(abs(c.logloss) for c in changes if (c.scheme, c.after) == (scheme, 0))
-
-    assert 0 < at_once("noise 1e-07") < at_once("adaptive 4 bit") < at_once("adaptive 2 bit")
-    for point in BRANCHES.points:
-        own = {one.scheme: one for one in stored if one.point == point}
-        sizes = [own[scheme].first for scheme in ("adaptive 2 bit", "adaptive 4 bit", "exact")]
-        assert sizes == sorted(set(sizes))
-        assert own["adaptive 2 bit"].first < own["importance 4 bit"].first <= sizes[1]
-        assert all(0 < one.all - one.first < one.first for one in own.values())  # a differential
-    pytest.importorskip("matplotlib", reason="figures are drawn with matplotlib")
-    plots.require_matplotlib()
-    plots.draw_accuracy(rows, tmp_path / "fig14.png")
-    assert (tmp_path / "fig14.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,1 @@
+"""Measure what restores from lossy checkpoints cost a model; `__main__.py` says how."""
