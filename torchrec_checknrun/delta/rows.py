@@ -103,7 +103,7 @@ def encode(
     exponent = np.where(linked, finer, aimed)
     codes = _codes(values, np.where(sound, exponent, 0), sound)
     after = Grid(np.full(n, Kind.GRID, np.uint8), exponent.astype(np.int16), codes)
-    if weight.dtype == torch.float16:
+    if weight.dtype != torch.float32:  # rounding to the type may overflow
         sound &= np.isfinite(values_of(after, weight.dtype).float().numpy()).all(axis=1)
         linked &= sound
     after.kind[~sound] = Kind.VERBATIM
@@ -178,10 +178,25 @@ def has_links(payload: torch.Tensor, rows: int, dim: int) -> bool:
     return bool((_unpack(payload, rows, dim)[0] == _Mode.LINK).any())
 
 
+def verbatim(payload: torch.Tensor, rows: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of a payload that are stored bit for bit, which needs no predecessors.
+
+    Returns:
+        Their positions, ``(n,)`` int64 sorted, and the bits of fp32, ``(n, dim)`` int32.
+
+    Raises:
+        ValueError: no encoder writes such a payload.
+    """
+    modes, _, stored = _unpack(payload, rows, dim)
+    positions = np.flatnonzero(modes == _Mode.VERBATIM)
+    return positions, stored[positions]
+
+
 def _least_exponents(values: np.ndarray) -> np.ndarray:
     """Return the least exponent of each row's grid: the largest value's - 23."""
     largest = np.abs(values).max(axis=1, initial=0)
-    return np.where(np.isfinite(largest), np.frexp(largest)[1] - 24, 0).clip(LEAST_EXPONENT)
+    known = np.isfinite(largest) & (largest > 0)
+    return np.where(known, np.frexp(largest)[1] - 24, LEAST_EXPONENT).clip(LEAST_EXPONENT)
 
 
 def _codes(values: np.ndarray, exponent: np.ndarray, sound: np.ndarray) -> np.ndarray:
