@@ -198,7 +198,9 @@ class Manifest(Record, frozen=True, dict=True):
     lineage: Text = ""
     epoch: Count = 0
     losses: Annotated[tuple[Loss, ...], Meta(min_length=1, max_length=MOST)] = ()
-    deltas: dict[Text, TableDigests] = msgspec.field(default_factory=dict)
+    deltas: Annotated[dict[Text, TableDigests], Meta(min_length=1)] = msgspec.field(
+        default_factory=dict
+    )
     format_version: Count = _PLAIN_VERSION
     checksum: str = ""
 

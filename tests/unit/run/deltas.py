@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
 from torchrec_checknrun import Checkpointer, Quantization
 from torchrec_checknrun.delta.rows import Kind, values_of
+from torchrec_checknrun.shards import Rectangle
+from torchrec_checknrun.tracking import TrackedShard
 
 STEP = 2.0**-9
 TABLES = (TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 25, 16, ("f1", "f0")))
@@ -57,8 +60,20 @@ def expected(saver: Checkpointer) -> Tables:
     The live rows must be within half a step, which is at most the one asked for.
     """
     found = live(saver)
+    for shard in saver._target.tracked.shards:
+        for place, values in pieces(saver, shard):
+            start = place.row_start - shard.rectangle.row_start
+            found[shard.local.name][start : start + place.rows] = values
+    return found
+
+
+def pieces(saver: Checkpointer, shard: TrackedShard) -> Iterator[tuple[Rectangle, np.ndarray]]:
+    """Yield this rank's parts of a shard, and what their rows must restore to."""
     for (table, place), references in saver._saver._links._held.items():
-        weight = found[f"{table}{place}"]
+        if table != shard.table or shard.rectangle.intersect(place) != place:
+            continue
+        start = place.row_start - shard.rectangle.row_start
+        weight = shard.local.weight.detach()[start : start + place.rows].numpy()
         rows = references.gather(np.arange(place.rows))
         assert (rows.kind != Kind.NONE).all()
         restored = values_of(rows, torch.float32).numpy()
@@ -66,8 +81,7 @@ def expected(saver: Checkpointer) -> Tables:
         steps = np.exp2(rows.exponent.astype(float))[:, None]
         assert (abs(restored - weight.astype(float)) <= steps / 2)[~exact].all()
         restored[exact] = weight[exact]
-        found[f"{table}{place}"] = restored
-    return found
+        yield place, restored
 
 
 def restored(root: Path | str, checkpoint: str | None = None, **options: Any) -> Tables:
