@@ -59,8 +59,8 @@ def encode(
         The payload, 1-D uint8 on the CPU; and the rows as ``apply`` restores them.
     """
     rows = weight.detach().cpu()
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    if rows.stride(1) != 1 or not len(rows):
+        rows = rows.clone(memory_format=torch.contiguous_format)  # empty ones may have any stride
     after = Grid.empty(*rows.shape)
     exponents = np.ascontiguousarray(wanted, np.int16)
     return join(*kernel.encode_rows(rows, exponents, before, after)), after
