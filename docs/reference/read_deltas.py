@@ -56,15 +56,16 @@ def _unpack(data, count, dim, decompress):  # symbols, extra bytes, and codes as
         stored.append(0)
         if size:
             stored[-1], data = _length(data)
-    for size, length in zip(sizes, stored):
+    for size, length in zip(sizes, stored, strict=True):
         stream, data = _stream(data, length, size, decompress)
         streams.append(stream)
     extra, codes = np.zeros(count, "i8"), np.zeros((count, dim), "i8")
     extra[where] = streams[0]
-    for (c, low, bits, width), stream in zip(planes, streams[1:]):
-        each = np.unpackbits(stream.reshape(np.sum(classes == c), -1), 1, bitorder="little")
-        each = each[:, : dim * width].reshape(-1, dim, width)[:, :, :bits].astype("i8")
-        codes[classes == c] |= (each << np.arange(low, low + bits)).sum(2)
+    for (c, low, bits, width), stream in zip(planes, streams[1:], strict=True):
+        if len(stream):
+            each = np.unpackbits(stream.reshape(np.sum(classes == c), -1), 1, bitorder="little")
+            each = each[:, : dim * width].reshape(-1, dim, width)[:, :, :bits].astype("i8")
+            codes[classes == c] |= (each << np.arange(low, low + bits)).sum(2)
     return symbols, extra, codes
 
 

@@ -16,7 +16,7 @@ from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec
 from tests.unit.run.deltas import (
     STEP,
     TABLES,
-    Tables,
+    chain,
     delta,
     expected,
     live,
@@ -52,16 +52,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @pytest.fixture
 def job(one_rank: None) -> Job:
     return make_job()
-
-
-def chain(root: Path, job: Job, links: int, **options: Any) -> list[tuple[str, Tables]]:
-    """Save a base and links; return their ids, each with what it must restore to."""
-    made = []
-    with saving(root, job, **options) as saver:
-        for _ in range(1 + links):
-            train(job, saver)
-            made.append((saver.save().id, expected(saver)))
-    return made
 
 
 def manifest(root: Path, checkpoint: str) -> dict[str, Any]:
