@@ -142,8 +142,7 @@ class Background:
         """
         assert not self.hangs, "the ranks have agreed that all can begin"
         self._thread = None  # its references keep memory
-        save = Save(proposal, cut, begun, self._root.patience.apart())
-        save.links = links
+        save = Save(proposal, cut, begun, self._root.patience.apart(), links)
         differences = RankDifferences(told=self._told)
         plan = LocalPart(save, differences)
         plan.kept = snapshot
