@@ -72,6 +72,8 @@ class Case:
     row_bytes: float | None = None
     error: float | None = None
     note: str = ""
+    over_entropy: float | None = None
+    """Bytes over the entropy of what they hold."""
 
 
 def gaussian(rows_bytes: int, dim: int) -> torch.Tensor:

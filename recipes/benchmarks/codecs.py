@@ -1,10 +1,11 @@
 """Measure speed and error of the codecs, beside FBGEMM's and torch's own operators and memcpy.
 
     python -m recipes.benchmarks.codecs [--json out.json] [--quick] [--dims 64 16 128] [--threads 2]
+        [--only delta]
 
 Gaussian fp32 rows; GB/s count the fp32 values that are encoded or decoded, into warm buffers. All
 calls of a part run in the same rounds (`paired`), and ratios are medians of a round's own. Slow
-methods get fewer rows. `codec_cases` defines the calls.
+methods get fewer rows. `codec_cases` and `delta_cases` define the calls.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +38,7 @@ from recipes.benchmarks.codec_cases import (
     row_id_cases,
     row_state_cases,
 )
+from recipes.benchmarks.delta_cases import CHUNK_ROWS, SPREADS, delta_cases
 from recipes.benchmarks.machine import describe
 from recipes.benchmarks.paired import paired
 from torchrec_checknrun.codecs.base import WIDTHS
@@ -55,6 +59,8 @@ class Figure:
     error: float | None
     """Mean relative l2 error of a row."""
     note: str
+    over_entropy: float | None = None
+    """Bytes over the entropy of what they hold."""
     ratios: dict[str, float] = field(default_factory=dict)
 
 
@@ -84,6 +90,8 @@ class Size:
 
 
 FULL = Size(rows_bytes=256 << 20, slow_rows=4096, table_ids=1 << 22, rounds=15)
+DELTA_PART = 4
+"""One of so many bytes is encoded as differences, whose predecessors take four more each."""
 QUICK = Size(rows_bytes=8 << 20, slow_rows=256, table_ids=1 << 17, rounds=3)
 
 
@@ -111,6 +119,7 @@ def figures(cases: list[Case], dim: int, rounds: int, title: str) -> list[Figure
                 row_bytes=case.row_bytes,
                 error=case.error,
                 note=case.note,
+                over_entropy=case.over_entropy,
                 ratios=ratios,
             )
         )
@@ -153,20 +162,37 @@ def targets(found: list[Figure]) -> list[Target]:
     return rows
 
 
-def measure(size: Size, dims: list[int]) -> list[Figure]:
-    """Measure all parts."""
+def delta_targets(found: list[Figure]) -> list[Target]:
+    """Return the delta codec's targets, on one thread, with the measurements at dim 64."""
+    ours = [f for f in found if f.who == OURS and f.dim == 64]
+    link = f"{next(iter(SPREADS))}, {CHUNK_ROWS[-1]} rows"
+    rows = []
+    for part, speed in (("encode", 1.2), ("decode", 2.0)):
+        figure = next(f for f in ours if (f.part, f.method) == (f"{part} delta", link))
+        rows.append(Target(f"delta {part} a thread: GB/s", figure.gbps, speed))
+    sizes = [f.over_entropy for f in found if f.over_entropy is not None]
+    rows.append(Target("delta: bytes, times their entropy", max(sizes), 1.06, at_most=True))
+    return rows
+
+
+def measure(size: Size, dims: list[int], only: str = "") -> list[Figure]:
+    """Measure all parts, or only those whose name holds ``only``."""
     found = []
     for dim in dims:
         rows = gaussian(size.rows_bytes, dim)
-        parts = {
-            "encode": encode_cases(rows, size.slow_rows),
-            "decode": decode_cases(rows),
-            "gather": gather_cases(rows),
+        parts: dict[str, Callable[[], Iterator[Case]]] = {
+            "encode": partial(encode_cases, rows, size.slow_rows),
+            "decode": partial(decode_cases, rows),
+            "gather": partial(gather_cases, rows),
+            "delta": partial(delta_cases, size.rows_bytes // DELTA_PART, dim),
         }
         for name, cases in parts.items():
-            found += figures(list(cases), dim, size.rounds, f"dim {dim}, {name}")
-    found += figures(list(row_id_cases(size.table_ids)), 1, size.rounds, "row ids")
-    found += figures(list(row_state_cases(size.table_ids)), 1, size.rounds, "row state")
+            if only in name:
+                found += figures(list(cases()), dim, size.rounds, f"dim {dim}, {name}")
+    if only in "row ids":
+        found += figures(list(row_id_cases(size.table_ids)), 1, size.rounds, "row ids")
+    if only in "row state":
+        found += figures(list(row_state_cases(size.table_ids)), 1, size.rounds, "row state")
     return found
 
 
@@ -180,10 +206,13 @@ def main() -> int:
     parser.add_argument("--dims", type=int, nargs="+", default=[64], help="columns")
     threads = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", type=int, default=threads, help="of torch; all by default")
+    parser.add_argument("--only", default="", help="only parts whose name holds this")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = measure(QUICK if options.quick else FULL, options.dims)
-    aims = targets(found) if 64 in options.dims else []
+    found = measure(QUICK if options.quick else FULL, options.dims, options.only)
+    aims = targets(found) if 64 in options.dims and not options.only else []
+    if 64 in options.dims and any(figure.over_entropy is not None for figure in found):
+        aims += delta_targets(found)
     console = Console(width=170)
     for part in dict.fromkeys(figure.part for figure in found):
         console.print(_table(part, [figure for figure in found if figure.part == part]))
@@ -204,7 +233,7 @@ def main() -> int:
 def _table(part: str, found: list[Figure]) -> Table:
     others = [who for who in REFERENCES if any(who in f.ratios for f in found)]
     table = Table(title=f"{part}; × n: so many times as fast as n, in the same rounds")
-    columns = ["who", "method", "bits", "dim", "MB", "GB/s", "B/row", "error"]
+    columns = ["who", "method", "bits", "dim", "MB", "GB/s", "B/row", "error", "÷ entropy"]
     for column in [*columns, *(f"× {who}" for who in others), "note"]:
         table.add_column(column, justify="left" if column in ("who", "note") else "right")
     for f in found:
@@ -217,6 +246,7 @@ def _table(part: str, found: list[Figure]) -> Table:
             f"{f.gbps:.3g}",
             "" if f.row_bytes is None else f"{f.row_bytes:.4g}",
             "" if f.error is None else f"{f.error:.4f}",
+            "" if f.over_entropy is None else f"{f.over_entropy:.4f}",
             *(f"{f.ratios[who]:.3g}" if who in f.ratios else "" for who in others),
             f.note,
         )

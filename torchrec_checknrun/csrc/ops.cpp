@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "builds.h"
 #include "row_vector.h"
 #include "rows.h"
 
@@ -24,39 +25,20 @@ __attribute__((used)) static const char kBuiltOf[] =
 namespace checknrun {
 namespace {
 
-struct Build {
-  const char* name;
-  const Kernels* kernels;
-  bool runs_here;
-};
-
-const std::vector<Build>& builds() {
-  static const std::vector<Build> all = {
+const std::vector<Build<Kernels>>& builds() {
+  static const std::vector<Build<Kernels>> all = usable<Kernels>({
 #ifdef CHECKNRUN_X86
-      {"avx512", &avx512_kernels,
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("bmi2")},
-      {"avx2", &avx2_kernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+      {"avx512", &avx512_kernels},
+      {"avx2", &avx2_kernels},
 #endif
-      {"plain", &plain_kernels, true},
-  };
+      {"plain", &plain_kernels},
+  });
   return all;
-}
-
-// Returns the best build that runs here, or the one that is asked for.
-const Kernels& kernels_of(const std::string& build) {
-  for (const Build& each : builds()) {
-    if (each.runs_here && (build.empty() || build == each.name)) return *each.kernels;
-  }
-  TORCH_CHECK_VALUE(false, "no build '", build, "' of the kernel that runs on this machine");
 }
 
 std::vector<std::string> usable_builds() {
   std::vector<std::string> names;
-  for (const Build& each : builds()) {
-    if (each.runs_here) names.emplace_back(each.name);
-  }
+  for (const Build<Kernels>& each : builds()) names.emplace_back(each.name);
   return names;
 }
 
@@ -112,7 +94,7 @@ int64_t encode_rows(const at::Tensor& rows, const std::optional<at::Tensor>& ids
                       rows.stride(0), dim, int(bits), Method(method), int(num_bins), float(ratio),
                       float(factor), out.mutable_data_ptr<uint8_t>(), row_bytes,
                       refused.mutable_data_ptr<uint8_t>()};
-  const Kernels& kernels = kernels_of(std::string(build));
+  const Kernels& kernels = kernels_of(builds(), std::string(build));
   std::atomic<int64_t> refusals{0};
   at::parallel_for(0, n, grain(dim), [&](int64_t begin, int64_t end) {
     refusals += kernels.encode(job, begin, end);
@@ -131,7 +113,7 @@ void decode_rows(const at::Tensor& data, int64_t bits, double factor,
   const DecodeJob job{data.const_data_ptr<uint8_t>(), row_vector(positions, stored), row_bytes,
                       dim, int(bits), float(factor), row_vector(ids, out.size(0)),
                       out.mutable_data_ptr(), value_of(out), out.stride(0)};
-  const Kernels& kernels = kernels_of(std::string(build));
+  const Kernels& kernels = kernels_of(builds(), std::string(build));
   at::parallel_for(0, n, grain(dim),
                    [&](int64_t begin, int64_t end) { kernels.decode(job, begin, end); });
 }

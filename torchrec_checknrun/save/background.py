@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.model.tracked_shard import TrackedShard
@@ -122,6 +123,7 @@ class Background:
         before_commit: Callable[[], object],
         after_commit: Callable[[], object],
         unite: bool = False,
+        links: Transaction | None = None,
     ) -> Save:
         """Stage a snapshot and start its background; training may go on afterwards. Call this on
         all ranks.
@@ -136,10 +138,11 @@ class Background:
             before_commit: called on rank 0; raises an error if the commit must not happen.
             after_commit: called on rank 0; raises an error if the commit doesn't count.
             unite: unite the marks of data-parallel tables behind training; the same on all ranks.
+            links: encodes tables stored as differences; kept in the result.
         """
         assert not self.hangs, "the ranks have agreed that all can begin"
         self._thread = None  # its references keep memory
-        save = Save(proposal, cut, begun, self._root.patience.apart())
+        save = Save(proposal, cut, begun, self._root.patience.apart(), links)
         differences = RankDifferences(told=self._told)
         plan = LocalPart(save, differences)
         plan.kept = snapshot
@@ -170,15 +173,7 @@ class Background:
             differences.models, differences.buffers = snapshot.models, snapshot.buffers
             plan.summary = summarize(proposal.header, snapshot, items, quantization)
             save.progress.lap("chunks laid out", begun)
-            try:
-                plan.staging.run(start)
-            finally:
-                _keep_until_read(snapshot, plan.staging.read)
-            if save.rows is not None:
-                save.rows.protect()
-            save.progress.lap("states and tables copied", begun)
-            save.progress.staged = time.monotonic() - save.begun
-            save.progress.in_parts = memory.ring.waited
+            self._stage(save, plan.staging, snapshot, start)
             start()
         except BaseException as error:
             # The other ranks must hear of the error, and no thread may wait for further items.
@@ -190,6 +185,20 @@ class Background:
             if not isinstance(error, Exception):
                 raise
         return save
+
+    def _stage(
+        self, save: Save, staging: Staging, snapshot: Snapshot, start: Callable[[], None]
+    ) -> None:
+        """Stage what training waits for; have ``start`` called earlier if memory is too small."""
+        try:
+            staging.run(start)
+        finally:
+            _keep_until_read(snapshot, staging.read)
+        if save.rows is not None:
+            save.rows.protect()
+        save.progress.lap("states and tables copied", save.begun)
+        save.progress.staged = time.monotonic() - save.begun
+        save.progress.in_parts = self.memory.ring.waited
 
     def _make_ready(self) -> None:
         """Start the thread of the next checkpoint while nobody waits for that."""

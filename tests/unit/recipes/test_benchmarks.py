@@ -228,12 +228,20 @@ def test_codecs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "rowlog8": 68 / 64,
     }
     assert states["fp32"].error == 0
+    deltas = {f.method: f for f in found if f.part == "encode delta" and f.dim == 64}
+    assert deltas.keys() == {f.method for f in found if f.part == "decode delta"}
+    link, base = deltas["link, 4096 rows"], deltas["base, 65536 rows"]
+    for figure in (link, base):
+        assert figure.over_entropy is not None
+        assert 1 < figure.over_entropy < 2  # fewer rows than a chunk's
+        assert "memcpy" in figure.ratios
+    assert (link.row_bytes or 0) < (deltas["wide link, 4096 rows"].row_bytes or 0) < 64
     targets = {
         one["claim"]: Target(one["claim"], one["value"], one["limit"], one["at_most"])
         for one in content["targets"]
     }
     assert [one["met"] for one in content["targets"]] == [target.met for target in targets.values()]
-    assert len(targets) == 26
+    assert len(targets) == 29
     assert all(target.met for claim, target in targets.items() if claim.endswith("error"))
     assert (
         targets["asymmetric 4 bit, times FBGEMM"].value == encode("asymmetric", 4).ratios["FBGEMM"]
