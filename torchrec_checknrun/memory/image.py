@@ -142,6 +142,7 @@ class RankImage:
             size = len(self._areas.get(f"journal-{place}"))
             if since > done or (since >= 0 and not 0 <= used <= size):
                 raise NoImage("its journal is damaged")
+        self._make_journal(self._areas).verify()
         whole = StepStates(self._areas).steps
         steps = tuple(step for step in whole if floor <= step <= done)
         if (goal := words[Word.GOAL] - 1) >= 0:
@@ -320,7 +321,12 @@ class RankImage:
         """
         if self._journal is None:
             return
-        if self._journal.is_open or not self._is_model_at(self._words[Word.DONE]):
+        try:
+            done = self._words[Word.DONE]
+        except NoImage as error:
+            self.give_up(str(error))
+            return
+        if self._journal.is_open or not self._is_model_at(done):
             self._journal.missed("a checkpoint is saved in the middle of a step")
 
     def cut(self, id: str, full: bool) -> None:
