@@ -173,7 +173,13 @@ class RankImage:
         assert self._areas is not None
         return StepStates(self._areas).read(step)
 
-    def go_back(self, step: int, head: str | None, losses: tuple[Loss, ...] = ()) -> None:
+    def go_back(
+        self,
+        step: int,
+        head: str | None,
+        losses: tuple[Loss, ...] = (),
+        lossy: int | None = None,
+    ) -> None:
         """Move the model's shards into the image, with its content as of the end of a step.
 
         From here on the image is good for that step only: a recovery that is killed half-way must
@@ -182,6 +188,7 @@ class RankImage:
         Args:
             head: the checkpoint that all ranks take for the newest one.
             losses: what partial recoveries have cost so far, this one included.
+            lossy: the restores from lossy checkpoints so far, on any rank; None: as it knows.
 
         Raises:
             NoImage, ValueError: the image is damaged; the shards have unknown content.
@@ -195,7 +202,7 @@ class RankImage:
         journal = self._make_journal(self._areas)
         journal.undo_to(step)
         self.rows, self.changed = journal.rows, journal.changed
-        self._descent.recover(head, losses)
+        self._descent.recover(head, losses, lossy)
         self._journal = journal
 
     def resume(self, step: int) -> None:

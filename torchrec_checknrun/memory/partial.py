@@ -113,4 +113,4 @@ def decide_partial(
     if why:
         refused = refusal(by_reason).reasons
         return Decision(None, (*refused, *(f"all ranks must go back: {each}" for each in why)))
-    return Decision(decision.step, lost=tuple(lost), losses=after)
+    return Decision(decision.step, lost=tuple(lost), losses=after, is_new=after != ledger)

@@ -82,7 +82,9 @@ class Side(Protocol):
     def held(self, step: int) -> HeldStates:
         """Return everything beside rows as of a step."""
 
-    def go_back(self, step: int, head: str | None, losses: tuple[Loss, ...]) -> None:
+    def go_back(
+        self, step: int, head: str | None, losses: tuple[Loss, ...], lossy: int
+    ) -> None:
         """Give the shards their rows."""
 
     @property
@@ -201,7 +203,9 @@ class LostRank:
         progress = clocks_at(own, self._survivors, self._saved_clocks(), step - self._since)
         return replace(found, trees=trees, progress=progress, generators={})
 
-    def go_back(self, step: int, head: str | None, losses: tuple[Loss, ...]) -> None:
+    def go_back(
+        self, step: int, head: str | None, losses: tuple[Loss, ...], lossy: int
+    ) -> None:
         """Read this rank's rows from the chain, and mark those that its baseline lacks.
 
         Raises:

@@ -162,14 +162,14 @@ class Survival:
         # Up to here nothing is changed but the optimizers' state, which ``fitted`` puts back.
         self._ranks.on_all_ranks(lambda: restore.plan(own.held(step)))
         restore.began = True
-        self._ranks.on_all_ranks(lambda: own.go_back(step, head, decision.losses))
-        self._ranks.on_all_ranks(restore.load)
-        restore.hand_back(self._ranks)
         known = self._ranks.on_all_ranks(lambda: own.known_lineage)
         lineage = next(each for rank, (each, *_) in enumerate(known) if rank not in decision.lost)
         # A rank that was lost in an earlier recovery may know more than the others.
         lossy, full = max(each[1] for each in known), any(each[2] for each in known)
-        lossy += int(bool(decision.lost) and chain is not None and chain.lossy)
+        lossy += int(decision.is_new and chain is not None and chain.lossy)
+        self._ranks.on_all_ranks(lambda: own.go_back(step, head, decision.losses, lossy))
+        self._ranks.on_all_ranks(restore.load)
+        restore.hand_back(self._ranks)
         self._saver.recovered(chain, lineage, lossy, full, decision.losses)
         self._ranks.on_all_ranks(restore.set_generators)
         # All ranks are at the step: only now may the way back be forgotten.
