@@ -108,6 +108,7 @@ class CheckNRunConfig:
     images: bool = False  # ``survive=Images()``
     max_pls: float | None = None  # with total_steps: ``partial=PartialRecovery(…)``
     total_steps: int | None = None
+    peers: bool = False  # with these: ``PartialRecovery(…, peers=PeerCopies())``
 
 
 @dataclass
@@ -226,16 +227,19 @@ def make_check_n_run(
 
 
 def _partial(config: CheckNRunConfig) -> PartialRecovery | None:
-    from torchrec_checknrun import PartialRecovery
+    from torchrec_checknrun import PartialRecovery, PeerCopies
 
     if config.max_pls is None and config.total_steps is None:
+        if config.peers:
+            raise ValueError("checkpoint.peers=true is for partial recovery: give max_pls as well")
         return None
     if config.max_pls is None or config.total_steps is None:
         raise ValueError(
             "the budget of partial recovery is a portion of the run's steps: give max_pls and "
             "total_steps together"
         )
-    return PartialRecovery(config.max_pls, config.total_steps)
+    peers = PeerCopies() if config.peers else None
+    return PartialRecovery(config.max_pls, config.total_steps, peers)
 
 
 def _policy(config: CheckNRunConfig) -> Policy:

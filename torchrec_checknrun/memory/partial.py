@@ -15,6 +15,29 @@ from torchrec_checknrun.memory.agreement import Decision, Found, Newest, decide,
 
 
 @dataclass(frozen=True)
+class PeerCopies:
+    """Keep a copy of each rank's checkpoint files in the shared memory of another rank, on another
+    machine where there is one: what is encoded for a checkpoint is sent there as well. A rank whose
+    image is gone then reads no rows from the storage.
+
+    Attributes:
+        most_bytes: the most that a rank holds for others: the baseline and chain of its neighbour.
+            What would exceed it is dropped until the next full checkpoint, and the log says so.
+            None: twice the bytes of the largest rank's tables with their optimizer state.
+    """
+
+    most_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        most = self.most_bytes
+        if most is not None and (type(most) is not int or most < 1):
+            raise ValueError(
+                "peers: most_bytes must be a number of bytes such as 8 << 30, or None, not "
+                f"{most!r}"
+            )
+
+
+@dataclass(frozen=True)
 class PartialRecovery:
     """Let ranks whose images are gone (a lost machine, a deleted file) go on with the rows of the
     newest checkpoint, while all others keep theirs. A run that was recovered so can't be repeated
@@ -24,10 +47,13 @@ class PartialRecovery:
         max_pls: the portion of lost samples that the whole run may lose so, in all failures: 0.01
             for one in a hundred. A failure that would exceed it sends all ranks back.
         total_steps: the steps of the whole run, of which these are a portion.
+        peers: ``PeerCopies()`` keeps a copy of each rank's checkpoint files in another rank's
+            memory, from which a lost rank reads its rows; None: it reads them from the storage.
     """
 
     max_pls: float
     total_steps: int
+    peers: PeerCopies | None = None
 
     def __post_init__(self) -> None:
         most, steps = self.max_pls, self.total_steps
@@ -40,6 +66,9 @@ class PartialRecovery:
                 "partial: total_steps must be the number of steps of the whole run, such as "
                 f"100_000, not {steps!r}"
             )
+        peers: object = self.peers
+        if peers is not None and not isinstance(peers, PeerCopies):
+            raise ValueError(f"partial: peers must be PeerCopies() or None, not {peers!r}")
 
 
 def lost_ranks(found: Sequence[Found], newest: Newest) -> list[int]:

@@ -166,7 +166,7 @@ class RankSource:
     """Where one rank's rows come from.
 
     Attributes:
-        source: ``images``, or the ``checkpoint``.
+        source: ``images``, the ``checkpoint`` in storage, or its copy in a ``peer``'s memory.
         step: that the rows are of.
     """
 

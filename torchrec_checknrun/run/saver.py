@@ -422,6 +422,9 @@ class Saver:
                 )
             except Exception as error:
                 snapshot = error
+            if self._background.copies is not None:
+                chain = self.lineage.ancestors(proposal.header.parent)
+                self._background.copies.begin(proposal.id, chain)
             save = self._background.begin(
                 proposal,
                 snapshot,

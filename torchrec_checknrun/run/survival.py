@@ -25,6 +25,8 @@ from torchrec_checknrun.run.held_restore import HeldRestore
 from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.run.partial_recovery import LostRank, Side, meet, unruled
 from torchrec_checknrun.run.saver import Saver
+from torchrec_checknrun.tiers.copies_folder import CopiesFolder
+from torchrec_checknrun.tiers.peers import Peers
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -38,6 +40,7 @@ class Recovered:
         chain: the newest checkpoint's, from which the model descends; None without one.
         passed_over: newer checkpoints that could not be used, with the reasons.
         lost: the ranks whose rows are the chain's, since their images are gone.
+        from_peers: of these, the ranks that have read a peer's copy.
         losses: what such recoveries have cost so far.
     """
 
@@ -45,6 +48,7 @@ class Recovered:
     chain: Chain | None
     passed_over: tuple[str, ...]
     lost: tuple[int, ...] = ()
+    from_peers: tuple[int, ...] = ()
     losses: tuple[Loss, ...] = ()
     world_size: int = 1
 
@@ -79,6 +83,7 @@ class Survival:
 
     Args:
         image: this rank's; None: the run has none.
+        peers: copies in other ranks' memory; None: the run has none.
 
     Attributes:
         reasons: why images were not used at the last try.
@@ -91,12 +96,13 @@ class Survival:
         ranks: Ranks,
         saver: Saver,
         image: RankImage | None,
+        peers: Peers | None = None,
     ) -> None:
         self._options = options
         self._target = target
         self._ranks = ranks
         self._saver = saver
-        self._image = image
+        self._image, self._peers = image, peers
         self._is_first = True
         self._is_begun = False
         """Whether images were begun, on all ranks alike; some may have given theirs up since."""
@@ -125,9 +131,10 @@ class Survival:
             self._tell(decision.reasons)
             return None
         restore = HeldRestore(self._target)
+        from_peers: tuple[int, ...] = ()
         try:
             with restore.optimizers.fitted():
-                self._go_back(image, restore, decision, chain)
+                from_peers = self._go_back(image, restore, decision, chain)
         except Exception as error:
             # If a rank has died, its death is the error: this call raises it again, and the images
             # stay as they are for the next start. Else all ranks are here with the same error.
@@ -145,20 +152,25 @@ class Survival:
             chain,
             tuple(passed_over),
             decision.lost,
+            from_peers,
             decision.losses,
             self._ranks.world_size,
         )
 
     def _go_back(
         self, image: RankImage, restore: HeldRestore, decision: Decision, chain: Chain | None
-    ) -> None:
+    ) -> tuple[int, ...]:
+        """Bring all ranks to the step; return those that have read a peer's copy."""
         assert decision.step is not None
         step, head = decision.step, None if chain is None else chain.head.id
         own: Side = image
+        from_peers: tuple[int, ...] = ()
         if decision.lost:
             assert chain is not None, "the lost ranks' rows are there"
             lost = self._lost_rank(image, decision, chain)
             own = meet(self._ranks, image, lost, decision)
+            has_copy = lost is not None and lost.has_copy
+            from_peers = tuple(r for r, has in enumerate(self._ranks.gather(has_copy)) if has)
         # Up to here nothing is changed but the optimizers' state, which ``fitted`` puts back.
         self._ranks.on_all_ranks(lambda: restore.plan(own.held(step)))
         restore.began = True
@@ -176,14 +188,27 @@ class Survival:
         self._ranks.on_all_ranks(lambda: own.resume(step))
         self._is_begun = True
         self._sweep(image)
+        if self._peers is not None:
+            self._peers.folder.forget_fetched()
+        return from_peers
 
     def _lost_rank(self, image: RankImage, decision: Decision, chain: Chain) -> LostRank | None:
-        if self._ranks.rank not in decision.lost:
+        """Return this rank's side if it is lost, else None; a collective."""
+        fetched = () if self._peers is None else self._peers.fetch(chain, decision.lost)
+        rank = self._ranks.rank
+        if rank not in decision.lost:
             return None
         assert decision.step is not None
-        lineage = self._saver.lineage
+        copies = self._peers.fetched if self._peers is not None and rank in fetched else None
         return LostRank(
-            self._options, self._target, self._ranks, image, lineage, chain, decision.step
+            self._options,
+            self._target,
+            self._ranks,
+            image,
+            self._saver.lineage,
+            chain,
+            decision.step,
+            copies,
         )
 
     def overwriting(self) -> None:
@@ -259,6 +284,8 @@ class Survival:
         """
         if self._image is not None:
             self._image.close(remove=over)
+        if self._peers is not None and over:
+            self._peers.folder.remove()
 
     def _settle_buckets(self) -> None:
         if self._ranks.world_size > 2:  # of two, any order has one sum
@@ -293,5 +320,8 @@ class Survival:
 
     def _sweep(self, image: RankImage) -> None:
         assert self._options.survive is not None
-        for line in sweep(image.path, self._ranks.world_size, self._options.survive.keep_hours):
+        hours = self._options.survive.keep_hours
+        for line in sweep(image.path, self._ranks.world_size, hours):
+            logger.info("%s", line)
+        for line in CopiesFolder(image.path).sweep(hours):
             logger.info("%s", line)
