@@ -23,7 +23,7 @@ from tests.distributed.states import local_bytes
 from torchrec_checknrun import Checkpointer, Consecutive, Images, PartialRecovery, PerRank
 from torchrec_checknrun.memory import file as files
 from torchrec_checknrun.memory.image import RankImage
-from torchrec_checknrun.memory.partial import PeerCopies
+from torchrec_checknrun.memory.partial import PeerCopies, PrioritySaves
 from torchrec_checknrun.store.folder import Folder
 
 EVERY = 4
@@ -84,6 +84,7 @@ class Lives:
         max_pls: None: no partial recovery.
         ruled: whether the states of each rank's own have rules.
         peers: copies in other ranks' memory.
+        priority: rows saved between checkpoints.
     """
 
     def __init__(
@@ -95,12 +96,15 @@ class Lives:
         spec: ModelSpec = SPEC,
         plan: Plan | None = None,
         peers: PeerCopies | None = None,
+        priority: PrioritySaves | None = None,
         **options: Any,
     ) -> None:
         self.root, self.memory = Path(folder) / "root", memory
         self._ruled, self._options = ruled, options
         self._spec, self._plan = spec, PLAN if plan is None else plan
-        self._partial = None if max_pls is None else PartialRecovery(max_pls, TOTAL, peers)
+        self._partial = (
+            None if max_pls is None else PartialRecovery(max_pls, TOTAL, peers, priority)
+        )
         self._number = 0
         self._left: list[Any] = []
 

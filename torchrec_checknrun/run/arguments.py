@@ -36,6 +36,7 @@ _ROOT = (
 _ONLY_HYDRA = {
     "images": "survive=Images()",
     "peers": "partial=PartialRecovery(max_pls=0.01, total_steps=100_000, peers=PeerCopies())",
+    "priority_every_steps": "partial=PartialRecovery(…, priority=PrioritySaves(100))",
     **dict.fromkeys(("bits", "method", "mean_bits", "offset"), "quantization=Quantization(bits=8)"),
     **dict.fromkeys(("compress", "exact_below_rows"), "quantization=Quantization(compress=True)"),
     "expected_restores": 'quantization=Quantization(bits="auto", expected_restores=3)',

@@ -44,6 +44,7 @@ from torchrec_checknrun.run.arguments import COPY, LostRule, PerRank, Replicated
 from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.shards import TableShape
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tiers.priority_rows import apply_saves
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -159,7 +160,7 @@ class LostRank:
         step: int,
         copies: Folder | None = None,
     ) -> None:
-        self._root: Folder = options.root
+        self._root = self._storage = options.root
         self._copies = copies
         self.has_copy = False
         self._rules: dict[str, LostRule | None] = {
@@ -261,6 +262,14 @@ class LostRank:
 
         read_chunks(self._root, self._chunks(), load)
         self._rows.finish(dry_run=False)
+        apply_saves(
+            self._storage,
+            self._chain.head.id,
+            self._incarnation,
+            step,
+            self._ranks.rank,
+            self._shards,
+        )
         tracked.acknowledge_writes()
         tracked.purge()
 

@@ -27,6 +27,7 @@ from torchrec_checknrun.run.partial_recovery import LostRank, Side, meet, unrule
 from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.tiers.copies_folder import CopiesFolder
 from torchrec_checknrun.tiers.peers import Peers
+from torchrec_checknrun.tiers.priority_rows import PriorityRows
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -78,6 +79,13 @@ def close_image(image: RankImage | None) -> None:
         image.close(remove=False)
 
 
+def _priority_rows(options: Options, target: Target, ranks: Ranks) -> PriorityRows | None:
+    wanted = None if options.partial is None else options.partial.priority
+    if wanted is None:
+        return None
+    return PriorityRows(wanted, options.root, ranks.rank, target.tracked)
+
+
 class Survival:
     """The images of all ranks, as the training thread of one sees them.
 
@@ -103,6 +111,7 @@ class Survival:
         self._ranks = ranks
         self._saver = saver
         self._image, self._peers = image, peers
+        self._priority = _priority_rows(options, target, ranks)
         self._is_first = True
         self._is_begun = False
         """Whether images were begun, on all ranks alike; some may have given theirs up since."""
@@ -190,6 +199,8 @@ class Survival:
         self._sweep(image)
         if self._peers is not None:
             self._peers.folder.forget_fetched()
+        if self._priority is not None:
+            self._priority.restart(step)
         return from_peers
 
     def _lost_rank(self, image: RankImage, decision: Decision, chain: Chain) -> LostRank | None:
@@ -253,6 +264,8 @@ class Survival:
         except BaseException:
             image.unready()
             raise
+        if self._priority is not None:
+            self._priority.restart(step)
         self._is_begun = True
         self._sweep(image)
 
@@ -265,6 +278,10 @@ class Survival:
             self.begin(step)  # a collective, which a rank without an image any more takes part in
         elif not self._saver.gradients_wait:
             image.end_step(step)
+            if self._priority is not None and not image.is_broken:
+                previous = self._saver.lineage.previous
+                head = None if previous is None else previous.id
+                self._priority.step(step, head, image.incarnation)
 
     def before_save(self) -> None:
         """Look whether a checkpoint that is not begun at a step's end would be newer than that."""
@@ -284,6 +301,8 @@ class Survival:
         """
         if self._image is not None:
             self._image.close(remove=over)
+        if self._priority is not None:
+            self._priority.close(over)
         if self._peers is not None and over:
             self._peers.folder.remove()
 
