@@ -3,6 +3,8 @@ from .codecs.quantization import Quantization as Quantization
 from .integrations.rng import RngState as RngState
 from .memory.images import Images as Images
 from .memory.partial import PartialRecovery as PartialRecovery
+from .memory.partial import PeerCopies as PeerCopies
+from .memory.partial import PrioritySaves as PrioritySaves
 from .restore.warm_start import load_tables as load_tables
 from .root.policy import Consecutive as Consecutive
 from .root.policy import Full as Full

@@ -36,7 +36,7 @@ from recipes.benchmarks.machine import describe
 from recipes.figures import lost_shards, plots, recovery_plots
 from recipes.figures.failing_job import Outcome, Play
 from recipes.figures.lost_shards import Change
-from torchrec_checknrun.overhead import Candidate, FailingJob, Recovery, choose
+from torchrec_checknrun.overhead import JOURNAL, Candidate, FailingJob, Recovery, choose
 
 MAX_PLS = 0.1
 CPR = FailingJob(
@@ -48,8 +48,6 @@ CPR = FailingJob(
     restart_seconds=300,
 )
 """The paper's cluster; the three times are a fit."""
-JOURNAL = 0.01
-"""Part of the training time that images are assumed to take."""
 SHARES = (0.5, 0.9, 1.0)
 """Shares of the failures that end processes and leave memory as it is."""
 LONG = 100

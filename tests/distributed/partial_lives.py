@@ -7,6 +7,7 @@ closed or saved.
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from tests.distributed.states import local_bytes
 from torchrec_checknrun import Checkpointer, Consecutive, Images, PartialRecovery, PerRank
 from torchrec_checknrun.memory import file as files
 from torchrec_checknrun.memory.image import RankImage
+from torchrec_checknrun.memory.partial import PeerCopies, PrioritySaves
 from torchrec_checknrun.store.folder import Folder
 
 EVERY = 4
@@ -81,6 +83,8 @@ class Lives:
         memory: holds the images; in shared memory.
         max_pls: None: no partial recovery.
         ruled: whether the states of each rank's own have rules.
+        peers: copies in other ranks' memory.
+        priority: rows saved between checkpoints.
     """
 
     def __init__(
@@ -91,12 +95,16 @@ class Lives:
         ruled: bool = True,
         spec: ModelSpec = SPEC,
         plan: Plan | None = None,
+        peers: PeerCopies | None = None,
+        priority: PrioritySaves | None = None,
         **options: Any,
     ) -> None:
         self.root, self.memory = Path(folder) / "root", memory
         self._ruled, self._options = ruled, options
         self._spec, self._plan = spec, PLAN if plan is None else plan
-        self._partial = None if max_pls is None else PartialRecovery(max_pls, TOTAL)
+        self._partial = (
+            None if max_pls is None else PartialRecovery(max_pls, TOTAL, peers, priority)
+        )
         self._number = 0
         self._left: list[Any] = []
 
@@ -136,13 +144,19 @@ class Lives:
             self.saver.step()
         self.saver.wait()
 
-    def die(self, lost: list[int]) -> None:
-        """Die on all ranks; the images of some are gone."""
+    def die(self, lost: list[int], machines: bool = False) -> None:
+        """Die on all ranks; the images of some are gone.
+
+        Args:
+            machines: whether everything else that these ranks had in memory is gone, too.
+        """
         path = self.image.path
         self.saver._release(failed=True)
         dist.barrier()
         if dist.get_rank() in lost:
             path.unlink()
+            if machines:
+                shutil.rmtree(path.with_suffix(".copies"))
         dist.barrier()
         gc.collect()
 
@@ -171,14 +185,19 @@ def differing(found: dict[str, bytes], wanted: dict[str, bytes]) -> list[str]:
 
 
 @contextmanager
-def bytes_read() -> Iterator[list[int]]:
-    """Count the bytes of rank files that are read meanwhile on this rank."""
+def bytes_read(within: str = "") -> Iterator[list[int]]:
+    """Count the bytes of rank files that are read meanwhile on this rank.
+
+    Args:
+        within: a folder; of files elsewhere none are counted.
+    """
     counts: list[int] = []
     own = Folder.read_into
 
     def read_into(folder: Folder, memory: memoryview, name: str, offset: int) -> int:
-        counts.append(own(folder, memory, name, offset))
-        return counts[-1]
+        found = own(folder, memory, name, offset)
+        counts.extend([found] if folder.url.startswith(within) else [])
+        return found
 
     with mock.patch.object(Folder, "read_into", read_into):
         yield counts

@@ -81,6 +81,7 @@ def go_on(folder: str, memory: str, lost: list[int], policy: str) -> dict[str, A
         "read": sum(counts),
         "report": json.loads(json.dumps(report.to_json())),
         "last": last.id,
+        "lost": [last.pls, last.reproducible],
         "kind": last.kind,
         "all": sum(all_counts),
     }
@@ -97,6 +98,7 @@ def test_only_lost_ranks_go_back(
         report = of_rank["report"]
         assert (report["source"], report["step"], report["reproducible"]) == ("both", 11, False)
         assert report["pls"] == pytest.approx(len(lost) * 3 / (TOTAL * 4))
+        assert of_rank["lost"] == [report["pls"], False]
         assert report["ranks"] == [
             {"source": "checkpoint", "step": 8} if r in lost else {"source": "images", "step": 11}
             for r in range(4)
@@ -302,3 +304,49 @@ def quantized(folder: str, memory: str) -> tuple[int, bool]:
 
 def test_rows_from_a_lossy_checkpoint_are_counted(where: dict[str, Any], workers: Workers) -> None:
     assert workers(4).run(quantized, **where) == [[1, True]] * 4
+
+
+def quantized_again(folder: str, memory: str, lost: list[list[int]]) -> int:
+    """Lose images several times in a run of 4-bit checkpoints, between two of these."""
+    lives = Lives(folder, memory, quantization=4)
+    lives.begin()
+    lives.saver.restore()
+    lives.train(5)
+    for ranks in lost:
+        lives.die(ranks)
+        lives.begin()
+        assert restored(lives).source == "both"
+        lives.train(1)
+    found = lives.saver.save().lossy_restores
+    lives.end()
+    return found
+
+
+@pytest.mark.parametrize("lost", [[[3], [3]], [[3], [1]], [[0], [1, 2]]])
+def test_every_loss_since_a_lossy_checkpoint_is_counted(
+    lost: list[list[int]], where: dict[str, Any], workers: Workers
+) -> None:
+    assert workers(4).run(quantized_again, lost=lost, **where) == [len(lost)] * 4
+
+
+def quantized_and_killed(folder: str, memory: str) -> int:
+    """Lose an image, and die again while the ranks go back."""
+    lives = Lives(folder, memory, quantization=4)
+    lives.begin()
+    lives.saver.restore()
+    lives.train(5)
+    lives.die([2])
+    for method in ("load", "set_generators"):
+        lives.begin()
+        with mock.patch.object(HeldRestore, method, side_effect=Killed), pytest.raises(Killed):
+            lives.saver.restore()
+        lives.die([])
+    lives.begin()
+    assert restored(lives).pls == pytest.approx(1 / (TOTAL * 4))
+    found = lives.saver.save().lossy_restores
+    lives.end()
+    return found
+
+
+def test_a_repeated_recovery_is_one_lossy_restore(where: dict[str, Any], workers: Workers) -> None:
+    assert workers(4).run(quantized_and_killed, **where) == [1] * 4

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from recipes.figures.failing_job import Outcome, Play
 from torchrec_checknrun.overhead import (
     FIRST_ORDER,
+    JOURNAL,
     FailingJob,
     Recovery,
     best_interval,
@@ -384,3 +387,9 @@ def test_failures_by_hand() -> None:
     image = play(Recovery.IMAGES_FULL, 1.5)
     assert (image.lost, image.pls, image.failures) == (0, 0, 1)
     assert image.recovering == pytest.approx(0.4)
+
+
+def test_the_cost_of_images_is_the_measured_one() -> None:
+    results = json.loads(Path("recipes/results/images.json").read_text())["results"]
+    shares = [one["share"][0] for one in results]
+    assert min(shares) - 0.005 <= JOURNAL <= max(shares) + 0.005

@@ -17,6 +17,7 @@ from torchrec_checknrun.cli.events import Measured, measured
 from torchrec_checknrun.cli.output import print_table, say
 from torchrec_checknrun.overhead import (
     FIRST_ORDER,
+    JOURNAL,
     MOST,
     Candidate,
     Choice,
@@ -27,8 +28,6 @@ from torchrec_checknrun.tools.forecast import Forecast
 
 _LOAD_SECONDS = _RESTART_SECONDS = 300.0
 """Assumed where nothing is known: what fits CPR's cluster."""
-_JOURNAL = 0.01
-"""Assumed part of the training time that images take."""
 _FORECAST_POLICY = "intermittent"
 """The default policy, whose stall and reading stand for a job without measurements."""
 
@@ -126,7 +125,7 @@ def plan_recovery(
         "process_deaths": _figure(given.process_deaths, 0.0),
     }
     if figures["process_deaths"].value:
-        figures["journal"] = _figure(given.journal, _JOURNAL)
+        figures["journal"] = _figure(given.journal, JOURNAL, "measured on two cores")
     job = FailingJob(
         job_hours=job_hours,
         mtbf_hours=mtbf_hours / nodes,

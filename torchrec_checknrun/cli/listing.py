@@ -15,10 +15,12 @@ from torchrec_checknrun.cli.output import (
     open_root,
     print_json,
     print_table,
+    reproducible,
     say,
     size,
 )
 from torchrec_checknrun.errors import CheckpointNotFound
+from torchrec_checknrun.format.losses import portion
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.root.catalog import Inventory, Listed, inventory
 from torchrec_checknrun.root.checkpoints import read_manifest
@@ -121,6 +123,7 @@ def show(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
         "ranks": f"{manifest.world_size}, {len(manifest.files)} files",
         "asked for": "exact" if manifest.bits is None else f"{manifest.bits} bit",
         "restored from lossy": f"{manifest.lossy_restores} times before",
+        "reproducible": reproducible(not manifest.losses, portion(manifest.losses)),
         "lineage, epoch": f"{manifest.lineage or '–'}, {manifest.epoch}",
         "states": ", ".join(
             name + (" (per rank)" if per_rank else "")
@@ -177,6 +180,9 @@ def _details(listed: Listed, manifest: Manifest) -> dict[str, Any]:
         "lineage": manifest.lineage,
         "epoch": manifest.epoch,
         "lossy_restores": manifest.lossy_restores,
+        "pls": portion(manifest.losses),
+        "reproducible": not manifest.losses,
+        "losses": to_builtins(manifest.losses),
         "dense_bytes": manifest.dense_bytes,
         "full_fp32_bytes": manifest.full_fp32_bytes,
         "states": {name: "per rank" if own else "all" for name, own in manifest.states.items()},

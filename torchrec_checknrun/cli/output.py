@@ -153,3 +153,10 @@ def size(count: float) -> str:
 def number(value: float | None, form: str = ".3g") -> str:
     """Format a number, or a dash for None."""
     return "–" if value is None else format(value, form)
+
+
+def reproducible(yes: bool, pls: float) -> str:
+    """Say whether a run could be repeated bit for bit, and what was lost."""
+    if yes:
+        return "bit for bit"
+    return f"not bit for bit: {pls:.3g} of the samples were lost (PLS) in partial recoveries"

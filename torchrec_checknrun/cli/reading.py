@@ -22,6 +22,7 @@ from torchrec_checknrun.cli.output import (
     print_json,
     print_table,
     progress,
+    reproducible,
     say,
     size,
 )
@@ -58,6 +59,8 @@ def verify(root: Root, ids: Ids = None, as_json: AsJson = False) -> None:
         for one in found:
             for problem in one.problems:
                 say(f"{one.id}: {problem}", style="red")
+            if not one.reproducible:
+                say(f"{one.id}: {reproducible(one.reproducible, one.pls)}")
     if not sound:
         raise typer.Exit(1)
 

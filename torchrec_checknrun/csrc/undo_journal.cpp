@@ -23,6 +23,17 @@ void publish(const at::Tensor& words, int64_t at, int64_t value) {
   publish_word(word_of(words, at), value);
 }
 
+void store_word(const at::Tensor& words, int64_t at, int64_t value) {
+  TORCH_CHECK_VALUE(fits_word(value), value, " has more than ", kValueBits, " bits");
+  publish_word(word_of(words, at), int64_t(sealed_word(at, value)));
+}
+
+int64_t load_word(const at::Tensor& words, int64_t at) {
+  const int64_t word = *word_of(words, at), value = word_value(uint64_t(word));
+  TORCH_CHECK_VALUE(word == int64_t(sealed_word(at, value)), "word ", at, " is damaged");
+  return value;
+}
+
 // Moves a tensor's storage to ``place``; every view of the storage follows. With ``keep`` the
 // tensor takes the place's content, else the place takes the tensor's. The old memory is freed.
 void move_storage(const at::Tensor& tensor, const at::Tensor& place, bool keep) {
@@ -49,7 +60,7 @@ struct StepJournal : torch::CustomClassHolder {
   void begin() { journal_.begin(); }
 
   // Journals the rows with ids values[offsets[i]:offsets[i + 1]] of shard shards[i], from byte
-  // ``used`` of the area on; then publishes the bytes used in words[word].
+  // ``used`` of the area on; then stores the bytes used in words[word].
   //
   // Returns the bytes used; if the area is too small, minus the bytes it should have: then
   // ``write`` goes on in a larger one, and nothing is written before.
@@ -82,23 +93,38 @@ struct StepJournal : torch::CustomClassHolder {
     if (wanted == 0) return used;
     if (wanted > area.numel() - used) return -(used + wanted);
     used += journal_.write(bytes + used);
-    publish_word(word_of(words, word), used);
+    store_word(words, word, used);
     return used;
+  }
+
+  // Throws unless the area begins with so many bytes of a journal.
+  void verify(const at::Tensor& area, int64_t used) {
+    visit(area, used, [&](const uint8_t* bytes) {
+      journal_.verify(bytes, used);
+      return Undone();
+    });
   }
 
   // Puts journaled rows back; returns their number, and how many of them had changed.
   std::vector<int64_t> undo(const at::Tensor& area, int64_t used, int64_t interval) {
+    const Undone undone = visit(area, used, [&](const uint8_t* bytes) {
+      return journal_.undo(bytes, used, uint8_t(interval));
+    });
+    return {undone.rows, undone.changed};
+  }
+
+ private:
+  template <typename Act>
+  static Undone visit(const at::Tensor& area, int64_t used, Act act) {
     const uint8_t* bytes = bytes_of(area, "area");
     TORCH_CHECK_VALUE(used >= 0 && used <= area.numel(), used, " bytes used of ", area.numel());
     try {
-      const Undone undone = journal_.undo(bytes, used, uint8_t(interval));
-      return {undone.rows, undone.changed};
+      return act(bytes);
     } catch (const std::invalid_argument& error) {
       TORCH_CHECK_VALUE(false, "no journal: ", error.what());
     }
   }
 
- private:
   static std::vector<JournaledShard> shards(const std::vector<at::Tensor>& tensors,
                                             const std::vector<int64_t>& parts) {
     std::vector<JournaledShard> found;
@@ -132,11 +158,14 @@ struct StepJournal : torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(checknrun, library) {
   using namespace checknrun;
   library.def("publish(Tensor(a!) words, int at, int value) -> ()", publish);
+  library.def("store_word(Tensor(a!) words, int at, int value) -> ()", store_word);
+  library.def("load_word(Tensor words, int at) -> int", load_word);
   library.def("move_storage(Tensor(a!) tensor, Tensor(b!) place, bool keep) -> ()", move_storage);
   library.class_<StepJournal>("StepJournal")
       .def(torch::init<std::vector<at::Tensor>, std::vector<int64_t>>())
       .def("begin", &StepJournal::begin)
       .def("append", &StepJournal::append)
       .def("write", &StepJournal::write)
+      .def("verify", &StepJournal::verify)
       .def("undo", &StepJournal::undo);
 }

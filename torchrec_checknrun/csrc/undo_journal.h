@@ -1,8 +1,8 @@
 // Rows as they were before a step, so that the step can be undone by another process.
 //
 // A journal is a piece of memory that outlives the process. It holds segments: the number of a
-// shard, a count, that many row ids, and as many rows, each of all parts of the shard. Ids and
-// counts are int64; a segment begins at a multiple of eight bytes.
+// shard, a count, a check of both and of the ids, that many row ids, and as many rows, each of all
+// parts of the shard. All but the rows are int64; a segment begins at a multiple of eight bytes.
 //
 // Without torch, as copy_on_write.h is.
 #pragma once
@@ -21,6 +21,43 @@ inline void publish_word(int64_t* word, int64_t value) {
   static_assert(std::atomic_ref<int64_t>::is_always_lock_free);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   std::atomic_ref<int64_t>(*word).store(value, std::memory_order_seq_cst);
+}
+
+// A word is stored at once, so its check must be part of it: 48 bits of value, and 16 that follow from
+// the value and from the word's place. A bit that is flipped, and a word in another place, are found.
+constexpr int kValueBits = 48;
+constexpr uint64_t kMix = 0x9E3779B97F4A7C15;  // has no 16 equal bits in a row
+
+inline uint64_t sealed_word(int64_t at, int64_t value) {
+  const uint64_t low = uint64_t(value) & ((uint64_t(1) << kValueBits) - 1);
+  const uint64_t check = (low | uint64_t(at) << kValueBits) * kMix >> kValueBits;
+  return low | check << kValueBits;
+}
+
+inline bool fits_word(int64_t value) {
+  constexpr int64_t limit = int64_t(1) << (kValueBits - 1);
+  return value >= -limit && value < limit;
+}
+
+inline int64_t word_value(uint64_t word) {
+  return int64_t(word << (64 - kValueBits)) >> (64 - kValueBits);
+}
+
+// Returns a check of a segment: of everything in it that says which rows are put back.
+inline int64_t segment_check(int64_t shard, const uint8_t* ids, int64_t count) {
+  uint64_t sum = kMix;
+  const auto add = [&sum](int64_t word) {
+    sum = (sum ^ uint64_t(word)) * kMix;
+    sum ^= sum >> 32;
+  };
+  add(shard);
+  add(count);
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t id;
+    std::memcpy(&id, ids + i * int64_t(sizeof id), sizeof id);
+    add(id);
+  }
+  return int64_t(sum);
 }
 
 // A tensor of a shard, with a row of ``row_bytes`` for each row of the shard.
@@ -108,10 +145,12 @@ class UndoJournal {
     for (size_t s = 0; s < shards_.size(); ++s) {
       const std::vector<int64_t>& rows = wanted_[s];
       if (rows.empty()) continue;
-      const int64_t header[2] = {int64_t(s), int64_t(rows.size())};
+      const auto* ids = reinterpret_cast<const uint8_t*>(rows.data());
+      const int64_t count = int64_t(rows.size());
+      const int64_t header[3] = {int64_t(s), count, segment_check(int64_t(s), ids, count)};
       std::memcpy(at, header, sizeof header);
       at += sizeof header;
-      std::memcpy(at, rows.data(), rows.size() * sizeof(int64_t));
+      std::memcpy(at, ids, rows.size() * sizeof(int64_t));
       at += rows.size() * sizeof(int64_t);
       at = write_rows(shards_[s], rows, at);
       at += -uintptr_t(at - into) & 7;
@@ -121,11 +160,16 @@ class UndoJournal {
     return at - into;
   }
 
+  // Throws if the bytes are no journal of these shards.
+  void verify(const uint8_t* from, int64_t size) const {
+    visit(from, size, [](const JournaledShard&, int64_t, const uint8_t*) {});
+  }
+
   // Puts the rows of a journal back, all of them or none, and notes the interval.
   //
   // Within one journal a row comes once. Throws if the bytes are no journal of these shards.
   Undone undo(const uint8_t* from, int64_t size, uint8_t interval) const {
-    visit(from, size, [](const JournaledShard&, int64_t, const uint8_t*) {});
+    verify(from, size);
     Undone undone;
     visit(from, size, [&](const JournaledShard& shard, int64_t row, const uint8_t* bytes) {
       bool changed = false;
@@ -145,7 +189,7 @@ class UndoJournal {
   const std::vector<JournaledShard>& shards() const { return shards_; }
 
  private:
-  static constexpr int64_t kHeader = 2 * int64_t(sizeof(int64_t));
+  static constexpr int64_t kHeader = 3 * int64_t(sizeof(int64_t));
   static constexpr int64_t kAhead = 16, kLine = 64, kMostAhead = 1024;
 
   static int64_t corrected(int64_t id, int64_t rows) {
@@ -181,11 +225,11 @@ class UndoJournal {
   void visit(const uint8_t* from, int64_t size, Act act) const {
     int64_t at = 0;
     while (at < size) {
-      int64_t header[2];
+      int64_t header[3];
       if (size - at < kHeader) throw std::invalid_argument("a segment's header is cut off");
       std::memcpy(header, from + at, sizeof header);
       at += kHeader;
-      const auto [number, count] = header;
+      const auto [number, count, check] = header;
       if (number < 0 || number >= int64_t(shards_.size())) {
         throw std::invalid_argument("a segment names no shard");
       }
@@ -196,6 +240,9 @@ class UndoJournal {
       }
       const uint8_t* ids = from + at;
       const uint8_t* bytes = ids + count * int64_t(sizeof(int64_t));
+      if (check != segment_check(number, ids, count)) {
+        throw std::invalid_argument("a segment's ids are damaged");
+      }
       for (int64_t i = 0; i < count; ++i) {
         int64_t row;
         std::memcpy(&row, ids + i * int64_t(sizeof row), sizeof row);

@@ -29,11 +29,13 @@ class CheckpointId:
 
     Attributes:
         sequence: the checkpoint's sequence number.
+        step: the checkpoint's step.
         is_copy: whether the name is a compacted checkpoint's.
     """
 
     name: str
     sequence: int
+    step: int
     is_copy: bool
 
     @property
@@ -47,7 +49,9 @@ class CheckpointId:
 def parse_id(name: str) -> CheckpointId | None:
     """Parse a directory's name; None if the name is not a checkpoint id."""
     match = _ID.fullmatch(name)
-    return CheckpointId(name, int(match[1]), match[3] >= _LOWEST_COPY) if match else None
+    if match is None:
+        return None
+    return CheckpointId(name, int(match[1]), int(match[2]), match[3] >= _LOWEST_COPY)
 
 
 def parse_ids(names: Iterable[str]) -> dict[str, CheckpointId]:

@@ -45,6 +45,7 @@ from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
 from torchrec_checknrun.format.state_tree import check_tree
 from torchrec_checknrun.shards import TableShape
 from torchrec_checknrun.store.behind import WriteBehind
+from torchrec_checknrun.store.file_copy import NO_COPY, CopyTo, FileCopy, file_copy
 from torchrec_checknrun.store.folder import Folder
 
 FOOTER = struct.Struct("<QQ16s8s")
@@ -90,24 +91,34 @@ WriteRankFile = Callable[[Folder, int, Iterable[Job]], FileSummary]
 """A function that writes a rank's file, such as ``write_rank_file``."""
 
 
-def write_rank_file(folder: Folder, rank: int, jobs: Iterable[Job]) -> FileSummary:
+def rank_file_name(rank: int) -> str:
+    """Return the name of a rank's file in each checkpoint."""
+    return f"rank-{rank:05d}.bin"
+
+
+def write_rank_file(
+    folder: Folder, rank: int, jobs: Iterable[Job], copy: CopyTo = NO_COPY
+) -> FileSummary:
     """Write a rank's file, durable on return; each chunk is encoded while the previous one is
     written.
+
+    Args:
+        copy: where the same bytes go as well, if there is room.
 
     Raises:
         OSError: the storage failed.
         InvalidPlan: a chunk or the index is larger than readers accept.
     """
-    name = f"rank-{rank:05d}.bin"
+    name = rank_file_name(rank)
     chunks: list[_Written] = []
-    with folder.write_behind(name) as file:
+    with file_copy(copy) as also, folder.write_behind(name) as file:
         for job in jobs:
-            chunks.append(_write_chunk(file, job))
+            chunks.append(_write_chunk(file, job, also))
             del job  # before the next one is made
         encoded_at = time.monotonic()
         file.flush()
         index = [chunk.entry for chunk in chunks]
-        rank_file = _write_index(file, name, rank, index)
+        rank_file = _write_index(file, name, rank, index, also)
     tables, dense_bytes = _totals(index)
     return FileSummary(rank_file, tables, dense_bytes, encoded_at, time.monotonic())
 
@@ -128,7 +139,7 @@ class _Written:
         return replace(self.described, offset=self.offset, length=self.length, checksum=checksum)
 
 
-def _write_chunk(file: WriteBehind, job: Job) -> _Written:
+def _write_chunk(file: WriteBehind, job: Job, copy: FileCopy) -> _Written:
     """Encode a chunk, and hand its bytes to the thread that writes."""
     chunk, checksum = job.encode(), xxhash.xxh3_64()
     length = sum(memoryview(piece).nbytes for piece in chunk.pieces)
@@ -137,16 +148,23 @@ def _write_chunk(file: WriteBehind, job: Job) -> _Written:
     except InvalidPlan:
         job.close()  # the next job may wait for this one's memory
         raise
-    offset = file.append(chunk.pieces, checksum.update, job.close)
+
+    def each(piece: bytes | memoryview) -> None:
+        checksum.update(piece)
+        copy.write(piece)
+
+    offset = file.append(chunk.pieces, each, job.close)
     return _Written(chunk.entry, offset, length, checksum)
 
 
-def _write_index(file: WriteBehind, name: str, rank: int, index: list[Entry]) -> RankFile:
+def _write_index(
+    file: WriteBehind, name: str, rank: int, index: list[Entry], copy: FileCopy
+) -> RankFile:
     data = index_bytes(rank, index, name)
     checksum = xxhash.xxh3_64_hexdigest(data)
     offset = index[-1].offset + index[-1].length if index else 0
     footer = FOOTER.pack(offset, len(data), checksum.encode(), MAGIC)
-    file.append((data, footer))
+    file.append((data, footer), copy.write)
     size = offset + len(data) + len(footer)
     return RankFile(name, size, offset, len(data), checksum, len(index))
 

@@ -121,6 +121,8 @@ class CheckNRunConfig:
     images: bool = False  # ``survive=Images()``
     max_pls: float | None = None  # with total_steps: ``partial=PartialRecovery(…)``
     total_steps: int | None = None
+    peers: bool = False  # with these: ``PartialRecovery(…, peers=PeerCopies())``
+    priority_every_steps: int | None = None  # with these: ``priority=PrioritySaves(…)``
 
 
 @dataclass
@@ -239,16 +241,24 @@ def make_check_n_run(
 
 
 def _partial(config: CheckNRunConfig) -> PartialRecovery | None:
-    from torchrec_checknrun import PartialRecovery
+    from torchrec_checknrun import PartialRecovery, PeerCopies, PrioritySaves
 
     if config.max_pls is None and config.total_steps is None:
+        if config.peers or config.priority_every_steps is not None:
+            raise ValueError(
+                "checkpoint.peers and priority_every_steps are for partial recovery: give max_pls "
+                "as well"
+            )
         return None
     if config.max_pls is None or config.total_steps is None:
         raise ValueError(
             "the budget of partial recovery is a portion of the run's steps: give max_pls and "
             "total_steps together"
         )
-    return PartialRecovery(config.max_pls, config.total_steps)
+    peers = PeerCopies() if config.peers else None
+    steps = config.priority_every_steps
+    priority = None if steps is None else PrioritySaves(steps)
+    return PartialRecovery(config.max_pls, config.total_steps, peers, priority)
 
 
 def _policy(config: CheckNRunConfig) -> Policy:

@@ -28,6 +28,10 @@ class Consumer(IntFlag):
     """Rows modified since the last full checkpoint."""
     USER = 4
     """Free for users of ``track`` without a Checkpointer."""
+    PRIORITY = 8
+    """Rows modified since the last checkpoint or priority save. Never frozen by a cut: the
+    checkpoint has these rows.
+    """
 
     EVERY = 255
 

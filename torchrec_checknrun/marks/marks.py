@@ -17,7 +17,7 @@ for each open cut.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,12 +52,14 @@ class Marks:
         rows: as given.
         device: device of the shard's weight.
         kept: what outlives the process of all this; None: nothing.
+        noted: told of the rows of each update, once for each lookup; None: nobody is.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows = rows
         self.device = device
         self.kept: KeptMarks | None = None
+        self.noted: Callable[[torch.Tensor], object] | None = None
         self._state = _State(self._zeros(), ())
         self._spare: torch.Tensor | None = None
         self._lock = threading.Lock()  # only ever for as long as it takes to look at each layer
@@ -95,6 +97,8 @@ class Marks:
         if keep and self.kept is not None:
             self.kept.mark(ids)
         self._state.live.index_fill_(0, ids, int(Consumer.EVERY))
+        if self.noted is not None:
+            self.noted(ids[(ids >= 0) & (ids < self.rows)])
 
     def mark_all(self) -> None:
         """Mark every row for every consumer."""

@@ -55,12 +55,14 @@ class Decision:
         lost: the ranks that have no image to go back by; their rows come from the newest
             checkpoint.
         losses: what partial recoveries have cost, this one included.
+        is_new: whether this one costs anything that no image and no checkpoint knew of.
     """
 
     step: int | None
     reasons: tuple[str, ...] = ()
     lost: tuple[int, ...] = ()
     losses: tuple[Loss, ...] = ()
+    is_new: bool = False
 
 
 def decide(

@@ -106,6 +106,7 @@ class Areas:
         areas = cls(file)
         areas.layout = layout
         areas._record.write(layout)
+        areas.words.clear()
         areas.words.publish(Word.OWNER, this_process())
         areas.words.publish(Word.MAGIC, MAGIC)
         return areas
@@ -124,7 +125,7 @@ class Areas:
         try:
             file.require_memory()
             areas = cls(file)
-            if areas.words[Word.MAGIC] != MAGIC:
+            if not areas.words.begin_an_image:
                 raise NoImage("it does not begin as an image does")
             with file.locked():
                 owner = owner_text(areas.words[Word.OWNER])
@@ -138,6 +139,7 @@ class Areas:
         return areas
 
     def _check(self, run: str, shards: str) -> None:
+        self.words.verify()
         self.layout = self._record.read()
         if self.layout.run != run:
             raise NoImage("it is of another run or rank")

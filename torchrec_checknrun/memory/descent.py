@@ -69,13 +69,17 @@ class KeptDescent:
         self.known = self._record.read()
         self.clock.interval = self.known.interval
 
-    def recover(self, head: str | None, losses: tuple[Loss, ...] = ()) -> None:
+    def recover(
+        self, head: str | None, losses: tuple[Loss, ...] = (), lossy: int | None = None
+    ) -> None:
         """Give the shards their marks as of the agreed newest checkpoint, one of ``heads``.
 
         What was begun since and is not committed counts as if it had not been begun.
 
         Args:
             losses: what partial recoveries have cost, this one included.
+            lossy: the restores from lossy checkpoints, those of other ranks included; None: as
+                known.
         """
         known = self.known
         for attempt in known.attempts:
@@ -88,7 +92,11 @@ class KeptDescent:
             for consumer, since in cuts.items():
                 modified = (kept.rows > since).view(torch.uint8)
                 marks.live.bitwise_or_(modified.mul_(int(consumer)))
-        self._write(msgspec.structs.replace(known, attempts=(), losses=losses))
+        lossy = known.lossy_restores if lossy is None else lossy
+        # In one record: a recovery that is killed and repeated counts neither of them twice.
+        self._write(
+            msgspec.structs.replace(known, attempts=(), losses=losses, lossy_restores=lossy)
+        )
 
     @property
     def heads(self) -> tuple[str | None, ...]:

@@ -25,6 +25,10 @@ from torchrec_checknrun.memory.space import require_space
 PAGE = mmap.ALLOCATIONGRANULARITY
 _PID_BITS = 22
 """Linux has no process ids above 2 ** 22."""
+_START_BITS = 25
+"""Enough of a start time, in hundredths of a second, to tell processes of one id apart: they repeat
+after four days.
+"""
 
 _mapped: dict[str, weakref.WeakSet[mmap.mmap]] = {}
 """By path, the memory that this process has mapped and still uses, an earlier model for example."""
@@ -266,4 +270,5 @@ def _process_word(pid: int) -> int:
             return 0  # dead, and not yet reaped
     except (OSError, ValueError):
         return 0
-    return int(fields[19]) << _PID_BITS | pid
+    started = int(fields[19]) & ((1 << _START_BITS) - 1)
+    return started << _PID_BITS | pid

@@ -1,8 +1,10 @@
 """Read and write the first pages of an image: words, and records that are whole or not there.
 
 A word is stored at once, after everything that was stored before it; a kill leaves the old value or
-the new one. A record has two places: the one that is not valid is written, checked by a checksum,
-and named by a higher number. So a kill in the middle of writing leaves the record before it.
+the new one. It holds its own check: a word that anything else has changed is found. A record has
+two places: the one that is not valid is written, checked by a checksum, and named by a higher
+number. So a kill in the middle of writing leaves the record before it; a place that is neither
+whole nor being written is damage, since the record before it may be out of date.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import xxhash
 
 from torchrec_checknrun.memory.file import PAGE, NoImage, up
 
-MAGIC = 0x31454741_4D494B43
-"""The first eight bytes: ``CKIMAGE1``."""
+MAGIC = 0x32474D494B43
+"""The first six bytes: ``CKIMG2``."""
 WORDS = PAGE // 8
 _HEAD = 4
 """Words before a record's content: number, bytes, checksum, and one that is free."""
@@ -51,8 +53,12 @@ class Word(IntEnum):
     """Of each of two journals, its bytes."""
 
 
+USED = tuple(sorted({*Word, Word.JOURNAL_FROM + 1, Word.JOURNAL_USED + 1}))
+"""The places of all words."""
+
+
 class Words:
-    """Words of eight bytes in shared memory.
+    """Words of eight bytes in shared memory: 48 bits of value and their check.
 
     Args:
         page: ``(PAGE,)`` uint8.
@@ -60,14 +66,39 @@ class Words:
 
     def __init__(self, page: torch.Tensor) -> None:
         self.tensor = page.view(torch.int64)
-        self._words = self.tensor.numpy()
 
     def __getitem__(self, at: int) -> int:
-        return int(self._words[at])
+        try:
+            value: int = torch.ops.checknrun.load_word(self.tensor, at)
+        except ValueError:
+            raise NoImage(f"word {at} of its first page is damaged") from None
+        return value
+
+    @property
+    def begin_an_image(self) -> bool:
+        """Whether the first word is that of an image."""
+        try:
+            return self[Word.MAGIC] == MAGIC
+        except NoImage:
+            return False
+
+    def clear(self) -> None:
+        """Store 0 in all words."""
+        for at in USED:
+            self.publish(at, 0)
+
+    def verify(self) -> None:
+        """Check all words.
+
+        Raises:
+            NoImage: one was changed by something else than ``publish``.
+        """
+        for at in USED:
+            _ = self[at]
 
     def publish(self, at: int, value: int) -> None:
         """Store a word, after everything that was stored before."""
-        torch.ops.checknrun.publish(self.tensor, at, value)
+        torch.ops.checknrun.store_word(self.tensor, at, value)
 
 
 class Place:
@@ -112,6 +143,12 @@ class Place:
         content = self._bytes[:size].toreadonly()
         return (number, content) if _digest(number, content) == checksum else None
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether there is something that was not being written, and is not whole."""
+        head = self._words[:3].tolist()
+        return head[0] != -1 and head != [0, 0, 0] and self.read() is None
+
     def clear(self) -> None:
         """Leave nothing to be read."""
         torch.ops.checknrun.publish(self._words, 0, -1)
@@ -148,8 +185,10 @@ class Record:
         """Return the newest whole value.
 
         Raises:
-            NoImage: there is none.
+            NoImage: there is none, or what may be the newest one is damaged.
         """
+        if any(place.is_damaged for place in self._places):
+            raise NoImage("its description is damaged")
         found = [each for place in self._places if (each := place.read()) is not None]
         if not found:
             raise NoImage("its description is damaged")

@@ -55,6 +55,7 @@ class RankImage:
         path: of the file.
         why_not: why an earlier process's image can't be used; None: it can.
         rows, changed: rows put back by the last roll-back, and how many had changed.
+        shards: whose memory lies in it.
 
     Raises:
         ImagesRefused: this model or this machine can't have images.
@@ -73,8 +74,8 @@ class RankImage:
         self._images = images
         self._model, self._tracked = model, tracked
         self._taker = Taker(model, tracked, states)
-        self._memory = ShardMemory(tracked)
-        self._marks = [shard.marks for shard in self._memory.shards]
+        self.shards = ShardMemory(tracked)
+        self._marks = [shard.marks for shard in self.shards.shards]
         self._run = f"{root} {rank}/{world_size}"
         run = hashlib.sha256(root.encode()).hexdigest()[:16]
         name = f"checknrun-{os.geteuid()}-{run}-{rank}of{world_size}.image"
@@ -90,7 +91,7 @@ class RankImage:
     def _open(self) -> None:
         """Open what an earlier process has left, or make sure that there is room."""
         try:
-            self._areas = Areas.open(self.path, self._run, self._memory.digest)
+            self._areas = Areas.open(self.path, self._run, self.shards.digest)
             self._descent = self._read_descent(self._areas)
             return
         except _DAMAGED as error:
@@ -101,14 +102,14 @@ class RankImage:
                 f"the image {self.path} can't be used: {self.why_not}. Two runs must not share a "
                 "root; end the other one first"
             )
-        needed = self._memory.bytes + KeptDescent.bytes_for(self._marks) + FIRST_BYTES
+        needed = self.shards.bytes + KeptDescent.bytes_for(self._marks) + FIRST_BYTES
         try:
             present = self.path.lstat().st_blocks * 512
         except OSError:
             present = 0
         needed += 4 * FIRST_SIZE - present
         # A storage is given back once it is copied.
-        require_space(self.path.parent, needed, self._memory.bytes - self._memory.largest)
+        require_space(self.path.parent, needed, self.shards.bytes - self.shards.largest)
 
     def _read_descent(self, areas: Areas) -> KeptDescent:
         size = KeptDescent.bytes_for(self._marks)
@@ -130,7 +131,7 @@ class RankImage:
 
     @property
     def _holds_rows(self) -> bool:
-        return any(shard.local.rectangle.rows for shard in self._memory.shards)
+        return any(shard.local.rectangle.rows for shard in self.shards.shards)
 
     def _look(self) -> Found:
         if self._areas is None or self.why_not is not None:
@@ -142,6 +143,7 @@ class RankImage:
             size = len(self._areas.get(f"journal-{place}"))
             if since > done or (since >= 0 and not 0 <= used <= size):
                 raise NoImage("its journal is damaged")
+        self._make_journal(self._areas).verify()
         whole = StepStates(self._areas).steps
         steps = tuple(step for step in whole if floor <= step <= done)
         if (goal := words[Word.GOAL] - 1) >= 0:
@@ -172,7 +174,13 @@ class RankImage:
         assert self._areas is not None
         return StepStates(self._areas).read(step)
 
-    def go_back(self, step: int, head: str | None, losses: tuple[Loss, ...] = ()) -> None:
+    def go_back(
+        self,
+        step: int,
+        head: str | None,
+        losses: tuple[Loss, ...] = (),
+        lossy: int | None = None,
+    ) -> None:
         """Move the model's shards into the image, with its content as of the end of a step.
 
         From here on the image is good for that step only: a recovery that is killed half-way must
@@ -181,20 +189,21 @@ class RankImage:
         Args:
             head: the checkpoint that all ranks take for the newest one.
             losses: what partial recoveries have cost so far, this one included.
+            lossy: the restores from lossy checkpoints so far, on any rank; None: as it knows.
 
         Raises:
             NoImage, ValueError: the image is damaged; the shards have unknown content.
         """
         assert self._areas is not None
         self._areas.words.publish(Word.GOAL, step + 1)
-        for shard in self._memory.shards:
+        for shard in self.shards.shards:
             shard.mark_all(everywhere=True)
         self._tracked.restores += 1
-        self._memory.move(self._areas, keep=True)
+        self.shards.move(self._areas, keep=True)
         journal = self._make_journal(self._areas)
         journal.undo_to(step)
         self.rows, self.changed = journal.rows, journal.changed
-        self._descent.recover(head, losses)
+        self._descent.recover(head, losses, lossy)
         self._journal = journal
 
     def resume(self, step: int) -> None:
@@ -247,7 +256,7 @@ class RankImage:
             self._areas.close()
             self._areas = None
         if self._areas is None:
-            self._areas = Areas.create(self.path, Layout(self._run, self._memory.digest, "", {}))
+            self._areas = Areas.create(self.path, Layout(self._run, self.shards.digest, "", {}))
         areas = self._areas
         self.why_not = None
         self.unready()
@@ -257,7 +266,7 @@ class RankImage:
                 areas.add(f"journal-{place}", FIRST_SIZE)
         states = StepStates(areas)
         states.clear(pieces)
-        self._memory.move(areas, keep=False)
+        self.shards.move(areas, keep=False)
         size = KeptDescent.bytes_for(self._marks)
         memory = areas.get(_INTERVALS) if areas.has(_INTERVALS) else areas.add(_INTERVALS, size)
         self._descent = KeptDescent(areas.descent, memory, self._marks)
@@ -282,9 +291,9 @@ class RankImage:
         """
         if self._areas is None or self._journal is None:
             return
-        for watch in self._memory.watches:
+        for watch in self.shards.watches:
             watch.check()
-        if not self._memory.is_in_place:
+        if not self.shards.is_in_place:
             self.give_up("the tables' memory was replaced (by a reshard, or `model.to`)")
             return
         started = time.perf_counter()
@@ -320,7 +329,12 @@ class RankImage:
         """
         if self._journal is None:
             return
-        if self._journal.is_open or not self._is_model_at(self._words[Word.DONE]):
+        try:
+            done = self._words[Word.DONE]
+        except NoImage as error:
+            self.give_up(str(error))
+            return
+        if self._journal.is_open or not self._is_model_at(done):
             self._journal.missed("a checkpoint is saved in the middle of a step")
 
     def cut(self, id: str, full: bool) -> None:
@@ -407,15 +421,15 @@ class RankImage:
             )
 
     def _make_journal(self, areas: Areas) -> StepJournal:
-        shards = [shard.local for shard in self._memory.shards]
+        shards = [shard.local for shard in self.shards.shards]
         return StepJournal(areas, shards, self._descent.kept, self._descent.clock)
 
     def _watch(self) -> None:
         assert self._journal is not None
         first = 0
-        for watch in self._memory.watches:
-            rows = self._memory.watch_rows(watch)
-            small = self._memory.is_small(watch, self._images.most_state_bytes)
+        for watch in self.shards.watches:
+            rows = self.shards.watch_rows(watch)
+            small = self.shards.is_small(watch, self._images.most_state_bytes)
             watch.journal = KernelJournal(self._journal, first, rows, small)
             first += len(rows)
         for marks, kept in zip(self._marks, self._descent.kept, strict=True):
@@ -428,7 +442,7 @@ class RankImage:
             self._loads.append(collection.register_load_state_dict_pre_hook(before_load))
 
     def _unwatch(self) -> None:
-        for watch in self._memory.watches:
+        for watch in self.shards.watches:
             watch.journal = None
         while self._loads:
             self._loads.pop().remove()

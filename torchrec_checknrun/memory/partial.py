@@ -15,6 +15,65 @@ from torchrec_checknrun.memory.agreement import Decision, Found, Newest, decide,
 
 
 @dataclass(frozen=True)
+class PeerCopies:
+    """Keep a copy of each rank's checkpoint files in the shared memory of another rank, on another
+    machine where there is one: what is encoded for a checkpoint is sent there as well. A rank whose
+    image is gone then reads no rows from the storage.
+
+    Attributes:
+        most_bytes: the most that a rank holds for others: the baseline and chain of its neighbour.
+            What would exceed it is dropped until the next full checkpoint, and the log says so.
+            None: twice the bytes of the largest rank's tables with their optimizer state.
+    """
+
+    most_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        most = self.most_bytes
+        if most is not None and (type(most) is not int or most < 1):
+            raise ValueError(
+                "peers: most_bytes must be a number of bytes such as 8 << 30, or None, not "
+                f"{most!r}"
+            )
+
+
+PRIORITIES = ("growth", "updates", "sampled", "change")
+
+
+@dataclass(frozen=True)
+class PrioritySaves:
+    """Save rows between checkpoints that a lost rank takes in place of the checkpoint's older ones.
+
+    Of a shard of which more than ``fraction`` was modified since the last save, so many rows are
+    saved, those that matter most; of any other all that were modified. Only partial recoveries
+    read them.
+
+    Attributes:
+        every_steps: from one save to the next.
+        fraction: most rows of a shard in one save.
+        by: what matters: ``growth`` of the row-wise Adagrad sum (other optimizers: ``updates``),
+            ``updates`` (MFU), a ``sampled`` list of them (SSU), or the ``change`` of values (SCAR).
+    """
+
+    every_steps: int
+    fraction: float = 0.02
+    by: str = "growth"
+
+    def __post_init__(self) -> None:
+        steps, part = self.every_steps, self.fraction
+        if type(steps) is not int or steps < 1:
+            raise ValueError(
+                f"priority: every_steps must be a number of steps such as 100, not {steps!r}"
+            )
+        if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
+            raise ValueError(
+                f"priority: fraction must be a part of the rows such as 0.02, not {part!r}"
+            )
+        if self.by not in PRIORITIES:
+            raise ValueError(f"priority: by must be one of {PRIORITIES}, not {self.by!r}")
+
+
+@dataclass(frozen=True)
 class PartialRecovery:
     """Let ranks whose images are gone (a lost machine, a deleted file) go on with the rows of the
     newest checkpoint, while all others keep theirs. A run that was recovered so can't be repeated
@@ -24,10 +83,16 @@ class PartialRecovery:
         max_pls: the portion of lost samples that the whole run may lose so, in all failures: 0.01
             for one in a hundred. A failure that would exceed it sends all ranks back.
         total_steps: the steps of the whole run, of which these are a portion.
+        peers: ``PeerCopies()`` keeps a copy of each rank's checkpoint files in another rank's
+            memory, from which a lost rank reads its rows; None: it reads them from the storage.
+        priority: ``PrioritySaves(…)`` saves some rows between checkpoints for lost ranks; None:
+            there are none.
     """
 
     max_pls: float
     total_steps: int
+    peers: PeerCopies | None = None
+    priority: PrioritySaves | None = None
 
     def __post_init__(self) -> None:
         most, steps = self.max_pls, self.total_steps
@@ -39,6 +104,14 @@ class PartialRecovery:
             raise ValueError(
                 "partial: total_steps must be the number of steps of the whole run, such as "
                 f"100_000, not {steps!r}"
+            )
+        peers: object = self.peers
+        if peers is not None and not isinstance(peers, PeerCopies):
+            raise ValueError(f"partial: peers must be PeerCopies() or None, not {peers!r}")
+        priority: object = self.priority
+        if priority is not None and not isinstance(priority, PrioritySaves):
+            raise ValueError(
+                f"partial: priority must be PrioritySaves(every_steps=…) or None, not {priority!r}"
             )
 
 
@@ -113,4 +186,4 @@ def decide_partial(
     if why:
         refused = refusal(by_reason).reasons
         return Decision(None, (*refused, *(f"all ranks must go back: {each}" for each in why)))
-    return Decision(decision.step, lost=tuple(lost), losses=after)
+    return Decision(decision.step, lost=tuple(lost), losses=after, is_new=after != ledger)

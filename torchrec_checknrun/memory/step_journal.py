@@ -17,6 +17,7 @@ import torch
 from torchrec_checknrun.errors import ImagesRefused
 from torchrec_checknrun.marks.intervals import IntervalClock, KeptMarks
 from torchrec_checknrun.memory.areas import Areas
+from torchrec_checknrun.memory.file import NoImage
 from torchrec_checknrun.memory.header import Word
 from torchrec_checknrun.shards import LocalShard
 
@@ -24,6 +25,16 @@ logger = logging.getLogger(__name__)
 
 FIRST_SIZE = 1 << 20
 _NONE = -1
+_FAILURES = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    MemoryError,
+    ImagesRefused,
+    NoImage,
+    OSError,
+)
+"""Errors that end the journal of a step, not the step."""
 
 
 class StepJournal:
@@ -76,14 +87,17 @@ class StepJournal:
             if found < 0:
                 area = self._areas.grow(_name(place), 2 * -found, before)
                 self._native.write(area, before, self._words.tensor, used)
-        except (RuntimeError, ValueError, IndexError, MemoryError, ImagesRefused, OSError) as error:
+        except _FAILURES as error:
             for shard in set(shards):
                 self._kept[shard].mark_all()  # which of them were marked is unknown
             self.missed(f"they could not be journaled: {error}")
 
     def missed(self, why: str) -> None:
         """Note that rows change unjournaled: the steps done so far can't be gone back to."""
-        self._words.publish(Word.FLOOR, self._words[Word.DONE] + 1)
+        try:
+            self._words.publish(Word.FLOOR, self._words[Word.DONE] + 1)
+        except NoImage:  # nobody knows the step: the image is given up at the step's end
+            self._words.publish(Word.READY, 0)
         if not self._told:
             self._told = True
             logger.warning(
@@ -100,6 +114,16 @@ class StepJournal:
     def end_step(self) -> None:
         """Close the present journal, once the step's end is published."""
         self._open = None
+
+    def verify(self) -> None:
+        """Check that the journals can be undone; change nothing.
+
+        Raises:
+            NoImage, ValueError: one is damaged.
+        """
+        for place in self._places_since(_NONE + 1):
+            area = self._areas.get(_name(place))
+            self._native.verify(area, self._words[Word.JOURNAL_USED + place])
 
     def undo_to(self, step: int) -> None:
         """Put rows back as they were at the end of a step; repeatable.

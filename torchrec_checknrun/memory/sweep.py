@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchrec_checknrun.memory.file import PAGE, ImageFile, NoImage, owner_text
-from torchrec_checknrun.memory.header import MAGIC, Word, Words
+from torchrec_checknrun.memory.header import Word, Words
 
 _NAME = re.compile(r"checknrun-(\d+)-([0-9a-f]{16})-(\d+)of(\d+)\.image")
 
@@ -47,7 +47,7 @@ def _is_over(path: Path, keep_hours: float) -> bool:
         return False
     try:
         words = Words(file.map(0, PAGE))
-        if words[Word.MAGIC] != MAGIC or owner_text(words[Word.OWNER]) is not None:
+        if not words.begin_an_image or owner_text(words[Word.OWNER]) is not None:
             return False
         return words[Word.TIME] <= time.time() - keep_hours * 3600
     except NoImage:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from reprlib import repr as shown
 
 import numpy as np
+from msgspec.structs import replace
 
 from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
 from torchrec_checknrun.format.entries import RowsEntry
@@ -85,6 +86,22 @@ def read_content(root: Folder, chain: Chain) -> ChainContent:
         for problem in table_problems(manifest, chunks):
             raise CorruptCheckpoint(problem)
     return content
+
+
+def read_content_of(root: Folder, chain: Chain, file: str) -> ChainContent:
+    """Read the chunk indexes of one rank's files of a chain, and of no others.
+
+    Args:
+        file: name of the rank's files.
+
+    Raises:
+        CorruptCheckpoint: an index is missing, or differs from the manifest.
+    """
+
+    def own(manifest: Manifest) -> Manifest:
+        return replace(manifest, files=tuple(f for f in manifest.files if f.name == file))
+
+    return ChainContent(chain, tuple(read_indexes(root, own(m)) for m in chain.manifests))
 
 
 def table_problems(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:

@@ -65,6 +65,16 @@ class Lineage:
             manifest = by_id.get(manifest.parent.id) if manifest.parent else None
         return length
 
+    def ancestors(self, parent: Link | None) -> tuple[str, ...]:
+        """Return the ids of what a checkpoint with this parent builds on, oldest first."""
+        by_id = {manifest.id: manifest for manifest in self.history}
+        found: list[str] = []
+        while parent is not None:
+            found.append(parent.id)
+            manifest = by_id.get(parent.id)
+            parent = None if manifest is None else manifest.parent
+        return tuple(reversed(found))
+
     def propose(
         self,
         policy: Policy,

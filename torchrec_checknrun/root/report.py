@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torchrec_checknrun.format.losses import portion
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.marks.protection import Protection
 
@@ -78,6 +79,8 @@ class CheckpointReport:
         error_mean, error_max: measured relative l2 error of stored rows, None if exact.
         unchanged: whether nothing was written because this checkpoint, of the same step, already
             holds the same content. The times are then of its own save, or 0 if it was restored.
+        pls: the portion of lost samples in all partial recoveries of this run so far.
+        reproducible: whether the run could be repeated bit for bit: False after such a recovery.
     """
 
     id: str
@@ -111,6 +114,8 @@ class CheckpointReport:
     row_wait_seconds: float = 0.0
     protected_rows: int = 0
     copied_at_cut: dict[str, str] = field(default_factory=dict)
+    pls: float = 0.0
+    reproducible: bool = True
 
     @property
     def total_bytes(self) -> int:
@@ -146,12 +151,13 @@ class CheckpointReport:
 
     def __str__(self) -> str:
         error = "exact" if self.error_mean is None else f"error {self.error_mean:.2e}"
+        lost = "" if self.reproducible else f", {self.pls:.3g} of the samples lost"
         return (
             f"{self.kind} checkpoint {self.id}: {self.modified_rows} of {self.total_rows} rows "
             f"({self.modified_fraction:.1%}), {self.total_bytes / 1e6:.2f} MB "
             f"({self.total_bytes / max(1, self.full_fp32_bytes):.1%} of full fp32), {error}, "
             f"stall {self.stall_seconds * 1e3:.0f} ms{' (in parts)' if self.in_parts else ''}, "
-            f"durable after {self.committed_seconds:.2f} s, chain of {self.chain_length}"
+            f"durable after {self.committed_seconds:.2f} s, chain of {self.chain_length}{lost}"
         )
 
 
@@ -160,7 +166,7 @@ class RankSource:
     """Where one rank's rows come from.
 
     Attributes:
-        source: ``images``, or the ``checkpoint``.
+        source: ``images``, the ``checkpoint`` in storage, or its copy in a ``peer``'s memory.
         step: that the rows are of.
     """
 
@@ -273,4 +279,6 @@ def checkpoint_report(
         if sampled
         else None,
         error_max=max((t.error_max or 0.0 for t in measured), default=None),
+        pls=portion(manifest.losses),
+        reproducible=not manifest.losses,
     )

@@ -35,6 +35,8 @@ _ROOT = (
 )
 _ONLY_HYDRA = {
     "images": "survive=Images()",
+    "peers": "partial=PartialRecovery(max_pls=0.01, total_steps=100_000, peers=PeerCopies())",
+    "priority_every_steps": "partial=PartialRecovery(…, priority=PrioritySaves(100))",
     **dict.fromkeys(("bits", "method", "mean_bits", "offset"), "quantization=Quantization(bits=8)"),
     **dict.fromkeys(
         ("step", "loss", "current_loss", "trained_steps", "batch_size", "tail", "reference_bytes"),

@@ -41,6 +41,7 @@ from torchrec_checknrun.run.triggers import Trigger
 from torchrec_checknrun.save.background import BackgroundKind
 from torchrec_checknrun.shards import CHUNK_BYTES
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
+from torchrec_checknrun.tiers.peers import make_peers
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,14 @@ class Checkpointer:
         )
         saver = bind(Saver, parts.options, parts.target, parts.ranks, parts.background, image)
         self._saver = parts.on_all_ranks(saver, Saver.close)
-        self._survival = Survival(parts.options, parts.target, parts.ranks, self._saver, image)
+        wanted = None if partial is None else partial.peers
+        peers = parts.on_all_ranks(
+            bind(make_peers, wanted, image, parts.ranks, parts.background_ranks), lambda _: None
+        )
+        parts.background.copies = peers
+        self._survival = Survival(
+            parts.options, parts.target, parts.ranks, self._saver, image, peers
+        )
         schedule = bind(Schedule, parts.options.all_triggers, parts.ranks)
         self._schedule = parts.on_all_ranks(schedule, lambda made: made.close(failed=True))
         self._partly_restored: str | None = None

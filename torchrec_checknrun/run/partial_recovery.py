@@ -6,18 +6,20 @@ alike comes from a survivor's image; its own states follow the rules that were d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.losses import Loss
-from torchrec_checknrun.format.reader import read_chunk
+from torchrec_checknrun.format.rank_file import rank_file_name
+from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.format.state import Tree, encode_state
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.memory.agreement import Decision
@@ -26,8 +28,14 @@ from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk, read_chunks, read_content
-from torchrec_checknrun.restore.fit import Fit, match_tables
+from torchrec_checknrun.restore.chunks import (
+    ChainContent,
+    ReadableChunk,
+    read_chunks,
+    read_content,
+    read_content_of,
+)
+from torchrec_checknrun.restore.fit import Fit, Match, match_tables
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.chain import Chain
@@ -36,6 +44,9 @@ from torchrec_checknrun.run.arguments import COPY, LostRule, PerRank, Replicated
 from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.shards import TableShape
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tiers.priority_rows import apply_saves
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 Clocks = Mapping[str, OptimizerClock]
 """By table."""
@@ -82,7 +93,7 @@ class Side(Protocol):
     def held(self, step: int) -> HeldStates:
         """Return everything beside rows as of a step."""
 
-    def go_back(self, step: int, head: str | None, losses: tuple[Loss, ...]) -> None:
+    def go_back(self, step: int, head: str | None, losses: tuple[Loss, ...], lossy: int) -> None:
         """Give the shards their rows."""
 
     @property
@@ -132,6 +143,10 @@ class LostRank:
         lineage: of the run, up to date once the ranks resume.
         chain: of the newest checkpoint.
         step: that all ranks go on at.
+        copies: of this rank's files, from a peer's memory; None: there are none.
+
+    Attributes:
+        has_copy: whether its rows are read from the copies, as ``plan_rows`` finds.
     """
 
     def __init__(
@@ -143,8 +158,11 @@ class LostRank:
         lineage: Lineage,
         chain: Chain,
         step: int,
+        copies: Folder | None = None,
     ) -> None:
-        self._root: Folder = options.root
+        self._root = self._storage = options.root
+        self._copies = copies
+        self.has_copy = False
         self._rules: dict[str, LostRule | None] = {
             name: item.lost for name, item in options.state.items() if isinstance(item, PerRank)
         }
@@ -165,13 +183,37 @@ class LostRank:
         tracked.flush()
         self._shards = [shard for shard in tracked.shards if not shard.local.replicated]
         self._require_no_parts()
-        self._content: ChainContent = read_content(self._root, self._chain)
         saved = {n: TableShape(t.rows, t.dim) for n, t in self._chain.head.tables.items()}
         match = match_tables(tracked.tables, saved, Fit())
-        self._rows = RowRestore(self._content, match.target, Fit())
+        if self._copies is not None:
+            try:
+                self._plan_copies(self._copies, match)
+                return
+            except (CheckNRunError, OSError) as error:
+                logger.warning("a peer's copy of this rank's rows can't be used: %s", error)
+        self._plan(read_content(self._root, self._chain), match)
+
+    def _plan_copies(self, copies: Folder, match: Match) -> None:
+        """Plan to read the copies, once all that is needed of them is verified."""
+        own = rank_file_name(self._ranks.rank)
+        self._plan(read_content_of(copies, self._chain, own), match)
+        if self._converted:
+            raise IncompatibleCheckpoint("the copies are of other columns")
+        for chunk in self._chunks(dict.fromkeys((*self._rows.link_keys, *self._keys))):
+            read_chunk(copies, chunk)
+        self._root, self.has_copy = copies, True
+
+    def _plan(self, content: ChainContent, match: Match) -> None:
+        self._content = content
+        self._rows = RowRestore(content, match.target, Fit())
         shards, marks = [s.local for s in self._shards], [s.marks for s in self._shards]
         self._keys = self._rows.plan(shards, marks)
         self._converted = match.resized or self._rows.converted
+
+    def _chunks(self, keys: Iterable[str]) -> list[StoredChunk]:
+        """Return the chunks of some keys, in their order."""
+        chunks = {chunk.key: chunk for part in self._content.chunks for chunk in part}
+        return [chunks[key] for key in keys]
 
     def receive(self, content: memoryview, survivors: Sequence[Clocks], incarnation: str) -> None:
         """Take what survivors have.
@@ -201,7 +243,7 @@ class LostRank:
         progress = clocks_at(own, self._survivors, self._saved_clocks(), step - self._since)
         return replace(found, trees=trees, progress=progress, generators={})
 
-    def go_back(self, step: int, head: str | None, losses: tuple[Loss, ...]) -> None:
+    def go_back(self, step: int, head: str | None, losses: tuple[Loss, ...], lossy: int) -> None:
         """Read this rank's rows from the chain, and mark those that its baseline lacks.
 
         Raises:
@@ -214,15 +256,21 @@ class LostRank:
         tracked.restores += 1
         tracked.mark_all()  # for other consumers
         tracked.clear(Consumer.LAST | Consumer.BASELINE)
-        chunks = {chunk.key: chunk for part in self._content.chunks for chunk in part}
 
         def load(chunk: ReadableChunk) -> None:
             self._rows.load(chunk, dry_run=False)
 
-        links = [chunks[key] for key in self._rows.link_keys]
-        read_chunks(self._root, links, self._rows.build)
-        read_chunks(self._root, [chunks[key] for key in self._keys], load)
+        read_chunks(self._root, self._chunks(self._rows.link_keys), self._rows.build)
+        read_chunks(self._root, self._chunks(self._keys), load)
         self._rows.finish(dry_run=False)
+        apply_saves(
+            self._storage,
+            self._chain.head.id,
+            self._incarnation,
+            step,
+            self._ranks.rank,
+            self._shards,
+        )
         tracked.acknowledge_writes()
         tracked.purge()
 

@@ -84,10 +84,13 @@ def _sources(found: Recovered) -> tuple[RankSource, ...]:
     """Return each rank's source; none where all have gone on by their images."""
     if not found.lost or found.chain is None:
         return ()
-    from_chain = RankSource("checkpoint", found.chain.head.step)
-    by_image = RankSource("images", found.step)
-    ranks = range(found.world_size)
-    return tuple(from_chain if rank in found.lost else by_image for rank in ranks)
+    since = found.chain.head.step
+    return tuple(
+        RankSource("images", found.step)
+        if rank not in found.lost
+        else RankSource("peer" if rank in found.from_peers else "checkpoint", since)
+        for rank in range(found.world_size)
+    )
 
 
 def _tell_of_lost(saver: Saver, found: Recovered) -> None:

@@ -456,6 +456,9 @@ class Saver:
                 links = self._links.begin(proposal, snapshot, self.quantization)
             except Exception as error:
                 snapshot = error
+            if self._background.copies is not None:
+                chain = self.lineage.ancestors(proposal.header.parent)
+                self._background.copies.begin(proposal.id, chain)
             save = self._background.begin(
                 proposal,
                 snapshot,

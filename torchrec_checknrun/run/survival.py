@@ -25,6 +25,9 @@ from torchrec_checknrun.run.held_restore import HeldRestore
 from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.run.partial_recovery import LostRank, Side, meet, unruled
 from torchrec_checknrun.run.saver import Saver
+from torchrec_checknrun.tiers.copies_folder import CopiesFolder
+from torchrec_checknrun.tiers.peers import Peers
+from torchrec_checknrun.tiers.priority_rows import PriorityRows
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -38,6 +41,7 @@ class Recovered:
         chain: the newest checkpoint's, from which the model descends; None without one.
         passed_over: newer checkpoints that could not be used, with the reasons.
         lost: the ranks whose rows are the chain's, since their images are gone.
+        from_peers: of these, the ranks that have read a peer's copy.
         losses: what such recoveries have cost so far.
     """
 
@@ -45,6 +49,7 @@ class Recovered:
     chain: Chain | None
     passed_over: tuple[str, ...]
     lost: tuple[int, ...] = ()
+    from_peers: tuple[int, ...] = ()
     losses: tuple[Loss, ...] = ()
     world_size: int = 1
 
@@ -74,11 +79,19 @@ def close_image(image: RankImage | None) -> None:
         image.close(remove=False)
 
 
+def _priority_rows(options: Options, target: Target, ranks: Ranks) -> PriorityRows | None:
+    wanted = None if options.partial is None else options.partial.priority
+    if wanted is None:
+        return None
+    return PriorityRows(wanted, options.root, ranks.rank, target.tracked)
+
+
 class Survival:
     """The images of all ranks, as the training thread of one sees them.
 
     Args:
         image: this rank's; None: the run has none.
+        peers: copies in other ranks' memory; None: the run has none.
 
     Attributes:
         reasons: why images were not used at the last try.
@@ -91,12 +104,14 @@ class Survival:
         ranks: Ranks,
         saver: Saver,
         image: RankImage | None,
+        peers: Peers | None = None,
     ) -> None:
         self._options = options
         self._target = target
         self._ranks = ranks
         self._saver = saver
-        self._image = image
+        self._image, self._peers = image, peers
+        self._priority = _priority_rows(options, target, ranks)
         self._is_first = True
         self._is_begun = False
         """Whether images were begun, on all ranks alike; some may have given theirs up since."""
@@ -125,9 +140,10 @@ class Survival:
             self._tell(decision.reasons)
             return None
         restore = HeldRestore(self._target)
+        from_peers: tuple[int, ...] = ()
         try:
             with restore.optimizers.fitted():
-                self._go_back(image, restore, decision, chain)
+                from_peers = self._go_back(image, restore, decision, chain)
         except Exception as error:
             # If a rank has died, its death is the error: this call raises it again, and the images
             # stay as they are for the next start. Else all ranks are here with the same error.
@@ -145,45 +161,65 @@ class Survival:
             chain,
             tuple(passed_over),
             decision.lost,
+            from_peers,
             decision.losses,
             self._ranks.world_size,
         )
 
     def _go_back(
         self, image: RankImage, restore: HeldRestore, decision: Decision, chain: Chain | None
-    ) -> None:
+    ) -> tuple[int, ...]:
+        """Bring all ranks to the step; return those that have read a peer's copy."""
         assert decision.step is not None
         step, head = decision.step, None if chain is None else chain.head.id
         own: Side = image
+        from_peers: tuple[int, ...] = ()
         if decision.lost:
             assert chain is not None, "the lost ranks' rows are there"
             lost = self._lost_rank(image, decision, chain)
             own = meet(self._ranks, image, lost, decision)
+            has_copy = lost is not None and lost.has_copy
+            from_peers = tuple(r for r, has in enumerate(self._ranks.gather(has_copy)) if has)
         # Up to here nothing is changed but the optimizers' state, which ``fitted`` puts back.
         self._ranks.on_all_ranks(lambda: restore.plan(own.held(step)))
         restore.began = True
-        self._ranks.on_all_ranks(lambda: own.go_back(step, head, decision.losses))
-        self._ranks.on_all_ranks(restore.load)
-        restore.hand_back(self._ranks)
         known = self._ranks.on_all_ranks(lambda: own.known_lineage)
         lineage = next(each for rank, (each, *_) in enumerate(known) if rank not in decision.lost)
         # A rank that was lost in an earlier recovery may know more than the others.
         lossy, full = max(each[1] for each in known), any(each[2] for each in known)
-        lossy += int(bool(decision.lost) and chain is not None and chain.lossy)
+        lossy += int(decision.is_new and chain is not None and chain.lossy)
+        self._ranks.on_all_ranks(lambda: own.go_back(step, head, decision.losses, lossy))
+        self._ranks.on_all_ranks(restore.load)
+        restore.hand_back(self._ranks)
         self._saver.recovered(chain, lineage, lossy, full, decision.losses)
         self._ranks.on_all_ranks(restore.set_generators)
         # All ranks are at the step: only now may the way back be forgotten.
         self._ranks.on_all_ranks(lambda: own.resume(step))
         self._is_begun = True
         self._sweep(image)
+        if self._peers is not None:
+            self._peers.folder.forget_fetched()
+        if self._priority is not None:
+            self._priority.restart(step)
+        return from_peers
 
     def _lost_rank(self, image: RankImage, decision: Decision, chain: Chain) -> LostRank | None:
-        if self._ranks.rank not in decision.lost:
+        """Return this rank's side if it is lost, else None; a collective."""
+        fetched = () if self._peers is None else self._peers.fetch(chain, decision.lost)
+        rank = self._ranks.rank
+        if rank not in decision.lost:
             return None
         assert decision.step is not None
-        lineage = self._saver.lineage
+        copies = self._peers.fetched if self._peers is not None and rank in fetched else None
         return LostRank(
-            self._options, self._target, self._ranks, image, lineage, chain, decision.step
+            self._options,
+            self._target,
+            self._ranks,
+            image,
+            self._saver.lineage,
+            chain,
+            decision.step,
+            copies,
         )
 
     def overwriting(self) -> None:
@@ -228,6 +264,8 @@ class Survival:
         except BaseException:
             image.unready()
             raise
+        if self._priority is not None:
+            self._priority.restart(step)
         self._is_begun = True
         self._sweep(image)
 
@@ -240,6 +278,10 @@ class Survival:
             self.begin(step)  # a collective, which a rank without an image any more takes part in
         elif not self._saver.gradients_wait:
             image.end_step(step)
+            if self._priority is not None and not image.is_broken:
+                previous = self._saver.lineage.previous
+                head = None if previous is None else previous.id
+                self._priority.step(step, head, image.incarnation)
 
     def before_save(self) -> None:
         """Look whether a checkpoint that is not begun at a step's end would be newer than that."""
@@ -259,6 +301,10 @@ class Survival:
         """
         if self._image is not None:
             self._image.close(remove=over)
+        if self._priority is not None:
+            self._priority.close(over)
+        if self._peers is not None and over:
+            self._peers.folder.remove()
 
     def _settle_buckets(self) -> None:
         if self._ranks.world_size > 2:  # of two, any order has one sum
@@ -293,5 +339,8 @@ class Survival:
 
     def _sweep(self, image: RankImage) -> None:
         assert self._options.survive is not None
-        for line in sweep(image.path, self._ranks.world_size, self._options.survive.keep_hours):
+        hours = self._options.survive.keep_hours
+        for line in sweep(image.path, self._ranks.world_size, hours):
+            logger.info("%s", line)
+        for line in CopiesFolder(image.path).sweep(hours):
             logger.info("%s", line)

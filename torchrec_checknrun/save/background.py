@@ -11,15 +11,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.delta.transaction import Transaction
+from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.model.tracked_shard import TrackedShard
@@ -36,12 +37,31 @@ from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 from torchrec_checknrun.snapshot.items import Items
 from torchrec_checknrun.snapshot.snapshot import Snapshot
 from torchrec_checknrun.snapshot.staging import COPIER, Staging
+from torchrec_checknrun.store.file_copy import CopyTo
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import ReadyThread
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 BackgroundKind = Literal["thread", "process"]
+
+
+class Copies(Protocol):
+    """Copies of the rank files that the background writes."""
+
+    def begin(self, id: str, chain: Sequence[str]) -> None:
+        """Note the checkpoint that is about to be written, and those that it builds on."""
+
+    @property
+    def copy_to(self) -> CopyTo:
+        """Where this rank's next file goes as well."""
+
+    def committed(self, manifest: Manifest) -> None:
+        """Do what is to be done with the copy of a committed checkpoint; a collective of the
+        background's ranks. Must not fail.
+        """
+
+
 _NAME = "checknrun-save"
 _END_SECONDS = 5.0
 
@@ -61,6 +81,9 @@ class Background:
         chunk_bytes: memory for a chunk's copies, in bytes; a small budget lowers it.
         expected: the shards, from which the size of staging memory is estimated.
         dense_bytes: expected bytes of everything outside the tables.
+
+    Attributes:
+        copies: told of each rank file; None: nobody makes copies.
 
     Raises:
         TypeError, ValueError: the budget is not an int, or too small.
@@ -93,6 +116,7 @@ class Background:
             wait_seconds=root.patience.timeout_seconds,
             warn=ranks.rank == 0,
         )
+        self.copies: Copies | None = None
         self._told: set[str] = set()
         self._process: WriteProcess | None = None
         self._thread: threading.Thread | None = None
@@ -257,7 +281,8 @@ class Background:
         checks: tuple[Callable[[], object], Callable[[], object]],
         unite: bool,
     ) -> None:
-        process, ring = self._process, self.memory.ring
+        process, ring, copies = self._process, self.memory.ring, self.copies
+        write = write_rank_file if process is None else process.write
         self._make_ready()
         before_commit, after_commit = checks
         folder = self._root / save.proposal.id
@@ -265,7 +290,7 @@ class Background:
         try:
             writer = CheckpointWriter(
                 folder,
-                write_rank_file if process is None else process.write,
+                write if copies is None else partial(write, copy=copies.copy_to),
                 (before_commit, save.begin_commit),
                 after_commit,
                 self._root,
@@ -274,6 +299,8 @@ class Background:
             if unite:
                 plan.unite(self._ranks)
             manifest = save_checkpoint(self._ranks, writer, plan.prepare)
+            if copies is not None:
+                copies.committed(manifest)
         except BaseException as error:
             ring.abort()
             plan.end()

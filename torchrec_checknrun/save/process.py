@@ -35,6 +35,7 @@ from torchrec_checknrun.save.isolated_start import start
 from torchrec_checknrun.snapshot.memory import StagingMemory
 from torchrec_checknrun.snapshot.staged import Staged, StagedJob
 from torchrec_checknrun.store.deadlines import Patience, silent
+from torchrec_checknrun.store.file_copy import NO_COPY, CopyTo
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import masked
 
@@ -98,7 +99,9 @@ class WriteProcess:
         self._connection.send(memory.size)
         send_handle(self._connection, memory.descriptor, self.pid)
 
-    def write(self, folder: Folder, rank: int, jobs: Iterable[Job]) -> FileSummary:
+    def write(
+        self, folder: Folder, rank: int, jobs: Iterable[Job], copy: CopyTo = NO_COPY
+    ) -> FileSummary:
         """Write a rank file of staged jobs; see ``write_rank_file``.
 
         Raises:
@@ -108,7 +111,7 @@ class WriteProcess:
         require_shared(folder)
         root, names = folder.outermost
         try:
-            self._connection.send((root, names, folder.patience.timeout_seconds, rank))
+            self._connection.send((root, names, folder.patience.timeout_seconds, rank, copy))
         except OSError:
             raise self._dead() from None
         exchange = _Exchange()
@@ -283,12 +286,17 @@ def main(descriptor: int, threads: int) -> None:
         memory = StagingMemory(size, descriptor=recv_handle(connection)).bytes
         connection.send(_READY)
         while True:
-            root, names, timeout_seconds, rank = connection.recv()
-            _write(connection, memory, partial(_open, root, names, timeout_seconds), rank)
+            root, names, timeout_seconds, rank, copy = connection.recv()
+            opened = partial(_open, root, names, timeout_seconds)
+            _write(connection, memory, opened, rank, copy)
 
 
 def _write(
-    connection: Connection, memory: torch.Tensor, opened: Callable[[], Folder], rank: int
+    connection: Connection,
+    memory: torch.Tensor,
+    opened: Callable[[], Folder],
+    rank: int,
+    copy: CopyTo,
 ) -> None:
     ended = False
 
@@ -304,7 +312,7 @@ def _write(
             yield _RemoteJob(message, memory, lambda: connection.send(None))
 
     try:
-        connection.send(write_rank_file(opened(), rank, jobs()))
+        connection.send(write_rank_file(opened(), rank, jobs(), copy))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:

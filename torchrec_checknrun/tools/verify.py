@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -20,6 +20,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.chunk import BlockHeader, decode_block, decode_state_chunk
 from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
+from torchrec_checknrun.format.losses import portion
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import read_footer
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_indexes
@@ -46,12 +47,16 @@ class Verified:
         bytes: bytes of the rank files, by the manifest.
         chunks: number of chunks that were read, decoded, and found unchanged.
         problems: the damage, each with its file; none if a restore would succeed.
+        pls: the portion of samples that partial recoveries have lost, by the manifest.
+        reproducible: whether the run could be repeated bit for bit: False after such a recovery.
     """
 
     id: str
     bytes: int
     chunks: int
     problems: tuple[str, ...]
+    pls: float = 0.0
+    reproducible: bool = True
 
 
 def verify(
@@ -103,7 +108,7 @@ def verify(
         problems.setdefault(id, []).extend(records.pop(id, ()))
         own = verified.get(id, Verified(id, 0, 0, ()))
         texts = tuple(dict.fromkeys([*problems.get(id, ()), *own.problems]))
-        found.append(Verified(id, own.bytes, own.chunks, texts))
+        found.append(replace(own, problems=texts))
     if checkpoints is not None:  # without problems of other checkpoints
         records = {id: texts for id, texts in records.items() if id.startswith(FOLDER)}
     return [*found, *(Verified(id, 0, 0, tuple(texts)) for id, texts in records.items())]
@@ -165,6 +170,12 @@ def _control_records(root: Folder, known: Mapping[str, Manifest]) -> dict[str, l
     return {**found, **{id: [problem] for id, problem in damage.pins.items()}}
 
 
+def _verified(manifest: Manifest, chunks: int, problems: Sequence[str]) -> Verified:
+    lost = manifest.losses
+    size = manifest.stored_bytes
+    return Verified(manifest.id, size, chunks, tuple(problems), portion(lost), not lost)
+
+
 class _Verification:
     """The verification of a root's checkpoints, older ones of a chain first.
 
@@ -190,7 +201,7 @@ class _Verification:
         except StorageUnreachable:
             raise
         except (CheckNRunError, StorageFailed) as error:
-            return Verified(manifest.id, manifest.stored_bytes, 0, (str(error),))
+            return _verified(manifest, 0, [str(error)])
         gaps = list(table_problems(manifest, chunks))
         full = (
             manifest.kind == "full" and not gaps
@@ -216,7 +227,7 @@ class _Verification:
         self._step(manifest.stored_bytes - sum(chunk.entry.length for chunk in chunks))
         problems += [*_gaps(manifest, chunks), *gaps, *piece_problems(chunks)]
         problems += [*self._other_kinds(manifest, chunks), *_missing_states(manifest, chunks)]
-        return Verified(manifest.id, manifest.stored_bytes, sound, tuple(problems))
+        return _verified(manifest, sound, problems)
 
     def _other_kinds(self, manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
         """Yield rows that don't fit the others of their table: another type or optimizer state.

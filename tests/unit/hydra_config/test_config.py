@@ -25,7 +25,10 @@ from torchrec_checknrun import (
     Intermittent,
     OneShot,
     OnSigterm,
+    PartialRecovery,
+    PeerCopies,
     PerRank,
+    PrioritySaves,
     Quantization,
 )
 from torchrec_checknrun.hydra_config import baselines
@@ -220,6 +223,21 @@ class TestCheckNRun:
         overrides = ("checkpoint.root=x", "checkpoint.images=true")
         arguments = made("checkpoint=check_n_run", *overrides).arguments
         assert arguments["survive"] == Images()
+
+    def test_peer_copies_are_one_key(self) -> None:
+        recovery = ("checkpoint.root=x", "checkpoint.images=true", "checkpoint.max_pls=0.1")
+        overrides = (*recovery, "checkpoint.total_steps=10")
+        assert made("checkpoint=check_n_run", *overrides).arguments["partial"].peers is None
+        arguments = made("checkpoint=check_n_run", *overrides, "checkpoint.peers=true").arguments
+        assert arguments["partial"] == PartialRecovery(0.1, 10, PeerCopies())
+        with pytest.raises(InstantiationException, match="give max_pls as well"):
+            made("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.peers=true")
+
+    def test_priority_saves_are_one_key(self) -> None:
+        recovery = ("checkpoint.root=x", "checkpoint.images=true", "checkpoint.max_pls=0.1")
+        overrides = (*recovery, "checkpoint.total_steps=10", "checkpoint.priority_every_steps=3")
+        partial = made("checkpoint=check_n_run", *overrides).arguments["partial"]
+        assert partial == PartialRecovery(0.1, 10, priority=PrioritySaves(3))
 
     def test_values_that_only_the_library_can_judge(self) -> None:
         with pytest.raises(InstantiationException, match="mean_bits is a parameter of the methods"):

@@ -16,7 +16,7 @@ from torchrec_checknrun.memory import file as files
 from torchrec_checknrun.memory import space
 from torchrec_checknrun.memory.areas import Areas, Layout
 from torchrec_checknrun.memory.file import PAGE, ImageFile, NoImage, owner_text, this_process
-from torchrec_checknrun.memory.header import FIRST_BYTES, Word
+from torchrec_checknrun.memory.header import FIRST_BYTES, Word, Words
 from torchrec_checknrun.memory.space import require_space
 from torchrec_checknrun.memory.sweep import sweep
 from torchrec_checknrun.native import has_extension
@@ -280,6 +280,7 @@ def test_images_that_are_over_are_swept(tmp_path: Path) -> None:
 
 
 def _set(path: Path, word: Word, value: int) -> None:
+    page = torch.frombuffer(bytearray(path.read_bytes()[:PAGE]), dtype=torch.uint8)
+    Words(page).publish(word, value)
     with path.open("r+b") as file:
-        file.seek(8 * word)
-        file.write(value.to_bytes(8, "little"))
+        file.write(page.numpy().tobytes())

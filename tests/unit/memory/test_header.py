@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrec_checknrun.memory.file import NoImage
-from torchrec_checknrun.memory.header import HEAD_BYTES, PAGE, Place, Record, Word, Words
+from torchrec_checknrun.memory.header import HEAD_BYTES, PAGE, USED, Place, Record, Word, Words
 from torchrec_checknrun.native import has_extension
 
 pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was not built")
@@ -25,9 +25,42 @@ def memory(size: int = 512) -> torch.Tensor:
 
 def test_words_are_kept() -> None:
     words = Words(memory(PAGE))
+    words.clear()
     words.publish(Word.DONE, 17)
     words.publish(Word.FLOOR, -1)
     assert (words[Word.DONE], words[Word.FLOOR], words[Word.READY]) == (17, -1, 0)
+
+
+@given(st.sampled_from(USED), st.integers(-(1 << 47), (1 << 47) - 1), st.data())
+def test_every_flipped_bit_and_every_moved_word_is_found(
+    at: int, value: int, data: st.DataObject
+) -> None:
+    page = memory(PAGE)
+    words = Words(page)
+    words.clear()
+    words.publish(at, value)
+    words.verify()
+    assert words[at] == value
+    for bit in range(64):
+        words.tensor[at] ^= torch.tensor(1 << bit if bit < 63 else -(1 << 63))
+        with pytest.raises(NoImage, match=f"word {at} of its first page is damaged"):
+            words.verify()
+        words.tensor[at] ^= torch.tensor(1 << bit if bit < 63 else -(1 << 63))
+    other = data.draw(st.sampled_from([place for place in USED if place != at]))
+    words.tensor[other] = words.tensor[at]
+    with pytest.raises(NoImage, match=f"word {other} "):
+        words.verify()
+
+
+def test_memory_that_was_never_written_holds_no_words() -> None:
+    with pytest.raises(NoImage, match="damaged"):
+        Words(memory(PAGE)).verify()
+
+
+@pytest.mark.parametrize("value", [1 << 47, -(1 << 47) - 1])
+def test_a_value_that_is_too_large_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match="more than 48 bits"):
+        Words(memory(PAGE)).publish(Word.DONE, value)
 
 
 @given(st.lists(st.text(max_size=40), min_size=1, max_size=6))
@@ -49,11 +82,27 @@ def test_a_torn_record_leaves_the_one_before(
     record.write(Note(after))
     torn = old.clone()
     changed = (old != place).nonzero().reshape(-1).tolist()
-    # Any part of what the write has stored, in any order, but not the number, which comes last.
-    number = set(range(8)) | set(range(256, 264))
+    # Any part of what the write has stored, in any order, but not the number, which comes last and
+    # was taken away first.
+    number = set(range(256, 264))
+    torn[256:264] = 255
     stored = [at for at in changed if at not in number and data.draw(st.booleans())]
     torn[stored] = place[stored]
     assert Record(torn, Note).read().text == before
+
+
+@given(st.text(max_size=40), st.text(max_size=40), st.data())
+def test_damage_never_brings_the_value_before_back(
+    before: str, after: str, data: st.DataObject
+) -> None:
+    place = memory()
+    for text in (before, after):
+        Record(place, Note).write(Note(text))
+    size = len(msgspec.json.encode(Note(after)))
+    at = 256 + data.draw(st.sampled_from([*range(24), *range(HEAD_BYTES, HEAD_BYTES + size)]))
+    place[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(NoImage, match="damaged"):
+        Record(place, Note).read()
 
 
 @given(st.binary(max_size=60), st.integers(0, 1 << 40), st.data())

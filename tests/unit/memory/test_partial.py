@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_checknrun import PartialRecovery
+from torchrec_checknrun import PartialRecovery, PeerCopies, PrioritySaves
 from torchrec_checknrun.format.losses import MOST, Loss, merged, portion
 from torchrec_checknrun.memory.agreement import Found, Newest
 from torchrec_checknrun.memory.partial import decide_partial, lost_ranks
@@ -135,3 +136,33 @@ def test_a_budget_is_a_portion(most: object) -> None:
 def test_the_runs_steps_are_needed(steps: object) -> None:
     with pytest.raises(ValueError, match="total_steps must be the number of steps"):
         PartialRecovery(0.1, steps)  # type: ignore[arg-type]  # what users may give
+
+
+@pytest.mark.parametrize("most", [0, -1, 1.5, True, "8 GB"])
+def test_a_budget_of_copies_is_a_number_of_bytes(most: object) -> None:
+    with pytest.raises(ValueError, match="most_bytes must be a number of bytes such as"):
+        PeerCopies(most)  # type: ignore[arg-type]  # what users may give
+
+
+def test_peers_are_peer_copies() -> None:
+    with pytest.raises(ValueError, match=r"peers must be PeerCopies\(\) or None, not True"):
+        PartialRecovery(0.1, 10, True)  # type: ignore[arg-type]  # what users may give
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_steps": 0}, "every_steps must be a number of steps"),
+        ({"every_steps": 3, "fraction": 0}, "fraction must be a part of the rows"),
+        ({"every_steps": 3, "fraction": True}, "fraction must be a part of the rows"),
+        ({"every_steps": 3, "by": "luck"}, "by must be one of"),
+    ],
+)
+def test_priority_saves_that_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PrioritySaves(**arguments)
+
+
+def test_a_priority_is_priority_saves() -> None:
+    with pytest.raises(ValueError, match="priority must be PrioritySaves"):
+        PartialRecovery(0.1, 10, priority=7)  # type: ignore[arg-type]  # what users may give

@@ -20,6 +20,7 @@ from torchrec_checknrun.memory import file as files
 from torchrec_checknrun.memory.header import HEAD_BYTES
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.shard_memory import ShardMemory
+from torchrec_checknrun.memory.step_journal import StepJournal
 from torchrec_checknrun.native import has_extension
 
 pytestmark = [
@@ -30,7 +31,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("area", "reason"),
-    [("state-0", "can go back to steps"), ("journal-0", "going back failed")],
+    [("state-0", "can go back to steps"), ("journal-0", "a segment names no shard")],
 )
 def test_damage_is_found_and_told(lives: Lives, area: str, reason: str) -> None:
     job, saver = lives.begin()
@@ -243,3 +244,25 @@ def test_taking_the_state_copies_nothing(lives: Lives) -> None:
     with torch.no_grad():
         job.model.module.hidden.bias.add_(1)
     assert b"".join(bytes(piece) for piece in pieces) != before
+
+
+def test_a_failure_while_going_back_is_told(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, saver = lives.begin()
+    saver.restore()
+    train(job, saver, 2)
+    saver.save()
+    wanted = gather(job)
+    train(job, saver)
+    job.train()
+    lives.die()
+
+    def fail(*_: object) -> None:
+        raise ValueError("says the test")
+
+    monkeypatch.setattr(StepJournal, "undo_to", fail)
+    job, saver = lives.begin()
+    report = saver.restore()
+    assert report is not None
+    assert report.source == "checkpoint"
+    assert "going back failed" in report.without_images[0]
+    assert differences(job, wanted) == []

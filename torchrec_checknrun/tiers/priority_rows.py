@@ -1,0 +1,276 @@
+"""Save some rows between checkpoints, so that a lost rank's rows are less stale (CPR, MLSys'21).
+
+A save is a rank file of the usual format in a directory of its own, ``.priority/ID.RUN.step-N``:
+rows of rank files there are newer than the checkpoint ID. Its name is no checkpoint's, it has no
+manifest, and only a partial recovery reads it: the rows are of different steps. Each rank chooses,
+writes and removes its own, and waits for no other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from torchrec_checknrun.codecs import Exact
+from torchrec_checknrun.codecs.quantization import TableEncoding
+from torchrec_checknrun.errors import CheckNRunError
+from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.entries import RowsEntry
+from torchrec_checknrun.format.own_check import read_own_chunks
+from torchrec_checknrun.format.rank_file import rank_file_name, write_rank_file
+from torchrec_checknrun.format.row_chunk import RowsHeader, encode_rows
+from torchrec_checknrun.format.row_reader import StoredRows
+from torchrec_checknrun.marks.layers import Consumer
+from torchrec_checknrun.marks.priorities import (
+    LargestChange,
+    LargestGrowth,
+    MostUpdated,
+    Priority,
+    SubSampled,
+)
+from torchrec_checknrun.memory.partial import PrioritySaves
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.model.tracked_shard import TrackedShard
+from torchrec_checknrun.shards import CHUNK_BYTES, LocalShard, RowBlock
+from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
+
+FOLDER = ".priority"
+_SUMS = "momentum1"
+_EXACT = TableEncoding(Exact())
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Copied rows that are still to be encoded."""
+
+    block: RowBlock
+
+    def encode(self) -> EncodedChunk:
+        return encode_rows(self.block, _EXACT)
+
+    def close(self) -> None:
+        pass
+
+
+class PriorityRows:
+    """The priority saves of one rank.
+
+    Args:
+        root: of the checkpoints.
+    """
+
+    def __init__(
+        self, wanted: PrioritySaves, root: Folder, rank: int, tracked: TrackedModel
+    ) -> None:
+        self._wanted, self._root, self._tracked = wanted, root, tracked
+        self._rank, self._file = rank, rank_file_name(rank)
+        self._since: str | None = None
+        self._priorities: dict[int, Priority] = {}
+        self._shards: list[TrackedShard] = []
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checknrun-priority")
+        self._running: Future[None] | None = None
+        self._told = False
+
+    def restart(self, step: int) -> None:
+        """Begin anew, with the rows as they are now: a restore or a recovery has written them.
+
+        Args:
+            step: at which the run goes on; saves of later ones were another run's.
+        """
+        self._since = None
+        for shard in self._local():
+            shard.marks.live.bitwise_and_(~int(Consumer.PRIORITY) & 255)
+        self._worker.submit(self._prune, None, step)
+
+    def step(self, step: int, head: str | None, run: str) -> None:
+        """Save rows at the end of a step, if some are due.
+
+        Args:
+            head: the newest checkpoint; None: there is none, which rows could be newer than.
+            run: the name of the images that were begun together.
+        """
+        if head != self._since:
+            self._begin(head)
+        if head is None or step % self._wanted.every_steps:
+            return
+        if self._running is not None and not self._running.done():
+            self._tell("the one before is still being written")
+            return
+        chunks = list(self._take())
+        if chunks:
+            name = directory_of(head, run, step)
+            self._running = self._worker.submit(self._write, name, head, chunks)
+
+    def close(self, over: bool) -> None:
+        """Stop; remove this rank's saves if the run is over."""
+        for shard in self._shards:
+            shard.marks.noted = None
+        if over:
+            self._worker.submit(self._prune, "", -1)
+        self._worker.shutdown(wait=over, cancel_futures=not over)
+
+    def _local(self) -> list[TrackedShard]:
+        return [shard for shard in self._tracked.shards if not shard.local.replicated]
+
+    def _begin(self, head: str | None) -> None:
+        """Count from now on: the checkpoint has all rows as they were."""
+        self._since = head
+        for shard in self._shards:
+            shard.marks.noted = None
+        self._shards = self._local()
+        self._priorities = {}
+        for at, shard in enumerate(self._shards):
+            rows = shard.local.rectangle.rows
+            if rows:
+                capacity = max(1, int(self._wanted.fraction * rows))
+                priority = make_priority(self._wanted.by, capacity, shard.local)
+                self._priorities[at] = priority
+                shard.marks.noted = priority.note
+
+    def _take(self) -> Iterator[_Chunk]:
+        """Choose and copy rows: all that were modified, or so many of the highest priority."""
+        for at, priority in self._priorities.items():
+            shard = self._shards[at]
+            live = shard.marks.live
+            marked = live.bitwise_and(int(Consumer.PRIORITY)) != 0
+            chosen = priority.take()
+            if int(marked.sum()) > priority.capacity:
+                rows = chosen[marked[chosen]].sort().values
+            else:
+                rows = marked.nonzero().reshape(-1)
+            live[rows] = live[rows] & (~int(Consumer.PRIORITY) & 255)
+            yield from _chunks(shard.local, rows)
+
+    def _write(self, name: str, head: str, chunks: Sequence[_Chunk]) -> None:
+        try:
+            folder = self._root / FOLDER / name
+            folder.create()
+            write_rank_file(folder, self._rank, iter(chunks))
+        except (CheckNRunError, OSError) as error:
+            self._tell(str(error))
+        self._prune(head, None)
+
+    def _prune(self, head: str | None, after: int | None) -> None:
+        """Remove this rank's saves that are of no use.
+
+        Args:
+            head: the newest checkpoint: saves of others go; None: they stay.
+            after: saves of later steps go; None: they stay.
+        """
+        with suppress(CheckNRunError, OSError):
+            folder = self._root / FOLDER
+            for name in folder.names():
+                of, _, step = parse_directory(name)
+                if (head is not None and of != head) or (after is not None and step > after):
+                    (folder / name).delete(self._file)
+                    (folder / name).remove()
+            folder.remove()  # unless there are others
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning("a priority save was left out: %s", why)
+
+
+def directory_of(head: str, run: str, step: int) -> str:
+    """Return the name of a priority save's directory."""
+    return f"{head}.{run[:16]}.step-{step:08d}"
+
+
+def parse_directory(name: str) -> tuple[str, str, int]:
+    """Return checkpoint, run and step of a directory's name; step -1 where it is no such name."""
+    of, _, rest = name.partition(".")
+    run, _, step = rest.partition(".step-")
+    return of, run, int(step) if step.isdecimal() else -1
+
+
+def make_priority(by: str, capacity: int, shard: LocalShard) -> Priority:
+    """Make the priority of a shard's rows; ``growth`` needs row-wise Adagrad, and is ``updates``
+    for tables without.
+    """
+    if by == "change":
+        return LargestChange(capacity, shard.weight)
+    if by == "sampled":
+        return SubSampled(capacity, shard.weight)
+    sums = shard.optimizer.get(_SUMS)
+    is_adagrad = list(shard.optimizer) == [_SUMS]
+    if by == "growth" and sums is not None and is_adagrad and sums.numel() == len(sums):
+        return LargestGrowth(capacity, sums)
+    return MostUpdated(capacity, shard.weight)
+
+
+def _chunks(shard: LocalShard, rows: torch.Tensor) -> Iterator[_Chunk]:
+    place = shard.rectangle
+    each = sum(t.element_size() * max(1, t.numel() // max(1, len(t))) for t in shard.tensors)
+    for part in rows.split(max(1, CHUNK_BYTES // each)):
+        if not len(part):
+            continue
+        yield _Chunk(
+            RowBlock(
+                table=shard.table,
+                shape=shard.shape,
+                columns=(place.col_start, place.col_stop),
+                ids=part + place.row_start,
+                weight=shard.weight.detach()[part],
+                positions=None,
+                optimizer={name: t.detach()[part] for name, t in shard.optimizer.items()},
+            )
+        )
+
+
+@torch.no_grad()
+def apply_saves(
+    root: Folder, head: str, run: str, step: int, rank: int, shards: Sequence[TrackedShard]
+) -> int:
+    """Overwrite a lost rank's rows by those that were saved since a checkpoint, oldest first, and
+    mark them as modified since; return how many were written.
+
+    Args:
+        step: that the rank goes on at: saves of later ones count for nothing.
+    """
+    folder, written, file = root / FOLDER, 0, rank_file_name(rank)
+    try:
+        saves = sorted((parse_directory(name)[2], name) for name in folder.names())
+    except OSError as error:
+        logger.warning("priority saves can't be listed, older rows stay: %s", error)
+        return 0
+    for of_step, name in saves:
+        if parse_directory(name)[:2] != (head, run[:16]) or not 0 <= of_step <= step:
+            continue
+        try:
+            if (folder / name).size(file) is None:
+                continue  # the rank had nothing to save then
+            chunks = list(read_own_chunks(folder / name, file))
+        except (CheckNRunError, OSError) as error:
+            logger.warning("a priority save can't be used, older rows stay: %s", error)
+            continue
+        for entry, header, payload in chunks:
+            if isinstance(entry, RowsEntry) and isinstance(header, RowsHeader):
+                written += _apply(StoredRows(header, payload), shards)
+    return written
+
+
+def _apply(rows: StoredRows, shards: Sequence[TrackedShard]) -> int:
+    header = rows.header
+    for shard in shards:
+        own, place = shard.local, shard.local.rectangle
+        of = header.rectangle
+        if (
+            own.table == header.table
+            and (place.col_start, place.col_stop) == (of.col_start, of.col_stop)
+            and place.row_start <= of.row_start
+            and of.row_stop <= place.row_stop
+            and set(header.optimizer) == set(own.optimizer)
+        ):
+            rows.write(own, slice(0, header.count), own.optimizer)
+            ids = torch.from_numpy(rows.ids - place.row_start)
+            shard.marks.add(ids, Consumer.LAST | Consumer.BASELINE)
+            return header.count
+    return 0
