@@ -28,6 +28,7 @@ from torchrec_checknrun.codecs.base import (
     SampledRows,
     Survey,
 )
+from torchrec_checknrun.codecs.fisher import Delta, Fisher
 from torchrec_checknrun.codecs.importance import ImportanceWeighted
 from torchrec_checknrun.codecs.kmeans import KMeans
 from torchrec_checknrun.codecs.plain import Bf16, Exact, Fp16
@@ -46,7 +47,8 @@ ENTRY_POINTS = "torchrec_checknrun.codecs"
 """The group of entry points that name codecs of other packages."""
 
 _CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Exact, Fp16, Bf16, Rowwise, ImportanceWeighted, KMeans)
+    codec.name: codec
+    for codec in (Exact, Fp16, Bf16, Rowwise, ImportanceWeighted, KMeans, Fisher, Delta)
 }
 
 
@@ -151,8 +153,10 @@ __all__ = [
     "Bf16",
     "Codec",
     "CodecSpec",
+    "Delta",
     "Encoded",
     "Exact",
+    "Fisher",
     "Fp16",
     "ImportanceWeighted",
     "KMeans",

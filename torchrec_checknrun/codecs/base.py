@@ -51,9 +51,11 @@ class RowContext:
 
     Attributes:
         optimizer: the rows' optimizer state by TorchRec's names, ``(n,)`` or ``(n, dim)``.
+        ids: the rows' global ids, ``(n,)`` int64; None if unknown.
     """
 
     optimizer: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    ids: torch.Tensor | None = None
 
 
 NO_CONTEXT = RowContext()
@@ -68,11 +70,14 @@ class Encoded:
         parameters: the block's own; ``decode`` needs these beside the codec's options.
         exceptions: sorted int64 positions of rows outside the codec's error bound (NaN, infinity,
             out of range): the caller must store these exactly, or they are lost.
+        restored: returns the rows at given positions, ``(n,)`` int64 sorted, as a restore will;
+            None (the default): they are decoded to learn that.
     """
 
     data: torch.Tensor
     parameters: Parameters
     exceptions: torch.Tensor
+    restored: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class Survey(Protocol):
@@ -107,6 +112,12 @@ class Codec(ABC):
     surveys: ClassVar[bool] = False
     """Whether ranks must ``survey`` their rows and ``settle`` the codec before any row is encoded.
     Such rows are never encoded in the stall.
+    """
+    at_once: ClassVar[bool] = False
+    """Whether to decode a part of a block costs as much as the whole: callers decode once."""
+    chained: ClassVar[bool] = False
+    """Whether rows may be differences to earlier versions: then all chunks of a table are this
+    codec's, and a restore reads them in the chain's order.
     """
 
     @classmethod
@@ -223,6 +234,16 @@ class Codec(ABC):
             ValueError: data or parameters do not belong to such a block.
         """
         return False
+
+    def needs_base(self, parameters: Parameters) -> bool:
+        """Tell whether a block with these parameters holds rows that are differences to what the
+        checkpoint before restores; never, by default.
+        """
+        return False
+
+    def adopt(self, settled: Codec) -> Codec:
+        """Return the codec to encode with, given the one that ``settle`` returned for this one."""
+        return settled
 
     def survey(self, sample: Sample) -> Survey | None:
         """Collect the facts that ``settle`` needs of a shard's rows that are to be written.

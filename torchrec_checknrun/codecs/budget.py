@@ -23,6 +23,8 @@ _GATHERED_ROWS = 4096
 _RANGE, _PER_BIT = 64, 16
 _BINS = 2 * _RANGE * _PER_BIT
 _CENTRES = (np.arange(_BINS) + 0.5) / _PER_BIT - _RANGE
+_NORMAL_BITS = 0.5 * float(np.log2(2 * np.pi * np.e))
+"""Entropy of a normal distribution of width 1."""
 
 
 def importance(rows: torch.Tensor, ids: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
@@ -86,6 +88,19 @@ class ImportanceSurvey:
             bits = float(self.scores @ widths) + ROW_WIDTHS[0] * self.untrained
             low, high = (middle, high) if bits <= mean_bits * total else (low, middle)
         return low
+
+    def step_for_budget(self, mean_bits: float) -> float:
+        """Find the logarithm, to base 2, of the step at which trained rows take ``mean_bits`` a
+        value on average, entropy-coded. A row that scores ``s`` takes about ``log2(1 + 2 ** (s -
+        step + log2(2 * pi * e) / 2))`` bits a value, as normally distributed values do.
+        """
+        low, high = -2.0 * _RANGE, 2.0 * _RANGE
+        for _ in range(40):
+            middle = (low + high) / 2
+            bits = np.log2(1 + np.exp2(_CENTRES - middle + _NORMAL_BITS))
+            fits = float(self.scores @ bits) <= mean_bits * float(self.scores.sum())
+            low, high = (low, middle) if fits else (middle, high)
+        return high
 
     def constant_for_offset(self, offset: float) -> float:
         """Return the constant that scores a row with the median sum by ``offset + log2(rms)``."""

@@ -6,17 +6,20 @@ training once, so fewer restores afford fewer bits (Check-N-Run, section 5.2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from glob import escape
 from typing import Literal
 
 from torchrec_checknrun.bitwidth import MOST, width_for
 from torchrec_checknrun.codecs import (
     Bf16,
     Codec,
+    Delta,
     Exact,
+    Fisher,
     Fp16,
     ImportanceWeighted,
     KMeans,
@@ -33,7 +36,10 @@ from torchrec_checknrun.errors import UnsupportedFormat
 
 _NARROW = ("fp16", "bf16")
 _ROWWISE = tuple(method.name.lower() for method in Method)
-METHODS = (*_ROWWISE, "kmeans", "importance", *_NARROW)
+_FISHER = ("fisher", "delta")
+METHODS = (*_ROWWISE, "kmeans", "importance", *_FISHER, *_NARROW)
+_STEPS = ("step", "loss", "current_loss", "total_steps", "batch_size", "tail")
+"""Fields for ``_FISHER`` alone."""
 SMALL_TABLE_ROWS = 1000
 """Tables with fewer rows are stored exactly: together they hardly add to a checkpoint's size, and
 each of their rows is looked up often.
@@ -60,7 +66,7 @@ class TableEncoding:
         if not self.codec.surveys:
             return self
         codec = codecs.get(key_of(self.codec))
-        return self if codec is None else replace(self, codec=codec)
+        return self if codec is None else replace(self, codec=self.codec.adopt(codec))
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,15 @@ class Quantization:
         method: how a row is quantized: ``adaptive`` (the best), ``asymmetric`` (FBGEMM's min/max),
             ``symmetric``, ``greedy`` (the paper's search), ``kmeans`` (slow: for reference). Or,
             without ``bits``: ``importance`` (2, 4 or 8 bits a row, by its weight in the loss),
-            ``fp16``, ``bf16``.
+            ``delta`` (differences to the last checkpoint, a step a row by its weight in the loss;
+            policy ``Consecutive``), ``fisher`` (the same steps, each row by itself), ``fp16``,
+            ``bf16``.
         expected_restores: how often the job will be restored (``policy.expected_restores``
             estimates it). Once the job was restored more often from quantized rows, the width
             switches to 8 bits.
         mean_bits: ``importance``: the budget, bits per value on average over all tables; default 4.
+            ``delta``, ``fisher``: of a full checkpoint's trained rows, entropy-coded; default 3 if
+            neither ``step`` nor ``loss`` is given.
         offset: ``importance``: instead of a budget, a number added to the bits of every row.
         optimizer: row-wise optimizer state: ``fp32`` (unchanged), ``bf16`` or ``log8``; ``rowlog8``
             is ``log8`` for that and takes a byte for each value of pointwise state, too.
@@ -87,6 +97,15 @@ class Quantization:
             dict's name without ``.weight``); the first match counts, for small tables, too.
         codec: a codec object, instead of ``bits`` and ``method``: one of your own, for example
             (see ``codecs.register``).
+        step: ``delta``, ``fisher``: a row's step is the power of two next to ``step / sqrt(G)``, G
+            the sum of its squared gradients in the optimizer's state (row-wise Adagrad's, the
+            mean over the row of Adagrad's or of Adam's second moment); ``step`` itself without.
+        loss: ``delta``, ``fisher``: the relative change of the loss that a restore may cost, as
+            1e-5; with ``current_loss``, ``total_steps`` (done so far) and ``batch_size``.
+        tail: ``delta``, ``fisher``: limit steps by the largest learning rate since the last full
+            checkpoint, so that rows of rare ids keep their training; more bytes.
+        reference_bytes: ``delta``: a rank's memory for what the last checkpoint restores; tables
+            beyond are stored by ``fisher``. None: half of the free memory.
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.
@@ -103,6 +122,13 @@ class Quantization:
     exact_below_rows: int = SMALL_TABLE_ROWS
     tables: Mapping[str, Quantization] = field(default_factory=dict)
     codec: Codec | None = None
+    step: float | None = None
+    loss: float | None = None
+    current_loss: float | None = None
+    total_steps: int | None = None
+    batch_size: int | None = None
+    tail: bool = False
+    reference_bytes: int | None = None
 
     def __post_init__(self) -> None:
         self._check_width()
@@ -114,6 +140,11 @@ class Quantization:
             raise ValueError(
                 f"exact_below_rows must be a number of rows such as 1000, not "
                 f"{self.exact_below_rows!r}"
+            )
+        most = self.reference_bytes
+        if most is not None and (type(most) is not int or most < 0):
+            raise ValueError(
+                f"reference_bytes must be a number of bytes such as 8 << 30, or None, not {most!r}"
             )
         self._check_tables()
         if self.codec is not None:
@@ -132,7 +163,7 @@ class Quantization:
             )
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {METHODS}, not {self.method!r}")
-        if self.bits is not None and self.method in ("importance", *_NARROW):
+        if self.bits is not None and self.method in ("importance", *_FISHER, *_NARROW):
             raise ValueError(f"method {self.method!r} has widths of its own: leave bits out")
         if self.bits == "auto" and self.expected_restores is None:
             raise ValueError(
@@ -141,8 +172,15 @@ class Quantization:
             )
         if self.expected_restores is not None:
             width_for(self.expected_restores)
-        if self.method != "importance" and (self.mean_bits, self.offset) != (None, None):
-            raise ValueError("mean_bits and offset are parameters of method='importance'")
+        if self.method not in ("importance", *_FISHER) and self.mean_bits is not None:
+            raise ValueError("mean_bits is a parameter of the methods importance, delta and fisher")
+        if self.method != "importance" and self.offset is not None:
+            raise ValueError("offset is a parameter of method='importance'")
+        given = [name for name in _STEPS if getattr(self, name) != getattr(Quantization, name)]
+        if given and self.method not in _FISHER:
+            raise ValueError(
+                f"{given[0]} is a parameter of method='delta' and 'fisher', not of {self.method!r}"
+            )
 
     def _check_tables(self) -> None:
         """Refuse choices for patterns that are not ``Quantization`` objects without patterns."""
@@ -158,13 +196,18 @@ class Quantization:
 
     def _check_codec(self, codec: object) -> None:
         """Refuse a codec whose chunks no restore could read."""
-        for name in ("bits", "method", "mean_bits", "offset"):
+        for name in ("bits", "method", "mean_bits", "offset", *_STEPS):
             if getattr(self, name) != getattr(Quantization, name):
                 raise ValueError(f"a codec has a width of its own: leave {name} out")
         if not isinstance(codec, Codec):
             raise ValueError(
                 "codec must be an object of a class that inherits from "
                 f"torchrec_checknrun.codecs.Codec, not {codec!r}"
+            )
+        if codec.chained:
+            raise ValueError(
+                f"{codec!r} builds on what the last checkpoint restores, which Checkpointer keeps: "
+                "choose it by method='delta'"
             )
         spec = codec.spec()
         if any(type(value) not in _SPEC_TYPES for value in spec.values()):
@@ -224,6 +267,21 @@ class Quantization:
             return self._exactly
         return self._encoding
 
+    @property
+    def uses_delta(self) -> bool:
+        """Whether links are chosen for any tables."""
+        return any(q.method == "delta" for q in (self, *self.tables.values()))
+
+    def without_delta(self, tables: Iterable[str]) -> Quantization:
+        """Return the choice with ``fisher`` in place of ``delta`` for some tables."""
+        alone = {}
+        for table in tables:
+            found = (q for pattern, q in self.tables.items() if fnmatchcase(table, pattern))
+            choice = next(found, self)
+            assert choice.method == "delta"
+            alone[escape(table)] = replace(choice, method="fisher", tables={})
+        return replace(self, tables={**alone, **self.tables})
+
     def widths(self, tables: Mapping[str, int]) -> dict[str, int]:
         """Return the bits of a stored value by table, given the tables' numbers of rows."""
         return {name: self.for_table(name, rows).codec.value_bits for name, rows in tables.items()}
@@ -252,6 +310,17 @@ class Quantization:
             return self.codec
         if self.method == "importance":
             return ImportanceWeighted(self.offset, self.mean_bits)
+        if self.method in _FISHER:
+            kind = Delta if self.method == "delta" else Fisher
+            return kind(
+                step=self.step,
+                mean_bits=self.mean_bits,
+                loss=self.loss,
+                current_loss=self.current_loss,
+                total_steps=self.total_steps,
+                batch_size=self.batch_size,
+                tail=self.tail,
+            )
         if self.method in _NARROW:
             return Fp16() if self.method == "fp16" else Bf16()
         if self.bits is None:

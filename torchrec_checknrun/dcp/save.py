@@ -86,6 +86,11 @@ class SavePlanner(DcpSavePlanner):
     ) -> None:
         self._tracked = tracked
         self._quantization = (quantization or Quantization()).resolved(lossy_restores=0)
+        if self._quantization.uses_delta:
+            raise ValueError(
+                "quantization method='delta' needs what the last checkpoint restores, which only "
+                "Checkpointer keeps: use method='fisher', the same steps without differences"
+            )
         self._per_rank = frozenset(per_rank)
         self._replicated = frozenset(replicated)
         self._told: set[str] = set()

@@ -76,8 +76,13 @@ def stands_alone(symbols: np.ndarray) -> np.ndarray:
 
 def has_extra(symbols: np.ndarray) -> np.ndarray:
     """Return which rows have an extra byte."""
-    verbatim = symbols == VERBATIM * 8 + ALONE
-    found: np.ndarray = (symbols >= FARTHER) | (stands_alone(symbols) & ~verbatim)
+    found: np.ndarray = (symbols >= FARTHER) | (stands_alone(symbols) & ~is_verbatim(symbols))
+    return found
+
+
+def is_verbatim(symbols: np.ndarray) -> np.ndarray:
+    """Return which rows are stored bit for bit."""
+    found: np.ndarray = symbols == VERBATIM * 8 + ALONE
     return found
 
 
@@ -90,7 +95,7 @@ def stream_sizes(symbols: np.ndarray, dim: int) -> list[int]:
     if not 0 < dim <= MOST_DIM:
         raise ValueError(f"dim is {dim}")
     classes = classes_of(symbols)
-    known = (classes < VERBATIM) | (symbols == VERBATIM * 8 + ALONE)
+    known = (classes < VERBATIM) | is_verbatim(symbols)
     if not known.all():
         raise ValueError("a row has an unknown symbol")
     counts = np.bincount(classes, minlength=VERBATIM + 1)

@@ -21,7 +21,7 @@ from torchrec_checknrun.delta.grid import (
     Grid,
     Kind,
 )
-from torchrec_checknrun.delta.layout import stands_alone
+from torchrec_checknrun.delta.layout import is_verbatim, stands_alone
 from torchrec_checknrun.delta.payload import join, split, symbols_of
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "encode_grid",
     "has_links",
     "values_of",
+    "verbatim",
 ]
 
 
@@ -120,16 +121,16 @@ def values_of(rows: Grid, dtype: torch.dtype) -> torch.Tensor:
 
 def _keep_nans(rows: Grid, exact: np.ndarray, values: torch.Tensor) -> None:
     """Give NaNs of verbatim rows their bits: torch's conversion gives all the same."""
-    verbatim = np.flatnonzero(rows.kind == Kind.VERBATIM)
-    verbatim = verbatim[np.isnan(exact[verbatim]).any(axis=1)]
-    if not len(verbatim):
+    at = np.flatnonzero(rows.kind == Kind.VERBATIM)
+    at = at[np.isnan(exact[at]).any(axis=1)]
+    if not len(at):
         return
     if values.dtype == torch.bfloat16:
-        bits = (rows.codes[verbatim] >> 16).astype(np.int16)
+        bits = (rows.codes[at] >> 16).astype(np.int16)
     else:
-        bits = exact[verbatim].astype(np.float16).view(np.int16)
+        bits = exact[at].astype(np.float16).view(np.int16)
     narrow = values.view(torch.int16).numpy()
-    narrow[verbatim] = np.where(np.isnan(exact[verbatim]), bits, narrow[verbatim])
+    narrow[at] = np.where(np.isnan(exact[at]), bits, narrow[at])
 
 
 def has_links(payload: torch.Tensor, rows: int, dim: int) -> bool:
@@ -141,3 +142,19 @@ def has_links(payload: torch.Tensor, rows: int, dim: int) -> bool:
     symbols = symbols_of(payload, rows)
     kernel.stream_sizes(symbols, dim)
     return not bool(stands_alone(symbols).all())
+
+
+def verbatim(payload: torch.Tensor, rows: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of a payload that are stored bit for bit, which needs no predecessors.
+
+    Returns:
+        Their positions, ``(n,)`` int64 sorted, and the bits of fp32, ``(n, dim)`` int32.
+
+    Raises:
+        ValueError: no encoder writes such a payload.
+    """
+    data = split(payload, rows, dim)
+    positions = np.flatnonzero(is_verbatim(data[:rows]))
+    found = Grid.empty(len(positions), dim)
+    kernel.apply_streams(data, rows, dim, positions, 0, None, found)
+    return positions, found.codes

@@ -35,14 +35,21 @@ from torchrec_checknrun.format.checks import checksum as _checksum
 from torchrec_checknrun.format.losses import MOST, Loss
 from torchrec_checknrun.format.names import PlainName
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest version that this release reads."""
+_PLAIN_VERSION = 1
+"""Of checkpoints whose rows need no earlier versions of themselves."""
 _UNSTORED = frozenset({"checksum"})
 _LATER = frozenset({"optimizer_options"})
 """Fields of tables that the first manifests lack."""
 _PARTIAL = frozenset({"losses"})
 """Fields that only manifests of runs with partial recoveries have."""
+_CHAINED = frozenset({"deltas"})
+"""Fields that only manifests with tables stored as differences have."""
 
 Kind = Literal["full", "differential"]
+Word = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+"""64 bits, in hex."""
 
 
 class Link(Record, frozen=True):
@@ -74,6 +81,18 @@ class Header:
     lineage: str = ""
     epoch: int | None = None
     losses: tuple[Loss, ...] = ()
+
+
+class TableDigests(Record, frozen=True):
+    """What a table stored as differences restores to, as sums of row digests in hex.
+
+    Attributes:
+        before: what the links of this checkpoint build on; None: all rows stand alone.
+        after: what this checkpoint restores to.
+    """
+
+    before: Word | None
+    after: Word
 
 
 class RankFile(Record, frozen=True):
@@ -155,6 +174,9 @@ class Manifest(Record, frozen=True, dict=True):
         epoch: the writer's; see ``lease``.
         losses: what partial recoveries have cost this lineage so far; a file has the field only if
             there were any. Such a run can't be repeated bit for bit.
+        deltas: digests of the tables that are stored as differences; a file has the field only if
+            there are any, and is of format version 2 then: a reader that takes each row's newest
+            version would restore something else.
     """
 
     id: PlainName
@@ -176,7 +198,10 @@ class Manifest(Record, frozen=True, dict=True):
     lineage: Text = ""
     epoch: Count = 0
     losses: Annotated[tuple[Loss, ...], Meta(min_length=1, max_length=MOST)] = ()
-    format_version: Count = FORMAT_VERSION
+    deltas: Annotated[dict[Text, TableDigests], Meta(min_length=1)] = msgspec.field(
+        default_factory=dict
+    )
+    format_version: Count = _PLAIN_VERSION
     checksum: str = ""
 
     @classmethod
@@ -194,6 +219,7 @@ class Manifest(Record, frozen=True, dict=True):
         states: dict[str, bool],
         dense_bytes: int,
         files: tuple[RankFile, ...],
+        deltas: dict[str, TableDigests] | None = None,
     ) -> Manifest:
         """Make the manifest of a checkpoint that was written as its header says."""
         return cls(
@@ -216,6 +242,8 @@ class Manifest(Record, frozen=True, dict=True):
             lineage=header.lineage,
             epoch=epoch,
             losses=header.losses,
+            deltas=deltas or {},
+            format_version=version_of(deltas or {}),
         ).sealed()
 
     @property
@@ -284,8 +312,9 @@ class Manifest(Record, frozen=True, dict=True):
     def _content(self) -> dict[str, Any]:
         content: dict[str, Any] = msgspec.to_builtins(self)
         del content["checksum"]
-        if not self.losses:
-            del content["losses"]
+        for name in _PARTIAL | _CHAINED:
+            if not content[name]:
+                del content[name]
         return content
 
 
@@ -331,17 +360,40 @@ def _checked(content: Any) -> Manifest:
     Raises:
         ValueError: a field is missing, unknown or malformed.
     """
-    require_fields(content, Manifest, elsewhere=_UNSTORED, optional=_PARTIAL)
+    require_fields(content, Manifest, elsewhere=_UNSTORED, optional=_PARTIAL | _CHAINED)
     manifest = typed(content, Manifest)
     for table in content["tables"].values():
         require_fields(table, TableTotals, optional=_LATER)
     kind, parent = manifest.kind, manifest.parent
     if (kind == "full") != (parent is None):
         raise ValueError(f"kind {kind!r} with parent {parent!r}")
+    _check_deltas(manifest)
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         raise ValueError(f"files: {shown(names)} has a name twice")
     return manifest
+
+
+def version_of(deltas: dict[str, TableDigests]) -> int:
+    """Return the format version of a manifest with these digests."""
+    return FORMAT_VERSION if deltas else _PLAIN_VERSION
+
+
+def _check_deltas(manifest: Manifest) -> None:
+    """Check that digests belong to tables of the manifest, and to its kind and version.
+
+    Raises:
+        ValueError: they don't.
+    """
+    if manifest.format_version != version_of(manifest.deltas):
+        raise ValueError(f"deltas in format version {manifest.format_version}")
+    for name, digests in manifest.deltas.items():
+        if name not in manifest.tables:
+            raise ValueError(f"deltas: there is no table {shown(name)}")
+        if (digests.before is None) != (manifest.kind == "full"):
+            raise ValueError(
+                f"deltas: {shown(name)} builds on {digests.before}, in a {manifest.kind}"
+            )
 
 
 def _require_time(text: str) -> None:

@@ -11,7 +11,7 @@ import json
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import xxhash
@@ -64,6 +64,8 @@ class FileSummary:
     Attributes:
         encoded_at, written_at: when the last chunk was encoded and when the file was durable, on
             this machine's monotonic clock.
+        digests: of tables that are stored as differences, the sum of the rank's rows before the
+            checkpoint (None: it is a base) and after.
     """
 
     file: RankFile
@@ -71,6 +73,7 @@ class FileSummary:
     dense_bytes: int
     encoded_at: float = 0.0
     written_at: float = 0.0
+    digests: Mapping[str, tuple[int | None, int]] = field(default_factory=dict)
 
 
 class Job(Protocol):

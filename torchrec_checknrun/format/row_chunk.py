@@ -68,6 +68,7 @@ class RowsHeader:
         optimizer: by state name, dtype and whether the state is row-wise (one value a row).
         sections: ids, weights, exceptions if there are any, optimizer states: in payload order.
         decoded_bytes: bytes of the rows in memory, with ids and optimizer state.
+        is_link: whether rows may be differences to what the checkpoint before restores.
     """
 
     entry: RowsEntry
@@ -85,6 +86,7 @@ class RowsHeader:
     state_encodings: dict[str, Parameters]
     sections: tuple[IdsSection | Section, ...]
     decoded_bytes: int
+    is_link: bool = False
 
 
 def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
@@ -107,7 +109,7 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     encoded = _encoded(block, codec)
     row_bytes = weight.shape[1] * weight.element_size()
     size = encoded.data.numel() + len(encoded.exceptions) * (row_bytes + 4)
-    if codec.lossy and size >= n * row_bytes:
+    if codec.lossy and not codec.chained and size >= n * row_bytes:
         codec = Exact()
         encoded = _encoded(block, codec)
     sections = Sections(encoding.compress and may_be_compressed(block))
@@ -152,7 +154,7 @@ def _encoded(block: RowBlock, codec: Codec) -> Encoded:
     if codec.verbatim and block.positions is None and weight.is_cpu and weight.is_contiguous():
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         return Encoded(weight.detach().view(-1).view(torch.uint8), {}, none)
-    return codec.encode(weight, block.positions, RowContext(block.optimizer))
+    return codec.encode(weight, block.positions, RowContext(block.optimizer, block.ids))
 
 
 def _add_weight(
@@ -230,6 +232,10 @@ def _header(entry: RowsEntry) -> RowsHeader:
             f"{stored} bytes can't stand for {count} rows of {count * row} bytes: at most {most} "
             "are read"
         )
+    codec = codec_from_spec({**weight.codec})
+    parameters: Parameters = dict(weight.parameters or {})
+    if codec.chained and exceptions:
+        raise ValueError(f"codec {codec.name!r} has no rows that it can't hold")
     return RowsHeader(
         entry=entry,
         table=entry.table,
@@ -239,8 +245,9 @@ def _header(entry: RowsEntry) -> RowsHeader:
         cols=cols,
         ids_encoding=entry.ids.encoding,
         dtype=dtype,
-        codec=codec_from_spec({**weight.codec}),
-        parameters=dict(weight.parameters or {}),
+        codec=codec,
+        parameters=parameters,
+        is_link=codec.needs_base(parameters),
         exceptions=exceptions,
         optimizer=optimizer,
         state_encodings={s.name: dict(s.encoding) for s in entry.optimizer},
@@ -268,7 +275,12 @@ def _relative_error(block: RowBlock, encoded: Encoded, codec: Codec) -> RowsErro
         exact=torch.empty((0, weight.shape[1]), dtype=weight.dtype, device="cpu"),
     )
     relative = []
-    for start, decoded in rows.blocks(sample.numpy()):
+    decoded_parts = (
+        rows.blocks(sample.numpy())
+        if encoded.restored is None
+        else iter([(0, encoded.restored(sample))])
+    )
+    for start, decoded in decoded_parts:
         here = sample[start : start + len(decoded)]
         wanted = block.rows(here.to(weight.device)).cpu().to(torch.float64)
         norm = wanted.norm(dim=1)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from torchrec_checknrun.delta.rows import Grid, apply, verbatim
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.chunk import open_sections
@@ -107,6 +108,24 @@ class StoredRows:
         with self._refusing():
             return self.weight.select(chosen)
 
+    def grid(self, before: Grid | None, chosen: slice) -> Grid:
+        """Decode chosen rows as integers, upon their predecessors; see ``delta.rows.apply``."""
+        whole = (chosen.start, chosen.stop) == (0, self.header.count)
+        positions = None if whole else np.arange(chosen.start, chosen.stop)
+        header = self.header
+        with self._refusing():
+            return apply(self.weight.data, header.count, header.cols, before, positions)
+
+    def verbatim(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows stored bit for bit; see ``delta.rows.verbatim``."""
+        with self._refusing():
+            return verbatim(self.weight.data, self.header.count, self.header.cols)
+
+    def state(self, name: str, chosen: Chosen) -> torch.Tensor:
+        """Decode chosen rows of an optimizer state, on the CPU."""
+        with self._refusing():
+            return self.states[name].decode(chosen)
+
     def rows(self, chosen: Chosen | None = None) -> Rows:
         """Decode chosen rows, or all, on the CPU."""
         chosen = slice(0, self.header.count) if chosen is None else chosen
@@ -114,12 +133,12 @@ class StoredRows:
         weight = torch.empty((len(ids), self.header.cols), dtype=self.header.dtype, device="cpu")
         for start, block in self._decoded(self.weight, chosen):
             weight[start : start + len(block)] = block
-        return Rows(ids, weight, {name: self._state(name, chosen) for name in self.states})
+        return Rows(ids, weight, {name: self.state(name, chosen) for name in self.states})
 
     def blocks(self, chosen: Chosen) -> Iterator[Rows]:
         """Decode chosen rows block by block; each block's weights reuse the same memory."""
         ids = torch.from_numpy(self.ids[chosen])
-        states = {name: self._state(name, chosen) for name in self.states}
+        states = {name: self.state(name, chosen) for name in self.states}
         for start, weight in self._decoded(self.weight, chosen):
             here = slice(start, start + len(weight))
             yield Rows(ids[here], weight, {name: state[here] for name, state in states.items()})
@@ -152,15 +171,11 @@ class StoredRows:
 
     def _write_state(self, name: str, memory: torch.Tensor, where: Chosen, chosen: Chosen) -> None:
         if not _copied(self.states[name], chosen, memory, where):
-            _put(memory, where, self._state(name, chosen))
+            _put(memory, where, self.state(name, chosen))
 
     def _decoded(self, encoded: EncodedRows, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
         with self._refusing():
             yield from encoded.blocks(chosen)
-
-    def _state(self, name: str, chosen: Chosen) -> torch.Tensor:
-        with self._refusing():
-            return self.states[name].decode(chosen)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

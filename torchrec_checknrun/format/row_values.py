@@ -101,6 +101,14 @@ class EncodedRows:
             weight[ids[torch.from_numpy(at)]] = exact
         return True
 
+    def _blocks_at_once(self, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
+        """Decode chosen rows in one go, as one block."""
+        positions = _positions(chosen)
+        memory = torch.empty((len(positions), self.cols), dtype=self.dtype, device="cpu")
+        if len(positions) and not self.write(positions, memory, slice(0, len(positions))):
+            raise ValueError(f"codec {self.codec.name!r} can't decode rows in one go")
+        yield 0, memory
+
     def _exact(self, positions: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
         """Return which of the given positions are stored exactly, as indices, and their rows."""
         at = np.searchsorted(positions, self.exceptions)
@@ -112,6 +120,9 @@ class EncodedRows:
         """Decode chosen rows block by block, each block in the same memory; yield with each block
         the number of rows before it.
         """
+        if self.codec.at_once:
+            yield from self._blocks_at_once(chosen)
+            return
         size = max(1, BLOCK_BYTES // self.row_bytes)
         rows, positions = self, None
         if isinstance(chosen, slice):

@@ -64,6 +64,12 @@ class TableConfig:
     method: str = "adaptive"
     mean_bits: float | None = None
     offset: float | None = None
+    step: float | None = None
+    loss: float | None = None
+    current_loss: float | None = None
+    trained_steps: int | None = None  # ``Quantization(total_steps=…)``
+    batch_size: int | None = None
+    tail: bool = False
     optimizer_state: str = "fp32"
     compress: bool = False
     codec: Any = None  # ``{_target_: my.Codec, ...}``, in place of bits and method
@@ -86,6 +92,13 @@ class CheckNRunConfig:
     expected_restores: float | None = None
     mean_bits: float | None = None
     offset: float | None = None
+    step: float | None = None  # with method delta or fisher, as the next six
+    loss: float | None = None
+    current_loss: float | None = None
+    trained_steps: int | None = None  # ``Quantization(total_steps=…)``
+    batch_size: int | None = None
+    tail: bool = False
+    reference_bytes: int | None = None
     optimizer_state: str = "fp32"
     compress: bool = False
     exact_below_rows: int = 1000
@@ -252,12 +265,14 @@ def _quantization(config: CheckNRunConfig) -> Quantization:
     def choice(values: Mapping[str, Any], **more: Any) -> Quantization:
         named = {**values, **more}
         optimizer, bits = named.pop("optimizer_state"), named.pop("bits")
+        named["total_steps"] = named.pop("trained_steps")
         _require_objects("codec", named.get("codec"))
         return Quantization(bits=bits and bits.value, optimizer=optimizer, **named)
 
     given: Mapping[str, Any] = config.tables  # Hydra hands configs over, which are mappings
     tables = {pattern: choice(values) for pattern, values in given.items()}
-    names = (*(each.name for each in fields(TableConfig)), "expected_restores", "exact_below_rows")
+    whole = ("expected_restores", "exact_below_rows", "reference_bytes")
+    names = (*(each.name for each in fields(TableConfig)), *whole)
     return choice({name: getattr(config, name) for name in names}, tables=tables)
 
 

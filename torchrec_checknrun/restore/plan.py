@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.format.chunk import BlockHeader
 from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
+from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.format.state import SHARDED, is_sharded
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.marks.layers import Consumer
@@ -29,6 +31,7 @@ from torchrec_checknrun.restore.blocks import BlockRestore, saved_blocks
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk, read_chunks
 from torchrec_checknrun.restore.collisions import CollisionRestore, check_names
 from torchrec_checknrun.restore.fit import Fit, match_tables
+from torchrec_checknrun.restore.links import Counted
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.restore.states import Owners, SavedStates, StateRestore
 from torchrec_checknrun.shards import LocalShard, TableShape
@@ -36,7 +39,8 @@ from torchrec_checknrun.store.folder import Folder
 
 
 class ChainRestore:
-    """A restore of a chain on this rank: call ``plan``, then ``load``.
+    """A restore of a chain on this rank: call ``plan``, then ``build`` where the chain has tables
+    stored as differences, then ``load``.
 
     Args:
         tracked: from ``track(model)``: rows are restored into its shards, and its marks start
@@ -92,6 +96,28 @@ class ChainRestore:
         self.skipped += [*self._rows.skipped, *self._blocks.skipped, *self._states.skipped]
         self._states.skipped = self.skipped  # values skipped while states are loaded follow
 
+    def build(self, root: Folder) -> Counted:
+        """Read the tables stored as differences, and build what they restore to; changes nothing.
+
+        Returns:
+            The digests of this rank's rows.
+
+        Raises:
+            CorruptCheckpoint: a chunk is damaged, or doesn't follow the ones before.
+            OSError: the storage failed.
+        """
+        chunks = self._chunks()
+        read_chunks(root, [chunks[key] for key in self._rows.link_keys], self._rows.build)
+        return self._rows.digests()
+
+    @property
+    def references(self) -> list[References]:
+        """What the rows restore to, for tables stored as differences; see ``RowRestore``."""
+        return self._rows.references
+
+    def _chunks(self) -> dict[str, StoredChunk]:
+        return {chunk.key: chunk for part in self._content.chunks for chunk in part}
+
     def load(self, root: Folder) -> None:
         """Read the planned chunks and load them; in a dry run change nothing.
 
@@ -105,7 +131,7 @@ class ChainRestore:
         if not self._dry_run:
             self.began = True
             self._mark()
-        chunks = {chunk.key: chunk for part in self._content.chunks for chunk in part}
+        chunks = self._chunks()
         read_chunks(root, [chunks[key] for key in self.keys], self.load_chunk)
         self._finish()
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import (
@@ -34,6 +35,7 @@ from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.restore.copied_values import copied, load_copied
 from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.links import check_digests
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.shared_root import require_shared
 from torchrec_checknrun.restore.states import Merge, Owners
@@ -55,6 +57,7 @@ class Restored:
         passed_over: newer checkpoints that could not be used, with the reasons.
         skipped: descriptions of tables and values on one side only.
         forks: whether newer checkpoints are abandoned.
+        references: what this rank's shards restore to, of tables stored as differences.
     """
 
     chain: Chain
@@ -62,6 +65,7 @@ class Restored:
     passed_over: list[str]
     skipped: list[str]
     forks: bool
+    references: list[References] = field(default_factory=list)
 
 
 @dataclass
@@ -145,6 +149,8 @@ class _Attempts:
         self._newest = True
         self._converted = False
         self.changed = False
+        self._ranges: dict[str, int] = {}
+        """By table of the chain, the number of ranges of columns that are stored."""
 
     def next_chain(self) -> Chain | None:
         """Find the next chain to try; None if the root has no checkpoint. A collective.
@@ -201,6 +207,7 @@ class _Attempts:
             self._passed_over,
             skipped=sorted(set(self._chain_restore.skipped)),
             forks=bool(self._passed_over) or not self._newest,
+            references=self._chain_restore.references,
         )
 
     def _find(self) -> tuple[Chain | None, list[str], bool]:
@@ -237,9 +244,20 @@ class _Attempts:
             )
         live = dict(sorted(live.items()))  # the same order on all ranks
         # Nothing is decided: only errors matter.
-        ranks.reduce(lambda: chain_restore.plan(read_content(self._root, chain), live), len)
+        ranks.reduce(lambda: self._plan(chain, live), len)
+        if chain.head.deltas:  # on all ranks
+            ranges = self._ranges
+            ranks.reduce(
+                lambda: chain_restore.build(self._root),
+                lambda counted: check_digests(chain.head, ranges, counted),
+            )
         ranks.reduce(lambda: chain_restore.load(self._root), len)
         return live
+
+    def _plan(self, chain: Chain, live: dict[str, Any]) -> None:
+        content = read_content(self._root, chain)
+        self._ranges = {t: len(columns) for t, columns in content.rows_by_columns().items()}
+        self._chain_restore.plan(content, live)
 
 
 def hand_back(

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
@@ -23,6 +24,7 @@ from torchrec_checknrun.native import Chosen
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.conversion import Conversion, is_converted
 from torchrec_checknrun.restore.fit import Fit, check_rows, common_states, is_rounded
+from torchrec_checknrun.restore.links import Counted, LinkRestore
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 
@@ -31,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 class RowRestore:
     """A restore of a chain's rows: call ``plan``, then ``load`` for each chunk, then ``finish``.
+
+    If there are ``link_keys`` after ``plan``, call ``build`` for each of these chunks before any
+    ``load``: tables stored as differences are built beside the shards first.
 
     Args:
         content: the chain.
@@ -66,6 +71,7 @@ class RowRestore:
         self._rounded: set[str] = set()
         self._in_order: set[str] = set()
         self._conversions: dict[int, Conversion] = {}
+        self._links = LinkRestore({}, ())
         self._done: list[DoneRows] = []
         self._unmarked: set[int] = set()
         self._missing: list[int] = []
@@ -115,6 +121,7 @@ class RowRestore:
                         self._in_order.add(target)
             for target, states in seen.items():
                 older.setdefault(target, set()).update(states)
+        self._links = LinkRestore(self._planned, shards)
         self._check_baseline()
         self._done = [DoneRows(shard.rectangle.rows) for shard in shards]
         self._unmarked = set(range(len(shards)))
@@ -122,6 +129,31 @@ class RowRestore:
         others = [key for key in self._planned if not self._comes_in_order(key)]
         others.sort(key=lambda key: self._planned[key][1], reverse=True)  # the newest first
         return others + in_order
+
+    @property
+    def link_keys(self) -> list[str]:
+        """Keys of the chunks to ``build`` from, in reading order."""
+        return self._links.keys
+
+    def build(self, chunk: ReadableChunk) -> None:
+        """Build what the rows of a chunk of ``link_keys`` restore to; changes no shard.
+
+        Raises:
+            CorruptCheckpoint: the chunk is malformed, or doesn't follow the ones before.
+        """
+        header, _, into = self._planned[chunk.stored.key]
+        rows = StoredRows(header, chunk.payload())
+        with chunk.turn:
+            self._links.add(rows, into)
+
+    def digests(self) -> Counted:
+        """Return the digests of what was built; see ``links.check_digests``."""
+        return self._links.digests()
+
+    @property
+    def references(self) -> list[References]:
+        """What the shards that were restored as stored can be the predecessors of."""
+        return self._links.references()
 
     def load(self, chunk: ReadableChunk, dry_run: bool) -> None:
         """Write a chunk's rows, except rows with a newer version. Thread-safe.
@@ -135,8 +167,7 @@ class RowRestore:
             return
         rows = StoredRows(header, chunk.payload())
         if dry_run:
-            for _ in rows.blocks(slice(0, header.count)):
-                pass
+            decode_all(rows)
         with chunk.turn:
             if in_order:
                 for i in into:
@@ -251,7 +282,15 @@ class RowRestore:
     def _write(self, i: int, rows: StoredRows, chosen: Chosen) -> None:
         shard, header = self._shards[i], rows.header
         states = common_states(shard, header, self._fit)
-        if is_converted(shard, header):
+        if header.table in self._links:
+            optimizer = {name: rows.state(name, chosen) for name in states}
+            weight = self._links.values(i, rows, chosen)
+            whole = Rows(torch.from_numpy(rows.ids[chosen]), weight, optimizer)
+            if is_converted(shard, header):
+                self._conversions[i].scatter(header, whole)
+            else:
+                shard.scatter(whole)
+        elif is_converted(shard, header):
             for block in rows.blocks(chosen):
                 optimizer = {name: block.optimizer[name] for name in states}
                 self._conversions[i].scatter(header, Rows(block.ids, block.weight, optimizer))
@@ -266,3 +305,18 @@ class RowRestore:
             self._unmarked.remove(i)
             if self._marks is not None:
                 self._marks[i].merge(self._done[i], Consumer.BASELINE)
+
+
+def decode_all(rows: StoredRows) -> None:
+    """Decode all rows of a chunk, but differences to others: of these the optimizer state alone.
+
+    Raises:
+        CorruptCheckpoint: the chunk is malformed.
+    """
+    whole = slice(0, rows.header.count)
+    if not rows.header.is_link:
+        for _ in rows.blocks(whole):
+            pass
+        return
+    for name in rows.states:
+        rows.state(name, whole)

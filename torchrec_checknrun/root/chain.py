@@ -84,6 +84,17 @@ def incompatibility(child: Manifest, parent: Manifest) -> str | None:
         )
     if _table_sizes(parent) != _table_sizes(child):
         return f"{child.id} and its parent {link.id} hold different tables"
+    if child.deltas.keys() != parent.deltas.keys():
+        return (
+            f"{child.id} stores {sorted(child.deltas)} as differences, and its parent {link.id} "
+            f"{sorted(parent.deltas)}"
+        )
+    for table, digests in child.deltas.items():
+        if digests.before != parent.deltas[table].after:
+            return (
+                f"{child.id} builds on rows of {table} with digest {digests.before}, but {link.id} "
+                f"restores {parent.deltas[table].after}"
+            )
     return None
 
 

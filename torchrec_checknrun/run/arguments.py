@@ -22,7 +22,7 @@ from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_nam
 from torchrec_checknrun.memory.partial import PartialRecovery
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.restore.states import Merge
-from torchrec_checknrun.root.policy import POLICIES, Intermittent, Policy
+from torchrec_checknrun.root.policy import POLICIES, Consecutive, Intermittent, OneShot, Policy
 from torchrec_checknrun.run.triggers import EverySteps
 from torchrec_checknrun.store.folder import Folder
 
@@ -36,6 +36,10 @@ _ROOT = (
 _ONLY_HYDRA = {
     "images": "survive=Images()",
     **dict.fromkeys(("bits", "method", "mean_bits", "offset"), "quantization=Quantization(bits=8)"),
+    **dict.fromkeys(
+        ("step", "loss", "current_loss", "trained_steps", "batch_size", "tail", "reference_bytes"),
+        'quantization=Quantization(method="delta", step=…)',
+    ),
     **dict.fromkeys(("compress", "exact_below_rows"), "quantization=Quantization(compress=True)"),
     "expected_restores": 'quantization=Quantization(bits="auto", expected_restores=3)',
     "codec": "quantization=Quantization(codec=MyCodec())",
@@ -221,10 +225,14 @@ def as_buffers(patterns: Any, model: nn.Module) -> PerRankBuffers:
     return PerRankBuffers(patterns, buffer_names(model, model.state_dict()))
 
 
-def as_policy(policy: object) -> Policy:
-    """Return a policy, the one of a name, or the default."""
+def as_policy(policy: object, with_links: bool = False) -> Policy:
+    """Return a policy, the one of a name, or the default.
+
+    Args:
+        with_links: whether tables are stored as differences to the last checkpoint.
+    """
     if policy is None:
-        return Intermittent()
+        return Consecutive() if with_links else Intermittent()
     if isinstance(policy, str) and policy in POLICIES:
         return POLICIES[policy]()
     if not _is_object(policy, "decide"):
@@ -233,6 +241,25 @@ def as_policy(policy: object) -> Policy:
             f"{tuple(POLICIES)}, not {policy!r}"
         )
     return policy  # type: ignore[return-value]  # it has ``decide``
+
+
+def require_links(policy: Policy, background: str) -> None:
+    """Refuse what can't be combined with tables stored as differences to the last checkpoint.
+
+    Raises:
+        ValueError: names the remedy.
+    """
+    if isinstance(policy, (OneShot, Intermittent)):
+        raise ValueError(
+            "quantization method='delta' stores differences to the last checkpoint, and policy "
+            f"{type(policy).__name__} saves rows since the last full one: use Consecutive(), or "
+            "method='fisher', which has the same steps and needs no other checkpoint"
+        )
+    if background == "process":
+        raise ValueError(
+            "quantization method='delta' encodes rows upon what the last checkpoint restores, and "
+            "this process holds that: use background='thread', or method='fisher'"
+        )
 
 
 def as_quantization(value: object) -> Quantization:

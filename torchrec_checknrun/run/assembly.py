@@ -25,6 +25,8 @@ from torchrec_checknrun.run.agreement import agreed
 from torchrec_checknrun.run.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
 from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.save.background import Background
+from torchrec_checknrun.save.links import REFERENCE_SHARES, too_large
+from torchrec_checknrun.snapshot.memory import default_budget
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -72,6 +74,7 @@ class Assembly:
             states = options.states
             # A table may be unsupported on one rank only: the rank that holds it.
             tracked = agreed(ranks, lambda: _track(options.model, states), _tables)
+            options = _within_memory(options, tracked, ranks)
             target = _target(options, tracked)
             background = _background(options, target, ranks, background_ranks)
             _warn_of_optimizers(states)
@@ -107,6 +110,26 @@ class Assembly:
             self.background_ranks.close()
             raise
         return results[0]
+
+
+def _within_memory(options: Options, tracked: TrackedModel, ranks: Ranks) -> Options:
+    """Have tables stored alone whose references don't fit into some rank's memory; a collective."""
+    chosen = options.quantization.resolved(lossy_restores=0)
+    if not options.quantization.uses_delta:
+        return options
+    most = options.quantization.reference_bytes
+    most = REFERENCE_SHARES * default_budget() if most is None else most
+    lacking = ranks.on_all_ranks(lambda: too_large(tracked, chosen, most))
+    tables = sorted({table for of_rank in lacking for table in of_rank})
+    if tables and ranks.rank == 0:
+        logger.warning(
+            "%s: what the last checkpoint restores would take more than %d bytes on a rank: stored "
+            "by method='fisher' instead of 'delta', each row by itself. Give "
+            "Quantization(reference_bytes=…) more, or more ranks",
+            ", ".join(tables),
+            most,
+        )
+    return options.storing(options.quantization.without_delta(tables))
 
 
 def _track(model: nn.Module, states: Mapping[str, Stateful]) -> TrackedModel:

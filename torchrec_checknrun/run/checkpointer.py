@@ -236,8 +236,13 @@ class Checkpointer:
             if found is not None:
                 self.steps = found.chain.head.step
                 self._saver.restored(
-                    found.chain, found.converted, found.forks, partly=bool(found.skipped)
+                    found.chain,
+                    found.converted,
+                    found.forks,
+                    partly=bool(found.skipped),
+                    references=found.references,
                 )
+                found.references = []
                 # ``found`` speaks of the shards as they are now.
                 self._target.tracked.converted = False
         except BaseException as error:

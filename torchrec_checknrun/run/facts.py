@@ -28,6 +28,10 @@ class Facts:
     """Rank 0's proposal of the next checkpoint; None on other ranks."""
     committed: bool
     """Whether rank 0 has found that this step is committed already and can be restored."""
+    references: str | None
+    """The checkpoint, by checksum, that this rank's next one can be a link to; None: it must be a
+    base.
+    """
 
 
 class Begun(Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -93,8 +94,10 @@ class Options:
         self._set("root", arguments.as_root(self.root, self.timeout_seconds))
         self._set("state", arguments.as_states(self.state))
         self._set("per_rank_buffers", arguments.as_buffers(self.per_rank_buffers, self.model))
-        self._set("policy", arguments.as_policy(self.policy))
         self._set("quantization", arguments.as_quantization(self.quantization))
+        self._set("policy", arguments.as_policy(self.policy, self.quantization.uses_delta))
+        if self.quantization.uses_delta:
+            arguments.require_links(self.policy, self.background)
         self._set("every_steps", arguments.as_steps(self.every_steps))
         self._set("triggers", arguments.as_triggers(self.triggers))
 
@@ -112,6 +115,12 @@ class Options:
         """
         arguments.refuse_unknown(unknown)
         return cls(**given)
+
+    def storing(self, quantization: Quantization) -> Options:
+        """Return these options with another quantization."""
+        found = copy.copy(self)
+        found._set("quantization", quantization)
+        return found
 
     @property
     def states(self) -> dict[str, Stateful]:

@@ -219,6 +219,8 @@ class LostRank:
         def load(chunk: ReadableChunk) -> None:
             self._rows.load(chunk, dry_run=False)
 
+        links = [chunks[key] for key in self._rows.link_keys]
+        read_chunks(self._root, links, self._rows.build)
         read_chunks(self._root, [chunks[key] for key in self._keys], load)
         self._rows.finish(dry_run=False)
         tracked.acknowledge_writes()

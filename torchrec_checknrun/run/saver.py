@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 
 from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.delta.references import References
+from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.format.losses import Loss
@@ -24,7 +26,7 @@ from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain, resolve
 from torchrec_checknrun.root.lineage import Lineage, Proposal
-from torchrec_checknrun.root.policy import Decision
+from torchrec_checknrun.root.policy import Decision, Full
 from torchrec_checknrun.root.report import CheckpointReport, Progress
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.run.facts import Begun, Facts
@@ -32,6 +34,12 @@ from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.run.root_claim import RootClaim
 from torchrec_checknrun.run.waiting import await_save, finish_at_exit, still_hanging
 from torchrec_checknrun.save.background import Background
+from torchrec_checknrun.save.links import (
+    HeldReferences,
+    agreed,
+    delta_tables,
+    links_exceed_base,
+)
 from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.snapshot.items import Fingerprint, Items, fingerprint
 from torchrec_checknrun.snapshot.snapshot import Declared, Snapshot, take_snapshot, take_states
@@ -71,6 +79,7 @@ class Saver:
     ) -> None:
         self.lineage = Lineage()
         self._image = image
+        self._links = HeldReferences()
         self.deferred = False
         self._root = options.root
         self._model = options.model
@@ -129,15 +138,26 @@ class Saver:
     def before_restore(self) -> None:
         """Wait for a running pruning, which doesn't know what is going to be restored."""
         self.writer.wait_for_pruning()
+        self._links.forget()  # two sets of them would take too much memory
 
-    def restored(self, chain: Chain, converted: bool, forks: bool, partly: bool) -> None:
+    def restored(
+        self,
+        chain: Chain,
+        converted: bool,
+        forks: bool,
+        partly: bool,
+        references: list[References],
+    ) -> None:
         """Note that the model is in a checkpoint's state; see ``Lineage.restored``.
 
         Args:
             partly: whether something was skipped, so that the model holds more than the checkpoint.
+            references: what this rank's shards restore to, of tables stored as differences.
         """
         self.lineage.restored(chain, converted, forks)
         self._resolve()
+        tracked = self._target.tracked
+        self._links.restored(chain.manifests, references, tracked, self.quantization)
         self._ranks.on_all_ranks(lambda: self.writer.restored(chain))  # rank 0 writes to the root
         self._last = self.lineage.report(Progress())
         self._fingerprint = None
@@ -165,6 +185,7 @@ class Saver:
             self.lineage.restored(chain, full, forks=False)
             self._ranks.on_all_ranks(lambda: self.writer.restored(chain))
             self._last = self.lineage.report(Progress())
+        self._links.forget()  # images hold none
         self.lineage.id, self.lineage.lossy_restores = lineage, lossy
         self.lineage.losses = losses
         self._resolve()
@@ -228,6 +249,7 @@ class Saver:
             return Begun.UNCHANGED
         proposal = facts[0].proposal
         assert proposal is not None
+        proposal = agreed(proposal, (fact.references for fact in facts), self._delta_tables())
         previous = self.lineage.previous
         known = proposal.header.previous
         if previous is not None and (known is None or known.checksum != previous.checksum):
@@ -283,11 +305,13 @@ class Saver:
         except BaseException as error:
             if save.cut is not None:
                 self._target.tracked.merge(save.cut)
+            self._links.failed(save.links)
             self._note(error, self._must_tell)
             self._forget_running()  # last: after an interruption above, this runs again
             return
         self._failures = 0
         self.lineage.committed(manifest)  # first: the next checkpoint builds on these rows
+        self._links.committed(save.links, manifest)
         if self._image is not None:
             self._image.committed(manifest.id, manifest.lineage, self.lineage.lossy_restores)
         if save.cut is not None:
@@ -370,11 +394,12 @@ class Saver:
         # that never calls ``step`` is always at step 0, whatever was trained.
         again = step > 0 and previous is not None and previous.step == step
         modified = not again or tracked.is_modified(Consumer.LAST)
+        references = self._links.belong_to(tracked, self.quantization)
         if self._ranks.rank != 0 or waiting or busy or failed or hangs:
-            return Facts(step, waiting, busy, hangs, failed, modified, None, False)
+            return Facts(step, waiting, busy, hangs, failed, modified, None, False, references)
         committed = again and self._is_committed(step)
         proposal = self._decide(step)
-        return Facts(step, waiting, busy, hangs, failed, modified, proposal, committed)
+        return Facts(step, waiting, busy, hangs, failed, modified, proposal, committed, references)
 
     def _is_changed(self) -> bool:
         """Tell whether anything but table rows differs from the last checkpoint, on any rank."""
@@ -407,12 +432,20 @@ class Saver:
 
     def _decide(self, step: int) -> Proposal:
         widths = self.quantization.widths(self._rows())
-        return self.writer.propose(self._policy, self._bits, widths, step)
+        deltas, previous = self._delta_tables(), self.lineage.previous
+        others = previous is not None and previous.deltas.keys() != deltas
+        full = others or links_exceed_base(self.lineage.history)
+        return self.writer.propose(Full() if full else self._policy, self._bits, widths, step)
+
+    def _delta_tables(self) -> frozenset[str]:
+        """Name the tables to be stored as differences; the same on all ranks."""
+        return delta_tables(self._target.tracked, self.quantization)
 
     def _take(self, proposal: Proposal, started: float, unite: bool) -> None:
         snapshot: Snapshot | Exception
         cut: Cut | None = None
-        agreed = time.monotonic()
+        links: Transaction | None = None
+        asked = time.monotonic()
         try:
             try:
                 if self._image is not None:  # first: the cut's marks count until it is committed
@@ -420,6 +453,7 @@ class Saver:
                 snapshot, cut = take_snapshot(
                     self._model, self._target.tracked, self._declared, _MARKS[proposal.decision]
                 )
+                links = self._links.begin(proposal, snapshot, self.quantization)
             except Exception as error:
                 snapshot = error
             save = self._background.begin(
@@ -428,14 +462,16 @@ class Saver:
                 cut,
                 self.quantization,
                 started,
-                agreed,
+                asked,
                 before_commit=partial(self.writer.before_commit, proposal),
                 after_commit=self.writer.after_commit,
                 unite=unite,
+                links=links,
             )
             self._running, self._finish_at_exit = save, partial(finish_at_exit, save)
             atexit.register(self._finish_at_exit)
         except BaseException:
+            self._links.failed(links)
             if cut is not None:
                 self._target.tracked.merge(cut)
             else:  # interrupted, possibly after the marks were cut and before they were ours

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.model.tracked_shard import TrackedShard
@@ -122,6 +123,7 @@ class Background:
         before_commit: Callable[[], object],
         after_commit: Callable[[], object],
         unite: bool = False,
+        links: Transaction | None = None,
     ) -> Save:
         """Stage a snapshot and start its background; training may go on afterwards. Call this on
         all ranks.
@@ -136,10 +138,12 @@ class Background:
             before_commit: called on rank 0; raises an error if the commit must not happen.
             after_commit: called on rank 0; raises an error if the commit doesn't count.
             unite: unite the marks of data-parallel tables behind training; the same on all ranks.
+            links: encodes tables stored as differences; kept in the result.
         """
         assert not self.hangs, "the ranks have agreed that all can begin"
         self._thread = None  # its references keep memory
         save = Save(proposal, cut, begun, self._root.patience.apart())
+        save.links = links
         differences = RankDifferences(told=self._told)
         plan = LocalPart(save, differences)
         plan.kept = snapshot

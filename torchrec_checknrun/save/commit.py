@@ -7,11 +7,13 @@ error on one rank is an error on all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
+from torchrec_checknrun.delta.digest import text_of
 from torchrec_checknrun.errors import CheckpointExists, InvalidPlan
-from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.manifest import Manifest, TableDigests
 from torchrec_checknrun.format.names import is_plain_name, require_sequence
 from torchrec_checknrun.format.rank_file import (
     FileSummary,
@@ -64,7 +66,8 @@ def save_checkpoint(
 
     def write() -> FileSummary:
         assert prepared is not None
-        return writer.write(ranks.rank, prepared.jobs(share))
+        summary = writer.write(ranks.rank, prepared.jobs(share))
+        return replace(summary, digests=prepared.digests())
 
     def finish(summaries: list[FileSummary]) -> Manifest:
         assert whole is not None
@@ -177,6 +180,7 @@ class CheckpointWriter:
             states=plan.states,
             dense_bytes=sum(summary.dense_bytes for summary in summaries),
             files=tuple(summary.file for summary in summaries),
+            deltas=_deltas(summaries),
         )
 
 
@@ -188,4 +192,23 @@ def _settings(plan: GlobalPlan, table: str) -> dict[str, Any]:
         "optimizer_step": progress.step if progress else None,
         "learning_rate": progress.learning_rate if progress else None,
         "optimizer_options": dict(progress.options) if progress else {},
+    }
+
+
+def _deltas(summaries: Sequence[FileSummary]) -> dict[str, TableDigests]:
+    """Add up the ranks' digests of tables stored as differences."""
+    sums: dict[str, tuple[int | None, int]] = {}
+    for summary in summaries:
+        for table, (before, after) in summary.digests.items():
+            known = sums.get(table)
+            if known is None:
+                sums[table] = before, after
+                continue
+            if (known[0] is None) != (before is None):
+                raise InvalidPlan(f"some ranks store {table} as differences, others whole")
+            base = None if before is None or known[0] is None else known[0] + before
+            sums[table] = base, known[1] + after
+    return {
+        table: TableDigests(None if before is None else text_of(before), text_of(after))
+        for table, (before, after) in sums.items()
     }

@@ -108,4 +108,6 @@ class LocalPart:
         digests = self.staging.digests()
         self._save.fingerprint = fingerprint(digests, self.summary.progress)
         summary = self.summary.with_digests(digests, self.staging.shared_digests())
-        return Prepared(summary, items, self._differences, self.staging.jobs)
+        links = self._save.links
+        own = dict if links is None else links.digests
+        return Prepared(summary, items, self._differences, self.staging.jobs, own)

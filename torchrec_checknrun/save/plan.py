@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.delta.transaction import TableDigests
 from torchrec_checknrun.errors import InvalidPlan
 from torchrec_checknrun.format.chunk import Path
 from torchrec_checknrun.format.manifest import Header
@@ -133,12 +134,14 @@ class Prepared:
         items: items by name, in writing order.
         differences: the judge of states whose content differs between ranks.
         staged: makes the jobs of named items that are staged; None: items are encoded as they are.
+        digests: returns this rank's digests of tables stored as differences, once all is written.
     """
 
     summary: PlanSummary
     items: Mapping[str, Item]
     differences: RankDifferences = field(default_factory=RankDifferences)
     staged: Callable[[Sequence[str], Settled], Iterator[Job]] | None = None
+    digests: Callable[[], TableDigests] = dict
 
     @property
     def local_plan(self) -> LocalPlan:
@@ -322,8 +325,7 @@ def survey(
     """
     found = {} if found is None else found
     for snapshot in shards:
-        shard = snapshot.shard
-        codec = quantization.for_table(shard.table, shard.shape.rows).codec
+        codec = snapshot.encoding(quantization).codec
         if codec.surveys:
             part = codec.survey(snapshot.sampled)
             if part is not None:

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import NoReturn
 
+from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointExists,
@@ -39,6 +40,7 @@ class Save:
         progress: times of the phases, in seconds since ``begun``.
         fingerprint: this rank's fingerprint of the content beside table rows; None until known.
         rows: rows of the cut that are copied on write; None without any.
+        links: the changes to the references of tables stored as differences; None without any.
         thread: the background thread, once started.
     """
 
@@ -57,6 +59,7 @@ class Save:
         self._error: BaseException | None = None
         self._done = threading.Event()
         self.rows: CutRows | None = None
+        self.links: Transaction | None = None
         self.thread: threading.Thread | None = None
 
     @property

@@ -178,7 +178,7 @@ def _rows_items(
     shards: Iterable[ShardSnapshot], quantization: Quantization, chunk_bytes: int
 ) -> Iterator[tuple[str, RowsItem]]:
     for shard in shards:
-        encoding = quantization.for_table(shard.shard.table, shard.shard.shape.rows)
+        encoding = shard.encoding(quantization)
         for number, (start, stop, count) in enumerate(shard.spans(chunk_bytes)):
             yield f"{shard.shard.name}#{number}", RowsItem(shard, start, stop, count, encoding)
 

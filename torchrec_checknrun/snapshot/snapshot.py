@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchrec_checknrun.codecs import Codec
 from torchrec_checknrun.codecs.base import SampledRows
+from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.errors import SaveFailed, UnsupportedState
 from torchrec_checknrun.format.state_tree import leaves
@@ -51,6 +53,7 @@ class ShardSnapshot:
         copies: the rows as of the cut if they are copied on write.
         later: whether the rows are copied after training goes on, on write or whole.
         place: of a table that all ranks have, the half-open range of rows that is this rank's part.
+        bind: makes the codec that encodes this shard's rows of the table's; None: the table's does.
     """
 
     tracked: TrackedShard | None = None
@@ -58,6 +61,7 @@ class ShardSnapshot:
     copies: ShardCopies | None = None
     later = False
     place: tuple[int, int] | None = None
+    bind: Callable[[Codec], Codec] | None = None
 
     def __init__(self, shard: LocalShard, modified: RowSet | Callable[[], RowSet] | None) -> None:
         self.shard = shard
@@ -104,6 +108,11 @@ class ShardSnapshot:
         assert self.tracked is not None
         found = RowSet.of_bits(rows.numpy(), self.tracked.rectangle.rows)
         self._modified = found if self.place is None else found.part(*self.place)
+
+    def encoding(self, quantization: Quantization) -> TableEncoding:
+        """Return the encoding of the shard's rows."""
+        found = quantization.for_table(self.shard.table, self.shard.shape.rows)
+        return found if self.bind is None else replace(found, codec=self.bind(found.codec))
 
     @functools.cached_property
     def count(self) -> int:
@@ -332,14 +341,24 @@ def _own_part(shard: TrackedShard, cut: Cut, since: Consumer | None) -> ShardSna
         modified = partial(union, selected, local.rectangle.rows)
     place = None
     if local.replicated and dist.is_initialized():
-        rank, world, rows = dist.get_rank(), dist.get_world_size(), local.rectangle.rows
-        start, stop = rows * rank // world, rows * (rank + 1) // world
+        start, stop = own_range(local)
         local, place = local.part(start, stop), (start, stop)
         if modified is not None:
             modified = partial(_part, modified, start, stop)
     snapshot = ShardSnapshot(local, modified)
     snapshot.tracked, snapshot.selected, snapshot.place = shard, selected, place
     return snapshot
+
+
+def own_range(shard: LocalShard) -> tuple[int, int]:
+    """Return the half-open range of positions in a shard that this rank writes: all, or a share of
+    a shard that every rank has.
+    """
+    rows = shard.rectangle.rows
+    if not (shard.replicated and dist.is_initialized()):
+        return 0, rows
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return rows * rank // world, rows * (rank + 1) // world
 
 
 def _part(modified: Callable[[], RowSet], start: int, stop: int) -> RowSet:

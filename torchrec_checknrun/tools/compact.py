@@ -21,6 +21,8 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from torchrec_checknrun.codecs import Exact
+from torchrec_checknrun.delta.references import References
+from torchrec_checknrun.delta.rows import encode_grid
 from torchrec_checknrun.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -39,7 +41,7 @@ from torchrec_checknrun.format.entries import (
     WeightSection,
     unwritten,
 )
-from torchrec_checknrun.format.manifest import Manifest, TableTotals
+from torchrec_checknrun.format.manifest import Manifest, TableDigests, TableTotals, version_of
 from torchrec_checknrun.format.names import MANIFEST_NAME, new_id
 from torchrec_checknrun.format.rank_file import FileSummary, add_totals, write_rank_file
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk
@@ -47,12 +49,14 @@ from torchrec_checknrun.format.row_chunk import RowsHeader, add_exact
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.format.state import raw_bytes
 from torchrec_checknrun.restore.chunks import ChainContent, overlap, read_content
+from torchrec_checknrun.restore.links import newest_rows
 from torchrec_checknrun.root.chain import Chain, check_sizes, newest_required, resolve
 from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoint_report
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.links import ByColumns, build_table
 from torchrec_checknrun.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -76,7 +80,9 @@ def compact(
     own chain, which still needs its own parents; a job that is restored from the new checkpoint
     builds on that.
 
-    Memory: a few chunks as they were written, and of one table at a time a bit for each row.
+    Memory: a few chunks as they were written, and of one table at a time a bit for each row; of a
+    table stored as differences what its rows restore to, about a quarter of the table. Its integers
+    are added up: no row is quantized again.
 
     Args:
         root: the checkpoints' folder or fsspec URL.
@@ -192,6 +198,8 @@ class _Compaction:
         progress: Callable[[int, int], object] | None,
     ) -> None:
         self._root = root
+        self._content = content
+        self._links: dict[str, ByColumns] = {}
         self._chain = content.chain
         self._head = content.chunks[-1]
         self._progress = progress
@@ -223,22 +231,32 @@ class _Compaction:
     ) -> Iterator[EncodedChunk]:
         rows = self._chain.head.tables[table].rows
         done = DoneRows(rows)
+        references = self._built(table).get(columns)
         for chunk, header in chunks:
             start, stop = header.rectangle.row_start, header.rectangle.row_stop
             if not done.contains_range(start, stop):
                 payload = read_chunk(self._root, chunk)
                 stored = StoredRows(header, payload)
                 new = done.add(stored.ids)
-                if new is None:
+                if new is None and not header.is_link:
                     yield EncodedChunk(unwritten(chunk.entry), [payload])
-                elif len(new):
-                    yield select(stored, new)
+                elif new is None or len(new):
+                    chosen = np.arange(header.count) if new is None else new
+                    yield select(stored, chosen, references)
             self._step(chunk)
         if not done.contains_range(0, rows):
             raise CorruptCheckpoint(
                 f"{self._chain.baseline.id} and what builds on it hold {len(done)} of the {rows} "
                 f"rows of {table}, columns {columns[0]} to {columns[1] - 1}: it is not full"
             )
+
+    def _built(self, table: str) -> ByColumns:
+        """Return what the rows of a table stored as differences restore to; empty of others."""
+        if table not in self._chain.head.deltas:
+            return {}
+        if table not in self._links:  # one table at a time
+            self._links = {table: build_table(self._root, self._content, table)}
+        return self._links[table]
 
     def _step(self, chunk: StoredChunk) -> None:
         self._gone_through += chunk.entry.length
@@ -272,7 +290,9 @@ class _Compaction:
                 newer = set.intersection(*states, *([] if newer is None else [newer]))
 
 
-def select(stored: StoredRows, chosen: np.ndarray) -> EncodedChunk:
+def select(
+    stored: StoredRows, chosen: np.ndarray, references: References | None = None
+) -> EncodedChunk:
     """Return some rows of a chunk as a chunk that decodes to the same bits.
 
     Where the codec can't extract rows of a chunk, they are stored decoded; the entry still records
@@ -280,6 +300,7 @@ def select(stored: StoredRows, chosen: np.ndarray) -> EncodedChunk:
 
     Args:
         chosen: ``(n,)`` int64, sorted: positions of the chosen rows, at least one.
+        references: what rows stored as differences restore to; they stand alone in the new chunk.
 
     Raises:
         CorruptCheckpoint: the chunk can't be decoded.
@@ -289,7 +310,7 @@ def select(stored: StoredRows, chosen: np.ndarray) -> EncodedChunk:
     sections = Sections(compressed and header.decoded_bytes <= DECODED_BYTES)
     ids_encoding, ids_bytes = row_ids.encode(ids)
     sections.pieces.append(ids_bytes)
-    weight = _select_weight(stored, chosen, sections)
+    weight = _select_weight(stored, chosen, sections, references)
     optimizer = []
     for state in header.entry.optimizer:
         part = sections.add(raw_bytes(stored.states[state.name].select(chosen).data))
@@ -306,9 +327,15 @@ def select(stored: StoredRows, chosen: np.ndarray) -> EncodedChunk:
     return EncodedChunk(entry, sections.pieces)
 
 
-def _select_weight(stored: StoredRows, chosen: np.ndarray, sections: Sections) -> WeightSection:
+def _select_weight(
+    stored: StoredRows, chosen: np.ndarray, sections: Sections, references: References | None
+) -> WeightSection:
     """Append chosen rows' weights; return their part of the index entry."""
     old = stored.header.entry.weight
+    if references is not None:
+        part = sections.add(raw_bytes(encode_grid(newest_rows(references, stored, chosen))))
+        new = replace(old, parameters=UNSET, exceptions=UNSET)
+        return replace(new, bytes=part.bytes, raw=part.raw)
     encoded = stored.select(chosen)
     if encoded is None:
         part = sections.add(raw_bytes(stored.rows(chosen).weight))
@@ -331,6 +358,7 @@ def _select_weight(stored: StoredRows, chosen: np.ndarray, sections: Sections) -
 
 def _manifest(chain: Chain, name: str, epoch: int, summaries: list[FileSummary]) -> Manifest:
     head = chain.head
+    deltas = {name: TableDigests(None, said.after) for name, said in head.deltas.items()}
     tables: dict[str, TableTotals] = {}
     for table, of_head in head.tables.items():
         total = TableTotals(of_head.rows, of_head.dim)
@@ -363,4 +391,6 @@ def _manifest(chain: Chain, name: str, epoch: int, summaries: list[FileSummary])
         lineage=head.lineage,
         epoch=epoch,
         losses=head.losses,
+        deltas=deltas,
+        format_version=version_of(deltas),
     ).sealed()

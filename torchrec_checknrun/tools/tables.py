@@ -197,9 +197,15 @@ class TableReader:
         rows = RowRestore(content, {self.table: self.table}, Fit())
         rows.states = {self.table: set(self.states)}  # of the table, not only of these chunks
         chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
-        for key in rows.plan(shards, None):
-            read = partial(self._cache.read, chunks[key])
-            rows.load(ReadableChunk(chunks[key], read, nullcontext()), dry_run=False)
+        keys = rows.plan(shards, None)
+
+        def readable(key: str) -> ReadableChunk:
+            return ReadableChunk(chunks[key], partial(self._cache.read, chunks[key]), nullcontext())
+
+        for key in rows.link_keys:
+            rows.build(readable(key))
+        for key in keys:
+            rows.load(readable(key), dry_run=False)
         rows.finish(dry_run=False)
 
     def _within(self, start: int, stop: int) -> tuple[tuple[StoredChunk, ...], ...]:

@@ -26,6 +26,7 @@ from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_index
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import table_problems
+from torchrec_checknrun.restore.rows import decode_all
 from torchrec_checknrun.root.chain import check_sizes, resolve
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import FOLDER
@@ -33,6 +34,7 @@ from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.control_records import find_damage
 from torchrec_checknrun.tools.dense import piece_problems
+from torchrec_checknrun.tools.links import digest_problems
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def verify(
 
     Pins are checked, too. Unreadable content is a problem in the result, and stops nothing else.
 
-    Memory: one chunk at a time, and of one table at a time a bit for each row and range of columns.
+    Memory: one chunk at a time, and of one table at a time a bit for each row and range of columns;
+    of a table stored as differences what its rows restore to, about a quarter of the table.
 
     Args:
         root: the checkpoints' folder or fsspec URL.
@@ -92,6 +95,8 @@ def verify(
     oldest_first = sorted(manifests.values(), key=lambda m: (m.sequence, m.id))
     verification = _Verification(folder, step)
     verified = {manifest.id: verification.verify(manifest) for manifest in oldest_first}
+    for id, problem in digest_problems(folder, manifests):
+        problems.setdefault(id, []).append(problem)
     records = _control_records(folder, manifests)
     found = []
     for id in dict.fromkeys([*reversed(verified), *problems]):
@@ -317,8 +322,7 @@ def _decode(chunk: StoredChunk, payload: memoryview) -> np.ndarray | None:
     entry, header = chunk.entry, chunk.header
     if isinstance(header, RowsHeader):
         rows = StoredRows(header, payload)
-        for _ in rows.blocks(slice(0, rows.header.count)):
-            pass
+        decode_all(rows)
         return rows.ids
     if isinstance(header, BlockHeader):
         decode_block(header, payload)

@@ -82,10 +82,10 @@ def test_methods_with_widths_of_their_own() -> None:
         ({"bits": "auto"}, "chosen from expected_restores: give it"),
         ({"bits": "auto", "expected_restores": -1}, "0 or more, not -1"),
         ({"bits": 4, "expected_restores": float("nan")}, "0 or more, not nan"),
-        ({"bits": 4, "mean_bits": 4.0}, "parameters of method='importance'"),
-        ({"offset": 4.0}, "parameters of method='importance'"),
+        ({"bits": 4, "mean_bits": 4.0}, "parameter of the methods importance"),
+        ({"offset": 4.0}, "parameter of method='importance'"),
         ({"method": "importance", "mean_bits": 4.0, "offset": 4.0}, "not both"),
-        ({"mean_bits": 4.0}, "parameters of method='importance'"),
+        ({"mean_bits": 4.0}, "parameter of the methods importance"),
         ({"method": "importance", "mean_bits": 9.0}, "between 2 and 8, not 9.0"),
         ({"optimizer": "fp16"}, "optimizer must be one of .*'log8'.*not 'fp16'"),
         (

@@ -19,6 +19,7 @@ from torchrec_checknrun.format.manifest import (
     Link,
     Manifest,
     RankFile,
+    TableDigests,
     TableTotals,
     parse_manifest,
 )
@@ -98,7 +99,9 @@ EXAMPLE = Manifest(
 
 def rewritten(change: dict[str, Any], **document: Any) -> bytes:
     """Return the example with other fields and a valid checksum, as a faulty writer would."""
-    content = json.loads(json.dumps({**to_builtins(EXAMPLE), "losses": "missing", **change}))
+    content = json.loads(
+        json.dumps({**to_builtins(EXAMPLE), "losses": "missing", "deltas": "missing", **change})
+    )
     del content["checksum"]
     content = {key: value for key, value in content.items() if value != "missing"}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -130,13 +133,47 @@ def test_a_loss_is_checked(wrong: dict[str, int]) -> None:
             parse_manifest(rewritten({"losses": losses}), "here")
 
 
+def test_digests_are_stored_only_if_there_are_any() -> None:
+    """Older readers refuse a checkpoint of differences, and read all others."""
+    assert b"deltas" not in EXAMPLE.to_bytes()
+    (table,) = list(EXAMPLE.tables)[:1]
+    digests = {table: {"before": "0" * 16, "after": "f" * 16}}
+    parsed = parse_manifest(rewritten({"deltas": digests, "format_version": 2}), "here")
+    assert parsed.deltas == {table: TableDigests("0" * 16, "f" * 16)}
+    assert parse_manifest(parsed.to_bytes(), "here") == parsed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format_version": 1},
+        {"deltas": {}},
+        {"deltas": "missing"},
+        {"deltas": {"no such table": {"before": "0" * 16, "after": "f" * 16}}},
+        {"before": None},
+        {"before": 0},
+        {"after": "f" * 15},
+        {"after": None},
+        {"between": "0" * 16},
+    ],
+)
+def test_digests_are_checked(change: dict[str, Any]) -> None:
+    (table,) = list(EXAMPLE.tables)[:1]
+    known = {"deltas", "format_version"}
+    of_table = {k: v for k, v in change.items() if k not in known}
+    whole = {k: v for k, v in change.items() if k in known}
+    deltas = {table: {"before": "0" * 16, "after": "f" * 16, **of_table}}
+    with pytest.raises(CorruptCheckpoint, match="here"):
+        parse_manifest(rewritten({"deltas": deltas, "format_version": 2, **whole}), "here")
+
+
 def test_the_format_can_be_read_without_this_package() -> None:
     document = json.loads(EXAMPLE.to_bytes())
     canonical = json.dumps(
         document["manifest"], sort_keys=True, separators=(",", ":"), ensure_ascii=False
     )
     assert document["checksum"] == xxhash.xxh3_128_hexdigest(canonical.encode())
-    assert document["manifest"]["format_version"] == FORMAT_VERSION == 1
+    assert document["manifest"]["format_version"] == 1
     assert parse_manifest(rewritten({}), "here") == EXAMPLE
 
 
@@ -204,10 +241,10 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0, -1, "1", 1.0, True, None])
 def test_other_versions_are_refused(version: object) -> None:
     """Refuse any fields of a newer version, which this release can't check."""
-    with pytest.raises(UnsupportedFormat, match=r"here .* reads 1 to 1: upgrade"):
+    with pytest.raises(UnsupportedFormat, match=r"here .* reads 1 to 2: upgrade"):
         parse_manifest(rewritten({"format_version": version, "kind": "sparse"}), "here")
-    newer = {"manifest": {"format_version": 2, "entirely": "different"}, "checksum": "sha"}
-    with pytest.raises(UnsupportedFormat, match="version 2"):
+    newer = {"manifest": {"format_version": 3, "entirely": "different"}, "checksum": "sha"}
+    with pytest.raises(UnsupportedFormat, match="version 3"):
         parse_manifest(json.dumps(newer).encode(), "here")
 
 

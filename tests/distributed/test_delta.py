@@ -1,0 +1,184 @@
+"""Tables stored as differences on several ranks: 4, then 2, then 3, and other plans in between."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.layouts import build
+from tests.distributed.test_layouts import NAMES, SPEC, layout
+from tests.distributed.worker_pool import WorkerPool
+from tests.unit.run.deltas import delta, pieces
+from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.save import background
+from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.tools.verify import verify
+
+Workers = Callable[[int], WorkerPool]
+
+
+def saving(root: str, job: Any) -> Checkpointer:
+    return Checkpointer(
+        root,
+        model=job.model,
+        retention=None,
+        state={"optimizer": job.optimizer},
+        quantization=delta(),
+        chunk_bytes=1500,
+    )
+
+
+def keep(saver: Checkpointer, path: str) -> None:
+    """Store what this rank's rows must restore to."""
+    found = {}
+    for shard in saver._target.tracked.shards:
+        for place, values in pieces(saver, shard):
+            where = [place.row_start, place.row_stop, place.col_start, place.col_stop]
+            found["|".join([shard.table, *map(str, where)])] = values
+    np.savez(f"{path}-{dist.get_rank()}.npz", **found)  # type: ignore[arg-type]  # names are text
+
+
+def wholes(path: str) -> dict[str, np.ndarray]:
+    """Put the tables together that all ranks of a life have kept."""
+    found: dict[str, np.ndarray] = {}
+    for file in sorted(Path(path).parent.glob(f"{Path(path).name}-*.npz")):
+        with np.load(file) as parts:
+            for name, values in parts.items():
+                table, *where = name.split("|")
+                top, bottom, left, right = map(int, where)
+                shape = next(t for n, t in SPEC.table_paths.items() if n == table)
+                whole = found.setdefault(
+                    table, np.full((shape.rows, shape.dim), np.nan, np.float32)
+                )
+                whole[top:bottom, left:right] = values
+    return found
+
+
+def life(
+    root: str, target: dict[str, Any], kept: str | None, into: str, saves: int, fail: bool
+) -> list[str]:
+    """Restore what another life has kept, save links with failures between them, keep the last.
+
+    Returns:
+        Kinds of the checkpoints.
+    """
+    job = build(SPEC.to_json(), target, seed=77)
+    kinds = []
+    with saving(root, job) as saver:
+        assert (saver.restore() is None) == (kept is None)
+        if kept is not None:
+            wanted = wholes(kept)
+            for shard in saver._target.tracked.shards:
+                place = shard.rectangle
+                part = wanted[shard.table][
+                    place.row_start : place.row_stop, place.col_start : place.col_stop
+                ]
+                found = shard.local.weight.detach().numpy()
+                assert found.tobytes() == np.ascontiguousarray(part).tobytes(), shard.local.name
+        for number in range(saves):
+            job.train(1)
+            saver.step()
+            if fail and number:
+                one_rank_fails(saver)
+                job.train(1)
+                saver.step()
+            kinds.append(saver.save().kind)
+        keep(saver, into)
+    return kinds
+
+
+def one_rank_fails(saver: Checkpointer) -> None:
+    """Save while one rank can't write, after it has encoded its rows."""
+    write = background.write_rank_file
+
+    def failing(*arguments: Any) -> Any:
+        summary = write(*arguments)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError(28, "no space left, says the test")
+        return summary
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "write_rank_file", failing)
+        with pytest.raises(SaveFailed):
+            saver.save()
+
+
+def lives(workers: Workers, folder: Path, plan: list[tuple[str, int]], fail: bool) -> None:
+    root, kept = str(folder / "run"), None
+    for number, (kind, ranks) in enumerate(plan):
+        into = str(folder / f"kept{number}")
+        place = asdict(layout(kind, ranks))
+        arguments: dict[str, Any] = {"root": root, "target": place, "kept": kept}
+        kinds = workers(ranks).run(life, **arguments, into=into, saves=3, fail=fail, timeout=240.0)
+        assert kinds[0].count("differential") >= 1, kinds
+        (folder / f"kinds{number}").write_text(json.dumps(kinds))
+        kept = into
+        if number == 1:
+            compact(root)
+    assert [problem for found in verify(root) for problem in found.problems] == []
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [("row_wise", 4), ("row_wise", 2), ("row_wise", 3)],
+        [("column_4", 4), ("table_wise", 2), ("column_2", 3)],
+        [("mixed", 2), ("data_parallel", 2), ("mixed", 4)],
+        [("grid", 4), ("table_row_wise", 2), ("row_wise", 3)],
+    ],
+    ids=lambda plan: " ".join(f"{kind}:{ranks}" for kind, ranks in plan),
+)
+def test_any_ranks_and_columns(
+    workers: Workers, tmp_path: Path, plan: list[tuple[str, int]]
+) -> None:
+    assert len(NAMES) == len(SPEC.table_paths)
+    lives(workers, tmp_path, plan, fail=False)
+
+
+def test_a_rank_fails_between_links(workers: Workers, tmp_path: Path) -> None:
+    lives(workers, tmp_path, [("row_wise", 2), ("mixed", 2), ("row_wise", 3)], fail=True)
+
+
+def unknown_outcome(root: str, target: dict[str, Any], into: str) -> list[str]:
+    """Let one rank hear of a failure though rank 0 has committed, then the other way round."""
+    job = build(SPEC.to_json(), target, seed=77)
+    kinds = []
+    with saving(root, job) as saver:
+        for number in range(5):
+            job.train(1)
+            saver.step()
+            saver.save(wait=False)
+            running = saver._saver.running
+            assert running is not None
+            running.wait()
+            if number in (2, 3) and dist.get_rank() == number - 2:
+                running._error, running._manifest = SaveFailed("says the test"), None
+            try:
+                report = saver.wait()
+            except SaveFailed:
+                kinds.append("unknown")
+            else:
+                assert report is not None
+                kinds.append(report.kind)
+        keep(saver, into)
+    return kinds
+
+
+def test_ranks_that_disagree_on_a_commit_begin_a_base(workers: Workers, tmp_path: Path) -> None:
+    """A chain goes on only from a checkpoint that all ranks know."""
+    target, into = asdict(layout("row_wise", 2)), str(tmp_path / "kept")
+    kinds = workers(2).run(unknown_outcome, root=str(tmp_path / "run"), target=target, into=into)
+    assert kinds == [
+        ["full", "differential", "unknown", "full", "full"],
+        ["full", "differential", "differential", "unknown", "full"],
+    ]
+    arguments: dict[str, Any] = {"root": str(tmp_path / "run"), "target": target, "kept": into}
+    workers(2).run(life, **arguments, into=str(tmp_path / "last"), saves=1, fail=False)

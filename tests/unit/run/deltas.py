@@ -1,0 +1,98 @@
+"""Jobs whose tables are stored as differences, and what their checkpoints must restore to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
+from torchrec_checknrun import Checkpointer, Quantization
+from torchrec_checknrun.delta.rows import Kind, values_of
+from torchrec_checknrun.shards import Rectangle
+from torchrec_checknrun.tracking import TrackedShard
+
+STEP = 2.0**-9
+TABLES = (TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 25, 16, ("f1", "f0")))
+SPEC = ModelSpec((CollectionSpec("c", TABLES),))
+
+Tables = dict[str, np.ndarray]
+
+
+def make_job(seed: int = 0, spec: ModelSpec = SPEC) -> Job:
+    return Job.build(spec, uniform_plan(spec, "table_wise", 1), seed=seed)
+
+
+def delta(**options: Any) -> Quantization:
+    chosen: dict[str, Any] = {"method": "delta", "exact_below_rows": 0, **options}
+    if not {"mean_bits", "loss"} & options.keys():
+        chosen.setdefault("step", STEP)
+    return Quantization(**chosen)
+
+
+def saving(root: Path | str, job: Job, **options: Any) -> Checkpointer:
+    options = {"retention": None, "chunk_bytes": 2000, "quantization": delta(), **options}
+    return Checkpointer(root, model=job.model, state={"optimizer": job.optimizer}, **options)
+
+
+def train(job: Job, saver: Checkpointer, steps: int = 1) -> None:
+    for _ in range(steps):
+        job.train()
+        saver.step()
+
+
+def live(saver: Checkpointer) -> Tables:
+    """Copy this rank's rows of all tables, with the optimizer's state."""
+    found: Tables = {}
+    for shard in saver._target.tracked.shards:
+        found[shard.local.name] = shard.local.weight.detach().numpy().copy()
+        for name, state in shard.local.optimizer.items():
+            found[f"{shard.local.name}/{name}"] = state.detach().numpy().copy()
+    return found
+
+
+def expected(saver: Checkpointer) -> Tables:
+    """Return what a restore must give: integers times steps, or the bits of untrained rows.
+
+    The live rows must be within half a step, which is at most the one asked for.
+    """
+    found = live(saver)
+    for shard in saver._target.tracked.shards:
+        for place, values in pieces(saver, shard):
+            start = place.row_start - shard.rectangle.row_start
+            found[shard.local.name][start : start + place.rows] = values
+    return found
+
+
+def pieces(saver: Checkpointer, shard: TrackedShard) -> Iterator[tuple[Rectangle, np.ndarray]]:
+    """Yield this rank's parts of a shard, and what their rows must restore to."""
+    for (table, place), references in saver._saver._links._held.items():
+        if table != shard.table or shard.rectangle.intersect(place) != place:
+            continue
+        start = place.row_start - shard.rectangle.row_start
+        weight = shard.local.weight.detach()[start : start + place.rows].numpy()
+        rows = references.gather(np.arange(place.rows))
+        assert (rows.kind != Kind.NONE).all()
+        restored = values_of(rows, torch.float32).numpy()
+        exact = rows.kind == Kind.VERBATIM
+        steps = np.exp2(rows.exponent.astype(float))[:, None]
+        assert (abs(restored - weight.astype(float)) <= steps / 2)[~exact].all()
+        restored[exact] = weight[exact]
+        yield place, restored
+
+
+def restored(root: Path | str, checkpoint: str | None = None, **options: Any) -> Tables:
+    """Restore into a new process's model; return its rows."""
+    other = make_job(seed=7, **options)
+    with saving(root, other) as saver:
+        assert saver.restore(checkpoint) is not None
+        return live(saver)
+
+
+def same(found: Tables, wanted: Tables) -> list[str]:
+    """Name what differs in any bit."""
+    assert found.keys() == wanted.keys()
+    return [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]

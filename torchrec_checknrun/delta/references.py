@@ -1,0 +1,253 @@
+"""Keep in memory what a shard's rows restore to: the predecessors of the next link.
+
+A row takes a byte for each code and two more. Rows with codes beyond a byte lie in memory beside,
+as 16 or 32 bits a code; of a row stored bit for bit only the digest is kept, since nothing builds
+on such a row. So the predecessors of fp32 tables take little more than a quarter of the tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from torchrec_checknrun.delta.digest import WORD, row_digests, total
+from torchrec_checknrun.delta.rows import Grid, Kind
+from torchrec_checknrun.shards import Rectangle
+
+_BIAS = 150
+"""Added to exponents, which then fit into a byte."""
+_LEAST_SLOT = 8
+"""Bytes of the narrowest row: a digest, or a place beside."""
+_BESIDE_PART = 8
+"""One of so many rows is expected to lie beside, in 16 bits a code."""
+
+
+class _Form(IntEnum):
+    """How a row is kept."""
+
+    NONE = 0
+    BYTES = 1
+    SHORT = 2
+    LONG = 3
+    DIGEST = 4
+
+
+_TYPES = {_Form.SHORT: np.int16, _Form.LONG: np.int32}
+
+
+@dataclass
+class Record:
+    """Some rows of references as they were, to be put back.
+
+    Attributes:
+        positions: ``(n,)`` int64.
+        forms, exponents: ``(n,)`` uint8, as kept.
+        slots: ``(n, bytes)`` uint8, as kept; without meaning for rows that lie beside.
+        beside: the rows' codes, by form.
+    """
+
+    positions: np.ndarray
+    forms: np.ndarray
+    exponents: np.ndarray
+    slots: np.ndarray
+    beside: dict[_Form, np.ndarray]
+
+
+class References:
+    """What the rows of one shard restore to.
+
+    Args:
+        table: the table's name.
+        rectangle: the shard's rows and columns.
+
+    Attributes:
+        digest: of all rows, modulo 2**64.
+    """
+
+    def __init__(self, table: str, rectangle: Rectangle) -> None:
+        self.table = table
+        self.rectangle = rectangle
+        self.columns = (rectangle.col_start, rectangle.col_stop)
+        n, cols = rectangle.rows, rectangle.cols
+        self._forms = np.zeros(n, np.uint8)
+        self._exponents = np.zeros(n, np.uint8)
+        self._slots = np.zeros((n, max(_LEAST_SLOT, cols)), np.uint8)
+        self._beside = {form: _Beside(cols, dtype) for form, dtype in _TYPES.items()}
+        self.digest = 0
+
+    @staticmethod
+    def expected_bytes(rectangle: Rectangle) -> int:
+        """Estimate the memory for a shard's rows; an eighth is taken to need 16 bits a code."""
+        row = 2 + max(_LEAST_SLOT, rectangle.cols) + 2 * rectangle.cols // _BESIDE_PART
+        return rectangle.rows * row
+
+    @property
+    def bytes(self) -> int:
+        """Memory that is taken."""
+        beside = sum(rows.bytes for rows in self._beside.values())
+        return self._forms.nbytes + self._exponents.nbytes + self._slots.nbytes + beside
+
+    def clear(self) -> None:
+        """Forget all rows; the memory stays for the next ones."""
+        self._forms[:] = _Form.NONE
+        for rows in self._beside.values():
+            rows.clear()
+        self.digest = 0
+
+    def gather(self, positions: np.ndarray) -> Grid:
+        """Return rows by position in the shard, ``(n,)`` int64.
+
+        The codes of rows stored bit for bit are not known, and 0.
+        """
+        forms = self._forms[positions]
+        found = Grid.none(len(positions), self.rectangle.cols)
+        near = forms == _Form.BYTES
+        found.codes[near] = self._slots[positions[near], : self.rectangle.cols].view(np.int8)
+        for form, rows in self._beside.items():
+            here = forms == form
+            if here.any():
+                found.codes[here] = rows.at(self._words(positions[here]).astype(np.int64))
+        on_grid = (forms != _Form.NONE) & (forms != _Form.DIGEST)
+        found.kind[on_grid] = Kind.GRID
+        found.kind[forms == _Form.DIGEST] = Kind.VERBATIM
+        exponents = self._exponents[positions].astype(np.int16) - _BIAS
+        found.exponent[on_grid] = exponents[on_grid]
+        return found
+
+    def scatter(self, positions: np.ndarray, rows: Grid) -> None:
+        """Replace rows by position in the shard, ``(n,)`` int64, all different."""
+        self.digest = (self.digest - total(self.digests(positions))) % WORD
+        self._release(positions)
+        largest = np.abs(rows.codes.astype(np.int64)).max(axis=1, initial=0)
+        forms = np.full(len(positions), _Form.BYTES, np.uint8)
+        forms[largest > np.iinfo(np.int8).max] = _Form.SHORT
+        forms[largest > np.iinfo(np.int16).max] = _Form.LONG
+        forms[rows.kind == Kind.VERBATIM] = _Form.DIGEST
+        forms[rows.kind == Kind.NONE] = _Form.NONE
+        self._forms[positions] = forms
+        self._exponents[positions] = np.where(rows.kind == Kind.GRID, rows.exponent + _BIAS, 0)
+        near = forms == _Form.BYTES
+        codes = rows.codes[near].astype(np.int8).view(np.uint8)
+        self._slots[positions[near], : self.rectangle.cols] = codes
+        for form, beside in self._beside.items():
+            here = forms == form
+            if here.any():
+                self._set_words(positions[here], beside.add(rows.codes[here]))
+        digests = row_digests(positions + self.rectangle.row_start, self.columns, rows)
+        exact = forms == _Form.DIGEST
+        self._set_words(positions[exact], digests[exact])
+        self.digest = (self.digest + total(digests)) % WORD
+
+    def digests(self, positions: np.ndarray) -> np.ndarray:
+        """Return rows' digests by position, ``(n,)`` uint64."""
+        rows = self.gather(positions)
+        found = row_digests(positions + self.rectangle.row_start, self.columns, rows)
+        exact = rows.kind == Kind.VERBATIM
+        found[exact] = self._words(positions[exact])
+        return found
+
+    def record(self, positions: np.ndarray) -> Record:
+        """Copy rows, to be put back."""
+        forms = self._forms[positions]
+        beside = {
+            form: rows.at(self._words(positions[forms == form]).astype(np.int64))
+            for form, rows in self._beside.items()
+        }
+        slots = self._slots[positions]
+        return Record(positions, forms, self._exponents[positions], slots, beside)
+
+    def put_back(self, record: Record) -> None:
+        """Replace rows by recorded ones; the caller sees to the digest."""
+        positions = record.positions
+        self._release(positions)
+        self._forms[positions] = record.forms
+        self._exponents[positions] = record.exponents
+        self._slots[positions] = record.slots
+        for form, codes in record.beside.items():
+            here = record.forms == form
+            if here.any():
+                self._set_words(positions[here], self._beside[form].add(codes))
+
+    def part(self, rectangle: Rectangle) -> References:
+        """Copy a range of the rows."""
+        if rectangle == self.rectangle:
+            return self
+        start = rectangle.row_start - self.rectangle.row_start
+        found = References(self.table, rectangle)
+        for at in range(0, rectangle.rows, _BLOCK_ROWS):
+            here = np.arange(at, min(at + _BLOCK_ROWS, rectangle.rows))
+            record = self.record(here + start)
+            found.digest = (found.digest + total(self.digests(record.positions))) % WORD
+            record.positions = here
+            found.put_back(record)
+        return found
+
+    def _release(self, positions: np.ndarray) -> None:
+        """Give up what rows take beside."""
+        forms = self._forms[positions]
+        for form, rows in self._beside.items():
+            here = forms == form
+            if here.any():
+                rows.release(self._words(positions[here]).astype(np.int64))
+
+    def _words(self, positions: np.ndarray) -> np.ndarray:
+        """Return the 64 bits at the start of rows' slots, ``(n,)`` uint64."""
+        words = np.ascontiguousarray(self._slots[positions, :_LEAST_SLOT])
+        found: np.ndarray = words.view(np.uint64)[:, 0]
+        return found
+
+    def _set_words(self, positions: np.ndarray, words: np.ndarray) -> None:
+        wide = np.ascontiguousarray(words).astype(np.uint64).view(np.uint8)
+        self._slots[positions, :_LEAST_SLOT] = wide.reshape(-1, _LEAST_SLOT)
+
+
+_BLOCK_ROWS = 1 << 16
+"""Rows that are copied at a time."""
+
+
+class _Beside:
+    """Rows of wider codes, at places of their own."""
+
+    def __init__(self, cols: int, dtype: type[np.int16 | np.int32]) -> None:
+        self._rows = np.empty((0, cols), dtype)
+        self._used = 0
+        self._free: list[np.ndarray] = []
+
+    @property
+    def bytes(self) -> int:
+        return self._rows.nbytes
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self._rows[places]
+        return found
+
+    def add(self, codes: np.ndarray) -> np.ndarray:
+        """Add rows; return their places."""
+        places = [np.empty(0, np.int64)]
+        wanted = len(codes)
+        while wanted and self._free:
+            free = self._free.pop()
+            places.append(free[:wanted])
+            if len(free) > wanted:
+                self._free.append(free[wanted:])
+            wanted -= len(places[-1])
+        if self._used + wanted > len(self._rows):
+            grown = max(self._used + wanted, len(self._rows) + len(self._rows) // 4)
+            rows = np.empty((grown, self._rows.shape[1]), self._rows.dtype)
+            rows[: self._used] = self._rows[: self._used]
+            self._rows = rows
+        places.append(np.arange(self._used, self._used + wanted))
+        self._used += wanted
+        found = np.concatenate(places)
+        self._rows[found] = codes
+        return found
+
+    def release(self, places: np.ndarray) -> None:
+        """Free places."""
+        self._free.append(places)
+
+    def clear(self) -> None:
+        """Free all places."""
+        self._used, self._free = 0, []

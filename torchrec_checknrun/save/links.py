@@ -1,0 +1,270 @@
+"""Hold what this rank's shards restore to, for the tables stored as differences, between saves.
+
+The training thread asks whether the next checkpoint can be a link, begins its changes at the cut,
+and ends them once the outcome is known. The references belong to one checkpoint: the one that was
+committed or restored last. Whatever doesn't lead from there to the next checkpoint (a failed base,
+other shards, a rank that never heard of a commit, images) makes that one a base.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from torchrec_checknrun.codecs import Codec, Delta, Fisher
+from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.delta.references import References
+from torchrec_checknrun.delta.rows import Grid
+from torchrec_checknrun.delta.transaction import Transaction
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.root.lineage import Proposal
+from torchrec_checknrun.root.policy import Decision
+from torchrec_checknrun.shards import LocalShard, Rectangle
+from torchrec_checknrun.snapshot.snapshot import Snapshot, own_range
+
+REFERENCE_SHARES = 2
+"""Default memory for references, in default budgets for saves: half of the free memory."""
+NO_LINKS = ""
+"""Stands for the checkpoint of a rank's references where no table is stored as differences."""
+
+_Key = tuple[str, Rectangle]
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    """Encodes one shard's rows within a transaction."""
+
+    transaction: Transaction
+    references: References
+
+    @property
+    def base(self) -> bool:
+        return self.transaction.base
+
+    def encode(
+        self, ids: torch.Tensor, weight: torch.Tensor, wanted: np.ndarray
+    ) -> tuple[torch.Tensor, Grid]:
+        return self.transaction.encode(self.references, ids, weight, wanted)
+
+
+class HeldReferences:
+    """The references of this rank's shards, and the checkpoint that they belong to."""
+
+    def __init__(self) -> None:
+        self._checkpoint: str | None = None
+        """The manifest's checksum; None: the next checkpoint must be a base."""
+        self._held: dict[_Key, References] = {}
+        self._rates: dict[str, float] = {}
+        """By table, the largest learning rate of a save since the base."""
+        self._constants: dict[str, float] = {}
+        """By table, the settled constant of the base's codec."""
+
+    def belong_to(self, tracked: TrackedModel, quantization: Quantization) -> str | None:
+        """Return the checksum of the checkpoint that the next one can be a link to; None if it must
+        be a base, ``NO_LINKS`` without tables stored as differences.
+        """
+        if not delta_tables(tracked, quantization):
+            return NO_LINKS
+        wanted = _keys(tracked, quantization)
+        return self._checkpoint if self._held.keys() == wanted.keys() else None
+
+    def begin(
+        self,
+        proposal: Proposal,
+        snapshot: Snapshot,
+        quantization: Quantization,
+    ) -> Transaction | None:
+        """Begin a save: have the snapshot's shards encoded upon their references, and limit steps
+        by the learning rates.
+
+        Returns:
+            The save's changes; None without tables stored as differences.
+        """
+        base = proposal.header.parent is None
+        found: dict[_Key, References] = {}
+        rates: dict[str, float] = {} if base else dict(self._rates)
+        for each in snapshot.shards:
+            codec = _codec_of(each.shard, quantization)
+            clock = snapshot.progress.get(each.shard.table)
+            if isinstance(codec, Fisher) and clock is not None and clock.learning_rate:
+                rates[each.shard.table] = max(rates.get(each.shard.table, 0.0), clock.learning_rate)
+            if isinstance(codec, Delta) and each.shard.rectangle.area:
+                key = each.shard.table, each.shard.rectangle
+                assert base or key in self._held, f"{each.shard} has no references"
+                found[key] = self._held[key] if key in self._held else References(*key)
+        self._rates, self._held = rates, found
+        if base:
+            self._checkpoint, self._constants = None, {}
+        names = {name: shape.rows for name, shape in snapshot.tables.items()}
+        chained = any(quantization.for_table(name, n).codec.chained for name, n in names.items())
+        changes = Transaction(found.values(), base) if chained else None
+        for each in snapshot.shards:
+            codec = _codec_of(each.shard, quantization)
+            if isinstance(codec, Fisher):
+                references = found.get((each.shard.table, each.shard.rectangle))
+                each.bind = partial(self._bound, each.shard.table, changes, references)
+        return changes
+
+    def _bound(
+        self,
+        table: str,
+        changes: Transaction | None,
+        references: References | None,
+        codec: Codec,
+    ) -> Codec:
+        """Return the codec of a table at this cut."""
+        assert isinstance(codec, Fisher)
+        codec = codec.at_rate(self._rates.get(table))
+        if references is None:
+            return codec
+        assert isinstance(codec, Delta)
+        assert changes is not None
+        return codec.upon(_Recorder(changes, references), self._constants.get(table))
+
+    def committed(self, changes: Transaction | None, manifest: Manifest) -> None:
+        """Keep the changes of a save that is committed."""
+        if changes is None:
+            return
+        changes.keep()
+        self._checkpoint = manifest.checksum
+        self._constants |= constants_of(manifest)
+
+    def failed(self, changes: Transaction | None) -> None:
+        """Undo the changes of a save that was not committed, or may not have been."""
+        if changes is None:
+            return
+        changes.undo()
+        if changes.base:
+            self._checkpoint = None
+
+    def restored(
+        self,
+        manifests: tuple[Manifest, ...],
+        references: Iterable[References],
+        tracked: TrackedModel,
+        quantization: Quantization,
+    ) -> None:
+        """Take the references of a restored chain's head.
+
+        Args:
+            manifests: the chain, oldest first.
+            references: of shards with the columns that were stored.
+        """
+        self.forget()
+        tables = delta_tables(tracked, quantization)
+        if not tables or manifests[-1].deltas.keys() != tables:
+            return
+        wanted = _keys(tracked, quantization)
+        for one in references:
+            for key, place in wanted.items():
+                if one.table == key[0] and _holds(one.rectangle, place):
+                    self._held[key] = one.part(place)
+        if self._held.keys() != wanted.keys():
+            self.forget()
+            return
+        self._checkpoint = manifests[-1].checksum
+        for manifest in manifests:
+            self._constants |= constants_of(manifest)
+            for name, table in manifest.tables.items():
+                self._rates[name] = max(self._rates.get(name, 0.0), table.learning_rate or 0.0)
+
+    def forget(self) -> None:
+        """Forget everything: the next checkpoint is a base."""
+        self._checkpoint, self._held, self._rates, self._constants = None, {}, {}, {}
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the references."""
+        return sum(one.bytes for one in self._held.values())
+
+
+def agreed(proposal: Proposal, known: Iterable[str | None], deltas: frozenset[str]) -> Proposal:
+    """Return the proposal that all ranks can follow: a base in place of a link that some can't.
+
+    Args:
+        known: what each rank's references belong to.
+        deltas: tables to be stored as differences.
+    """
+    header = proposal.header
+    if not deltas or header.parent is None:
+        return proposal
+    is_link = proposal.decision is Decision.SINCE_LAST
+    if is_link and all(one == header.parent.checksum for one in known):
+        return proposal
+    full = replace(header, kind="full", parent=None, earlier_fractions=())
+    return replace(proposal, header=full, decision=Decision.FULL)
+
+
+def links_exceed_base(history: tuple[Manifest, ...]) -> bool:
+    """Tell whether the tables' links since the last base have more bytes than the base."""
+    if not history:
+        return False
+    base, *links = (_delta_bytes(manifest) for manifest in history)
+    return sum(links) > base
+
+
+def delta_tables(tracked: TrackedModel, quantization: Quantization) -> frozenset[str]:
+    """Name the tables to be stored as differences."""
+    return frozenset(
+        name
+        for name, shape in tracked.tables.items()
+        if quantization.for_table(name, shape.rows).codec.chained
+    )
+
+
+def constants_of(manifest: Manifest) -> dict[str, float]:
+    """Return the settled constants of the codecs of a checkpoint's tables stored as differences."""
+    found: dict[str, float] = {}
+    for name in manifest.deltas:
+        for spec in manifest.tables[name].codecs:
+            constant = spec.get("constant")
+            if isinstance(constant, float) and 0 < constant < math.inf:
+                found[name] = constant
+    return found
+
+
+def too_large(tracked: TrackedModel, quantization: Quantization, most: int) -> list[str]:
+    """Name the tables whose references don't fit into memory beside those of smaller ones."""
+    sizes: dict[str, int] = {}
+    for table, place in _keys(tracked, quantization):
+        sizes[table] = sizes.get(table, 0) + References.expected_bytes(place)
+    left, beyond = most, []
+    for table in sorted(sizes, key=lambda name: (sizes[name], name)):
+        if sizes[table] <= left:
+            left -= sizes[table]
+        else:
+            beyond.append(table)
+    return beyond
+
+
+def _delta_bytes(manifest: Manifest) -> int:
+    tables = (manifest.tables[name] for name in manifest.deltas)
+    return sum(t.weight_bytes + t.ids_bytes + t.optimizer_bytes for t in tables)
+
+
+def _keys(tracked: TrackedModel, quantization: Quantization) -> dict[_Key, Rectangle]:
+    """Return the places of this rank's parts of tables stored as differences."""
+    keys = {}
+    for shard in tracked.shards:
+        if _codec_of(shard.local, quantization).chained:
+            whole = shard.local.rectangle
+            start, stop = (whole.row_start + at for at in own_range(shard.local))
+            place = replace(whole, row_start=start, row_stop=stop)
+            if not place.area:
+                continue
+            keys[shard.table, place] = place
+    return keys
+
+
+def _codec_of(shard: LocalShard, quantization: Quantization) -> Codec:
+    return quantization.for_table(shard.table, shard.shape.rows).codec
+
+
+def _holds(whole: Rectangle, part: Rectangle) -> bool:
+    return whole.intersect(part) == part

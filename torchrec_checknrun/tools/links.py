@@ -1,0 +1,130 @@
+"""Build the rows of tables stored as differences from storage, without a model or ranks.
+
+Memory: the references of one table, a little more than a quarter of the table in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torchrec_checknrun.delta.digest import text_of
+from torchrec_checknrun.delta.references import References
+from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk
+from torchrec_checknrun.format.row_chunk import RowsHeader
+from torchrec_checknrun.format.row_reader import StoredRows
+from torchrec_checknrun.restore.chunks import ChainContent, read_content
+from torchrec_checknrun.root.chain import Chain
+from torchrec_checknrun.shards import Rectangle
+from torchrec_checknrun.store.folder import Folder
+
+ByColumns = dict[Columns, References]
+
+
+class TableLinks:
+    """One table of a chain, built up checkpoint by checkpoint.
+
+    Attributes:
+        by_columns: what the rows restore to, by their range of columns.
+    """
+
+    def __init__(self, root: Folder, table: str, rows: int) -> None:
+        self._root = root
+        self._table, self._rows = table, rows
+        self.by_columns: ByColumns = {}
+
+    @property
+    def digest(self) -> str:
+        """The digest of all rows, as a manifest has it."""
+        return text_of(sum(one.digest for one in self.by_columns.values()))
+
+    def add(self, chunks: Iterable[StoredChunk]) -> None:
+        """Add a checkpoint's chunks of the table.
+
+        Raises:
+            CorruptCheckpoint: a chunk is damaged, or doesn't follow what was added.
+        """
+        for chunk in chunks:
+            header = chunk.header
+            if not isinstance(header, RowsHeader) or header.table != self._table:
+                continue
+            if not header.codec.chained:
+                raise CorruptCheckpoint(
+                    f"{chunk.checkpoint}/{chunk.file}, chunk {chunk.number}: rows of {self._table} "
+                    "that nothing can build on, in a table that is stored as differences"
+                )
+            stored = StoredRows(header, read_chunk(self._root, chunk))
+            columns = header.rectangle.col_start, header.rectangle.col_stop
+            if columns not in self.by_columns:
+                place = Rectangle(0, self._rows, *columns)
+                self.by_columns[columns] = References(self._table, place)
+            references = self.by_columns[columns]
+            before = references.gather(stored.ids) if header.is_link else None
+            references.scatter(stored.ids, stored.grid(before, slice(0, header.count)))
+
+
+def build_table(root: Folder, content: ChainContent, table: str) -> ByColumns:
+    """Build what a table's rows restore to, by their range of columns.
+
+    Raises:
+        CorruptCheckpoint: a chunk is damaged, or the rows are not those of the chain's head.
+    """
+    head = content.chain.head
+    links = TableLinks(root, table, head.tables[table].rows)
+    for chunks in content.chunks:
+        links.add(chunks)
+    if problem := _mismatch(head, table, links.digest):
+        raise CorruptCheckpoint(problem)
+    return links.by_columns
+
+
+def digest_problems(root: Folder, manifests: Mapping[str, Manifest]) -> Iterator[tuple[str, str]]:
+    """Build the tables of all chains; yield the ids of checkpoints whose rows have other digests
+    than their manifests say, or can't be built, each with the problem.
+    """
+    parents = {m.parent.id for m in manifests.values() if m.parent is not None}
+    for head in manifests.values():
+        if head.deltas and head.id not in parents:
+            chain = _chain(head, manifests)
+            if chain is not None:
+                yield from _chain_problems(root, chain)
+
+
+def _chain_problems(root: Folder, chain: Chain) -> Iterator[tuple[str, str]]:
+    try:
+        content = read_content(root, chain)
+    except (CheckNRunError, OSError):
+        return  # reported with the checkpoint's own chunks
+    for table in chain.head.deltas:
+        links = TableLinks(root, table, chain.head.tables[table].rows)
+        for manifest, chunks in zip(chain.manifests, content.chunks, strict=True):
+            try:
+                links.add(chunks)
+            except (CheckNRunError, OSError) as error:
+                yield manifest.id, f"{table}: {error}"
+                break
+            if problem := _mismatch(manifest, table, links.digest):
+                yield manifest.id, problem
+                break
+
+
+def _chain(head: Manifest, manifests: Mapping[str, Manifest]) -> Chain | None:
+    """Return the chain of a head; None if a parent is missing, which is reported elsewhere."""
+    chain = [head]
+    while (link := chain[-1].parent) is not None:
+        parent = manifests.get(link.id)
+        if parent is None or parent in chain:
+            return None
+        chain.append(parent)
+    return Chain(tuple(reversed(chain)))
+
+
+def _mismatch(manifest: Manifest, table: str, digest: str) -> str | None:
+    said = manifest.deltas.get(table)
+    if said is not None and said.after == digest:
+        return None
+    return (
+        f"{manifest.id}: the rows of {table} have digest {digest}, the manifest says "
+        f"{said.after if said is not None else 'none'}"
+    )
