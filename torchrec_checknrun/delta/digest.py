@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+import torch
 
 from torchrec_checknrun.delta.rows import Grid
+from torchrec_checknrun.native import has_extension
 
 WORD = 1 << 64
 """Digests are numbers modulo this one."""
@@ -28,11 +30,22 @@ def row_digests(ids: np.ndarray, columns: Columns, rows: Grid) -> np.ndarray:
     Returns:
         ``(n,)`` uint64; 0 for rows of kind ``NONE``.
     """
+    if has_extension():
+        out = np.empty(len(ids), np.int64)
+        torch.ops.checknrun.delta_digests(
+            torch.from_numpy(np.ascontiguousarray(ids, np.int64)),
+            *columns,
+            torch.from_numpy(np.ascontiguousarray(rows.kind)),
+            torch.from_numpy(np.ascontiguousarray(rows.exponent)),
+            torch.from_numpy(np.ascontiguousarray(rows.codes)),
+            torch.from_numpy(out),
+        )
+        return out.view(np.uint64)
     place = _mixed(ids.astype(np.uint64) ^ _mixed(np.array(columns, np.uint64))[0])
     place ^= _mixed(np.array(columns, np.uint64))[1] << np.uint64(1)
     kind = rows.kind.astype(np.uint64) << np.uint64(32)
     place = _mixed(place ^ kind ^ (rows.exponent.astype(np.int64) + 1024).astype(np.uint64))
-    codes = rows.codes.view(np.uint32).astype(np.uint64)
+    codes = np.ascontiguousarray(rows.codes).view(np.uint32).astype(np.uint64)
     codes *= _factors(rows.codes.shape[1])
     found = _mixed(place + codes.sum(axis=1, dtype=np.uint64))
     found[rows.kind == 0] = 0

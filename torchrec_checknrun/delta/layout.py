@@ -74,15 +74,16 @@ def stands_alone(symbols: np.ndarray) -> np.ndarray:
     return found
 
 
-def has_extra(symbols: np.ndarray) -> np.ndarray:
-    """Return which rows have an extra byte."""
-    found: np.ndarray = (symbols >= FARTHER) | (stands_alone(symbols) & ~is_verbatim(symbols))
+def is_verbatim(symbols: np.ndarray) -> np.ndarray:
+    """Return which rows are verbatim."""
+    found: np.ndarray = symbols == VERBATIM * 8 + ALONE
     return found
 
 
-def is_verbatim(symbols: np.ndarray) -> np.ndarray:
-    """Return which rows are stored bit for bit."""
-    found: np.ndarray = symbols == VERBATIM * 8 + ALONE
+def has_extra(symbols: np.ndarray) -> np.ndarray:
+    """Return which rows have an extra byte."""
+    alone = stands_alone(symbols) & ~is_verbatim(symbols)
+    found: np.ndarray = (symbols >= FARTHER) | alone
     return found
 
 
@@ -95,7 +96,7 @@ def stream_sizes(symbols: np.ndarray, dim: int) -> list[int]:
     if not 0 < dim <= MOST_DIM:
         raise ValueError(f"dim is {dim}")
     classes = classes_of(symbols)
-    known = (classes < VERBATIM) | is_verbatim(symbols)
+    known = (classes < VERBATIM) | (symbols == VERBATIM * 8 + ALONE)
     if not known.all():
         raise ValueError("a row has an unknown symbol")
     counts = np.bincount(classes, minlength=VERBATIM + 1)

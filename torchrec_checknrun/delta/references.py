@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
+import torch
 
 from torchrec_checknrun.delta.digest import WORD, row_digests, total
 from torchrec_checknrun.delta.rows import Grid, Kind
+from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shards import Rectangle
 
 _BIAS = 150
@@ -101,14 +103,27 @@ class References:
 
         The codes of rows stored bit for bit are not known, and 0.
         """
+        if has_extension():
+            found = Grid.empty(len(positions), self.rectangle.cols)
+            beside = torch.ops.checknrun.delta_gather(
+                torch.from_numpy(positions), *self._tensors, *_tensors_of(found)
+            )
+        else:
+            found, beside = self._gather(positions), True
+        if beside:
+            forms = self._forms[positions]
+            for form, rows in self._beside.items():
+                here = forms == form
+                if here.any():
+                    found.codes[here] = rows.at(self._places(positions[here]))
+        return found
+
+    def _gather(self, positions: np.ndarray) -> Grid:
+        """Return rows, but the codes of those that lie beside."""
         forms = self._forms[positions]
         found = Grid.none(len(positions), self.rectangle.cols)
         near = forms == _Form.BYTES
         found.codes[near] = self._slots[positions[near], : self.rectangle.cols].view(np.int8)
-        for form, rows in self._beside.items():
-            here = forms == form
-            if here.any():
-                found.codes[here] = rows.at(self._words(positions[here]).astype(np.int64))
         on_grid = (forms != _Form.NONE) & (forms != _Form.DIGEST)
         found.kind[on_grid] = Kind.GRID
         found.kind[forms == _Form.DIGEST] = Kind.VERBATIM
@@ -116,10 +131,35 @@ class References:
         found.exponent[on_grid] = exponents[on_grid]
         return found
 
-    def scatter(self, positions: np.ndarray, rows: Grid) -> None:
-        """Replace rows by position in the shard, ``(n,)`` int64, all different."""
-        self.digest = (self.digest - total(self.digests(positions))) % WORD
+    def scatter(self, positions: np.ndarray, rows: Grid, before: Grid | None = None) -> None:
+        """Replace rows by position in the shard, ``(n,)`` int64, all different.
+
+        Args:
+            before: the rows as ``gather`` returns them now, if they are at hand.
+        """
+        gone = total(self.digests(positions, before))
         self._release(positions)
+        digests = row_digests(positions + self.rectangle.row_start, self.columns, rows)
+        if has_extension():
+            beside = torch.ops.checknrun.delta_scatter(
+                torch.from_numpy(positions),
+                *_tensors_of(rows),
+                torch.from_numpy(digests.view(np.int64)),
+                *self._tensors,
+            )
+        else:
+            self._scatter(positions, rows, digests)
+            beside = True
+        if beside:
+            forms = self._forms[positions]
+            for form, held in self._beside.items():
+                here = forms == form
+                if here.any():
+                    self._set_words(positions[here], held.add(rows.codes[here]))
+        self.digest = (self.digest - gone + total(digests)) % WORD
+
+    def _scatter(self, positions: np.ndarray, rows: Grid, digests: np.ndarray) -> None:
+        """Replace rows, but the codes of those that are to lie beside."""
         largest = np.abs(rows.codes.astype(np.int64)).max(axis=1, initial=0)
         forms = np.full(len(positions), _Form.BYTES, np.uint8)
         forms[largest > np.iinfo(np.int8).max] = _Form.SHORT
@@ -128,21 +168,24 @@ class References:
         forms[rows.kind == Kind.NONE] = _Form.NONE
         self._forms[positions] = forms
         self._exponents[positions] = np.where(rows.kind == Kind.GRID, rows.exponent + _BIAS, 0)
-        near = forms == _Form.BYTES
+        near, exact = forms == _Form.BYTES, forms == _Form.DIGEST
         codes = rows.codes[near].astype(np.int8).view(np.uint8)
         self._slots[positions[near], : self.rectangle.cols] = codes
-        for form, beside in self._beside.items():
-            here = forms == form
-            if here.any():
-                self._set_words(positions[here], beside.add(rows.codes[here]))
-        digests = row_digests(positions + self.rectangle.row_start, self.columns, rows)
-        exact = forms == _Form.DIGEST
         self._set_words(positions[exact], digests[exact])
-        self.digest = (self.digest + total(digests)) % WORD
 
-    def digests(self, positions: np.ndarray) -> np.ndarray:
-        """Return rows' digests by position, ``(n,)`` uint64."""
-        rows = self.gather(positions)
+    @property
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Forms, exponents and slots as the compiled operations take them."""
+        forms, exponents = torch.from_numpy(self._forms), torch.from_numpy(self._exponents)
+        return forms, exponents, torch.from_numpy(self._slots)
+
+    def digests(self, positions: np.ndarray, known: Grid | None = None) -> np.ndarray:
+        """Return rows' digests by position, ``(n,)`` uint64.
+
+        Args:
+            known: the rows as ``gather`` returns them, if they are at hand.
+        """
+        rows = self.gather(positions) if known is None else known
         found = row_digests(positions + self.rectangle.row_start, self.columns, rows)
         exact = rows.kind == Kind.VERBATIM
         found[exact] = self._words(positions[exact])
@@ -152,7 +195,7 @@ class References:
         """Copy rows, to be put back."""
         forms = self._forms[positions]
         beside = {
-            form: rows.at(self._words(positions[forms == form]).astype(np.int64))
+            form: rows.at(self._places(positions[forms == form]))
             for form, rows in self._beside.items()
         }
         slots = self._slots[positions]
@@ -190,7 +233,11 @@ class References:
         for form, rows in self._beside.items():
             here = forms == form
             if here.any():
-                rows.release(self._words(positions[here]).astype(np.int64))
+                rows.release(self._places(positions[here]))
+
+    def _places(self, positions: np.ndarray) -> np.ndarray:
+        """Return where rows lie beside."""
+        return self._words(positions).astype(np.int64)
 
     def _words(self, positions: np.ndarray) -> np.ndarray:
         """Return the 64 bits at the start of rows' slots, ``(n,)`` uint64."""
@@ -205,6 +252,13 @@ class References:
 
 _BLOCK_ROWS = 1 << 16
 """Rows that are copied at a time."""
+
+
+def _tensors_of(rows: Grid) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return kinds, exponents and codes as the compiled operations take them."""
+    kind, exponent = np.ascontiguousarray(rows.kind), np.ascontiguousarray(rows.exponent)
+    codes = torch.from_numpy(np.ascontiguousarray(rows.codes))
+    return torch.from_numpy(kind), torch.from_numpy(exponent), codes
 
 
 class _Beside:

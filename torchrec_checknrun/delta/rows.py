@@ -59,8 +59,8 @@ def encode(
         The payload, 1-D uint8 on the CPU; and the rows as ``apply`` restores them.
     """
     rows = weight.detach().cpu()
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    if rows.stride(1) != 1 or not len(rows):
+        rows = rows.clone(memory_format=torch.contiguous_format)  # empty ones may have any stride
     after = Grid.empty(*rows.shape)
     exponents = np.ascontiguousarray(wanted, np.int16)
     return join(*kernel.encode_rows(rows, exponents, before, after)), after
@@ -119,18 +119,31 @@ def values_of(rows: Grid, dtype: torch.dtype) -> torch.Tensor:
     return values
 
 
+def verbatim(payload: torch.Tensor, rows: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of a payload that are stored bit for bit, which needs no predecessors.
+
+    Returns:
+        Their positions, ``(n,)`` int64 sorted, and the bits of fp32, ``(n, dim)`` int32.
+
+    Raises:
+        ValueError: no encoder writes such a payload.
+    """
+    positions = np.flatnonzero(is_verbatim(symbols_of(payload, rows)))
+    return positions, apply(payload, rows, dim, chosen=positions).codes
+
+
 def _keep_nans(rows: Grid, exact: np.ndarray, values: torch.Tensor) -> None:
     """Give NaNs of verbatim rows their bits: torch's conversion gives all the same."""
-    at = np.flatnonzero(rows.kind == Kind.VERBATIM)
-    at = at[np.isnan(exact[at]).any(axis=1)]
-    if not len(at):
+    found = np.flatnonzero(rows.kind == Kind.VERBATIM)
+    found = found[np.isnan(exact[found]).any(axis=1)]
+    if not len(found):
         return
     if values.dtype == torch.bfloat16:
-        bits = (rows.codes[at] >> 16).astype(np.int16)
+        bits = (rows.codes[found] >> 16).astype(np.int16)
     else:
-        bits = exact[at].astype(np.float16).view(np.int16)
+        bits = exact[found].astype(np.float16).view(np.int16)
     narrow = values.view(torch.int16).numpy()
-    narrow[at] = np.where(np.isnan(exact[at]), bits, narrow[at])
+    narrow[found] = np.where(np.isnan(exact[found]), bits, narrow[found])
 
 
 def has_links(payload: torch.Tensor, rows: int, dim: int) -> bool:
@@ -142,19 +155,3 @@ def has_links(payload: torch.Tensor, rows: int, dim: int) -> bool:
     symbols = symbols_of(payload, rows)
     kernel.stream_sizes(symbols, dim)
     return not bool(stands_alone(symbols).all())
-
-
-def verbatim(payload: torch.Tensor, rows: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of a payload that are stored bit for bit, which needs no predecessors.
-
-    Returns:
-        Their positions, ``(n,)`` int64 sorted, and the bits of fp32, ``(n, dim)`` int32.
-
-    Raises:
-        ValueError: no encoder writes such a payload.
-    """
-    data = split(payload, rows, dim)
-    positions = np.flatnonzero(is_verbatim(data[:rows]))
-    found = Grid.empty(len(positions), dim)
-    kernel.apply_streams(data, rows, dim, positions, 0, None, found)
-    return positions, found.codes

@@ -59,15 +59,16 @@ class Transaction:
             if not self._open:
                 raise SaveFailed("the save whose rows were to be encoded was given up")
             self._clear()
+            before = references.gather(positions)
             if self.base:
                 payload, after = rows.encode(weight, wanted)
             else:
-                before = references.gather(positions)
+                known = Grid(before.kind.copy(), before.exponent, before.codes)
                 reset = (before.kind == Kind.GRID) & (wanted >= before.exponent + _RESET)
-                before.kind[reset] = Kind.NONE
-                payload, after = rows.encode(weight, wanted, before)
+                known.kind[reset] = Kind.NONE
+                payload, after = rows.encode(weight, wanted, known)
                 self._undo.append((references, references.record(positions)))
-            references.scatter(positions, after)
+            references.scatter(positions, after, before)
         return payload, after
 
     def digests(self) -> TableDigests:

@@ -234,7 +234,7 @@ def _header(entry: RowsEntry) -> RowsHeader:
         )
     codec = codec_from_spec({**weight.codec})
     parameters: Parameters = dict(weight.parameters or {})
-    if codec.chained and exceptions:
+    if codec.chained and exact:
         raise ValueError(f"codec {codec.name!r} has no rows that it can't hold")
     return RowsHeader(
         entry=entry,

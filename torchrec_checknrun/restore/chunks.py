@@ -98,6 +98,13 @@ def table_problems(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterato
         if not isinstance(entry, RowsEntry):
             continue
         name, size = entry.table, (entry.table_rows, entry.table_dim)
+        header = chunk.header
+        if manifest.kind == "full" and isinstance(header, RowsHeader) and header.is_link:
+            others.setdefault(
+                name,
+                f"{chunk.checkpoint}/{chunk.file}, chunk {chunk.number}: rows of {name} are "
+                "differences in a full checkpoint",
+            )
         table = manifest.tables.get(name)
         if table is not None:
             rows[name][entry.columns] += entry.count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torchrec_checknrun.errors import (
@@ -16,6 +17,7 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
 )
 from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import parse_id, parse_ids
 from torchrec_checknrun.root.checkpoints import (
     Listing,
     find_checkpoints,
@@ -72,7 +74,7 @@ def incompatibility(child: Manifest, parent: Manifest) -> str | None:
     """Return why a checkpoint can't build on the one in its parent's place; None if it can."""
     link = child.parent
     assert link is not None, f"{child.id} is full"
-    if (parent.id, parent.checksum) != (link.id, link.checksum):
+    if parent.link != link and not _stands_in(child, parent):
         return (
             f"{child.id} needs {link.id} with checksum {link.checksum}, but the one there has "
             f"{parent.checksum}: it was replaced"
@@ -96,6 +98,15 @@ def incompatibility(child: Manifest, parent: Manifest) -> str | None:
                 f"restores {parent.deltas[table].after}"
             )
     return None
+
+
+def _stands_in(child: Manifest, copy: Manifest) -> bool:
+    """Tell whether a compacted copy of a child's parent can take the parent's place: a copy names
+    its original by checksum; digests are compared like a parent's.
+    """
+    id = parse_id(copy.id)
+    is_copy = id is not None and id.is_copy and copy.kind == "full"
+    return is_copy and bool(child.deltas) and copy.previous == child.parent
 
 
 def walk(head: Manifest, find: Callable[[Manifest, str], Manifest]) -> Iterator[Manifest]:
@@ -155,6 +166,8 @@ def resolve(root: Folder, name: str) -> Chain:
         try:
             return read_manifest(root, id)
         except CheckNRunError as error:
+            if (copy := _find_copy(root, child)) is not None:
+                return copy
             raise ChainBroken(f"{child.id} needs {id}, which can't be used: {error}") from error
 
     manifests = list(walk(read_manifest(root, name), find))
@@ -165,6 +178,21 @@ def resolve(root: Folder, name: str) -> Chain:
         except CorruptCheckpoint as error:
             raise ChainBroken(f"{name} needs {parent.id}, which is damaged: {error}") from error
     return Chain(tuple(reversed(manifests)))
+
+
+def _find_copy(root: Folder, child: Manifest) -> Manifest | None:
+    """Find a compacted copy that stands in for the lost parent of a checkpoint of differences."""
+    assert child.parent is not None
+    lost = parse_id(child.parent.id)
+    if lost is None or not child.deltas:
+        return None
+    for name, id in parse_ids(root.names()).items():
+        if id.is_copy and id.sequence == lost.sequence:
+            with suppress(CheckNRunError):
+                copy = read_manifest(root, name)
+                if incompatibility(child, copy) is None:
+                    return copy
+    return None
 
 
 def newest(

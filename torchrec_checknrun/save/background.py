@@ -142,8 +142,7 @@ class Background:
         """
         assert not self.hangs, "the ranks have agreed that all can begin"
         self._thread = None  # its references keep memory
-        save = Save(proposal, cut, begun, self._root.patience.apart())
-        save.links = links
+        save = Save(proposal, cut, begun, self._root.patience.apart(), links)
         differences = RankDifferences(told=self._told)
         plan = LocalPart(save, differences)
         plan.kept = snapshot
@@ -174,15 +173,7 @@ class Background:
             differences.models, differences.buffers = snapshot.models, snapshot.buffers
             plan.summary = summarize(proposal.header, snapshot, items, quantization)
             save.progress.lap("chunks laid out", begun)
-            try:
-                plan.staging.run(start)
-            finally:
-                _keep_until_read(snapshot, plan.staging.read)
-            if save.rows is not None:
-                save.rows.protect()
-            save.progress.lap("states and tables copied", begun)
-            save.progress.staged = time.monotonic() - save.begun
-            save.progress.in_parts = memory.ring.waited
+            self._stage(save, plan.staging, snapshot, start)
             start()
         except BaseException as error:
             # The other ranks must hear of the error, and no thread may wait for further items.
@@ -194,6 +185,20 @@ class Background:
             if not isinstance(error, Exception):
                 raise
         return save
+
+    def _stage(
+        self, save: Save, staging: Staging, snapshot: Snapshot, start: Callable[[], None]
+    ) -> None:
+        """Stage what training waits for; have ``start`` called earlier if memory is too small."""
+        try:
+            staging.run(start)
+        finally:
+            _keep_until_read(snapshot, staging.read)
+        if save.rows is not None:
+            save.rows.protect()
+        save.progress.lap("states and tables copied", save.begun)
+        save.progress.staged = time.monotonic() - save.begun
+        save.progress.in_parts = self.memory.ring.waited
 
     def _make_ready(self) -> None:
         """Start the thread of the next checkpoint while nobody waits for that."""

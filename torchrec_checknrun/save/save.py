@@ -45,7 +45,12 @@ class Save:
     """
 
     def __init__(
-        self, proposal: Proposal, cut: Cut | None, begun: float, patience: Patience
+        self,
+        proposal: Proposal,
+        cut: Cut | None,
+        begun: float,
+        patience: Patience,
+        links: Transaction | None = None,
     ) -> None:
         self.proposal = proposal
         self.cut = cut
@@ -59,7 +64,7 @@ class Save:
         self._error: BaseException | None = None
         self._done = threading.Event()
         self.rows: CutRows | None = None
-        self.links: Transaction | None = None
+        self.links = links
         self.thread: threading.Thread | None = None
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -10,14 +12,32 @@ from hypothesis import strategies as st
 
 from tests.unit.delta.plain import same_rows
 from tests.unit.delta.test_rows import put, random_rows, random_steps, rows_at
+from torchrec_checknrun.delta import digest
+from torchrec_checknrun.delta import references as references_module
 from torchrec_checknrun.delta.digest import WORD, row_digests, total
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.delta.rows import Grid, Kind, encode
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shards import Rectangle
 
-pytestmark = pytest.mark.usefixtures("small_operations")
+pytestmark = pytest.mark.usefixtures("small_operations", "each_twin")
+
+
+@pytest.fixture(scope="module", params=["compiled", "numpy"])
+def each_twin(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the tests with the compiled operations, then with NumPy in their place."""
+    if request.param == "compiled":
+        if not has_extension():
+            pytest.skip("the compiled operations were not built: there was no C++ compiler")
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (digest, references_module):
+            patch.setattr(module, "has_extension", lambda: False)
+        yield
+
 
 FIRST, COLUMNS = 1000, (4, 9)
 
@@ -53,11 +73,11 @@ def test_rows_come_back_and_the_digest_follows(seed: int, rows: int, rounds: int
     for _ in range(rounds):
         chosen = np.flatnonzero(rng.random(rows) < 0.6)
         new = random_grid(rng, len(chosen))
-        record, digest = references.record(chosen), references.digest
+        record, known_digest = references.record(chosen), references.digest
         references.scatter(chosen, new)
         if rng.random() < 0.4:  # and back
             references.put_back(record)
-            references.digest = digest
+            references.digest = known_digest
         else:
             put(wanted, chosen, new)
         assert same_rows(references.gather(np.arange(rows)), known(wanted))
@@ -83,6 +103,20 @@ def test_digests_tell_rows_apart(what: str) -> None:
     rows.exponent[0] -= what == "exponent"
     rows.codes[0, 1] += what == "code"
     assert row_digests(ids, columns, rows)[0] != before[0]
+
+
+def test_both_twins_digest_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    rows, ids = random_grid(rng, 500), np.sort(rng.choice(1 << 40, 500, replace=False))
+    one = row_digests(ids, COLUMNS, rows)
+    monkeypatch.setattr(digest, "has_extension", lambda: False)
+    assert np.array_equal(row_digests(ids, COLUMNS, rows), one)
+
+
+def test_positions_out_of_range_are_refused() -> None:
+    references = make(3)
+    with pytest.raises(IndexError):
+        references.gather(np.array([3]))
 
 
 def test_memory_is_a_byte_a_code_and_two_a_row() -> None:

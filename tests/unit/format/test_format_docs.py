@@ -23,7 +23,9 @@ from torchrec_checknrun.codecs import (
     _CODECS,
     Bf16,
     Codec,
+    Delta,
     Exact,
+    Fisher,
     Fp16,
     ImportanceWeighted,
     KMeans,
@@ -124,10 +126,21 @@ def test_the_reader_reads_what_the_package_reads(
         KMeans(4),
         KMeans(2),
         KMeans(4, block_rows=8),
+        Fisher(step=2.0**-12),
+        Delta(step=2.0**-12),
         Newer(4),
         Unknown(8),
     ],
-    ids=["importance", "4 bit k-means", "2 bit k-means", "blocks", "newer", "unknown"],
+    ids=[
+        "importance",
+        "4 bit k-means",
+        "2 bit k-means",
+        "blocks",
+        "fisher",
+        "delta",
+        "newer",
+        "unknown",
+    ],
 )
 def test_the_reader_refuses_what_it_does_not_decode(tmp_path: Path, codec: Codec) -> None:
     part = Part((0, DIM), list(range(24)), 24, encoding=TableEncoding(codec))
@@ -137,7 +150,7 @@ def test_the_reader_refuses_what_it_does_not_decode(tmp_path: Path, codec: Codec
 
 
 def test_all_codecs_are_read_or_refused() -> None:
-    refused = {"importance", "kmeans"}
+    refused = {"importance", "kmeans", "fisher", "delta"}
     assert {codec.name for codec in READABLE} == OWN_CODECS - refused
     (said,) = (text for text in FORMAT.split("\n\n") if "read_rows.py" in text)
     assert {name for name in OWN_CODECS if f"`{name}`" in said} == OWN_CODECS

@@ -184,6 +184,27 @@ class TestCheckNRun:
         of_all = made("checkpoint=check_n_run", *overrides)
         assert of_all.arguments["quantization"] == Quantization(method="importance", offset=0.5)
 
+    def test_every_key_of_delta(self) -> None:
+        arguments = made(
+            "checkpoint=check_n_run",
+            "checkpoint.root=x",
+            "checkpoint.policy=consecutive",
+            *("checkpoint.method=delta", "checkpoint.loss=1e-5", "checkpoint.current_loss=0.4"),
+            *("checkpoint.trained_steps=7", "checkpoint.batch_size=64", "checkpoint.tail=true"),
+            "checkpoint.reference_bytes=1000",
+            "+checkpoint.tables={t0:{method:fisher,step:0.5}}",
+        ).arguments
+        assert arguments["quantization"] == Quantization(
+            method="delta",
+            loss=1e-5,
+            current_loss=0.4,
+            total_steps=7,
+            batch_size=64,
+            tail=True,
+            reference_bytes=1000,
+            tables={"t0": Quantization(method="fisher", step=0.5)},
+        )
+
     def test_numbers_reach_the_checkpointer(self) -> None:
         arguments = made(
             "checkpoint=check_n_run",
@@ -201,7 +222,7 @@ class TestCheckNRun:
         assert arguments["survive"] == Images()
 
     def test_values_that_only_the_library_can_judge(self) -> None:
-        with pytest.raises(InstantiationException, match="mean_bits and offset are parameters"):
+        with pytest.raises(InstantiationException, match="mean_bits is a parameter of the methods"):
             made("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.mean_bits=5")
 
     def test_a_root_is_needed(self) -> None:

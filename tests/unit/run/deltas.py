@@ -96,3 +96,13 @@ def same(found: Tables, wanted: Tables) -> list[str]:
     """Name what differs in any bit."""
     assert found.keys() == wanted.keys()
     return [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
+
+
+def chain(root: Path, job: Job, links: int, **options: Any) -> list[tuple[str, Tables]]:
+    """Save a base and links; return their ids, each with what it must restore to."""
+    made = []
+    with saving(root, job, **options) as saver:
+        for _ in range(1 + links):
+            train(job, saver)
+            made.append((saver.save().id, expected(saver)))
+    return made

@@ -1,0 +1,91 @@
+"""Every operation of a link's save fails: what is restored is the old integers or the new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.crash.faulty_store import Faults, Mode, patience
+from tests.crash.save_sweep import alone, faulty_roots
+from tests.unit.run.deltas import Tables, expected, live, make_job, same, saving
+from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.tools.verify import verify
+
+STRIDE = 24
+"""Distance of the operations that `make test` takes; each mode begins with another one."""
+
+Where = tuple[Faults, Callable[[], str]]
+
+
+@pytest.fixture(params=["memory", "disk"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Where]:
+    with alone(), faulty_roots(tmp_path if request.param == "disk" else None) as found:
+        yield found
+
+
+def one(where: Where, number: int, mode: Mode | None) -> bool:
+    """Fail one operation of a link's save; return whether the save was told to have failed."""
+    faults, new_root = where
+    root, job, told = new_root(), make_job(), False
+    with saving(root, job) as saver:
+        for _ in range(2):
+            job.train(2)
+            saver.save()
+        old = expected(saver)
+        job.train()
+        faults.arm(number, mode)
+        try:
+            saver.save()
+        except SaveFailed:
+            told = True
+        faults.disarm()
+        found = restored_from(root)
+        if not told:
+            assert same(found, expected(saver)) == []
+        elif same(found, old):  # committed all the same: within a step of what was live
+            close(found, live(saver))
+        assert problems(root) == []
+        job.train()
+        assert saver.save().kind == "differential" or told
+        assert same(restored_from(root), expected(saver)) == []
+        assert problems(root) == []
+    return told
+
+
+def restored_from(root: str) -> Tables:
+    other = make_job(seed=7)
+    with saving(root, other) as reader:
+        assert reader.restore() is not None
+        return live(reader)
+
+
+def close(found: Tables, wanted: Tables) -> None:
+    for name, values in wanted.items():
+        limit = 0 if "/" in name else 2.0**-3
+        assert np.abs(found[name] - values).max() <= limit, name
+
+
+def problems(root: str) -> list[str]:
+    return [problem for found in verify(root) for problem in found.problems]
+
+
+def sweep(where: Where, stride: int) -> None:
+    one(where, 0, None)
+    operations = list(where[0].asked_for)
+    for number, mode in enumerate(Mode):
+        with patience(mode):
+            total = sum(operation.can_fail(mode) for operation in operations)
+            told = [one(where, at, mode) for at in range(1 + 5 * number % stride, total, stride)]
+            assert any(told) or mode.transient, mode
+
+
+def test_links(where: Where) -> None:
+    sweep(where, STRIDE)
+
+
+@pytest.mark.slow
+def test_links_at_every_operation(where: Where) -> None:
+    sweep(where, 1)

@@ -1,0 +1,111 @@
+"""Restore checkpoints of format version 2, with tables stored as differences, to their bits."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.golden.make_deltas import AGES, ALONE, DIM, DTYPES, ROWS, SPLIT, make
+from torchrec_checknrun.format.reader import read_chunk
+from torchrec_checknrun.restore.chunks import ReadableChunk, read_content
+from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.links import check_digests
+from torchrec_checknrun.restore.rows import RowRestore
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.tools.verify import verify
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "v2"
+
+
+def check(root: Folder, expected: Path) -> None:
+    chain, problems = newest(root)
+    assert chain is not None
+    assert problems == []
+    content = read_content(root, chain)
+    chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
+    with np.load(expected, allow_pickle=False) as wanted:
+        for table in (*DTYPES, ALONE):
+            columns = SPLIT.get(table, [(0, DIM)])
+            shards = [
+                LocalShard(
+                    table,
+                    TableShape(ROWS, DIM),
+                    Rectangle(0, ROWS, *part),
+                    torch.full((ROWS, part[1] - part[0]), -1.0).to(DTYPES.get(table)),
+                    {"momentum1": torch.full((ROWS,), -1.0)},
+                )
+                for part in columns
+            ]
+            rows = RowRestore(content, {table: table}, Fit())
+            keys = rows.plan(shards, None)
+
+            def readable(key: str) -> ReadableChunk:
+                return ReadableChunk(
+                    chunks[key], partial(read_chunk, root, chunks[key]), nullcontext()
+                )
+
+            for key in rows.link_keys:
+                rows.build(readable(key))
+            check_digests(chain.head, {table: len(columns)}, [rows.digests()])
+            for key in keys:
+                rows.load(readable(key), False)
+            rows.finish(False)
+            for shard, (first, _) in zip(shards, columns, strict=True):
+                found = shard.weight.contiguous().view(torch.uint8).numpy()
+                assert found.tobytes() == wanted[f"{table}.{first}"].tobytes(), table
+                sums = shard.optimizer["momentum1"].view(torch.uint8).numpy()
+                assert sums.tobytes() == wanted[f"{table}.{first}.momentum1"].tobytes(), table
+
+
+def test_links_are_read() -> None:
+    assert [found.problems for found in verify(GOLDEN)] == [()] * AGES
+    check(Folder(GOLDEN), GOLDEN / "expected.npz")
+    assert sum(file.stat().st_size for file in GOLDEN.rglob("*") if file.is_file()) < 150_000
+
+
+def test_a_compacted_one_is_the_same(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "run")
+    assert compact(tmp_path / "run") is not None
+    check(Folder(tmp_path / "run"), GOLDEN / "expected.npz")
+
+
+def test_the_script_makes_such_checkpoints(tmp_path: Path) -> None:
+    make(tmp_path)
+    check(Folder(tmp_path), tmp_path / "expected.npz")
+
+
+@pytest.mark.parametrize("part", [(0, 30), (10, 60)])
+def test_rows_of_other_ranks(part: tuple[int, int]) -> None:
+    """Build a part of the rows, in columns joined from those stored."""
+    root = Folder(GOLDEN)
+    chain, _ = newest(root)
+    assert chain is not None
+    content = read_content(root, chain)
+    chunks = {chunk.key: chunk for each in content.chunks for chunk in each}
+    shard = LocalShard(
+        "fp32",
+        TableShape(ROWS, DIM),
+        Rectangle(*part, 0, DIM),
+        torch.zeros(part[1] - part[0], DIM),
+        {"momentum1": torch.zeros(part[1] - part[0])},
+    )
+    rows = RowRestore(content, {"fp32": "fp32"}, Fit())
+    keys = rows.plan([shard], None)
+    for load, wanted in ((rows.build, rows.link_keys), (partial(rows.load, dry_run=False), keys)):
+        for key in wanted:
+            chunk = chunks[key]
+            load(ReadableChunk(chunk, partial(read_chunk, root, chunk), nullcontext()))
+    with np.load(GOLDEN / "expected.npz") as expected:
+        halves = [
+            expected[f"fp32.{first}"].view(np.float32)[slice(*part)] for first, _ in SPLIT["fp32"]
+        ]
+    assert shard.weight.numpy().tobytes() == np.concatenate(halves, axis=1).tobytes()
