@@ -186,7 +186,8 @@ std::tuple<at::Tensor, Sizes> delta_encode(
   TORCH_CHECK_VALUE(weight.has_value() == wanted.has_value(), "weights have wanted exponents");
   if (weight) {
     TORCH_CHECK_VALUE(weight->dim() == 2 && weight->size(0) == n && weight->size(1) == dim &&
-                          weight->device().is_cpu() && (dim == 1 || weight->stride(1) == 1),
+                          weight->device().is_cpu() &&
+                          (n == 0 || dim == 1 || weight->stride(1) == 1),
                       "expected ", n, " rows of ", dim, " columns on the CPU, each in one piece, ",
                       "not ", weight->sizes(), " with strides ", weight->strides());
   }

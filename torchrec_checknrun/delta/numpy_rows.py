@@ -27,6 +27,7 @@ from torchrec_checknrun.delta.layout import (
     Plane,
     classes_of,
     has_extra,
+    is_verbatim,
     stands_alone,
     stream_sizes,
 )
@@ -67,7 +68,7 @@ def apply_streams(
     extra = np.zeros(rows, np.int16)
     extra[has_extra(symbols)] = data[rows : ends[1]]
     symbols, extra = symbols[places], extra[places]
-    exact = symbols == VERBATIM * 8 + ALONE
+    exact = is_verbatim(symbols)
     linked = ~stands_alone(symbols)
     before = Grid.none(*after.codes.shape) if before is None else before
     if (before.kind[linked] != Kind.GRID).any():
@@ -96,7 +97,7 @@ def values_of(rows: Grid, out: np.ndarray) -> None:
 
 def _settle(weight: torch.Tensor, wanted: np.ndarray, before: Grid, after: Grid) -> np.ndarray:
     """Set the rows' grids and codes; return which rows build on their predecessors."""
-    values = weight.to(torch.float32).contiguous().numpy()
+    values = _numbers(weight)
     least = _least_exponents(values)
     sound = np.isfinite(values).all(axis=1) & (wanted != EXACT)
     aimed = np.maximum(wanted, least).clip(LEAST_EXPONENT, MOST_EXPONENT).astype(np.int16)
@@ -185,6 +186,19 @@ def _unpacked(packed: np.ndarray, dim: int, plane: Plane) -> np.ndarray:
     part = whole[:, :dim]
     shifted: np.ndarray = part.astype(np.int64) << plane.low
     return shifted
+
+
+def _numbers(weight: torch.Tensor) -> np.ndarray:
+    """Return rows as float32; NaNs keep their bits, quiet ones if they were of fp16.
+
+    Torch's conversion of fp16 gives NaNs other bits in short rows than in long ones.
+    """
+    if weight.dtype != torch.float16:
+        values: np.ndarray = weight.to(torch.float32).contiguous().numpy()
+        return values
+    values = np.ascontiguousarray(weight.numpy().astype(np.float32))
+    values.view(np.int32)[np.isnan(values)] |= 1 << 22
+    return values
 
 
 def _least_exponents(values: np.ndarray) -> np.ndarray:

@@ -24,11 +24,13 @@ _MOST_HALF = 65520
 def restored(weight: torch.Tensor, wanted: np.ndarray, before: Grid | None) -> Grid:
     """Return what a checkpoint of rows restores to."""
     found = Grid.none(*weight.shape)
-    for row, values in enumerate(weight.float().numpy()):
+    half = weight.dtype == torch.float16
+    numbers = weight.numpy().astype(np.float32) if half else weight.float().numpy()
+    for row, values in enumerate(numbers):
         base = None
         if before is not None and before.kind[row] == Kind.GRID:
             base = int(before.exponent[row]), [int(code) for code in before.codes[row]]
-        grid = _grid(values, int(wanted[row]), base, weight.dtype == torch.float16)
+        grid = _grid(values, int(wanted[row]), base, half)
         if grid is None:
             found.kind[row] = Kind.VERBATIM
             found.codes[row] = values.view(np.int32)
@@ -59,7 +61,7 @@ def _grid(
     return exponent, codes
 
 
-def numbers(rows: Grid) -> np.ndarray:
+def values_of(rows: Grid) -> np.ndarray:
     """Return rows as float32, by exact fractions."""
     found = np.zeros(rows.codes.shape, np.float32)
     for row in range(len(rows)):

@@ -71,7 +71,9 @@ def test_rows_are_what_the_rules_say(
     for _ in range(links):
         weight, wanted = random_rows(rng, n, dim, dtype, 1.0), random_steps(rng, n)
         payload, after = encode(weight, wanted, before)
-        values = weight.float().tolist()
+        # Torch's own conversion of fp16 gives NaNs other bits in short rows than in long ones.
+        half = weight.dtype == torch.float16
+        values = weight.numpy().astype(np.float32).tolist() if half else weight.float().tolist()
         for at in range(n):
             known = PlainRow() if before is None else row_of(before, at)
             rule = expected(known, values[at], int(wanted[at]), OVERFLOW[dtype])
@@ -194,6 +196,7 @@ def test_a_link_without_a_predecessor_is_refused(kind: Kind) -> None:
 
 
 def test_a_link_on_another_predecessor_is_refused_where_it_shows() -> None:
+    """Digests show the rest: a difference is on a grid finer by so much than its predecessor's."""
     payload, base = link()
     base.codes[0] = MOST_CODE
     with pytest.raises(ValueError, match="exceeds"):
