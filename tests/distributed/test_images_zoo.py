@@ -151,6 +151,7 @@ def begin(root: str, memory: str | None, loop: Loop) -> Checkpointer:
 def warnings_logged() -> Iterator[list[str]]:
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
+    # A subclass of Handler would be as long as this function.
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("torchrec_checknrun")
     logger.addHandler(handler)

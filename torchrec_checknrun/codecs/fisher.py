@@ -233,22 +233,7 @@ class Delta(Fisher):
 
     name: ClassVar[str] = "delta"
     chained: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        step: float | None = None,
-        mean_bits: float | None = None,
-        loss: float | None = None,
-        current_loss: float | None = None,
-        total_steps: int | None = None,
-        batch_size: int | None = None,
-        tail: bool = False,
-        constant: float | None = None,
-    ) -> None:
-        super().__init__(
-            step, mean_bits, loss, current_loss, total_steps, batch_size, tail, constant
-        )
-        self._recorder: Recorder | None = None
+    _recorder: Recorder | None = None
 
     def upon(self, recorder: Recorder, constant: float | None) -> Delta:
         """Return the codec that encodes upon predecessors, with the constant of their base."""
