@@ -60,14 +60,19 @@ class DenseModel:
         self._found: DensePart | None = None
         self._generation = 0
 
-    def find(self) -> DensePart:
+    def find(self, refreshed: bool = False) -> DensePart:
         """Return the state as it is now.
+
+        Args:
+            refreshed: nothing can have been replaced since the tree was last asked.
 
         Raises:
             UnsupportedState: see ``find_blocks``.
         """
-        if self._found is not None and self._tree.generation() == self._generation:
-            return self._found
+        if self._found is not None:
+            now = self._tree.latest if refreshed else self._tree.generation()
+            if now == self._generation:
+                return self._found
         live = {MODEL: self._model.state_dict()}
         stored = StoredTables(self._tracked.tables, [s.local for s in self._tracked.shards])
         dense = drop_tables(live[MODEL], stored)

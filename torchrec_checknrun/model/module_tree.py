@@ -31,7 +31,7 @@ class ModuleTree:
         self._collections: list[Any] = []
         self._modules: list[nn.Module] = []
         self._held: list[Collection[object]] = []
-        """The containers of all that is compared by identity."""
+        """Live views of the containers of all that is compared by identity."""
         self._tensors: list[torch.Tensor] = []
         self._sharded: list[object] = []
         self._before: list[list[Any]] = []
@@ -49,6 +49,11 @@ class ModuleTree:
         if not (self._known and self._now() == self._before):
             self._look()
             self._generation += 1
+        return self._generation
+
+    @property
+    def latest(self) -> int:
+        """The number as it was when ``generation`` was last asked for."""
         return self._generation
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
@@ -92,7 +97,7 @@ class ModuleTree:
         ]
         self._tensors = [t for t in tensors if type(t) in (torch.Tensor, nn.Parameter)]
         self._sharded = [t for t in tensors if type(t) not in (torch.Tensor, nn.Parameter)]
-        self._kept = [list(modules), *(list(_values(held)) for held in self._held)]
+        self._kept = [list(modules), *map(list, self._held)]
         self._before = self._now()
         self._known = True
 
@@ -100,7 +105,7 @@ class ModuleTree:
         """Return all that is compared, found by loops in C: a large model has thousands."""
         return [
             [*map(len, self._held)],
-            [*map(id, chain.from_iterable(map(_values, self._held)))],
+            [*map(id, chain.from_iterable(self._held))],
             [id(collection._lookups) for collection in self._collections],
             [*map(torch.Tensor.data_ptr, self._tensors)],
             [*map(_SHAPE, self._tensors)],
@@ -113,16 +118,12 @@ _SHAPE = attrgetter("shape")
 
 def _held(module: nn.Module) -> Iterator[Collection[object]]:
     """Yield a module's containers that decide on its part of a state dict."""
-    yield module._modules
-    yield module._parameters
-    yield module._buffers
+    yield module._modules.values()
+    yield module._parameters.values()
+    yield module._buffers.values()
     yield module._non_persistent_buffers_set
-    yield module._state_dict_hooks
-    yield module._state_dict_pre_hooks
-
-
-def _values(held: Collection[object]) -> Collection[object]:
-    return held.values() if isinstance(held, dict) else held
+    yield module._state_dict_hooks.values()
+    yield module._state_dict_pre_hooks.values()
 
 
 def _is_librarys(function: object) -> bool:

@@ -222,24 +222,30 @@ class Declared:
 def take_snapshot(
     model: nn.Module, tracked: TrackedModel, declared: Declared, since: Consumer | None
 ) -> tuple[Snapshot, Cut]:
-    """Take a snapshot of a model with all its states, and cut its marks; see ``take_rows``.
+    """Take a snapshot of a model with all its states, and cut its marks; call ``tracked.refresh``
+    right before, and see ``take_rows``.
 
     Raises:
         UnsupportedState, SaveFailed: see ``take_states``.
     """
-    snapshot = take_states(model, tracked, declared)
+    snapshot = take_states(model, tracked, declared, refreshed=True)
     snapshot.shards, cut = take_rows(tracked, since)  # last: nothing may fail once marks are taken
     return snapshot, cut
 
 
-def take_states(model: nn.Module, tracked: TrackedModel, declared: Declared) -> Snapshot:
+def take_states(
+    model: nn.Module, tracked: TrackedModel, declared: Declared, refreshed: bool = False
+) -> Snapshot:
     """Take a snapshot without shards: of everything but table rows.
+
+    Args:
+        refreshed: ``tracked.refresh`` was called right before.
 
     Raises:
         UnsupportedState: a state can't be stored.
         SaveFailed: a state object's ``state_dict()`` raised an error.
     """
-    of_model = tracked.dense.find()
+    of_model = tracked.dense.find(refreshed)
     optimizers = stored_optimizers(model, declared.states, tracked, of_model)
     live = {**optimizers, **state_dicts(declared.states, optimizers)}
     shards = [shard.local for shard in tracked.shards]

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.benchmarks.side_by_side.systems import ASYNC, COPY, DCP, NONE
+from recipes.benchmarks.side_by_side.systems import ASYNC, DCP, NONE, ON_WRITE
 from recipes.benchmarks.side_by_side.tables import more_memory
 from recipes.benchmarks.side_by_side.targets import Rows
 from recipes.benchmarks.stall.tables import markdown as stalls
@@ -22,8 +22,8 @@ from recipes.benchmarks.stall.tables import markdown as stalls
 RESULTS = Path(__file__).parents[2] / "results"
 
 README_SYSTEMS = (
-    COPY,
-    "ours fp32 consecutive, thread, copy",
+    ON_WRITE,
+    "ours fp32 consecutive, thread, copy on write",
     DCP,
     f"{ASYNC}, plain",
     f"{ASYNC}, DTensor, shared stager",
@@ -67,6 +67,18 @@ _SIZE: Columns = {"MB": lambda row: f"{row['bytes']['total'] / 1e6:,.1f}"}
 
 def training(rows: Rows, columns: Columns) -> str:
     """Make the table of the cost of saves for training; without figures a cell is empty."""
+    return _table("system", _named(rows), columns)
+
+
+def apart(rows: Rows) -> str:
+    """Make the table of systems that were measured in a run of their own, on one rank and on two."""
+    columns: Columns = {
+        "ranks": lambda row: str(row["ranks"]),
+        "stall, ms": _stall("warm"),
+        **_PACE,
+        **_MEMORY,
+        **_SIZE,
+    }
     return _table("system", _named(rows), columns)
 
 
@@ -139,15 +151,19 @@ def targets(aims: Rows) -> str:
     return _table("target", zip(names, aims, strict=True), columns)
 
 
-def page(found: dict[str, Any], stall: dict[str, Any]) -> Iterator[str]:
+def page(
+    found: dict[str, Any], torchsnapshot: dict[str, Any], stall: dict[str, Any]
+) -> Iterator[str]:
     """Yield the tables of docs/explanation/benchmarks.md, for the targets' trace.
 
     Args:
+        torchsnapshot: the document of a run with torchsnapshot.
         stall: the document of `recipes.benchmarks.stall`.
     """
     alone, both = (_trained(found, ranks) for ranks in (1, 2))
     yield training(alone, {**_STALLS, **_PACE, **_MEMORY, **_SIZE})
     yield training(both, {**_STALLS, **_PACE, **_MEMORY})
+    yield apart([row for ranks in (1, 2) for row in _trained(torchsnapshot, ranks)])
     yield limits(found["limits"])
     yield instants(found["instants"])
     yield sizes(_weighed(found))
@@ -216,8 +232,9 @@ def main() -> None:
     """Run the command."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "side_by_side.json"
     found = json.loads(path.read_text())
+    beside = json.loads((RESULTS / "side_by_side_torchsnapshot.json").read_text())
     stall = json.loads((RESULTS / "stall.json").read_text())
-    for table in [*page(found, stall), "README:", *summary(found)]:
+    for table in [*page(found, beside, stall), "README:", *summary(found)]:
         print(table, end="\n\n")
 
 

@@ -161,8 +161,8 @@ def instants(
 ) -> list[dict[str, Any]]:
     """Check whether systems that write in the background save one instant.
 
-    Every weight is overwritten as soon as ``save`` returns; a restore must return all earlier
-    values.
+    Every weight is overwritten as soon as ``save`` returns, announced to the system; a restore
+    must return all earlier values.
     """
     if names is None:
         # A background process has copied its rows in the same way.
@@ -192,7 +192,10 @@ def _instant(case: Case, job: Job, before: list[torch.Tensor], root: Path) -> di
         try:
             system.save()
             for shard in job.shards:
-                shard.weight.fill_(7)
+                held = shard.rectangle
+                rows = torch.arange(held.row_start, held.row_stop)
+                with system.writing(shard.table, rows):
+                    shard.weight.fill_(7)
             system.wait()
             system.restore()
         finally:

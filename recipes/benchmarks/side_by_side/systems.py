@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -66,6 +67,10 @@ class System:
 
     def mark(self, table: str, rows: torch.Tensor) -> None:
         """Tell the system, in place of training, that rows (global ids) have changed."""
+
+    def writing(self, table: str, rows: torch.Tensor) -> AbstractContextManager[None]:
+        """Announce that rows (global ids) are overwritten by other means than training."""
+        return nullcontext()
 
     def wait(self) -> None:
         """Wait until the last save is durable."""
@@ -298,6 +303,9 @@ class Ours(System):
 
     def mark(self, table: str, rows: torch.Tensor) -> None:
         self.checkpointer.mark(table, rows)
+
+    def writing(self, table: str, rows: torch.Tensor) -> AbstractContextManager[None]:
+        return self.checkpointer.writing(table, rows)
 
     def wait(self) -> None:
         self.checkpointer.wait()

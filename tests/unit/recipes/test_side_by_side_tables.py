@@ -196,14 +196,17 @@ def _stalls() -> dict[str, Any]:
 
 
 def test_the_tables_of_the_pages() -> None:
-    alone, both, limit, instant, sizes, one, two, aims, *stalls = markdown.page(
-        _document(), _stalls()
+    document = _document()
+    alone, both, apart, limit, instant, sizes, one, two, aims, *stalls = markdown.page(
+        document, document, _stalls()
     )
+    assert f"| {ON_WRITE} | 1 | 100 (200) |" in apart
+    assert f"| {DCP} | 2 | 100 (200) |" in apart
     for table, memory in ((alone, "5"), (both, "10")):
         head, _, first, *rest = table.split("\n")
         assert "| set-up, s |" in head
         assert "| more memory, MB |" in head
-        assert first.startswith(f"| {COPY} | 1.50 | 100 (200) |")
+        assert first.startswith(f"| {ON_WRITE} | 1.50 | 100 (200) |")
         assert f"| 1.00 | {memory} |" in first
         assert len(rest) == len(markdown.README_SYSTEMS) - 1
         assert NONE not in table
@@ -272,17 +275,18 @@ def test_a_fresh_result_and_its_reduction_give_the_same_tables() -> None:
     reduced, stall = shrunk(fresh), _stalls()
     assert len(json.dumps(reduced)) < len(json.dumps(fresh))
     assert not any({"saves", "reports"} & row.keys() for row in reduced["training"])
-    assert [*markdown.page(reduced, stall)] == [*markdown.page(fresh, stall)]
+    assert [*markdown.page(reduced, reduced, stall)] == [*markdown.page(fresh, fresh, stall)]
     assert [*markdown.summary(reduced)] == [*markdown.summary(fresh)]
 
 
 def test_the_pages_say_what_the_committed_run_has_found() -> None:
     results = REPOSITORY / "recipes" / "results"
-    found, stall = (
-        json.loads((results / f"{name}.json").read_text()) for name in ("side_by_side", "stall")
+    found, beside, stall = (
+        json.loads((results / f"{name}.json").read_text())
+        for name in ("side_by_side", "side_by_side_torchsnapshot", "stall")
     )
     for name, tables in (
-        ("docs/explanation/benchmarks.md", [*markdown.page(found, stall)]),
+        ("docs/explanation/benchmarks.md", [*markdown.page(found, beside, stall)]),
         ("README.md", [*markdown.summary(found)]),
     ):
         text = (REPOSITORY / name).read_text()
@@ -299,5 +303,5 @@ def test_the_pages_compare_thread_and_process_as_measured(page: str) -> None:
     for ranks in (1, 2):
         rows = {row["name"]: row for row in markdown._trained(found, ranks)}
         for background in ("thread", "process"):
-            row = rows[f"ours 4 bit consecutive, {background}, copy"]
+            row = rows[f"ours 4 bit consecutive, {background}, copy on write"]
             assert f"{100 * row['of_without']:.1f} %" in text
