@@ -190,8 +190,9 @@ class _Staged:
             self._room -= size
             self._rows.append((table, ids.copy(), rows.clone()))
         elif len(ids):
-            self._rows.append((table, self._filed(torch.from_numpy(ids)).numpy(),
-                               self._filed(rows)))
+            self._rows.append(
+                (table, self._filed(torch.from_numpy(ids)).numpy(), self._filed(rows))
+            )
 
     def put_dense(self, name: str, value: torch.Tensor) -> None:
         self._dense[name] = value.detach().clone()
@@ -301,5 +302,3 @@ def _wait(
             )
         condition.wait(min(_SLICE_SECONDS, seconds - waited))
         waited += _SLICE_SECONDS
-
-

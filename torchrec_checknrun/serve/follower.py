@@ -327,5 +327,3 @@ def _check_arguments(
         raise ValueError(f"copies must be 1 or 2 (the default), not {copies!r}")
     if not timeout > 0:
         raise ValueError(f"timeout_seconds must be positive, not {timeout!r}")
-
-

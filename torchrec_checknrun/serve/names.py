@@ -86,9 +86,7 @@ def match_names(
     return found
 
 
-def _check_given(
-    given: Mapping[str, str], model: Collection[str], saved: Collection[str]
-) -> None:
+def _check_given(given: Mapping[str, str], model: Collection[str], saved: Collection[str]) -> None:
     for old, new in given.items():
         if new not in model or old not in saved:
             where, name, all = (

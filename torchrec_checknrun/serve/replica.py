@@ -54,8 +54,11 @@ class Replica:
     def _plain_state(self) -> dict[str, torch.Tensor]:
         """Return the state dict without what belongs to kernels."""
         own = memory_of(self._quantized)
-        inside = {f"{t.owner}.{kind}.{t.name}.".lstrip(".") for t in self._quantized.values()
-                  for kind in KINDS}
+        inside = {
+            f"{t.owner}.{kind}.{t.name}.".lstrip(".")
+            for t in self._quantized.values()
+            for kind in KINDS
+        }
         kernels = {id(kernel) for _, kernel, _ in find_kernels(self.model)}
         inside |= {
             f"{path}."

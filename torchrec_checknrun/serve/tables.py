@@ -225,16 +225,20 @@ def _kernel_table(kernel: Any, number: int, owner: str, name: str, config: Any) 
     rows, dim = int(kernel.rows_per_table[feature]), ends[feature + 1] - ends[feature]
     kind = int(kernel.weights_tys[feature])
     if kind not in _BITS and kind not in _FLOATS:
-        raise UnsupportedTable(f"table {path!r} has rows of FBGEMM's type {kind}, expected int8, "
-                               "int4, int2, fp16 or fp32")
+        raise UnsupportedTable(
+            f"table {path!r} has rows of FBGEMM's type {kind}, expected int8, "
+            "int4, int2, fp16 or fp32"
+        )
     bits, dtype = _BITS.get(kind), _FLOATS.get(kind, torch.uint8)
     alignment = int(kernel.row_alignment)
     form = RowForm(dim, bits, dtype, 0, not getattr(kernel, "reverse_qparam", False))
     stride = -(-form.width // alignment) * alignment
     form = RowForm(dim, bits, dtype, stride, form.scale_first)
     if bits is not None and int(kernel.scale_bias_size_in_bytes) != 4:
-        raise UnsupportedTable(f"table {path!r}: scale and bias take "
-                               f"{kernel.scale_bias_size_in_bytes} bytes a row, expected 4")
+        raise UnsupportedTable(
+            f"table {path!r}: scale and bias take "
+            f"{kernel.scale_bias_size_in_bytes} bytes a row, expected 4"
+        )
     memory = _memory(kernel, number, path, rows * stride).view(rows, stride)
     remap = _remap(kernel, number, path)
     first = _first_row(config, number, path, dim)
@@ -337,5 +341,7 @@ def _run(places: np.ndarray) -> np.ndarray | slice:
 def memory_of(tables: Mapping[str, ServedTable]) -> set[int]:
     """Return the addresses of the storages that tables lie in."""
     return {
-        part.memory.untyped_storage().data_ptr() for table in tables.values() for part in table.parts
+        part.memory.untyped_storage().data_ptr()
+        for table in tables.values()
+        for part in table.parts
     }

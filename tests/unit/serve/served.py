@@ -99,8 +99,12 @@ class Job:
             ("ec", sharders[1], {"wide": whole}),
         ):
             plans[name] = construct_module_sharding_plan(
-                getattr(model, name), tables, sharder=sharder,
-                local_size=1, world_size=1, device_type="cpu",
+                getattr(model, name),
+                tables,
+                sharder=sharder,
+                local_size=1,
+                world_size=1,
+                device_type="cpu",
             )
         self.model = DistributedModelParallel(
             model, device=CPU, plan=ShardingPlan(plans), sharders=sharders

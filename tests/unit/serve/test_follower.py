@@ -46,9 +46,7 @@ def test_every_checkpoint_as_if_built_from_it(
 
 
 @pytest.mark.parametrize("policy", [OneShot(), Intermittent()])
-def test_differences_to_the_full_checkpoint(
-    tmp_path: Path, policy: OneShot | Intermittent
-) -> None:
+def test_differences_to_the_full_checkpoint(tmp_path: Path, policy: OneShot | Intermittent) -> None:
     job = Job(tmp_path, policy=policy)
     follower = Follower(tmp_path, quantized(Net(), 4))
     for seed in range(4):
@@ -98,7 +96,7 @@ def test_a_run_that_fell_back(tmp_path: Path) -> None:
 
 
 def test_links_of_differences(tmp_path: Path) -> None:
-    job = Job(tmp_path, quantization=Quantization(error="1%"))
+    job = Job(tmp_path, quantization=Quantization(method="delta", mean_bits=3))
     following = followers(tmp_path)
     for seed in range(3):
         job.train(seed)
