@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -266,7 +267,7 @@ class Load:
         part = missing[:, columns]
         cuts = np.flatnonzero((part[:, 1:] != part[:, :-1]).any(axis=0)) + 1
         ends = [columns.start, *(int(cut) + columns.start for cut in cuts), columns.stop]
-        for start, stop in zip(ends[:-1], ends[1:], strict=True):
+        for start, stop in pairwise(ends):
             yield slice(start, stop)
 
     def _gather(

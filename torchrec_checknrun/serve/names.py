@@ -16,7 +16,7 @@ from torchrec_checknrun.serve.tables import KINDS
 _LEFT_OUT = frozenset(
     {"_embedding_bag_collection", "_embedding_module", "_dmp_wrapped_module", "module", *KINDS}
 )
-"""Parts of paths that TorchRec's training modules have and inference modules lack, or conversely."""
+"""Parts of paths that only one of TorchRec's training and inference modules has."""
 _RENAMED = {"_feature_processors": "feature_processor"}
 
 

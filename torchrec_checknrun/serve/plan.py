@@ -42,11 +42,9 @@ def plan(chain: Chain, served: Sequence[Manifest]) -> Plan:
         for place, manifest in enumerate(chain.manifests):
             if _same(manifest, served[-1]):
                 return Plan(chain, place + 1, True)
-    common = 0
-    for manifest, other in zip(chain.manifests, served, strict=False):
-        if manifest.link != other.link:
-            break
-        common += 1
+    pairs = zip(chain.manifests, served, strict=False)
+    same = [manifest.link == other.link for manifest, other in pairs]
+    common = same.index(False) if False in same else len(same)
     if chain.head.deltas:  # rows that build on each other are followed in order, or from the base
         common = 0
     return Plan(chain, common, False)

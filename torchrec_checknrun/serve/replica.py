@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
+from torchrec_checknrun.format.state import is_sharded
 from torchrec_checknrun.serve.tables import (
     KINDS,
     ServedTable,
@@ -74,6 +75,11 @@ class Replica:
                     f"{name!r} of the model is a {type(value).__name__}, which is not in "
                     "checkpoints: keep it out of the state dict"
                 )
+            if is_sharded(value):
+                raise UnsupportedTable(
+                    f"{name!r} is sharded for training: give a model made by "
+                    "quantize_inference_model, or an unsharded one"
+                )
             if value.numel() and value.untyped_storage().data_ptr() in own:
                 continue
             found[name] = value
@@ -109,7 +115,9 @@ class Replica:
                 file.seek(0)
                 other = Replica(torch.jit.load(file))
             else:
-                other = Replica(copy.deepcopy(model))
+                # They show a kernel's parts in the state dict; predictions don't use them.
+                views = {id(one): one for m in model.modules() for one in _sharded(vars(m), 3)}
+                other = Replica(copy.deepcopy(model, views))
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise UnsupportedTable(
                 f"{type(model).__name__} can't be copied ({error}): follow with copies=1, which "
@@ -129,3 +137,12 @@ class Replica:
             for path, table in self._quantized.items()
         }
         return tables, {name: (v.dtype, v.shape) for name, v in self._state.items()}
+
+
+def _sharded(value: object, depth: int) -> Iterator[object]:
+    """Yield the sharded tensors in a value, and in containers within it down to a depth."""
+    if is_sharded(value):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _sharded(item, depth - 1)

@@ -1,6 +1,7 @@
-"""Train a model of several kernels with a dense part, and build what serves it from scratch."""
+"""Train a model of several kernels with a dense part, and build what serves it from scratch.
 
-from __future__ import annotations
+Annotations are evaluated here: TorchScript needs them.
+"""
 
 import copy
 from pathlib import Path
@@ -71,7 +72,7 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        pooled = self.over(self.ebc(features).values()) + self.seen.sum()
+        pooled = self.over(self.ebc(features).values()) + self.seen  # also when traced
         if self.ec is not None:
             pooled = pooled + self.ec(features)["a"].values().sum()
         answer: torch.Tensor = pooled

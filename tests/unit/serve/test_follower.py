@@ -116,7 +116,7 @@ def test_a_prediction_stays_on_the_version_that_it_began_with(tmp_path: Path) ->
     job.train(0)
     job.save()
     follower.poll()
-    with follower.read() as (model, version), torch.no_grad():
+    with follower.read() as (model, version):
         before = model(batch(3))
         job.train(1)
         job.save()
