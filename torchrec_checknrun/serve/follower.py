@@ -227,6 +227,8 @@ class Follower:
             if chain is None:
                 if problems:
                     raise ChainBroken(f"{self._root} holds no whole chain: {'; '.join(problems)}")
+                if self._copies.version is not None:
+                    raise ChainBroken(f"{self._root} holds no checkpoint any more")
                 self._lag.looked(None)
                 return
             served = self._served[-1].sequence if self._served else -1

@@ -38,7 +38,7 @@ TYPES = {8: torch.qint8, 4: torch.quint4x2, 2: torch.quint2x4}
 class Net(nn.Module):
     """Two bag kernels (SUM and MEAN) of two dims, a sequence table, a buffer and a dense layer."""
 
-    def __init__(self, device: torch.device = CPU, sequence: bool = True) -> None:
+    def __init__(self, device: torch.device = CPU, sequence: bool = True, rows: int = ROWS) -> None:
         super().__init__()
         bags = [
             ("wide", 8, "a", PoolingType.SUM),
@@ -49,7 +49,7 @@ class Net(nn.Module):
             [
                 EmbeddingBagConfig(
                     name=name,
-                    num_embeddings=ROWS,
+                    num_embeddings=rows,
                     embedding_dim=dim,
                     feature_names=[feature],
                     pooling=pooling,
@@ -63,7 +63,7 @@ class Net(nn.Module):
             self.ec = EmbeddingCollection(
                 [
                     EmbeddingConfig(
-                        name="wide", num_embeddings=ROWS, embedding_dim=8, feature_names=["a"]
+                        name="wide", num_embeddings=rows, embedding_dim=8, feature_names=["a"]
                     )
                 ],
                 device=device,
@@ -84,11 +84,15 @@ class Job:
 
     Args:
         sharding: of the table ``tall``.
+        rows: of each table.
     """
 
-    def __init__(self, root: Path | str, sharding: str = "row_wise", **options: Any) -> None:
+    def __init__(
+        self, root: Path | str, sharding: str = "row_wise", rows: int = ROWS, **options: Any
+    ) -> None:
         torch.manual_seed(1)
-        model = Net(torch.device("meta"))
+        self.rows = rows
+        model = Net(torch.device("meta"), rows=rows)
         apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {"lr": 0.5})
         assert model.ec is not None
         apply_optimizer_in_backward(RowWiseAdagrad, model.ec.parameters(), {"lr": 0.5})
@@ -120,27 +124,26 @@ class Job:
             root, model=self.model, state={"optimizer": self.optimizer}, **options
         )
 
-    def train(self, seed: int, steps: int = 1) -> None:
-        """Train on a batch of few ids."""
-        for step in range(steps):
-            self.optimizer.zero_grad()
-            self.model(batch(seed + step)).square().sum().backward()
-            self.optimizer.step()
-            with torch.no_grad():
-                self.model.module.seen.add_(0.25)
-            self.saver.step()
+    def train(self, seed: int, samples: int = 3) -> None:
+        """Train on a batch."""
+        self.optimizer.zero_grad()
+        self.model(batch(seed, samples, self.rows)).square().mean().backward()
+        self.optimizer.step()
+        with torch.no_grad():
+            self.model.module.seen.add_(0.25)
+        self.saver.step()
 
     def save(self) -> None:
         self.saver.save()
         self.saver.wait()
 
 
-def batch(seed: int, samples: int = 3) -> KeyedJaggedTensor:
+def batch(seed: int, samples: int = 3, rows: int = ROWS) -> KeyedJaggedTensor:
     """Draw a batch; each sample has two ids of each feature."""
     generator = torch.Generator().manual_seed(seed)
     return KeyedJaggedTensor(
         keys=["a", "b"],
-        values=torch.randint(0, ROWS, (4 * samples,), generator=generator),
+        values=torch.randint(0, rows, (4 * samples,), generator=generator),
         lengths=torch.full((2 * samples,), 2),
     )
 
@@ -157,8 +160,8 @@ def restored(root: Path | str, checkpoint: str | None = None, **job: Any) -> Net
     """Restore a checkpoint as training would, and return the plain model of that state."""
     other = Job(root, **job)
     try:
-        assert other.saver.restore(checkpoint) is not None
-        plain = Net()
+        assert other.saver.restore(checkpoint=checkpoint) is not None
+        plain = Net(rows=other.rows)
         with torch.no_grad():
             for name, value in other.model.state_dict().items():
                 into = plain.state_dict()[name]
