@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from torch import nn
@@ -36,6 +36,8 @@ MEMORY_BYTES = 256 << 20
 """Rows to hold beside the model, unless the caller says otherwise."""
 _PLANS = 5
 """Plans of one poll: checkpoints may go while they are read, or be damaged."""
+_NICE = 10
+"""Priority of the follower's thread below that of predictions."""
 _LONGEST_PAUSE = 60.0
 """The longest pause between two looks after errors, unless the interval is longer."""
 
@@ -154,7 +156,7 @@ class Follower:
     def start(self) -> None:
         """Poll in a thread from now on, every ``interval_seconds``, until ``close``.
 
-        After errors the pauses grow up to a minute.
+        The thread has a lower priority than predictions, on Linux. After errors the pauses grow up to a minute.
 
         Raises:
             ValueError: no interval was given.
@@ -192,6 +194,8 @@ class Follower:
 
     def _run(self, interval: float) -> None:
         """Poll until closed; after errors with growing pauses."""
+        with suppress(OSError, AttributeError):  # of this thread alone, where the system can
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         failures = 0
         while not self._closing.is_set():
             try:

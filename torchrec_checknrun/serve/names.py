@@ -66,23 +66,23 @@ def match_names(
     found = Names()
     prefixes: set[tuple[str, ...]] = set()
     for name in tables:
-        saved = chosen.get(name) or _table(name, by_parts, saved_tables)
-        if saved is None:
+        old = chosen.get(name) or _table(name, by_parts, saved_tables)
+        if old is None:
             found.missing.append(f"table {name!r}")
             continue
-        found.tables[name] = saved
-        parts, own = plain(saved), plain(name)
+        found.tables[name] = old
+        parts, own = plain(old), plain(name)
         if name not in chosen and parts[len(parts) - len(own) :] == own:
             prefixes.add(parts[: len(parts) - len(own)])
     dense_parts: dict[tuple[str, ...], list[str]] = {}
     for saved in saved_dense:
         dense_parts.setdefault(plain(saved), []).append(saved)
     for name in dense:
-        saved = chosen.get(name) or _value(name, dense_parts, saved_dense, prefixes or {()})
-        if saved is None:
+        old = chosen.get(name) or _value(name, dense_parts, saved_dense, prefixes or {()})
+        if old is None:
             found.missing.append(repr(name))
         else:
-            found.dense[name] = saved
+            found.dense[name] = old
     return found
 
 

@@ -177,13 +177,17 @@ def restored(root: Path | str, checkpoint: str | None = None, **job: Any) -> Net
         other.saver.close()
 
 
-def quantized(model: nn.Module, bits: int | None) -> nn.Module:
+def quantized(model: nn.Module, bits: int | None) -> Any:
     """Return what TorchRec serves; None: the model as it is."""
     own = copy.deepcopy(model).eval()
     if bits is None:
         return own
-    found: nn.Module = quantize_inference_model(own, quantization_dtype=TYPES[bits])
-    return found
+    return quantize_inference_model(own, quantization_dtype=TYPES[bits])
+
+
+def kernels(model: Any) -> list[Any]:
+    """Return the inference kernels of a model's bags."""
+    return list(model.ebc._emb_modules)
 
 
 def kernel_bytes(model: nn.Module) -> list[torch.Tensor]:

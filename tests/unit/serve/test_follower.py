@@ -55,6 +55,7 @@ def test_differences_to_the_full_checkpoint(tmp_path: Path, policy: OneShot | In
         version = follower.poll()
         assert version is not None
         assert differences(follower, quantized(restored(tmp_path), 4)) == []
+    assert version is not None
     assert not version.whole
     job.saver.close()
 

@@ -100,7 +100,9 @@ class History:
         elif action == "damage" and ids:
             self.damage(choice)
         elif action == "uncommitted":
-            (self.root / f"seq-{900 + self.seed:06}_step-00000001_00000000").mkdir(exist_ok=True)
+            (self.root / f"seq-{900 + self.seed:06}_step-00000001_00000000").mkdir(
+                parents=True, exist_ok=True
+            )
 
     def damage(self, choice: int) -> None:
         """Save, damage what was saved, look, and save again from what is whole."""
@@ -151,6 +153,8 @@ def test_any_history(
     actions: list[tuple[str, int]], codec: str, policy: Any, models: list[int | None]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
+        if codec == "delta":
+            policy = Consecutive()  # the one that it goes with
         options = {"quantization": CODECS[codec], "policy": policy}
         history = History(Path(folder) / "run", options, models)
         try:

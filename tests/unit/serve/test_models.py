@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from tests.unit.serve.served import (
     batch,
     differences,
     every_row,
+    kernels,
     quantized,
     restored,
 )
@@ -159,7 +161,8 @@ def test_a_part_of_the_trained_model(tmp_path: Path, job: Job) -> None:
     follower = Follower(tmp_path, outer, map=names)
     follower.poll()
     with follower.read() as (model, _):
-        assert torch.equal(model.net(batch(1)), restored(tmp_path)(batch(1)))
+        net = model.get_submodule("net")
+        assert torch.equal(net(batch(1)), restored(tmp_path)(batch(1)))
 
 
 def test_what_only_the_model_has(tmp_path: Path, job: Job) -> None:
@@ -180,7 +183,7 @@ def test_another_size(tmp_path: Path, job: Job) -> None:
         Follower(tmp_path, net).poll()
 
 
-def pruned(net: Net, rows: int) -> nn.Module:
+def pruned(net: Net, rows: int) -> Any:
     """Quantize a model whose table ``tall`` has only its first rows."""
     setattr(net.ebc, MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT, {"tall": rows})
     return quantize_inference_model(net, quantization_dtype=TYPES[8])
@@ -191,7 +194,7 @@ def test_a_pruned_table(tmp_path: Path, job: Job) -> None:
     follower.poll()
     wanted = pruned(restored(tmp_path), 25)
     with follower.read() as (model, _):
-        for own, other in zip(model.ebc._emb_modules, wanted.ebc._emb_modules, strict=True):
+        for own, other in zip(kernels(model), kernels(wanted), strict=True):
             assert torch.equal(own.weights_host, other.weights_host)
 
 
@@ -212,7 +215,7 @@ def test_a_remapped_table(tmp_path: Path, job: Job) -> None:
         follower.poll()
         wide = quantized(restored(tmp_path), 8).ebc._emb_modules[0].split_embedding_weights(False)
         with follower.read() as (served, _):
-            rows = served.ebc._emb_modules[0].split_embedding_weights(False)[1][0]
+            rows = kernels(served)[0].split_embedding_weights(False)[1][0]
             kept = [row for row in range(ROWS) if row % 2 == 0]
             assert torch.equal(rows[remapping(half)[kept].long()], wide[1][0][kept])
         job.train(seed)

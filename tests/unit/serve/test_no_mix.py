@@ -30,7 +30,7 @@ def published(tmp_path: Path) -> tuple[Path, dict[str, list[torch.Tensor]]]:
     """Save versions that differ in 26 % of the rows, and find out what each answers."""
     root = tmp_path / "all"
     job = Job(root, rows=ROWS, quantization=Quantization(bits=4), chunk_bytes=20_000)
-    answers = {}
+    answers: dict[str, list[torch.Tensor]] = {}
     for seed in range(VERSIONS):
         job.train(100 + seed, samples=150)  # 300 of 2000 draws each: 26 % with both features
         job.train(200 + seed, samples=150)
