@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -53,6 +53,7 @@ class Content:
     Attributes:
         plan: the part of a chain to read.
         bytes_read: of chunks, so far.
+        each: called before each chunk is read.
     """
 
     def __init__(self, root: Folder, plan: Plan, indexes: Indexes) -> None:
@@ -60,6 +61,13 @@ class Content:
         self._indexes = indexes
         self.plan = plan
         self.bytes_read = 0
+        self.each: Callable[[], object] = lambda: None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the files that the plan may read."""
+        manifests = self.plan.chain.manifests[self.plan.common if self.plan.follows else 0 :]
+        return sum(manifest.stored_bytes for manifest in manifests)
 
     @property
     def head(self) -> Manifest:
@@ -72,6 +80,7 @@ class Content:
         Raises:
             CorruptCheckpoint: the bytes are missing or not those that were written.
         """
+        self.each()
         self.bytes_read += chunk.entry.length
         return read_chunk(self.root, chunk, visible_seconds=0.0)
 

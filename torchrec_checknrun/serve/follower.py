@@ -21,6 +21,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.chain import Chain, newest, resolve
+from torchrec_checknrun.root.followers import announced
 from torchrec_checknrun.serve.content import Content, Indexes
 from torchrec_checknrun.serve.copies import OneCopy, ReadersStay, TwoCopies
 from torchrec_checknrun.serve.lag import Lag
@@ -38,6 +39,8 @@ _PLANS = 5
 """Plans of one poll: checkpoints may go while they are read, or be damaged."""
 _NICE = 10
 """Priority of the follower's thread below that of predictions."""
+_ANNOUNCED_BYTES = 16 << 20
+"""Bytes to read from which on the root is told, so that retention waits."""
 _LONGEST_PAUSE = 60.0
 """The longest pause between two looks after errors, unless the interval is longer."""
 
@@ -156,7 +159,8 @@ class Follower:
     def start(self) -> None:
         """Poll in a thread from now on, every ``interval_seconds``, until ``close``.
 
-        The thread has a lower priority than predictions, on Linux. After errors the pauses grow up to a minute.
+        The thread has a lower priority than predictions, on Linux. After errors the pauses grow
+        up to a minute.
 
         Raises:
             ValueError: no interval was given.
@@ -266,6 +270,15 @@ class Follower:
     def _load(self, todo: Plan, began: float) -> None:
         """Write a version into the copy that nobody reads, and show it."""
         content = Content(self._root, todo, self._indexes)
+        large = content.stored_bytes >= _ANNOUNCED_BYTES
+        with announced(self._root, todo.chain.head.id, large) as announcement:
+            if announcement is not None:
+                content.each = announcement.renew
+            self._write(content, began)
+
+    def _write(self, content: Content, began: float) -> None:
+        """Write and show a version."""
+        todo = content.plan
         content.check()
         dense = content.dense()
         head = todo.chain.head
