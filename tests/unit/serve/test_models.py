@@ -10,21 +10,28 @@ import pytest
 import torch
 import torchrec
 from torch import nn
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.global_settings import set_propogate_device
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingPlan, ShardingType
 from torchrec.inference.modules import quantize_inference_model, shard_quant_model
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.quant.embedding_modules import (
     MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT,
 )
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.unit.serve.served import (
     CPU,
@@ -39,7 +46,7 @@ from tests.unit.serve.served import (
     quantized,
     restored,
 )
-from torchrec_checknrun import Follower, Quantization
+from torchrec_checknrun import Checkpointer, Consecutive, Follower, Quantization
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -259,3 +266,56 @@ def test_arguments(tmp_path: Path) -> None:
             Follower(tmp_path, Net(), **options)
     with pytest.raises(ValueError, match="interval_seconds=1"):
         Follower(tmp_path, Net()).start()
+
+
+class Weighted(nn.Module):
+    """A model with weights by position, whose training and inference names differ."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__()
+        table = EmbeddingBagConfig(
+            name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["a"]
+        )
+        self.sparse = nn.Module()
+        self.sparse.fp = FeatureProcessedEmbeddingBagCollection(
+            EmbeddingBagCollection([table], device=device, is_weighted=True),
+            PositionWeightedModuleCollection({"a": 4}, device=CPU),
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        answer: torch.Tensor = self.sparse.fp(features).values()
+        return answer
+
+
+def test_feature_processors(tmp_path: Path) -> None:
+    model = Weighted(torch.device("meta"))
+    fp: Any = model.sparse.fp
+    bags = fp._embedding_bag_collection
+    apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.5})
+    sharder = FeatureProcessedEmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        fp, {"t": row_wise()}, sharder=sharder, local_size=1, world_size=1, device_type="cpu"
+    )
+    dmp = DistributedModelParallel(
+        model, device=CPU, plan=ShardingPlan({"sparse.fp": plan}), sharders=[sharder]
+    )
+    features = KeyedJaggedTensor(["a"], torch.arange(12) % ROWS, lengths=torch.full((3,), 4))
+    with Checkpointer(tmp_path, model=dmp, policy=Consecutive()) as saver:
+        follower = Follower(tmp_path, quantize_inference_model(Weighted()))
+        for step in range(2):
+            dmp(features).sum().backward()
+            with torch.no_grad():
+                for name, weight in dmp.named_parameters():
+                    if "position_weight" in name:
+                        weight.add_(0.5 + step)
+            saver.step()
+            saver.save()
+            saver.wait()
+            assert follower.poll() is not None
+            plain = Weighted()
+            for name, value in dmp.state_dict().items():
+                into = plain.state_dict()[name]
+                local = value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
+                into.copy_(local)
+            with follower.read() as (served, _), torch.no_grad():
+                assert torch.equal(served(features), quantize_inference_model(plain)(features))
