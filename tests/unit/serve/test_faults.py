@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.unit.serve.served import Job, Net, differences, quantized, restored
-from torchrec_checknrun import Follower, Full, Retention, Version
+from torchrec_checknrun import Follower, Full, OneShot, Retention, Version
 from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root.prune import prune
@@ -304,6 +304,23 @@ def test_the_thread_tells_each_version(root: Path, job: Job) -> None:
         assert version is not None
         assert version.step == 3
     assert follower._thread is None
+
+
+def test_a_run_that_deletes_as_it_is_followed(root: Path) -> None:
+    """Retention deletes what followers are about to read: they come to the newest all the same."""
+    job = Job(root, policy=OneShot(), retention=Retention(keep=1))
+    told: list[Version] = []
+    with Follower(
+        root, quantized(Net(), 8), interval_seconds=0.001, on_version=told.append
+    ) as follower:
+        for seed in range(12):
+            job.train(seed)
+            job.save()
+    job.saver.close()
+    assert served(follower).step == 12
+    assert follower.error is None
+    assert [v.sequence for v in told] == sorted({v.sequence for v in told})
+    assert differences(follower, quantized(restored(root), 8)) == []
 
 
 def test_nothing_was_published(tmp_path: Path) -> None:

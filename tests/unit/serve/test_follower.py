@@ -9,6 +9,8 @@ import torch
 
 from tests.unit.serve.served import Job, Net, batch, differences, quantized, restored
 from torchrec_checknrun import Follower, Intermittent, OneShot, Quantization
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.store.folder import Folder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -29,7 +31,11 @@ def followers(root: Path) -> dict[tuple[int | None, int], Follower]:
 def test_every_checkpoint_as_if_built_from_it(
     tmp_path: Path, bits: int | None, sharding: str
 ) -> None:
-    job = Job(tmp_path, sharding, quantization=Quantization(bits=bits) if bits else None)
+    job = Job(
+        tmp_path,
+        sharding,
+        quantization=Quantization(bits=bits, exact_below_rows=0) if bits else None,
+    )
     following = followers(tmp_path)
     assert {follower.poll() for follower in following.values()} == {None}
     for seed in range(3):
@@ -64,7 +70,7 @@ def test_differences_to_the_full_checkpoint(tmp_path: Path, policy: OneShot | In
 
 
 def test_several_checkpoints_at_once(tmp_path: Path) -> None:
-    job = Job(tmp_path, quantization=Quantization(bits=4))
+    job = Job(tmp_path, quantization=Quantization(bits=4, exact_below_rows=0))
     follower = Follower(tmp_path, quantized(Net(), 4))
     for seed in range(6):
         job.train(seed)
@@ -100,7 +106,7 @@ def test_a_run_that_fell_back(tmp_path: Path) -> None:
 
 
 def test_links_of_differences(tmp_path: Path) -> None:
-    job = Job(tmp_path, quantization=Quantization(method="delta", mean_bits=3))
+    job = Job(tmp_path, quantization=Quantization(method="delta", mean_bits=3, exact_below_rows=0))
     following = followers(tmp_path)
     for seed in range(3):
         job.train(seed)
@@ -111,6 +117,9 @@ def test_links_of_differences(tmp_path: Path) -> None:
             assert version is not None
             assert version.whole is (seed == 0)
             assert differences(follower, quantized(wanted, form)) == [], form
+    chain, _ = newest(Folder(tmp_path))
+    assert chain is not None
+    assert len(chain.head.deltas) == 4
     job.saver.close()
 
 

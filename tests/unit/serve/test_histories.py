@@ -34,11 +34,11 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 CODECS = {
     "fp32": None,
-    "8 bit": Quantization(bits=8),
-    "4 bit": Quantization(bits=4),
-    "4 bit as FBGEMM": Quantization(bits=4, method="asymmetric"),
-    "2 bit": Quantization(bits=2),
-    "delta": Quantization(method="delta", mean_bits=3),
+    "8 bit": Quantization(bits=8, exact_below_rows=0),
+    "4 bit": Quantization(bits=4, exact_below_rows=0),
+    "4 bit as FBGEMM": Quantization(bits=4, method="asymmetric", exact_below_rows=0),
+    "2 bit": Quantization(bits=2, exact_below_rows=0),
+    "delta": Quantization(method="delta", mean_bits=3, exact_below_rows=0),
 }
 POLICIES = [Consecutive(), OneShot(), Intermittent(), Full()]
 ACTIONS = ["train", "train", "save", "save", "poll", "poll", "fall back", "restart", "prune",

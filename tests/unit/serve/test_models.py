@@ -55,7 +55,7 @@ LEAVES = ["IntNBitTableBatchedEmbeddingBagsCodegen", "ComputeKJTToJTDict"]
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    job = Job(tmp_path, quantization=Quantization(bits=4))
+    job = Job(tmp_path, quantization=Quantization(bits=4, exact_below_rows=0))
     job.train(0)
     job.save()
     return job

@@ -29,7 +29,9 @@ _QUESTIONS = [batch(seed, 20, ROWS) for seed in range(4)]
 def published(tmp_path: Path) -> tuple[Path, dict[str, list[torch.Tensor]]]:
     """Save versions that differ in 26 % of the rows, and find out what each answers."""
     root = tmp_path / "all"
-    job = Job(root, rows=ROWS, quantization=Quantization(bits=4), chunk_bytes=20_000)
+    job = Job(
+        root, rows=ROWS, quantization=Quantization(bits=4, exact_below_rows=0), chunk_bytes=20_000
+    )
     answers: dict[str, list[torch.Tensor]] = {}
     for seed in range(VERSIONS):
         job.train(100 + seed, samples=150)  # 300 of 2000 draws each: 26 % with both features
