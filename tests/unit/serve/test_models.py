@@ -283,7 +283,8 @@ class Weighted(nn.Module):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        answer: torch.Tensor = self.sparse.fp(features).values()
+        processed: Any = self.sparse.fp
+        answer: torch.Tensor = processed(features).values()
         return answer
 
 
