@@ -207,3 +207,28 @@ def test_who_is_inside_is_waited_for(published: Any, tmp_path: Path) -> None:
         assert version is not None
         assert version.checkpoint_id == third.checkpoint_id
         assert torch.equal(model(_QUESTIONS[0]), answers[version.checkpoint_id][0])
+
+
+def test_one_copy_waits_for_who_is_inside(published: Any, tmp_path: Path) -> None:
+    root, answers = published
+    target = tmp_path / "published"
+    target.mkdir()
+    follower = Follower(target, quantized(Net(rows=ROWS), 4), copies=1, timeout_seconds=0.2)
+    steps = publish(root, target)
+    next(steps)
+    follower.poll()
+    next(steps)
+    with follower.read() as (model, version), torch.no_grad():
+        assert version is not None
+        held_back = follower.poll()
+        assert held_back is not None
+        assert held_back.checkpoint_id == version.checkpoint_id
+        assert "has not ended" in str(held_back.error)
+        with follower.read() as (_, inner):  # would wait for itself otherwise
+            assert inner == version
+        assert torch.equal(model(_QUESTIONS[0]), answers[version.checkpoint_id][0])
+    after = follower.poll()
+    assert after is not None
+    assert after.sequence > version.sequence
+    with follower.read() as (model, _), torch.no_grad():
+        assert torch.equal(model(_QUESTIONS[0]), answers[after.checkpoint_id][0])
