@@ -24,6 +24,7 @@ from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.followers import announced
 from torchrec_checknrun.serve.content import Content, Indexes
 from torchrec_checknrun.serve.copies import OneCopy, ReadersStay, TwoCopies
+from torchrec_checknrun.serve.glance import Glance
 from torchrec_checknrun.serve.lag import Lag
 from torchrec_checknrun.serve.load import Load, Memory
 from torchrec_checknrun.serve.names import Names, match_names
@@ -99,6 +100,7 @@ class Follower:
         self._memory = Memory()
         self._served: tuple[Manifest, ...] = ()
         self._lag = Lag(self._root)
+        self._glance = Glance(self._root)
         self._polling = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -228,6 +230,10 @@ class Follower:
             ChainBroken, CorruptCheckpoint: newer states are damaged; the served one stays.
         """
         began = time.monotonic()
+        head = self._served[-1] if self._served and self._lag.error is None else None
+        if self._glance.is_quiet(head):
+            self._lag.looked(head)
+            return
         unusable: dict[str, Exception] = {}
         for _ in range(_PLANS):
             chain, problems = newest(self._root, unusable)

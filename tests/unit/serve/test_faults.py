@@ -121,6 +121,27 @@ def test_files_without_a_manifest(root: Path, job: Job, follower: Follower) -> N
     assert served(follower).step == 3
 
 
+def test_a_quiet_root_is_only_listed(
+    root: Path, job: Job, follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served(follower)
+
+    def refuse(self: Folder, name: str, *_: Any) -> Any:
+        raise AssertionError(f"{self}/{name} is read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "read", refuse)
+        assert served(follower).error is None
+        (root / "seq-000003_step-00000003_00000000").mkdir()  # begun, and not committed
+    served(follower)
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "read", refuse)
+        assert served(follower).error is None
+    job.train(5)
+    job.save()
+    assert served(follower).step == 3
+
+
 def test_storage_that_is_gone(
     root: Path, job: Job, follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
