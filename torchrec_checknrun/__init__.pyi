@@ -20,6 +20,8 @@ from .run.triggers import AtEnd as AtEnd
 from .run.triggers import EverySeconds as EverySeconds
 from .run.triggers import EverySteps as EverySteps
 from .run.triggers import OnSigterm as OnSigterm
+from .serve.follower import Follower as Follower
+from .serve.version import Version as Version
 from .tools.compact import compact as compact
 from .tools.verify import verify as verify
 from .version import __version__ as __version__

@@ -70,6 +70,15 @@ class RowSet:
         """Tell whether another set of positions in the same range holds the same rows."""
         return self._bits is other._bits or torch.equal(self._bits, other._bits)
 
+    def contains(self, rows: np.ndarray) -> np.ndarray:
+        """Return which of some rows, ``(n,)`` int64, are in the set, ``(n,)`` bool."""
+        held: np.ndarray = (self._bits.numpy()[rows >> 3] >> (rows & 7).astype(np.uint8)) & 1
+        return held.astype(bool)
+
+    def is_within(self, other: RowSet) -> bool:
+        """Tell whether another set of positions in the same range holds all rows of this one."""
+        return not bool(self._bits.bitwise_and(~other._bits).any())
+
     def any(self) -> bool:
         """Tell whether the set holds any row."""
         return bool(self._bits.any())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from torchrec_checknrun import row_sets
 from torchrec_checknrun.native import has_extension
-from torchrec_checknrun.row_sets import RowSet
+from torchrec_checknrun.row_sets import DoneRows, RowSet
 
 
 @settings(max_examples=examples(250), deadline=None)
@@ -70,3 +70,14 @@ def test_bool_marks_make_a_set(marked: bool) -> None:
 
 def test_it_takes_a_bit_for_a_row() -> None:
     assert RowSet(torch.ones(8001, dtype=torch.uint8))._bits.nbytes == 1001
+
+
+@given(rows=st.integers(1, 50), one=st.sets(st.integers(0, 49)), other=st.sets(st.integers(0, 49)))
+def test_members_and_parts_of_other_sets(rows: int, one: set[int], other: set[int]) -> None:
+    one, other = ({row for row in each if row < rows} for each in (one, other))
+    sets = [DoneRows(rows), DoneRows(rows)]
+    for held, ids in zip(sets, (one, other), strict=True):
+        held.add(np.array(sorted(ids), dtype=np.int64))
+    every = np.arange(rows)
+    assert sets[0].contains(every).tolist() == [row in one for row in range(rows)]
+    assert sets[0].is_within(sets[1]) == (one <= other)

@@ -48,8 +48,13 @@ class StoredChunk:
         object.__setattr__(self, "key", f"{self.checkpoint}/{self.file}#{self.number}")
 
 
-def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
+def read_indexes(
+    root: Folder, manifest: Manifest, visible_seconds: float = VISIBLE_SECONDS
+) -> tuple[StoredChunk, ...]:
     """Read the index of each rank file; return all chunks of a checkpoint.
+
+    Args:
+        visible_seconds: how long to wait for a file that is missing, or too short.
 
     Raises:
         CorruptCheckpoint: a file is missing or too short, or its index is damaged.
@@ -61,7 +66,7 @@ def read_indexes(root: Folder, manifest: Manifest) -> tuple[StoredChunk, ...]:
         where = f"{folder}/{file.name}"
         _check_layout(file, where)
         data = bytearray(file.index_length)
-        _fill(folder, memoryview(data), file.name, file.index_offset)
+        _fill(folder, memoryview(data), file.name, file.index_offset, visible_seconds)
         checksum = xxhash.xxh3_64_hexdigest(data)
         if checksum != file.index_checksum:
             raise CorruptCheckpoint(
@@ -85,7 +90,9 @@ def _check_layout(file: RankFile, where: str) -> None:
         )
 
 
-def _fill(folder: Folder, memory: memoryview, name: str, offset: int) -> int:
+def _fill(
+    folder: Folder, memory: memoryview, name: str, offset: int, visible_seconds: float
+) -> int:
     """Fill memory from a file that rank 0 has seen already. Wait for it if need be: on a network
     file system other machines may see a new file seconds later.
 
@@ -101,7 +108,7 @@ def _fill(folder: Folder, memory: memoryview, name: str, offset: int) -> int:
         return Retrying(
             retry=retry_if_exception_type(FileNotFoundError)
             | retry_if_result(lambda count: count < len(memory)),
-            stop=stop_after_delay(VISIBLE_SECONDS),
+            stop=stop_after_delay(visible_seconds),
             wait=wait_fixed(_LOOK_SECONDS),
             retry_error_callback=lambda state: state.outcome and state.outcome.result(),
         )(lambda: folder.read_into(memory, name, offset))
@@ -109,11 +116,17 @@ def _fill(folder: Folder, memory: memoryview, name: str, offset: int) -> int:
         raise CorruptCheckpoint(f"{folder}/{name} is missing") from None
 
 
-def read_chunk(root: Folder, chunk: StoredChunk, memory: memoryview | None = None) -> memoryview:
+def read_chunk(
+    root: Folder,
+    chunk: StoredChunk,
+    memory: memoryview | None = None,
+    visible_seconds: float = VISIBLE_SECONDS,
+) -> memoryview:
     """Read a chunk's bytes and verify their checksum.
 
     Args:
         memory: receives the bytes if large enough; otherwise memory is allocated.
+        visible_seconds: how long to wait for a file that is missing, or too short.
 
     Raises:
         CorruptCheckpoint: the bytes are missing or not the ones written.
@@ -129,7 +142,7 @@ def read_chunk(root: Folder, chunk: StoredChunk, memory: memoryview | None = Non
                 "memory for"
             ) from None
     data = memory[:length]
-    count = _fill(folder, data, chunk.file, entry.offset)
+    count = _fill(folder, data, chunk.file, entry.offset, visible_seconds)
     checksum = xxhash.xxh3_64_hexdigest(data[:count])
     if count != length or checksum != entry.checksum:
         raise CorruptCheckpoint(

@@ -129,11 +129,16 @@ class StoredRows:
     def rows(self, chosen: Chosen | None = None) -> Rows:
         """Decode chosen rows, or all, on the CPU."""
         chosen = slice(0, self.header.count) if chosen is None else chosen
-        ids = torch.from_numpy(self.ids[chosen])
-        weight = torch.empty((len(ids), self.header.cols), dtype=self.header.dtype, device="cpu")
+        states = {name: self.state(name, chosen) for name in self.states}
+        return Rows(torch.from_numpy(self.ids[chosen]), self.values(chosen), states)
+
+    def values(self, chosen: Chosen) -> torch.Tensor:
+        """Decode chosen rows' weights, ``(n, cols)`` on the CPU."""
+        n = len(self.ids[chosen])
+        weight = torch.empty((n, self.header.cols), dtype=self.header.dtype, device="cpu")
         for start, block in self._decoded(self.weight, chosen):
             weight[start : start + len(block)] = block
-        return Rows(ids, weight, {name: self.state(name, chosen) for name in self.states})
+        return weight
 
     def blocks(self, chosen: Chosen) -> Iterator[Rows]:
         """Decode chosen rows block by block; each block's weights reuse the same memory."""

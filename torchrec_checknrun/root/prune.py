@@ -28,6 +28,7 @@ from torchrec_checknrun.root.checkpoints import Listing, committed, read_manifes
 from torchrec_checknrun.root.claims import Claim, read_claims
 from torchrec_checknrun.root.counting import counting, counting_ids, highest_epoch
 from torchrec_checknrun.root.deletion import Deletion, find_leftovers, with_parents
+from torchrec_checknrun.root.followers import held_by_followers
 from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.liveness import clean_up, standing_of
 from torchrec_checknrun.root.retention import (
@@ -151,6 +152,7 @@ def _plan(
     used = {*in_use}
     if claim is not None and (own is not None or others_live):
         used |= {*claim.uses, *_committed_last(claim, found)}
+    used |= held_by_followers(root, [manifest.id for manifest in found])
     plan = _decide(root, retention, listing, found, known, used, by_person=own is None)
     if not others_live:
         unknown = sorted(listing.ids.keys() - plan.found.keys())

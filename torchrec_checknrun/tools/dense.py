@@ -7,7 +7,8 @@ state's name, and names of per-rank states with ``<state>.rank<n>``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,16 @@ MODEL = "model"
 _TWICE = "{} has two values that would be called {!r}: rename one of its state objects"
 
 
-def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
+def read_dense(
+    root: Folder,
+    chunks: tuple[StoredChunk, ...],
+    read: Callable[[StoredChunk], memoryview] | None = None,
+) -> dict[str, Any]:
     """Read all values of a checkpoint that are no table rows, into memory.
 
     Args:
         chunks: the checkpoint's chunks (the head of a chain has all such values).
+        read: reads a chunk's bytes, verified; None: from the root.
 
     Returns:
         By name: tensors (also of NumPy arrays, except of types that PyTorch lacks), and other
@@ -39,6 +45,7 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
         CorruptCheckpoint: a chunk differs from what was written.
         IncompatibleCheckpoint: two values would have the same name.
     """
+    read = partial(read_chunk, root) if read is None else read
     found: dict[str, Any] = {}
     pieces: dict[str, torch.Tensor] = {}
     for problem in piece_problems(chunks):  # before memory of their size is taken
@@ -46,7 +53,7 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
     for chunk in chunks:
         entry, header = chunk.entry, chunk.header
         if isinstance(entry, StateEntry):
-            content = decode_state_chunk(entry, read_chunk(root, chunk))
+            content = decode_state_chunk(entry, read(chunk))
             prefix = entry.name if entry.rank is None else f"{entry.name}.rank{entry.rank}"
             for key, value in _leaves(content, "" if prefix == MODEL else prefix):
                 if key in found:
@@ -57,7 +64,7 @@ def read_dense(root: Folder, chunks: tuple[StoredChunk, ...]) -> dict[str, Any]:
             if key not in pieces:
                 pieces[key] = torch.zeros(header.size, dtype=header.dtype, device="cpu")
             place = header.box.slices(Box.whole(header.size))
-            pieces[key][place].copy_(decode_block(header, read_chunk(root, chunk)))
+            pieces[key][place].copy_(decode_block(header, read(chunk)))
     found = {k: v for k, v in found.items() if v is not None or k not in pieces}  # in lists
     if clash := sorted(found.keys() & pieces.keys()):
         raise IncompatibleCheckpoint(_TWICE.format(chunks[0].checkpoint, clash[0]))

@@ -5,7 +5,8 @@ Memory: the references of one table, a little more than a quarter of the table i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from torchrec_checknrun.delta.digest import text_of
 from torchrec_checknrun.delta.references import References
@@ -27,10 +28,12 @@ class TableLinks:
 
     Attributes:
         by_columns: what the rows restore to, by their range of columns.
+        read: reads a chunk's bytes, verified; by default from the root.
     """
 
     def __init__(self, root: Folder, table: str, rows: int) -> None:
-        self._root = root
+        self.read: Callable[[StoredChunk], memoryview]
+        self.read = partial(read_chunk, root)
         self._table, self._rows = table, rows
         self.by_columns: ByColumns = {}
 
@@ -54,7 +57,7 @@ class TableLinks:
                     f"{chunk.checkpoint}/{chunk.file}, chunk {chunk.number}: rows of {self._table} "
                     "that nothing can build on, in a table that is stored as differences"
                 )
-            stored = StoredRows(header, read_chunk(self._root, chunk))
+            stored = StoredRows(header, self.read(chunk))
             columns = header.rectangle.col_start, header.rectangle.col_stop
             if columns not in self.by_columns:
                 place = Rectangle(0, self._rows, *columns)

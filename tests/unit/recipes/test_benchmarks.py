@@ -43,6 +43,23 @@ def test_tracking_is_measured(tmp_path: Path) -> None:
     assert all(cost.in_situ_low <= cost.in_situ <= cost.in_situ_high for cost in costs.values())
 
 
+def test_following_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["--rows", "2000", "--dim", "8", "--rounds", "2", "--json", str(out)]
+    command = [sys.executable, "-m", "recipes.benchmarks.follow", *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    own = found["follower"]
+    assert own["rows"] == 520
+    assert 0 < own["visible_seconds"] <= own["seconds"]
+    assert 0 < own["bytes_read"] < 520 * 8 * 4
+    for copies in (1, 2):
+        case = found[f"predictions, copies={copies}"]
+        assert min(case["applying"]["answers_per_second"], case["resting"]["slowest_ms"]) > 0
+    assert "| follower, until visible |" in done.stdout
+
+
 @pytest.mark.skipif(not has_extension(), reason="the extension was not built")
 def test_images_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "out.json"

@@ -1,0 +1,100 @@
+"""Followers keep what they read from being deleted: for a while, and a few checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.small_roots import put
+from torchrec_checknrun import Retention
+from torchrec_checknrun.format.names import MANIFEST_NAME
+from torchrec_checknrun.root import followers
+from torchrec_checknrun.root.followers import (
+    FOLDER,
+    HOLD_SECONDS,
+    MOST_HELD,
+    MOST_RENEWALS,
+    Announcement,
+    announced,
+    held_by_followers,
+)
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.store.folder import Folder
+
+
+def shift(path: Path, seconds: float) -> None:
+    now = path.stat().st_mtime
+    os.utime(path, (now + seconds, now + seconds))
+
+
+def records(root: Path) -> list[Path]:
+    return sorted((root / FOLDER).iterdir())
+
+
+def test_what_is_read_stays(tmp_path: Path) -> None:
+    root = Folder(tmp_path)
+    full = put(root, 1)
+    read = put(root, 2, full)
+    last = [put(root, number) for number in (3, 4)]
+    with announced(root, read.id, large=True):
+        assert set(prune(root, Retention(keep=1)).verdict.keep) == {full.id, read.id, last[1].id}
+    assert records(tmp_path) == []
+    assert set(prune(root, Retention(keep=1)).verdict.keep) == {last[1].id}
+
+
+def test_a_silent_follower_holds_nothing_for_long(tmp_path: Path) -> None:
+    root = Folder(tmp_path)
+    old, new = put(root, 1), put(root, 2)
+    Announcement(root, old.id)
+    (record,) = records(tmp_path)
+    shift(record, -HOLD_SECONDS + 30)
+    assert held_by_followers(root, [old.id, new.id]) == {old.id}
+    shift(tmp_path / new.id / MANIFEST_NAME, 60)
+    assert held_by_followers(root, [old.id, new.id]) == set()
+
+
+def test_a_follower_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers, "RENEW_SECONDS", 0.0)
+    root = Folder(tmp_path)
+    old = put(root, 1)
+    reading = Announcement(root, old.id)
+    for _ in range(MOST_RENEWALS):
+        reading.renew()
+    assert held_by_followers(root, [old.id]) == {old.id}
+    reading.renew()
+    assert held_by_followers(root, [old.id]) == set()
+    assert len(records(tmp_path)) == 1
+
+
+def test_many_followers_hold_the_newest_few(tmp_path: Path) -> None:
+    root = Folder(tmp_path)
+    ids = [put(root, number).id for number in range(1, 7)]
+    for id in ids:
+        Announcement(root, id)
+    assert held_by_followers(root, ids) == set(ids[-MOST_HELD:])
+
+
+def test_damaged_records_hold_nothing(tmp_path: Path) -> None:
+    root = Folder(tmp_path)
+    old = put(root, 1)
+    Announcement(root, old.id)
+    (record,) = records(tmp_path)
+    record.write_bytes(record.read_bytes()[:-3])
+    assert held_by_followers(root, [old.id]) == set()
+    assert held_by_followers(root / "none", [old.id]) == set()
+
+
+def test_a_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Folder(tmp_path)
+    old = put(root, 1)
+
+    def refuse(self: Folder, *_: object) -> None:
+        raise OSError(30, "read-only")
+
+    monkeypatch.setattr(Folder, "create", refuse)
+    with announced(root, old.id, large=True) as reading:
+        assert reading is not None
+        reading.renew()
+    assert not (tmp_path / FOLDER).exists()

@@ -1,0 +1,1 @@
+"""Tests of followers: models that are kept at the newest state of a root."""

@@ -1,0 +1,146 @@
+"""A follower holds, after every checkpoint, exactly what a model built from it would hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.serve.served import Job, Net, batch, differences, quantized, restored
+from torchrec_checknrun import Follower, Intermittent, OneShot, Quantization
+from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.store.folder import Folder
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def followers(root: Path) -> dict[tuple[int | None, int], Follower]:
+    torch.manual_seed(5)
+    return {
+        (bits, copies): Follower(
+            root, quantized(Net(), bits), copies=copies, memory_bytes=200 if copies == 1 else None
+        )
+        for bits in (None, 8, 4, 2)
+        for copies in (1, 2)
+    }
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4, 3, 2])
+@pytest.mark.parametrize("sharding", ["row_wise", "column_wise"])
+def test_every_checkpoint_as_if_built_from_it(
+    tmp_path: Path, bits: int | None, sharding: str
+) -> None:
+    job = Job(
+        tmp_path,
+        sharding,
+        quantization=Quantization(bits=bits, exact_below_rows=0) if bits else None,
+    )
+    following = followers(tmp_path)
+    assert {follower.poll() for follower in following.values()} == {None}
+    for seed in range(3):
+        job.train(seed)
+        job.save()
+        wanted = restored(tmp_path, sharding=sharding)
+        for (form, copies), follower in following.items():
+            version = follower.poll()
+            assert version is not None
+            assert (version.step, version.error, version.lag_steps) == (seed + 1, None, 0)
+            assert version.whole is (seed == 0)
+            assert differences(follower, quantized(wanted, form)) == [], (form, copies)
+            if sharding == "row_wise":
+                copied = None in (bits, form) or (form == bits and form in (2, 4))
+                assert version.rows_encoded == (0 if copied else version.rows_applied)
+    job.saver.close()
+
+
+@pytest.mark.parametrize("policy", [OneShot(), Intermittent()])
+def test_differences_to_the_full_checkpoint(tmp_path: Path, policy: OneShot | Intermittent) -> None:
+    job = Job(tmp_path, policy=policy)
+    follower = Follower(tmp_path, quantized(Net(), 4))
+    for seed in range(4):
+        job.train(seed)
+        job.save()
+        version = follower.poll()
+        assert version is not None
+        assert differences(follower, quantized(restored(tmp_path), 4)) == []
+    assert version is not None
+    assert not version.whole
+    job.saver.close()
+
+
+def test_several_checkpoints_at_once(tmp_path: Path) -> None:
+    job = Job(tmp_path, quantization=Quantization(bits=4, exact_below_rows=0))
+    follower = Follower(tmp_path, quantized(Net(), 4))
+    for seed in range(6):
+        job.train(seed)
+        job.save()
+        if seed % 3 == 2:
+            version = follower.poll()
+            assert version is not None
+            assert version.whole is (seed == 2)
+            assert differences(follower, quantized(restored(tmp_path), 4)) == []
+    job.saver.close()
+
+
+def test_a_run_that_fell_back(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    follower = Follower(tmp_path, quantized(Net(), 8))
+    ids = []
+    for seed in range(4):
+        job.train(seed)
+        job.save()
+        version = follower.poll()
+        assert version is not None
+        ids.append(version.checkpoint_id)
+    job.saver.close()
+    again = Job(tmp_path)
+    again.saver.restore(ids[1])
+    again.train(9)
+    again.save()
+    version = follower.poll()
+    assert version is not None
+    assert version.step == 3
+    assert differences(follower, quantized(restored(tmp_path), 8)) == []
+    again.saver.close()
+
+
+def test_links_of_differences(tmp_path: Path) -> None:
+    job = Job(tmp_path, quantization=Quantization(method="delta", mean_bits=3, exact_below_rows=0))
+    following = followers(tmp_path)
+    for seed in range(3):
+        job.train(seed)
+        job.save()
+        wanted = restored(tmp_path)
+        for (form, _), follower in following.items():
+            version = follower.poll()
+            assert version is not None
+            assert version.whole is (seed == 0)
+            assert differences(follower, quantized(wanted, form)) == [], form
+    chain, _ = newest(Folder(tmp_path))
+    assert chain is not None
+    assert len(chain.head.deltas) == 4
+    job.saver.close()
+
+
+def test_a_prediction_stays_on_the_version_that_it_began_with(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    follower = Follower(tmp_path, quantized(Net(), 8))
+    job.train(0)
+    job.save()
+    follower.poll()
+    with follower.read() as (model, version):
+        before = model(batch(3))
+        job.train(1)
+        job.save()
+        newer = follower.poll()
+        assert torch.equal(model(batch(3)), before)
+        assert version is not None
+        assert newer is not None
+        assert newer.sequence > version.sequence
+        with follower.read() as (other, inner):
+            assert inner is not None
+            assert inner.checkpoint_id == newer.checkpoint_id
+            assert not torch.equal(other(batch(3)), before)
+    assert differences(follower, quantized(restored(tmp_path), 8)) == []
+    job.saver.close()

@@ -1,0 +1,127 @@
+"""Let followers tell which checkpoint they are reading, so that retention waits for them a while.
+
+A follower that begins to read much puts a small record into ``.followers/``, and renews it while it
+reads. A record counts for some minutes after its last renewal, by the store's times of records and
+manifests alone, and only so often renewed: a follower that hangs, or is gone, holds nothing for
+long. Where a follower can't write, or the store keeps no times, nothing is held; a follower whose
+files are gone plans anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.format.checks import Count, Record, Text, seal, unseal
+from torchrec_checknrun.format.names import MANIFEST_NAME
+from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger(__name__)
+
+FOLDER = ".followers"
+HOLD_SECONDS = 300.0
+"""How long a record counts after its last renewal."""
+RENEW_SECONDS = 60.0
+"""How often a follower that reads renews its record."""
+MOST_RENEWALS = 60
+"""Renewals after which a record no longer counts: an hour of reading."""
+MOST_HELD = 3
+"""Checkpoints that all followers together may hold."""
+_MOST_BYTES = 1 << 12
+
+
+class Reading(Record, frozen=True):
+    """A follower's record: the checkpoint that it reads, and how often the record was renewed."""
+
+    id: Text
+    renewals: Count
+
+
+class Announcement:
+    """A follower's record of one read.
+
+    Args:
+        id: the checkpoint that is read, with all that it needs.
+    """
+
+    def __init__(self, root: Folder, id: str) -> None:
+        self._folder = root / FOLDER
+        self._name = f"{secrets.token_hex(8)}.json"
+        self._id = id
+        self._renewals = 0
+        self._written = time.monotonic()
+        self._possible = True
+        self._put()
+
+    def renew(self) -> None:
+        """Renew the record, if it is time to."""
+        if self._possible and time.monotonic() - self._written > RENEW_SECONDS:
+            self._renewals += 1
+            self._put()
+
+    def close(self) -> None:
+        """Delete the record."""
+        if self._possible:
+            with suppress(OSError, CorruptCheckpoint):
+                self._folder.delete(self._name)
+
+    def _put(self) -> None:
+        self._written = time.monotonic()
+        content = {"id": self._id, "renewals": self._renewals}
+        try:
+            if not self._renewals:
+                self._folder.create()
+            self._folder.put(self._name, seal("reading", content))
+        except (OSError, CorruptCheckpoint) as error:  # a read-only root: nothing is held
+            logger.info("%s can't be told that %s is being read: %s", self._folder, self._id, error)
+            self._possible = False
+
+
+@contextmanager
+def announced(root: Folder, id: str, large: bool) -> Iterator[Announcement | None]:
+    """Announce the read of a checkpoint while a block runs; only if it is large."""
+    announcement = Announcement(root, id) if large else None
+    try:
+        yield announcement
+    finally:
+        if announcement is not None:
+            announcement.close()
+
+
+def held_by_followers(root: Folder, ids: Collection[str]) -> set[str]:
+    """Return the checkpoints that followers are reading, the newest few.
+
+    Args:
+        ids: of all checkpoints, of which the newest one's time is the least that it is now.
+    """
+    folder = root / FOLDER
+    found: dict[str, float] = {}
+    times = []
+    try:
+        for name in folder.names():
+            when = folder.modified(name)
+            reading = _read(folder, name)
+            if when is not None and reading is not None:
+                times.append(when)
+                if reading.renewals <= MOST_RENEWALS and reading.id in ids:
+                    found[reading.id] = max(when, found.get(reading.id, when))
+        if found:
+            newest = (root / max(ids)).modified(MANIFEST_NAME)
+            times += [] if newest is None else [newest]
+    except (OSError, CorruptCheckpoint) as error:
+        logger.info("%s can't be read: no checkpoint is held for followers: %s", folder, error)
+        return set()
+    fresh = [id for id, when in found.items() if max(times) - when <= HOLD_SECONDS]
+    return set(sorted(fresh, reverse=True)[:MOST_HELD])
+
+
+def _read(folder: Folder, name: str) -> Reading | None:
+    """Return a record; None if there is none that can be read."""
+    try:
+        return unseal(folder.read(name, 0, _MOST_BYTES + 1), Reading, _MOST_BYTES)
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,0 +1,139 @@
+"""Read what a plan asks for: chunk indexes once, chunks verified, the dense part of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from torchrec_checknrun.dense.buffers import BUFFERS
+from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from torchrec_checknrun.format.chunk import BlockHeader
+from torchrec_checknrun.format.entries import CollisionsEntry, StateEntry
+from torchrec_checknrun.format.manifest import Link, Manifest
+from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_indexes
+from torchrec_checknrun.format.row_chunk import RowsHeader
+from torchrec_checknrun.restore.chunks import table_problems
+from torchrec_checknrun.serve.plan import Plan
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.dense import MODEL, read_dense
+
+RowChunk = tuple[StoredChunk, RowsHeader]
+
+
+class Indexes:
+    """The chunk indexes of the checkpoints that were read last."""
+
+    def __init__(self, root: Folder) -> None:
+        self._root = root
+        self._held: dict[Link, tuple[StoredChunk, ...]] = {}
+
+    def of(self, manifest: Manifest) -> tuple[StoredChunk, ...]:
+        """Return a checkpoint's chunks, without waiting for files that are missing.
+
+        Raises:
+            CorruptCheckpoint: an index is missing or damaged, or doesn't fit the manifest.
+        """
+        if manifest.link not in self._held:
+            chunks = read_indexes(self._root, manifest, 0.0)
+            for problem in table_problems(manifest, chunks):
+                raise CorruptCheckpoint(problem)
+            self._held[manifest.link] = chunks
+        return self._held[manifest.link]
+
+    def keep(self, manifests: tuple[Manifest, ...]) -> None:
+        """Forget the indexes of all other checkpoints."""
+        links = {manifest.link for manifest in manifests}
+        self._held = {link: chunks for link, chunks in self._held.items() if link in links}
+
+
+class Content:
+    """The chunks of a plan.
+
+    Attributes:
+        plan: the part of a chain to read.
+        bytes_read: of chunks, so far.
+        each: called before each chunk is read.
+    """
+
+    def __init__(self, root: Folder, plan: Plan, indexes: Indexes) -> None:
+        self.root = root
+        self._indexes = indexes
+        self.plan = plan
+        self.bytes_read = 0
+        self.each: Callable[[], object] = lambda: None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the files that the plan may read."""
+        manifests = self.plan.chain.manifests[self.plan.common if self.plan.follows else 0 :]
+        return sum(manifest.stored_bytes for manifest in manifests)
+
+    @property
+    def head(self) -> Manifest:
+        """The chain's newest checkpoint."""
+        return self.plan.chain.head
+
+    def read(self, chunk: StoredChunk) -> memoryview:
+        """Return a chunk's bytes, verified.
+
+        Raises:
+            CorruptCheckpoint: the bytes are missing or not those that were written.
+        """
+        self.each()
+        self.bytes_read += chunk.entry.length
+        return read_chunk(self.root, chunk, visible_seconds=0.0)
+
+    def chunks_of(self, manifest: Manifest) -> tuple[StoredChunk, ...]:
+        """Return all chunks of one of the chain's checkpoints."""
+        return self._indexes.of(manifest)
+
+    def rows(self, table: str, first: int = 0) -> Iterator[tuple[int, RowChunk]]:
+        """Yield a table's chunks, the newest checkpoint's first, each with the checkpoint's place.
+
+        Args:
+            first: the place of the oldest checkpoint to look into.
+        """
+        manifests = self.plan.chain.manifests
+        for place in range(len(manifests) - 1, first - 1, -1):
+            for chunk in self._indexes.of(manifests[place]):
+                header = chunk.header
+                if isinstance(header, RowsHeader) and header.table == table:
+                    yield place, (chunk, header)
+
+    def check(self) -> None:
+        """Read and check the indexes of all checkpoints that have to be read.
+
+        Raises:
+            CorruptCheckpoint: an index is missing or damaged.
+            IncompatibleCheckpoint: ids are mapped to rows in a way that can't be followed.
+        """
+        manifests = self.plan.chain.manifests
+        for manifest in manifests[self.plan.common if self.plan.follows else 0 :]:
+            self._indexes.of(manifest)
+        for chunk in self._indexes.of(self.head):
+            if isinstance(chunk.entry, CollisionsEntry):
+                raise IncompatibleCheckpoint(
+                    f"{self.head.id} maps ids to rows by managed collisions "
+                    f"({', '.join(sorted(chunk.entry.modules))}): a row and its map can't be "
+                    "followed together. Serve such tables without managed collisions"
+                )
+
+    def dense(self) -> dict[str, torch.Tensor]:
+        """Read the dense part of the model that the chain's head has, by name.
+
+        Raises:
+            CorruptCheckpoint: a chunk is damaged.
+        """
+        wanted = (MODEL, BUFFERS)
+        chunks = tuple(
+            chunk
+            for chunk in self._indexes.of(self.head)
+            if (isinstance(chunk.entry, StateEntry) and chunk.entry.name in wanted)
+            or (isinstance(chunk.header, BlockHeader) and chunk.header.path[0] == MODEL)
+        )
+        found = read_dense(self.root, chunks, self.read)
+        prefix = f"{BUFFERS}.rank0."
+        if self.head.world_size == 1:
+            found |= {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+        return {name: v for name, v in found.items() if isinstance(v, torch.Tensor)}

@@ -1,0 +1,304 @@
+"""Let predictions see one version at a time: two copies of a model, or one and a pause.
+
+With two, rows are written into the copy that nobody reads; then one pointer is swapped. Who began
+on the other copy stays on it. Once the last of them has left, the same rows are copied there, in
+memory. The rows in which the idle copy may differ are known at any time, so that an attempt that
+fails half-way is undone by the same copy.
+
+With one, for models too large to be held twice, rows are staged in their final form, beyond a
+budget in a file, and copied in while predictions wait.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchrec_checknrun.row_sets import DoneRows
+from torchrec_checknrun.serve.replica import Replica
+from torchrec_checknrun.serve.version import Version
+
+_ROWS = 1 << 20
+"""Rows of a table that are looked at at a time."""
+_SLICE_SECONDS = 0.5
+"""The longest wait between two looks whether the follower is being closed."""
+
+
+class ReadersStay(Exception):
+    """Predictions that began on an earlier version and don't end."""
+
+
+class Target(Protocol):
+    """Where a version is written before anyone sees it."""
+
+    def put(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> None:
+        """Write rows of a table of the model, ``(n, stride)`` uint8; see ``ServedTable.put``."""
+
+    def put_dense(self, name: str, value: torch.Tensor) -> None:
+        """Write a dense tensor of the model."""
+
+
+class Copies(Protocol):
+    """A model that is read while its next version is written."""
+
+    replica: Replica
+    """Any of the model's copies: all have the same names and forms."""
+
+    def read(self) -> Iterator[tuple[nn.Module, Version | None]]:
+        """See ``Follower.read``; a generator for ``contextmanager``."""
+
+    def begin(self, closing: Callable[[], bool], seconds: float) -> Target:
+        """Return where to write the next version.
+
+        Args:
+            closing: tells whether to give up.
+            seconds: the longest wait for predictions on an earlier version.
+
+        Raises:
+            ReadersStay: predictions on an earlier version don't end.
+        """
+
+    def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
+        """Let the predictions that begin from now on see what was written.
+
+        Raises:
+            ReadersStay: as in ``begin``; nothing was shown.
+        """
+
+    @property
+    def version(self) -> Version | None:
+        """What predictions see that begin now."""
+
+
+class _Side:
+    """One of two copies.
+
+    Attributes:
+        readers: predictions that began on it and have not ended.
+        behind: by table, the rows that may differ from the other copy's.
+        behind_dense: likewise, names of dense tensors.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.version: Version | None = None
+        self.readers = 0
+        self.behind: dict[str, DoneRows] = {}
+        self.behind_dense: set[str] = set()
+
+    def put(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> None:
+        target = self.replica.tables[table]
+        if table not in self.behind:
+            self.behind[table] = DoneRows(target.rows)
+        own = ids if not len(ids) or ids[-1] < target.rows else ids[ids < target.rows]
+        self.behind[table].add(np.ascontiguousarray(own))  # before the first byte changes
+        target.put(ids, rows)
+
+    def put_dense(self, name: str, value: torch.Tensor) -> None:
+        self.behind_dense.add(name)
+        self.replica.dense[name].copy_(value)
+
+    def catch_up(self, other: _Side) -> None:
+        """Copy the rows that may differ from the other side."""
+        for table, rows in self.behind.items():
+            into, source = self.replica.tables[table], other.replica.tables[table]
+            for start in range(0, rows.rows, _ROWS):
+                ids = rows.positions(start, min(rows.rows, start + _ROWS))
+                if len(ids):
+                    into.copy_from(source, ids)
+        for name in self.behind_dense:
+            self.replica.dense[name].copy_(other.replica.dense[name])
+        self.behind, self.behind_dense = {}, set()
+
+
+class TwoCopies:
+    """Two copies of a model, of which one is served and the other written; see the module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.replica = Replica(model)
+        self._served, self._idle = _Side(self.replica), _Side(self.replica.another())
+        # Held for a few instructions: never while a prediction runs or a row is written.
+        self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
+
+    @property
+    def version(self) -> Version | None:
+        return self._served.version
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """Both copies."""
+        return self._served.replica, self._idle.replica
+
+    @contextmanager
+    def read(self) -> Iterator[tuple[nn.Module, Version | None]]:
+        with self._lock:
+            side = self._served
+            side.readers += 1
+        try:
+            yield side.replica.model, side.version
+        finally:
+            with self._lock:
+                side.readers -= 1
+                if not side.readers:
+                    self._left.notify_all()
+
+    def begin(self, closing: Callable[[], bool], seconds: float) -> Target:
+        idle = self._idle
+        with self._left:
+            _wait(self._left, lambda: not idle.readers, closing, seconds, idle.version)
+        # Nobody enters it until it is swapped.
+        idle.catch_up(self._served)
+        return idle
+
+    def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
+        before, after = self._served, self._idle
+        after.version = version
+        before.behind, before.behind_dense = after.behind, after.behind_dense
+        after.behind, after.behind_dense = {}, set()
+        with self._lock:
+            self._served, self._idle = after, before
+            leaves = before.readers == 0
+        if leaves:  # else before the next version
+            before.catch_up(after)
+
+
+class _Staged:
+    """Rows and dense tensors on their way into a model.
+
+    Args:
+        most: bytes to keep in memory; further ones go to a file.
+    """
+
+    def __init__(self, replica: Replica, most: int) -> None:
+        self._replica = replica
+        self._room = most
+        self._rows: list[tuple[str, np.ndarray, torch.Tensor]] = []
+        self._dense: dict[str, torch.Tensor] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def put(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> None:
+        size = rows.numel() + ids.nbytes
+        if size <= self._room:
+            self._room -= size
+            self._rows.append((table, ids.copy(), rows.clone()))
+        elif len(ids):
+            self._rows.append(
+                (table, self._filed(torch.from_numpy(ids)).numpy(), self._filed(rows))
+            )
+
+    def put_dense(self, name: str, value: torch.Tensor) -> None:
+        self._dense[name] = value.detach().clone()
+
+    def _filed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Move a tensor to a file of its own."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="checknrun-")
+        path = f"{self._folder.name}/{2 * len(self._rows)}-{tensor.dim()}"
+        filed = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        return filed.view(tensor.shape).copy_(tensor)
+
+    def apply(self) -> None:
+        """Copy everything into the model."""
+        for table, ids, rows in self._rows:
+            self._replica.tables[table].put(ids, rows)
+        for name, value in self._dense.items():
+            self._replica.dense[name].copy_(value)
+
+    def close(self) -> None:
+        """Drop what is staged."""
+        self._rows.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+class OneCopy:
+    """A model that is held once: predictions wait while a version is copied in.
+
+    Args:
+        staging_bytes: of rows to stage in memory; further ones go to a file.
+    """
+
+    def __init__(self, model: nn.Module, staging_bytes: int) -> None:
+        self.replica = Replica(model)
+        self.version: Version | None = None
+        self._most = staging_bytes
+        self._staged: _Staged | None = None
+        self._changed = threading.Condition()
+        self._readers = 0
+        self._writing = False
+        self._own = threading.local()
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """The one copy."""
+        return (self.replica,)
+
+    @contextmanager
+    def read(self) -> Iterator[tuple[nn.Module, Version | None]]:
+        inside = getattr(self._own, "inside", 0)
+        with self._changed:
+            while self._writing and not inside:  # who is inside already would wait for itself
+                self._changed.wait()
+            self._readers += 1
+            version = self.version
+        self._own.inside = inside + 1
+        try:
+            yield self.replica.model, version
+        finally:
+            self._own.inside -= 1
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    def begin(self, closing: Callable[[], bool], seconds: float) -> Target:
+        if self._staged is not None:
+            self._staged.close()
+        self._staged = _Staged(self.replica, self._most)
+        return self._staged
+
+    def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
+        assert self._staged is not None
+        with self._changed:
+            self._writing = True
+            try:
+                _wait(self._changed, lambda: not self._readers, closing, seconds, self.version)
+                self._staged.apply()
+                self.version = version
+            finally:
+                self._writing = False
+                self._changed.notify_all()
+        self._staged.close()
+        self._staged = None
+
+
+def _wait(
+    condition: threading.Condition,
+    met: Callable[[], bool],
+    closing: Callable[[], bool],
+    seconds: float,
+    version: Version | None,
+) -> None:
+    """Wait for readers to leave.
+
+    Raises:
+        ReadersStay: they don't, or the follower is closed.
+    """
+    waited = 0.0
+    while not met():
+        if closing() or waited >= seconds:
+            which = "the first model" if version is None else version.checkpoint_id
+            raise ReadersStay(
+                f"a prediction on {which} has not ended after {waited:.0f} s: leave "
+                "`with follower.read()` after each prediction"
+            )
+        condition.wait(min(_SLICE_SECONDS, seconds - waited))
+        waited += _SLICE_SECONDS

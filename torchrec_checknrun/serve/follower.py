@@ -1,0 +1,354 @@
+"""Follow a root: look, plan, load, show; in the caller's thread or in one of the follower's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import TracebackType
+
+from torch import nn
+
+from torchrec_checknrun.errors import (
+    ChainBroken,
+    CheckNRunError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+)
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root.chain import Chain, newest, resolve
+from torchrec_checknrun.root.followers import announced
+from torchrec_checknrun.serve.content import Content, Indexes
+from torchrec_checknrun.serve.copies import OneCopy, ReadersStay, TwoCopies
+from torchrec_checknrun.serve.glance import Glance
+from torchrec_checknrun.serve.lag import Lag
+from torchrec_checknrun.serve.load import Load, Memory
+from torchrec_checknrun.serve.names import Names, match_names
+from torchrec_checknrun.serve.plan import Plan, plan
+from torchrec_checknrun.serve.version import Version
+from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger(__name__)
+
+MEMORY_BYTES = 256 << 20
+"""Rows to hold beside the model, unless the caller says otherwise."""
+_PLANS = 5
+"""Plans of one poll: checkpoints may go while they are read, or be damaged."""
+_NICE = 10
+"""Priority of the follower's thread below that of predictions."""
+_ANNOUNCED_BYTES = 16 << 20
+"""Bytes to read from which on the root is told, so that retention waits."""
+_LONGEST_PAUSE = 60.0
+"""The longest pause between two looks after errors, unless the interval is longer."""
+
+
+class Follower:
+    """Keep an inference model at the newest state that a root holds, while it predicts.
+
+    Any process, without a process group; a root may be followed by any number, and need not be
+    writable. ``model`` is any module that holds TorchRec's ``EmbeddingBagCollection`` or
+    ``EmbeddingCollection``, quantized by ``quantize_inference_model`` or not, sharded by
+    ``shard_quant_model`` within this process, or a scripted one.
+
+    Args:
+        root: a path or fsspec URL that holds checkpoints or publications.
+        model: the model; from now on only to be used through ``read``.
+        interval_seconds: the time between two looks of the thread that ``start`` starts.
+        on_version: called by whoever polled with each version, once it is visible.
+        memory_bytes: rows to hold beside the model while a version is prepared; None: 256 MiB.
+        copies: 2: a version is prepared in a second copy of the model, and predictions never wait.
+            1: the model is held once, rows are staged, and predictions wait while they are copied
+            in.
+        map: the model's name by the saved one, of tables and other values, where they differ by
+            more than TorchRec's wrappers.
+        strict: refuse a model with names that no checkpoint has; otherwise they keep their values.
+        timeout_seconds: limit for each storage operation, and for the wait for predictions that
+            began on an earlier version.
+
+    Raises:
+        UnsupportedTable: a table of the model can't be followed; names it, and why.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        interval_seconds: float | None = None,
+        on_version: Callable[[Version], object] | None = None,
+        memory_bytes: int | None = None,
+        copies: int = 2,
+        map: Mapping[str, str] | None = None,
+        strict: bool = True,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        _check_arguments(interval_seconds, memory_bytes, copies, timeout_seconds)
+        self._root = Folder(root, timeout_seconds)
+        self._interval = interval_seconds
+        self._on_version = on_version
+        self._budget = MEMORY_BYTES if memory_bytes is None else memory_bytes
+        self._map = dict(map or {})
+        self._strict = strict
+        self._seconds = timeout_seconds
+        self._copies = TwoCopies(model) if copies == 2 else OneCopy(model, self._budget)
+        self._indexes = Indexes(self._root)
+        self._memory = Memory()
+        self._served: tuple[Manifest, ...] = ()
+        self._lag = Lag(self._root)
+        self._glance = Glance(self._root)
+        self._polling = threading.Lock()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def read(self) -> Iterator[tuple[nn.Module, Version | None]]:
+        """Enter the model: everything inside is of one version, whatever is published meanwhile.
+
+        Yields:
+            The model, and its version; None if nothing was published yet, and the model is as it
+            was given.
+        """
+        with self._copies.read() as (model, version):
+            yield model, version
+
+    @property
+    def version(self) -> Version | None:
+        """What predictions see that begin now, and how far it is behind; None before the first."""
+        version = self._copies.version
+        return None if version is None else self._lag.told(version)
+
+    @property
+    def error(self) -> str | None:
+        """The last error while the root was looked at, or read; None after a look without."""
+        return self._lag.error
+
+    def poll(self) -> Version | None:
+        """Look at the root, and show its newest state if that is not served yet.
+
+        While a version is served, errors of the storage and damaged checkpoints change nothing:
+        ``version.error`` tells them, and the next poll tries again.
+
+        Returns:
+            What is served now; None if nothing was ever published.
+
+        Raises:
+            IncompatibleCheckpoint, UnsupportedFormat, UnsupportedTable: the newest state doesn't
+                fit the model; names what.
+            CheckNRunError, OSError: nothing is served yet, and the root can't be read.
+        """
+        with self._polling:
+            before = self._copies.version
+            try:
+                self._advance()
+            except (CorruptCheckpoint, ChainBroken, ReadersStay, OSError) as error:
+                self._lag.failed(error)
+                if before is None:
+                    raise
+                logger.warning("%s is served on: %s", before.checkpoint_id, error)
+            except CheckNRunError as error:
+                self._lag.failed(error)
+                raise
+            version = self.version
+        if version is not None and self._copies.version is not before:
+            self._tell(version)
+        return version
+
+    def start(self) -> None:
+        """Poll in a thread from now on, every ``interval_seconds``, until ``close``.
+
+        The thread has a lower priority than predictions, on Linux. After errors the pauses grow
+        up to a minute.
+
+        Raises:
+            ValueError: no interval was given.
+        """
+        if self._interval is None:
+            raise ValueError(
+                "start() needs an interval: Follower(..., interval_seconds=1), or call poll()"
+            )
+        if self._thread is None:
+            self._closing.clear()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._interval,), name="checknrun-follower", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread, if any; the version that is served stays."""
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(self._seconds)
+            self._thread = None
+
+    def __enter__(self) -> Follower:
+        if self._interval is not None:
+            self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self, interval: float) -> None:
+        """Poll until closed; after errors with growing pauses."""
+        with suppress(OSError, AttributeError):  # of this thread alone, where the system can
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        failures = 0
+        while not self._closing.is_set():
+            try:
+                self.poll()
+            except Exception as error:  # the thread serves on; ``error`` tells it
+                self._lag.failed(error)
+                logger.warning("%s can't be followed: %s", self._root, error)
+            failures = failures + 1 if self._lag.error is not None else 0
+            pause = interval
+            if failures:
+                longest = max(interval, _LONGEST_PAUSE)
+                pause = min(longest, interval * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1)
+            self._closing.wait(max(interval, pause))
+
+    def _tell(self, version: Version) -> None:
+        if self._on_version is not None:
+            try:
+                self._on_version(version)
+            except Exception:
+                logger.exception("on_version failed for %s", version.checkpoint_id)
+
+    def _advance(self) -> None:
+        """Bring the model to the newest state that can be read.
+
+        Raises:
+            ChainBroken, CorruptCheckpoint: newer states are damaged; the served one stays.
+        """
+        began = time.monotonic()
+        head = self._served[-1] if self._served and self._lag.error is None else None
+        if self._glance.is_quiet(head):
+            self._lag.looked(head)
+            return
+        unusable: dict[str, Exception] = {}
+        for _ in range(_PLANS):
+            chain, problems = newest(self._root, unusable)
+            problems += [f"{name}: {error}" for name, error in unusable.items()]
+            if chain is None:
+                if problems:
+                    raise ChainBroken(f"{self._root} holds no whole chain: {'; '.join(problems)}")
+                if self._copies.version is not None:
+                    raise ChainBroken(f"{self._root} holds no checkpoint any more")
+                self._lag.looked(None)
+                return
+            served = self._served[-1].sequence if self._served else -1
+            if problems and chain.head.sequence < served:
+                raise ChainBroken(f"newer checkpoints can't be read: {'; '.join(problems)}")
+            todo = plan(chain, self._served)
+            if not todo.current:
+                try:
+                    self._lag.sees(chain.head)
+                    self._load(todo, began)
+                except (CorruptCheckpoint, ChainBroken, FileNotFoundError) as error:
+                    if self._is_there(chain):
+                        unusable[chain.head.id] = error
+                    continue
+            self._served = chain.manifests
+            self._indexes.keep(chain.manifests)
+            self._lag.looked(chain.head, "; ".join(problems) or None)
+            return
+        raise ChainBroken(
+            f"{self._root}: checkpoints go, or are damaged, as they are read: "
+            + "; ".join(map(str, unusable.values()))
+        )
+
+    def _is_there(self, chain: Chain) -> bool:
+        """Tell whether a chain that failed is still in the root, so that it is damaged."""
+        try:
+            return resolve(self._root, chain.head.id) == chain
+        except CheckNRunError:
+            return False
+
+    def _load(self, todo: Plan, began: float) -> None:
+        """Write a version into the copy that nobody reads, and show it."""
+        content = Content(self._root, todo, self._indexes)
+        large = content.stored_bytes >= _ANNOUNCED_BYTES
+        with announced(self._root, todo.chain.head.id, large) as announcement:
+            if announcement is not None:
+                content.each = announcement.renew
+            self._write(content, began)
+
+    def _write(self, content: Content, began: float) -> None:
+        """Write and show a version."""
+        todo = content.plan
+        content.check()
+        dense = content.dense()
+        head = todo.chain.head
+        for replica in self._copies.replicas:
+            replica.bind(head.tables)
+        names = self._names(head, dense)
+        memory = self._memory if todo.common else Memory()
+        target = self._copies.begin(self._closing.is_set, self._seconds)
+        load = Load(content, self._copies.replica, target, memory, self._budget)
+        try:
+            load.run(names, dense)
+            version = Version(
+                checkpoint_id=head.id,
+                step=head.step,
+                sequence=head.sequence,
+                rows_applied=load.rows,
+                rows_encoded=load.encoded,
+                bytes_read=content.bytes_read,
+                seconds=time.monotonic() - began,
+                whole=not todo.common,
+                committed_at=self._lag.commit_time(head),
+                kept=tuple(names.missing),
+            )
+            self._copies.show(version, self._closing.is_set, self._seconds)
+        except BaseException:
+            if memory.links and memory is self._memory:
+                self._served = ()  # they are of neither version: all rows are read anew
+            raise
+        self._memory = memory
+        self._served = todo.chain.manifests
+        self._lag.shows(head)
+        logger.info("%s is served: %d rows", head.id, load.rows)
+
+    def _names(self, head: Manifest, dense: Mapping[str, object]) -> Names:
+        """Match the model's names with a checkpoint's.
+
+        Raises:
+            IncompatibleCheckpoint: the model has names that the checkpoint lacks.
+        """
+        replica = self._copies.replica
+        names = match_names(replica.tables, replica.dense, head.tables, dense, self._map)
+        if not names.tables:
+            raise IncompatibleCheckpoint(
+                f"the model has no table of {head.id}, which has {sorted(head.tables)[:8]}; it has "
+                f"{sorted(replica.tables)[:8]}: give names with map={{saved: model's}}"
+            )
+        if names.missing and self._strict:
+            raise IncompatibleCheckpoint(
+                f"{head.id} has no {', '.join(names.missing[:8])} of the model (it has "
+                f"{', '.join([*sorted(head.tables), *sorted(dense)][:12])}): a prediction depends "
+                "on them. Publish them, name them with map={saved: model's}, or keep the values "
+                "they have with strict=False"
+            )
+        return names
+
+
+def _check_arguments(
+    interval: float | None, memory_bytes: int | None, copies: int, timeout: float
+) -> None:
+    if interval is not None and not interval > 0:
+        raise ValueError(f"interval_seconds must be positive, such as 1.0, not {interval!r}")
+    if memory_bytes is not None and (type(memory_bytes) is not int or memory_bytes < 1):
+        raise ValueError(f"memory_bytes must be a number of bytes, not {memory_bytes!r}")
+    if copies not in (1, 2):
+        raise ValueError(f"copies must be 1 or 2 (the default), not {copies!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout_seconds must be positive, not {timeout!r}")

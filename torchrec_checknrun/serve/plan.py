@@ -1,0 +1,59 @@
+"""Decide what to read: which of the newest chain's checkpoints a served version has already.
+
+A differential replaces rows wholly, so the version served needs only those after it. Where the run
+went another way (it fell back, or its policy stores differences to the full checkpoint), the two
+chains have their first part in common: rows beyond that on either side are read anew. Where not
+even the full checkpoint is the same, all rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import parse_id
+from torchrec_checknrun.root.chain import Chain
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The part of a chain to read.
+
+    Attributes:
+        common: number of the chain's checkpoints, from the full one on, that the served version is
+            built of, too; 0: all rows are read.
+        follows: whether the served version is the last of these.
+    """
+
+    chain: Chain
+    common: int
+    follows: bool
+
+    @property
+    def current(self) -> bool:
+        """Whether the chain's head is served already."""
+        return self.follows and self.common == len(self.chain.manifests)
+
+
+def plan(chain: Chain, served: Sequence[Manifest]) -> Plan:
+    """Compare a chain with the checkpoints that the served version is built of, oldest first."""
+    if served:
+        for place, manifest in enumerate(chain.manifests):
+            if _same(manifest, served[-1]):
+                return Plan(chain, place + 1, True)
+    pairs = zip(chain.manifests, served, strict=False)
+    same = [manifest.link == other.link for manifest, other in pairs]
+    common = same.index(False) if False in same else len(same)
+    if chain.head.deltas:  # rows that build on each other are followed in order, or from the base
+        common = 0
+    return Plan(chain, common, False)
+
+
+def _same(manifest: Manifest, served: Manifest) -> bool:
+    """Tell whether a checkpoint restores what is served: itself, or its compacted copy."""
+    if manifest.link == served.link:
+        return True
+    id = parse_id(manifest.id)
+    is_copy = id is not None and id.is_copy and manifest.kind == "full"
+    return is_copy and manifest.previous == served.link and manifest.sequence == served.sequence
