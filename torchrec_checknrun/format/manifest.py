@@ -35,7 +35,11 @@ from torchrec_checknrun.format.checks import checksum as _checksum
 from torchrec_checknrun.format.losses import MOST, Loss
 from torchrec_checknrun.format.names import PlainName
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The highest version that is read. A checkpoint gets the lowest one that holds all of it."""
+PLAIN_VERSION = 1
+DIFFERENCES_VERSION = 2
+"""Of checkpoints with chunks that are differences to their parent's."""
 _UNSTORED = frozenset({"checksum"})
 _LATER = frozenset({"optimizer_options"})
 """Fields of tables that the first manifests lack."""
@@ -176,7 +180,7 @@ class Manifest(Record, frozen=True, dict=True):
     lineage: Text = ""
     epoch: Count = 0
     losses: Annotated[tuple[Loss, ...], Meta(min_length=1, max_length=MOST)] = ()
-    format_version: Count = FORMAT_VERSION
+    format_version: Count = PLAIN_VERSION
     checksum: str = ""
 
     @classmethod
@@ -194,6 +198,7 @@ class Manifest(Record, frozen=True, dict=True):
         states: dict[str, bool],
         dense_bytes: int,
         files: tuple[RankFile, ...],
+        format_version: int = PLAIN_VERSION,
     ) -> Manifest:
         """Make the manifest of a checkpoint that was written as its header says."""
         return cls(
@@ -216,6 +221,7 @@ class Manifest(Record, frozen=True, dict=True):
             lineage=header.lineage,
             epoch=epoch,
             losses=header.losses,
+            format_version=format_version,
         ).sealed()
 
     @property

@@ -38,6 +38,8 @@ from torchrec_checknrun.format.entries import (
     BlockEntry,
     Entry,
     RowsEntry,
+    content_bytes,
+    difference_of,
     parse_entry,
 )
 from torchrec_checknrun.format.manifest import RankFile, TableTotals
@@ -62,6 +64,7 @@ class FileSummary:
     """A rank's report to rank 0 on its file: the rank's contribution to the manifest.
 
     Attributes:
+        needs_parent: whether chunks are differences to the parent's.
         encoded_at, written_at: when the last chunk was encoded and when the file was durable, on
             this machine's monotonic clock.
     """
@@ -69,6 +72,7 @@ class FileSummary:
     file: RankFile
     tables: dict[str, TableTotals]
     dense_bytes: int
+    needs_parent: bool = False
     encoded_at: float = 0.0
     written_at: float = 0.0
 
@@ -106,7 +110,9 @@ def write_rank_file(folder: Folder, rank: int, jobs: Iterable[Job]) -> FileSumma
         index = [chunk.entry for chunk in chunks]
         rank_file = _write_index(file, name, rank, index)
     tables, dense_bytes = _totals(index)
-    return FileSummary(rank_file, tables, dense_bytes, encoded_at, time.monotonic())
+    needs_parent = any(difference_of(entry) is not None for entry in index)
+    ended = time.monotonic()
+    return FileSummary(rank_file, tables, dense_bytes, needs_parent, encoded_at, ended)
 
 
 @dataclass(frozen=True)
@@ -345,7 +351,7 @@ def _header_of(entry: Entry, end: int) -> Header | None:
     if entry.offset != end:
         raise ValueError(f"begins at {entry.offset}, but the previous one ends at {end}")
     if not isinstance(entry, (RowsEntry, BlockEntry)):
-        check_tree(entry.tree, entry.length)
+        check_tree(entry.tree, content_bytes(entry))
         return None
     if entry.length > LARGEST_CHUNK:
         raise ValueError(f"{entry.length} bytes, more than the {LARGEST_CHUNK} that are read")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.root.report import CheckpointReport
     from torchrec_checknrun.root.retention import Retention
     from torchrec_checknrun.run.checkpointer import Checkpointer
+    from torchrec_checknrun.run.compaction import CompactAfter
     from torchrec_checknrun.run.triggers import Trigger
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -108,6 +109,8 @@ class CheckNRunConfig:
     images: bool = False  # ``survive=Images()``
     max_pls: float | None = None  # with total_steps: ``partial=PartialRecovery(…)``
     total_steps: int | None = None
+    compact_after_links: int | None = None  # either or both: ``compact_after=CompactAfter(…)``
+    compact_after_share: float | None = None
 
 
 @dataclass
@@ -222,6 +225,7 @@ def make_check_n_run(
         callbacks=callbacks,
         survive=package.Images() if config.images else None,
         partial=_partial(config),
+        compact_after=_compact_after(config),
     )
 
 
@@ -236,6 +240,13 @@ def _partial(config: CheckNRunConfig) -> PartialRecovery | None:
             "total_steps together"
         )
     return PartialRecovery(config.max_pls, config.total_steps)
+
+
+def _compact_after(config: CheckNRunConfig) -> CompactAfter | None:
+    from torchrec_checknrun.run.compaction import CompactAfter
+
+    links, share = config.compact_after_links, config.compact_after_share
+    return None if links is None and share is None else CompactAfter(links=links, share=share)
 
 
 def _policy(config: CheckNRunConfig) -> Policy:

@@ -56,14 +56,21 @@ class Lineage:
         """
 
     @property
+    def chain(self) -> list[Manifest]:
+        """The checkpoints that a restore of the last one reads, as far as the history has them:
+        oldest first, the last one included.
+        """
+        by_id = {manifest.id: manifest for manifest in self.history}
+        chain, manifest = [], self.previous
+        while manifest is not None:
+            chain.append(manifest)
+            manifest = by_id.get(manifest.parent.id) if manifest.parent else None
+        return chain[::-1]
+
+    @property
     def chain_length(self) -> int:
         """The number of checkpoints that a restore of the last one reads."""
-        by_id = {manifest.id: manifest for manifest in self.history}
-        length, manifest = 0, self.previous
-        while manifest is not None:
-            length += 1
-            manifest = by_id.get(manifest.parent.id) if manifest.parent else None
-        return length
+        return len(self.chain)
 
     def propose(
         self,
@@ -90,6 +97,9 @@ class Lineage:
             raise TypeError(
                 f"the policy {policy!r} decided {decision!r}: decide() must return a Decision"
             )
+        if decision is Decision.SINCE_LAST and not self._is_previous(self.history[-1]):
+            # The last checkpoint builds on the chain that a compacted copy has replaced.
+            decision = Decision.SINCE_BASELINE
         previous = self.previous.link if self.previous else None
         parent: Link | None = None
         if decision is Decision.SINCE_BASELINE:
@@ -128,6 +138,25 @@ class Lineage:
         self.history = (manifest,) if full else (*self.history, manifest)
         self.previous = manifest
         self._converted = False
+
+    def copied(self, original: str, copy: Manifest) -> bool:
+        """Take a compacted copy for the full checkpoint that the next ones build on.
+
+        Checkpoints that were committed upon the original meanwhile are no part of the history any
+        more: the next one holds all rows modified since the original.
+
+        Returns:
+            Whether the lineage still builds on the original; if not, nothing is changed.
+        """
+        found = next((manifest for manifest in self.history if manifest.id == original), None)
+        if found is None or copy.previous != found.link:
+            return False
+        self._widths = {}
+        narrow(self._widths, copy)
+        self.history = (copy,)  # in one assignment, as in ``committed``
+        if self._is_previous(found):
+            self.previous = copy
+        return True
 
     def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
         """Continue from a chain to whose head the model was restored.

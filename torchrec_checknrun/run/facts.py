@@ -7,6 +7,7 @@ from enum import Enum
 
 from torchrec_checknrun.errors import CheckNRunError, SaveDeferred, SaveFailed
 from torchrec_checknrun.root.lineage import Proposal
+from torchrec_checknrun.run.compaction import Copied
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Facts:
     """Rank 0's proposal of the next checkpoint; None on other ranks."""
     committed: bool
     """Whether rank 0 has found that this step is committed already and can be restored."""
+    copied: Copied | None = None
+    """What became of a compaction behind training, on rank 0; None: nothing new."""
 
 
 class Begun(Enum):

@@ -28,6 +28,7 @@ from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.root.report import CheckpointReport, Progress
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.run.facts import Begun, Facts
+from torchrec_checknrun.run.going_on import GoingOn
 from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.run.root_claim import RootClaim
 from torchrec_checknrun.run.waiting import await_save, finish_at_exit, still_hanging
@@ -57,6 +58,7 @@ class Saver:
     Attributes:
         lineage: the checkpoints that were committed or restored last.
         writer: the root's writer, in use on rank 0 only.
+        going_on: compactions behind training.
         quantization: the quantization in force, after the restores so far.
         deferred: whether a checkpoint was due while gradients waited for their optimizer.
     """
@@ -88,6 +90,14 @@ class Saver:
         self._gradients = PendingGradients(target.states.values())
         self.writer = RootWriter(self._root, self.lineage, options.retention)
         self._claim = RootClaim(self._root, ranks, self.writer)
+        self.going_on = GoingOn(
+            options.compact_after,
+            self._root,
+            target.tracked,
+            self.lineage,
+            self.writer,
+            leads=ranks.rank == 0,
+        )
         self._running: Save | None = None
         self._finish_at_exit: Callable[[], None] = lambda: None
         self._skipped = False
@@ -127,7 +137,10 @@ class Saver:
         self._claim.take_early()
 
     def before_restore(self) -> None:
-        """Wait for a running pruning, which doesn't know what is going to be restored."""
+        """Wait for a running pruning, which doesn't know what is going to be restored; end a
+        running compaction, which the restored state may not descend from.
+        """
+        self.going_on.give_up()
         self.writer.wait_for_pruning()
 
     def restored(self, chain: Chain, converted: bool, forks: bool, partly: bool) -> None:
@@ -210,6 +223,7 @@ class Saver:
         except OSError as error:
             self._note(SaveFailed(f"nothing can be saved to {self._root}: {error}"), tell)
             return Begun.FAILED
+        self._hear(facts)
         if self._image is not None and self.lineage.converted:
             self._image.require_full()
         steps = [fact.step for fact in facts]
@@ -224,7 +238,7 @@ class Saver:
         same_rows = facts[0].committed and not any(fact.modified for fact in facts)
         if same_rows and not self._is_changed():
             message = "step %d is committed already, as %s: nothing is saved"
-            self.log(message, step, self.lineage.history[-1].id)
+            self.log(message, step, self.lineage.previous and self.lineage.previous.id)
             return Begun.UNCHANGED
         proposal = facts[0].proposal
         assert proposal is not None
@@ -241,6 +255,15 @@ class Saver:
         unite = later and bool(replicas) and self._ranks.world_size > 1
         self._take(proposal, started, unite)
         return Begun.YES
+
+    def _hear(self, facts: list[Facts]) -> None:
+        """Go on from a compacted copy that rank 0 tells of, while no checkpoint is on its way."""
+        if any(fact.busy for fact in facts):
+            return  # that checkpoint builds on the old chain; rank 0 tells again
+        self.going_on.heard(facts[0].copied)
+        previous = self.lineage.previous
+        if self._last is not None and previous is not None and self._last.id != previous.id:
+            self._last = self.lineage.report(Progress())  # the copy of the last checkpoint
 
     def _refusal(self, step: int, facts: list[Facts], tell: bool) -> Begun | None:
         """Return why no checkpoint can be begun, by the facts of all ranks; None if one can."""
@@ -292,6 +315,7 @@ class Saver:
             self._image.committed(manifest.id, manifest.lineage, self.lineage.lossy_restores)
         if save.cut is not None:
             self._target.tracked.forget(save.cut)
+        self.going_on.committed()  # before anything else is cut
         self._forget_running()  # last: after an interruption above, this runs again
         self._fingerprint = save.fingerprint
         self._last = self.lineage.report(save.progress)
@@ -341,6 +365,7 @@ class Saver:
         Running deletions are waited for, for a minute, unless the process ends since it ``failed``.
         """
         self._claim.close()
+        self.going_on.give_up()
         if self._running is not None and self._running.rows is not None:
             self._running.rows.close()  # the hooks are gone: training overwrites rows unprotected
         self._forget_running()
@@ -358,6 +383,7 @@ class Saver:
         tracked.refresh()
         waiting = self.gradients_wait
         busy = self._running is not None
+        copied = None if busy else self.going_on.outcome()
         failed = self._error is not None
         hangs = not busy and self._background.hangs
         # The same on all ranks. Not while a checkpoint is on its way, whose commit would end the
@@ -371,10 +397,10 @@ class Saver:
         again = step > 0 and previous is not None and previous.step == step
         modified = not again or tracked.is_modified(Consumer.LAST)
         if self._ranks.rank != 0 or waiting or busy or failed or hangs:
-            return Facts(step, waiting, busy, hangs, failed, modified, None, False)
+            return Facts(step, waiting, busy, hangs, failed, modified, None, False, copied)
         committed = again and self._is_committed(step)
         proposal = self._decide(step)
-        return Facts(step, waiting, busy, hangs, failed, modified, proposal, committed)
+        return Facts(step, waiting, busy, hangs, failed, modified, proposal, committed, copied)
 
     def _is_changed(self) -> bool:
         """Tell whether anything but table rows differs from the last checkpoint, on any rank."""
@@ -392,10 +418,12 @@ class Saver:
 
     def _is_committed(self, step: int) -> bool:
         """Tell whether this step is committed, in the widths in force, and can be restored."""
-        if not self.lineage.holds(step, self.quantization.widths(self._rows())):
+        last = self.lineage.previous
+        widths = self.quantization.widths(self._rows())
+        if last is None or not self.lineage.holds(step, widths):
             return False
         try:
-            resolve(self._root, self.lineage.history[-1].id)
+            resolve(self._root, last.id)
         except CheckNRunError as error:
             logger.warning("the last checkpoint is damaged, the next one is full: %s", error)
             self.lineage.force_full()

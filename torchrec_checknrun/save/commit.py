@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torchrec_checknrun.errors import CheckpointExists, InvalidPlan
-from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.manifest import DIFFERENCES_VERSION, PLAIN_VERSION, Manifest
 from torchrec_checknrun.format.names import is_plain_name, require_sequence
 from torchrec_checknrun.format.rank_file import (
     FileSummary,
@@ -165,6 +165,7 @@ class CheckpointWriter:
         if epoch is None:
             epoch = claim.epoch if (claim := latest_claim(root)) else 0
         settings = {name: _settings(plan, name) for name in plan.tables}
+        differences = any(summary.needs_parent for summary in summaries)
         return Manifest.of(
             header,
             id=self.folder.name,
@@ -177,6 +178,7 @@ class CheckpointWriter:
             states=plan.states,
             dense_bytes=sum(summary.dense_bytes for summary in summaries),
             files=tuple(summary.file for summary in summaries),
+            format_version=DIFFERENCES_VERSION if differences else PLAIN_VERSION,
         )
 
 

@@ -136,7 +136,7 @@ def test_the_format_can_be_read_without_this_package() -> None:
         document["manifest"], sort_keys=True, separators=(",", ":"), ensure_ascii=False
     )
     assert document["checksum"] == xxhash.xxh3_128_hexdigest(canonical.encode())
-    assert document["manifest"]["format_version"] == FORMAT_VERSION == 1
+    assert document["manifest"]["format_version"] == 1 < FORMAT_VERSION
     assert parse_manifest(rewritten({}), "here") == EXAMPLE
 
 
@@ -204,10 +204,10 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0, -1, "1", 1.0, True, None])
 def test_other_versions_are_refused(version: object) -> None:
     """Refuse any fields of a newer version, which this release can't check."""
-    with pytest.raises(UnsupportedFormat, match=r"here .* reads 1 to 1: upgrade"):
+    with pytest.raises(UnsupportedFormat, match=r"here .* reads 1 to 2: upgrade"):
         parse_manifest(rewritten({"format_version": version, "kind": "sparse"}), "here")
-    newer = {"manifest": {"format_version": 2, "entirely": "different"}, "checksum": "sha"}
-    with pytest.raises(UnsupportedFormat, match="version 2"):
+    newer = {"manifest": {"format_version": 3, "entirely": "different"}, "checksum": "sha"}
+    with pytest.raises(UnsupportedFormat, match="version 3"):
         parse_manifest(json.dumps(newer).encode(), "here")
 
 
