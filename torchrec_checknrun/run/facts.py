@@ -7,6 +7,7 @@ from enum import Enum
 
 from torchrec_checknrun.errors import CheckNRunError, SaveDeferred, SaveFailed
 from torchrec_checknrun.root.lineage import Proposal
+from torchrec_checknrun.run.compaction import Copied
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Facts:
     """The checkpoint, by checksum, that this rank's next one can be a link to; None: it must be a
     base.
     """
+    copied: Copied | None = None
+    """What became of a compaction behind training, on rank 0; None: nothing new."""
 
 
 class Begun(Enum):

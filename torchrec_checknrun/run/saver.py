@@ -30,6 +30,7 @@ from torchrec_checknrun.root.policy import Decision, Full
 from torchrec_checknrun.root.report import CheckpointReport, Progress
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.run.facts import Begun, Facts
+from torchrec_checknrun.run.going_on import GoingOn
 from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.run.root_claim import RootClaim
 from torchrec_checknrun.run.waiting import await_save, finish_at_exit, still_hanging
@@ -65,6 +66,7 @@ class Saver:
     Attributes:
         lineage: the checkpoints that were committed or restored last.
         writer: the root's writer, in use on rank 0 only.
+        going_on: compactions behind training.
         quantization: the quantization in force, after the restores so far.
         deferred: whether a checkpoint was due while gradients waited for their optimizer.
     """
@@ -97,6 +99,15 @@ class Saver:
         self._gradients = PendingGradients(target.states.values())
         self.writer = RootWriter(self._root, self.lineage, options.retention)
         self._claim = RootClaim(self._root, ranks, self.writer)
+        self.going_on = GoingOn(
+            options.compact_after,
+            self._root,
+            target.tracked,
+            self.lineage,
+            self.writer,
+            self._links,
+            leads=ranks.rank == 0,
+        )
         self._running: Save | None = None
         self._finish_at_exit: Callable[[], None] = lambda: None
         self._skipped = False
@@ -136,7 +147,10 @@ class Saver:
         self._claim.take_early()
 
     def before_restore(self) -> None:
-        """Wait for a running pruning, which doesn't know what is going to be restored."""
+        """Wait for a running pruning, which doesn't know what is going to be restored; end a
+        running compaction, which the restored state may not descend from.
+        """
+        self.going_on.give_up()
         self.writer.wait_for_pruning()
         self._links.forget()  # two sets of them would take too much memory
 
@@ -231,6 +245,7 @@ class Saver:
         except OSError as error:
             self._note(SaveFailed(f"nothing can be saved to {self._root}: {error}"), tell)
             return Begun.FAILED
+        self._hear(facts)
         if self._image is not None and self.lineage.converted:
             self._image.require_full()
         steps = [fact.step for fact in facts]
@@ -245,11 +260,11 @@ class Saver:
         same_rows = facts[0].committed and not any(fact.modified for fact in facts)
         if same_rows and not self._is_changed():
             message = "step %d is committed already, as %s: nothing is saved"
-            self.log(message, step, self.lineage.history[-1].id)
+            self.log(message, step, self.lineage.previous and self.lineage.previous.id)
             return Begun.UNCHANGED
         proposal = facts[0].proposal
         assert proposal is not None
-        proposal = agreed(proposal, (fact.references for fact in facts), self._delta_tables())
+        proposal = agreed(proposal, self._references(facts), self._delta_tables())
         previous = self.lineage.previous
         known = proposal.header.previous
         if previous is not None and (known is None or known.checksum != previous.checksum):
@@ -263,6 +278,23 @@ class Saver:
         unite = later and bool(replicas) and self._ranks.world_size > 1
         self._take(proposal, started, unite)
         return Begun.YES
+
+    def _hear(self, facts: list[Facts]) -> None:
+        """Go on from a compacted copy that rank 0 tells of, while no checkpoint is on its way."""
+        if any(fact.busy for fact in facts):
+            return  # that checkpoint builds on the old chain; rank 0 tells again
+        self.going_on.heard(facts[0].copied)
+        previous = self.lineage.previous
+        if self._last is not None and previous is not None and self._last.id != previous.id:
+            self._last = self.lineage.report(Progress())  # the copy of the last checkpoint
+
+    def _references(self, facts: list[Facts]) -> list[str | None]:
+        """Return what all ranks' references belong to; a collective after a switch to a copy."""
+        if facts[0].copied is None:
+            return [fact.references for fact in facts]
+        # The other ranks have heard of the copy since they told of their references.
+        own = self._links.belong_to(self._target.tracked, self.quantization)
+        return self._ranks.gather(own)
 
     def _refusal(self, step: int, facts: list[Facts], tell: bool) -> Begun | None:
         """Return why no checkpoint can be begun, by the facts of all ranks; None if one can."""
@@ -316,6 +348,7 @@ class Saver:
             self._image.committed(manifest.id, manifest.lineage, self.lineage.lossy_restores)
         if save.cut is not None:
             self._target.tracked.forget(save.cut)
+        self.going_on.committed()  # before anything else is cut
         self._forget_running()  # last: after an interruption above, this runs again
         self._fingerprint = save.fingerprint
         self._last = self.lineage.report(save.progress)
@@ -365,6 +398,7 @@ class Saver:
         Running deletions are waited for, for a minute, unless the process ends since it ``failed``.
         """
         self._claim.close()
+        self.going_on.give_up()
         if self._running is not None and self._running.rows is not None:
             self._running.rows.close()  # the hooks are gone: training overwrites rows unprotected
         self._forget_running()
@@ -382,6 +416,7 @@ class Saver:
         tracked.refresh()
         waiting = self.gradients_wait
         busy = self._running is not None
+        copied = None if busy else self.going_on.outcome()
         failed = self._error is not None
         hangs = not busy and self._background.hangs
         # The same on all ranks. Not while a checkpoint is on its way, whose commit would end the
@@ -396,10 +431,14 @@ class Saver:
         modified = not again or tracked.is_modified(Consumer.LAST)
         references = self._links.belong_to(tracked, self.quantization)
         if self._ranks.rank != 0 or waiting or busy or failed or hangs:
-            return Facts(step, waiting, busy, hangs, failed, modified, None, False, references)
+            return Facts(
+                step, waiting, busy, hangs, failed, modified, None, False, references, copied
+            )
         committed = again and self._is_committed(step)
         proposal = self._decide(step)
-        return Facts(step, waiting, busy, hangs, failed, modified, proposal, committed, references)
+        return Facts(
+            step, waiting, busy, hangs, failed, modified, proposal, committed, references, copied
+        )
 
     def _is_changed(self) -> bool:
         """Tell whether anything but table rows differs from the last checkpoint, on any rank."""
@@ -417,10 +456,12 @@ class Saver:
 
     def _is_committed(self, step: int) -> bool:
         """Tell whether this step is committed, in the widths in force, and can be restored."""
-        if not self.lineage.holds(step, self.quantization.widths(self._rows())):
+        last = self.lineage.previous
+        widths = self.quantization.widths(self._rows())
+        if last is None or not self.lineage.holds(step, widths):
             return False
         try:
-            resolve(self._root, self.lineage.history[-1].id)
+            resolve(self._root, last.id)
         except CheckNRunError as error:
             logger.warning("the last checkpoint is damaged, the next one is full: %s", error)
             self.lineage.force_full()
