@@ -125,8 +125,7 @@ class GoingOn:
         if outcome.original != self._original:
             return  # applied already
         if outcome.copy is None:
-            self._pause = min(2**self._failures, _MOST_PAUSE) + 1
-            self._failures += 1
+            self._put_off()
         elif self._lineage.copied(outcome.original, outcome.copy):
             self._failures = 0
             for marks, share in self._before.items():
@@ -138,14 +137,20 @@ class GoingOn:
                     outcome.original,
                     outcome.copy.id,
                 )
-        elif self._leads:
-            logger.warning(
-                "%s is compacted, as %s, but checkpoints were committed meanwhile that tables "
-                "stored as differences build on: the run goes on with its own chain",
-                outcome.original,
-                outcome.copy.id,
-            )
+        elif outcome.copy.deltas:
+            self._put_off()  # the next copy may come too late as well
+            if self._leads:
+                logger.warning(
+                    "%s is compacted, as %s, but is not the last checkpoint any more, which "
+                    "differences build on: the run goes on with its own chain",
+                    outcome.original,
+                    outcome.copy.id,
+                )
         self._forget()
+
+    def _put_off(self) -> None:
+        self._pause = min(2**self._failures, _MOST_PAUSE) + 1
+        self._failures += 1
 
     def _forget(self) -> None:
         for marks, share in self._before.items():
