@@ -18,6 +18,7 @@ from tests.distributed.worker_pool import WorkerPool
 from tests.unit.run.deltas import delta, pieces
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.save import background
 from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.verify import verify
@@ -25,7 +26,7 @@ from torchrec_checknrun.tools.verify import verify
 Workers = Callable[[int], WorkerPool]
 
 
-def saving(root: str, job: Any) -> Checkpointer:
+def saving(root: str, job: Any, **options: Any) -> Checkpointer:
     return Checkpointer(
         root,
         model=job.model,
@@ -33,6 +34,7 @@ def saving(root: str, job: Any) -> Checkpointer:
         state={"optimizer": job.optimizer},
         quantization=delta(),
         chunk_bytes=1500,
+        **options,
     )
 
 
@@ -181,4 +183,34 @@ def test_ranks_that_disagree_on_a_commit_begin_a_base(workers: Workers, tmp_path
         ["full", "differential", "differential", "unknown", "full"],
     ]
     arguments: dict[str, Any] = {"root": str(tmp_path / "run"), "target": target, "kept": into}
+    workers(2).run(life, **arguments, into=str(tmp_path / "last"), saves=1, fail=False)
+
+
+def goes_on(root: str, target: dict[str, Any], into: str) -> list[str | None]:
+    """Save links while chains are compacted, now and then waiting for the copy; return parents."""
+    job, parents = build(SPEC.to_json(), target, seed=77), []
+    with saving(root, job, compact_after=1) as saver:
+        for number in range(9):
+            job.train(1)
+            saver.step()
+            parents.append(saver.save().parent)
+            if number % 3 == 1:
+                done = [saver._saver.going_on.wait(120)]
+                dist.broadcast_object_list(done)
+                assert done[0]
+        keep(saver, into)
+    return parents
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "mixed"])
+def test_ranks_go_on_from_a_copy(workers: Workers, tmp_path: Path, kind: str) -> None:
+    """No rank takes the copy for anything but the last link's equal."""
+    root, into = str(tmp_path / "run"), str(tmp_path / "kept")
+    target = asdict(layout(kind, 2))
+    parents = workers(2).run(goes_on, root=root, target=target, into=into, timeout=240.0)
+    assert parents[0] == parents[1]
+    ids = [parse_id(parent) for parent in parents[0] if parent is not None]
+    assert any(id is not None and id.is_copy for id in ids), parents[0]
+    assert [problem for found in verify(root) for problem in found.problems] == []
+    arguments: dict[str, Any] = {"root": root, "target": target, "kept": into}
     workers(2).run(life, **arguments, into=str(tmp_path / "last"), saves=1, fail=False)

@@ -1,6 +1,6 @@
 """Make the golden checkpoints of the current format version, once, at its release.
 
-    python -m tests.golden.make tests/golden/v1
+    python -m tests.golden.make tests/golden/v2
 
 The values that they restore to stand beside them in ``expected.npz``. Golden checkpoints are never
 made again: their test shows that every later release still reads what this one wrote.
@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from tests.unit.entries import decode_rows
 from torchrec_checknrun.codecs import Bf16, Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
-from torchrec_checknrun.format.chunk import state_chunk
+from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
+from torchrec_checknrun.format.difference import difference
+from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.manifest import Link, Manifest, TableTotals
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FileSummary, add_totals, write_rank_file
@@ -54,6 +57,7 @@ STATE = {
     "nested": [1, (2.5, None), {"text": "täxt", 7: True}],
     "bytes": b"\x00\xff",
     "infinity": float("-inf"),
+    "large": torch.linspace(0, 1, 1000),
 }
 
 
@@ -86,11 +90,14 @@ def make(into: Path) -> None:
     """Write a full checkpoint and three upon it, and the values that they restore to."""
     expected: dict[str, Any] = {}
     parent: Link | None = None
+    before: list[dict[str, bytes]] = [{} for _ in range(RANKS)]
     for age in range(4):
         name = f"seq-{age + 1:06d}_step-{100 * (age + 1):08d}_{age:08x}"
         folder = Folder(into) / name
         folder.create()
-        summaries = [_write_rank(folder, age, rank, expected) for rank in range(RANKS)]
+        summaries = [
+            _write_rank(folder, age, rank, expected, before[rank]) for rank in range(RANKS)
+        ]
         manifest = _manifest(name, age, parent, summaries)
         folder.put(MANIFEST_NAME, manifest.to_bytes())
         parent = manifest.link
@@ -98,7 +105,11 @@ def make(into: Path) -> None:
 
 
 def _write_rank(
-    folder: Folder, age: int, rank: int, expected: dict[str, np.ndarray]
+    folder: Folder,
+    age: int,
+    rank: int,
+    expected: dict[str, np.ndarray],
+    before: dict[str, bytes],
 ) -> FileSummary:
     chunks = []
     for table, encoding in ENCODINGS.items():
@@ -113,7 +124,19 @@ def _write_rank(
     if rank == 0:
         chunks.append(state_chunk("model", None, *encode_state(STATE | {"age": age}, "model")))
     chunks.append(state_chunk("rng", rank, *encode_state({"drawn": rank + 10 * age}, "rng")))
-    return write_rank_file(folder, rank, iter(chunks))
+    return write_rank_file(folder, rank, iter([_as_difference(c, before) for c in chunks]))
+
+
+def _as_difference(chunk: EncodedChunk, before: dict[str, bytes]) -> EncodedChunk:
+    """Store a state as a difference to the parent's, where that is smaller; remember it."""
+    if not isinstance(chunk.entry, StateEntry):
+        return chunk
+    content, parent = chunk.getvalue(), before.get(chunk.entry.name, b"")
+    before[chunk.entry.name] = content
+    found = difference(memoryview(content), memoryview(parent), 4)
+    if found is None:
+        return chunk
+    return EncodedChunk(replace(chunk.entry, difference=found[1]), [found[0]])
 
 
 def _put(
@@ -153,6 +176,7 @@ def _manifest(name: str, age: int, parent: Link | None, summaries: list[FileSumm
         states={"model": False, "rng": True},
         dense_bytes=sum(summary.dense_bytes for summary in summaries),
         files=tuple(summary.file for summary in summaries),
+        format_version=2 if any(summary.needs_parent for summary in summaries) else 1,
         earlier_fractions=(0.25,) * max(0, age - 1),
         **fields,
     ).sealed()

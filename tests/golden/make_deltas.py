@@ -1,6 +1,6 @@
-"""Make the golden checkpoints of format version 2, with tables stored as differences.
+"""Make the golden checkpoints with tables stored as differences, of format version 2.
 
-    python -m tests.golden.make_deltas tests/golden/v2
+    python -m tests.golden.make_deltas tests/golden/deltas
 
 As ``make`` does: made once, with the values that they restore to beside them in ``expected.npz``.
 """

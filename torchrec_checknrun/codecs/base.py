@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Protocol
 
 import torch
+
+from torchrec_checknrun.native import copy_rows
 
 WIDTHS = (2, 3, 4, 8)
 """Bits of a code that row-wise quantization offers."""
@@ -207,6 +210,38 @@ class Codec(ABC):
         size = self.row_bytes(dim)
         return None if size is None else (select_rows(data, rows, size, positions), parameters)
 
+    def family(self, parameters: Parameters, dim: int) -> Hashable | None:
+        """Return what blocks have in common that ``join`` can join: all that decoding goes by.
+
+        By default the codec's options and the block's parameters; None, without ``row_bytes``, for
+        a block that can't be joined with any other.
+        """
+        if self.row_bytes(dim) is None:
+            return None
+        return json.dumps([self.spec(), parameters], sort_keys=True)
+
+    def join(
+        self,
+        blocks: Sequence[tuple[torch.Tensor, Parameters, int]],
+        places: Sequence[torch.Tensor],
+        dim: int,
+    ) -> tuple[torch.Tensor, Parameters]:
+        """Join blocks of one ``family`` to one, whose rows decode to the same bits.
+
+        Args:
+            blocks: of each its data, parameters and number of rows, at least one.
+            places: for each block its rows' positions in the new one, ``(n,)`` int64, sorted.
+            dim: columns of a row.
+
+        Returns:
+            The new block's data, 1-D uint8, and its parameters.
+
+        Raises:
+            ValueError: data or parameters do not belong to such blocks.
+        """
+        data = join_rows([(data, rows) for data, _, rows in blocks], places)
+        return data, blocks[0][1]
+
     def scatter(
         self,
         data: torch.Tensor,
@@ -326,3 +361,24 @@ def select_rows(
     """
     require_size(data, rows * row_bytes, f"{rows} rows of {row_bytes} bytes")
     return data.view(rows, row_bytes).index_select(0, positions).view(-1)
+
+
+def join_rows(
+    blocks: Sequence[tuple[torch.Tensor, int]], places: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the rows of several blocks, each at its place; rows of all blocks are of one size.
+
+    Args:
+        blocks: of each its bytes, 1-D uint8, and its number of rows, at least one.
+        places: for each block its rows' positions, ``(n,)`` int64, sorted; together all positions.
+
+    Raises:
+        ValueError: blocks hold other numbers of bytes.
+    """
+    size = blocks[0][0].numel() // blocks[0][1]
+    total = sum(rows for _, rows in blocks)
+    joined = torch.empty((total, size), dtype=torch.uint8, device="cpu")
+    for (data, rows), place in zip(blocks, places, strict=True):
+        require_size(data, rows * size, f"{rows} rows of {size} bytes")
+        copy_rows(data, rows, slice(0, rows), joined, place.numpy())
+    return joined.view(-1)

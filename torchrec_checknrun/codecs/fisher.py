@@ -10,8 +10,9 @@ checkpoint before restores (``Delta``).
 from __future__ import annotations
 
 import copy
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -176,6 +177,23 @@ class Fisher(Codec):
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, Parameters] | None:
         found = grids.apply(data, rows, dim, chosen=positions.numpy())
+        return grids.encode_grid(found), {}
+
+    def family(self, parameters: Parameters, dim: int) -> Hashable | None:
+        """Join rows that stand alone, whatever their steps are: each has its own exponent."""
+        return None if self.needs_base(parameters) else json.dumps(self.spec(), sort_keys=True)
+
+    def join(
+        self,
+        blocks: Sequence[tuple[torch.Tensor, Parameters, int]],
+        places: Sequence[torch.Tensor],
+        dim: int,
+    ) -> tuple[torch.Tensor, Parameters]:
+        found = Grid.empty(sum(rows for _, _, rows in blocks), dim)
+        for (data, _, rows), place in zip(blocks, places, strict=True):
+            part, at = grids.apply(data, rows, dim), place.numpy()
+            found.kind[at], found.exponent[at] = part.kind, part.exponent
+            found.codes[at] = part.codes
         return grids.encode_grid(found), {}
 
     def survey(self, sample: Sample) -> ImportanceSurvey | None:

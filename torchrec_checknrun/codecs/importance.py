@@ -11,9 +11,10 @@ the block it encodes.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -27,6 +28,7 @@ from torchrec_checknrun.codecs.base import (
     RowContext,
     Sample,
     Survey,
+    join_rows,
     output,
     select_rows,
 )
@@ -157,6 +159,42 @@ class ImportanceWeighted(Codec):
                 parts.append(select_rows(part, count, size, of_kind))
             chosen.append({**group, "rows": len(of_kind)})
         return torch.cat(parts), {"groups": chosen}
+
+    def family(self, parameters: Parameters, dim: int) -> str | None:
+        groups = parameters.get("groups")
+        if not isinstance(groups, list):
+            return None
+        # The constant that widths were chosen by makes no difference to rows that have one.
+        exponents = [group.get("exponent", 0) for group in groups]
+        return json.dumps([self.name, exponents])
+
+    def join(
+        self,
+        blocks: Sequence[tuple[torch.Tensor, Parameters, int]],
+        places: Sequence[torch.Tensor],
+        dim: int,
+    ) -> tuple[torch.Tensor, Parameters]:
+        every = [_unpack_kinds(data, rows) for data, _, rows in blocks]
+        kinds = torch.empty(sum(map(len, every)), dtype=torch.uint8, device="cpu")
+        for of_block, place in zip(every, places, strict=True):
+            kinds[place] = of_block
+        split = [
+            _groups(data, parameters, of_block, dim)
+            for (data, parameters, _), of_block in zip(blocks, every, strict=True)
+        ]
+        parts, joined = [_pack_kinds(kinds)], []
+        for kind in range(len(ROW_WIDTHS)):
+            members = (kinds == kind).nonzero().view(-1)
+            inside = [
+                torch.searchsorted(members, place[of_block == kind])
+                for of_block, place in zip(every, places, strict=True)
+            ]
+            rows = [(groups[kind][2], groups[kind][1]) for groups in split]
+            some = [number for number, (_, count) in enumerate(rows) if count]
+            if some:
+                parts.append(join_rows([rows[i] for i in some], [inside[i] for i in some]))
+            joined.append({**split[0][kind][0], "rows": len(members)})
+        return torch.cat(parts), {"groups": joined}
 
     def spec(self) -> CodecSpec:
         spec: CodecSpec = {"name": self.name, "version": self.version}

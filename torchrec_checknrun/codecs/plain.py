@@ -73,6 +73,9 @@ class Exact(Codec):
     ) -> tuple[torch.Tensor, Parameters]:
         return select_rows(data, rows, data.numel() // max(rows, 1), positions), parameters
 
+    def family(self, parameters: Parameters, dim: int) -> str:
+        return self.name
+
     def spec(self) -> CodecSpec:
         return {"name": self.name, "version": self.version}
 

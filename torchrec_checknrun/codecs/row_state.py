@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 
 import numpy as np
 import torch
@@ -95,6 +96,15 @@ def state_row_bytes(parameters: Parameters, shape: tuple[int, ...], dtype: torch
     if name not in STATE_SCHEMES or not dtype.is_floating_point:
         raise ValueError(f"{dtype} is not stored as {name!r}; schemes: {_names()}")
     return _SCHEMES[str(name)].row_bytes(cols, dtype)
+
+
+def family(parameters: Parameters) -> Hashable:
+    """Return what chunks' state has in common that is stored together.
+
+    State of one family whose parameters differ, in the range of its values, is decoded for that.
+    """
+    scheme = parameters.get("scheme")
+    return scheme if scheme == "log8" else tuple(sorted(parameters.items()))
 
 
 class _Scheme(ABC):

@@ -20,6 +20,7 @@ the smallest of each is taken after which the error stays flat.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
 import torch
@@ -179,6 +180,19 @@ class Rowwise(Codec):
         part = self._part(data, parameters, rows, 0, rows, out.shape[1])
         decode_rows(part, self.bits, _factor(parameters), out, ids, positions)
         return True
+
+    def family(self, parameters: Parameters, dim: int) -> tuple[str, int, float]:
+        return self.name, self.bits, _factor(parameters)  # whatever found scale and bias
+
+    def join(
+        self,
+        blocks: Sequence[tuple[torch.Tensor, Parameters, int]],
+        places: Sequence[torch.Tensor],
+        dim: int,
+    ) -> tuple[torch.Tensor, Parameters]:
+        data, parameters = super().join(blocks, places, dim)
+        exponent = parameters.get("exponent")
+        return data, {"exponent": exponent} if exponent else {}
 
     def _part(
         self, data: torch.Tensor, parameters: Parameters, rows: int, start: int, n: int, dim: int

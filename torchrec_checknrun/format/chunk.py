@@ -28,6 +28,7 @@ from torchrec_checknrun.format.entries import (
     IdsSection,
     Section,
     StateEntry,
+    content_bytes,
 )
 from torchrec_checknrun.format.state import (
     MOST_DEPTH,
@@ -234,7 +235,7 @@ def block_header(entry: BlockEntry) -> BlockHeader:
         dtype = TORCH_DTYPES[entry.dtype]
         _check_within(shard, Box.whole(size))
         _check_within(box, shard)
-        if entry.length not in (UNWRITTEN, box.volume * dtype.itemsize):
+        if content_bytes(entry) not in (UNWRITTEN, box.volume * dtype.itemsize):
             raise ValueError(f"{entry.length} bytes for {box} of {dtype}")
         return BlockHeader(entry.path, dtype, size, box, shard)
     except ValueError as error:

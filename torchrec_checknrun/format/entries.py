@@ -99,6 +99,21 @@ class RowsError(Record, frozen=True):
     sampled_rows: Count
 
 
+class Difference(Record, frozen=True):
+    """A payload that is a difference to the same chunk of the parent checkpoint.
+
+    Attributes:
+        parent, content: checksums of the parent's content and of this one's.
+        raw: bytes of either.
+        width: bytes of a value.
+    """
+
+    parent: Checksum
+    content: Checksum
+    raw: Count
+    width: Count
+
+
 class Placed(Record, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
     """The base of entries.
 
@@ -135,6 +150,7 @@ class BlockEntry(Placed, frozen=True, tag="block"):
     size: tuple[Count, ...]
     part: tuple[Pair, ...]
     shard: tuple[Pair, ...]
+    difference: Difference | UnsetType = UNSET
 
 
 class StateEntry(Placed, frozen=True, tag="state"):
@@ -143,6 +159,7 @@ class StateEntry(Placed, frozen=True, tag="state"):
     name: Text
     rank: Count | None
     tree: dict[str, Any]
+    difference: Difference | UnsetType = UNSET
 
 
 class Facts(Record, frozen=True):
@@ -174,6 +191,7 @@ class CollisionsEntry(Placed, frozen=True, tag="collisions"):
     rank: Count
     modules: dict[Text, Facts]
     tree: dict[str, Any]
+    difference: Difference | UnsetType = UNSET
 
 
 Entry = RowsEntry | BlockEntry | StateEntry | CollisionsEntry
@@ -214,3 +232,21 @@ def parse_entry(document: object) -> Entry:
 def unwritten(entry: _E) -> _E:
     """Return an entry without the chunk's place in a file."""
     return msgspec.structs.replace(entry, offset=UNWRITTEN, length=UNWRITTEN, checksum="")
+
+
+def difference_of(entry: Entry) -> Difference | None:
+    """Return what a chunk's payload is a difference to; None if the payload is the content."""
+    known = UNSET if isinstance(entry, RowsEntry) else entry.difference
+    return None if isinstance(known, UnsetType) else known
+
+
+def content_bytes(entry: Entry) -> int:
+    """Return the bytes of a chunk's content, once written."""
+    known = difference_of(entry)
+    return entry.length if known is None else known.raw
+
+
+def content_checksum(entry: Entry) -> str:
+    """Return the checksum of a chunk's content, once written."""
+    known = difference_of(entry)
+    return entry.checksum if known is None else known.content

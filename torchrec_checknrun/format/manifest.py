@@ -36,9 +36,12 @@ from torchrec_checknrun.format.losses import MOST, Loss
 from torchrec_checknrun.format.names import PlainName
 
 FORMAT_VERSION = 2
-"""The newest version that this release reads."""
-_PLAIN_VERSION = 1
-"""Of checkpoints whose rows need no earlier versions of themselves."""
+"""The highest version that is read. A checkpoint gets the lowest one that holds all of it."""
+PLAIN_VERSION = 1
+DIFFERENCES_VERSION = 2
+"""Of checkpoints with tables stored as differences, or other chunks that are differences to the
+parent's.
+"""
 _UNSTORED = frozenset({"checksum"})
 _LATER = frozenset({"optimizer_options"})
 """Fields of tables that the first manifests lack."""
@@ -201,7 +204,7 @@ class Manifest(Record, frozen=True, dict=True):
     deltas: Annotated[dict[Text, TableDigests], Meta(min_length=1)] = msgspec.field(
         default_factory=dict
     )
-    format_version: Count = _PLAIN_VERSION
+    format_version: Count = PLAIN_VERSION
     checksum: str = ""
 
     @classmethod
@@ -220,6 +223,7 @@ class Manifest(Record, frozen=True, dict=True):
         dense_bytes: int,
         files: tuple[RankFile, ...],
         deltas: dict[str, TableDigests] | None = None,
+        differences: bool = False,
     ) -> Manifest:
         """Make the manifest of a checkpoint that was written as its header says."""
         return cls(
@@ -243,7 +247,7 @@ class Manifest(Record, frozen=True, dict=True):
             epoch=epoch,
             losses=header.losses,
             deltas=deltas or {},
-            format_version=version_of(deltas or {}),
+            format_version=version_of(deltas or {}, differences),
         ).sealed()
 
     @property
@@ -374,9 +378,14 @@ def _checked(content: Any) -> Manifest:
     return manifest
 
 
-def version_of(deltas: dict[str, TableDigests]) -> int:
-    """Return the format version of a manifest with these digests."""
-    return FORMAT_VERSION if deltas else _PLAIN_VERSION
+def version_of(deltas: dict[str, TableDigests], differences: bool = False) -> int:
+    """Return the format version of a manifest.
+
+    Args:
+        deltas: its digests.
+        differences: whether any chunk beside rows is a difference to the parent's.
+    """
+    return DIFFERENCES_VERSION if deltas or differences else PLAIN_VERSION
 
 
 def _check_deltas(manifest: Manifest) -> None:
@@ -385,8 +394,11 @@ def _check_deltas(manifest: Manifest) -> None:
     Raises:
         ValueError: they don't.
     """
-    if manifest.format_version != version_of(manifest.deltas):
-        raise ValueError(f"deltas in format version {manifest.format_version}")
+    # Only a child can hold differences beside rows; which chunks these are, the index says.
+    differences = manifest.parent is not None and manifest.format_version > PLAIN_VERSION
+    if manifest.format_version != version_of(manifest.deltas, differences):
+        found = "with" if manifest.deltas else "without"
+        raise ValueError(f"{manifest.kind} {found} deltas, in version {manifest.format_version}")
     for name, digests in manifest.deltas.items():
         if name not in manifest.tables:
             raise ValueError(f"deltas: there is no table {shown(name)}")

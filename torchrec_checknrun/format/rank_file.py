@@ -38,6 +38,8 @@ from torchrec_checknrun.format.entries import (
     BlockEntry,
     Entry,
     RowsEntry,
+    content_bytes,
+    difference_of,
     parse_entry,
 )
 from torchrec_checknrun.format.manifest import RankFile, TableTotals
@@ -63,6 +65,7 @@ class FileSummary:
     """A rank's report to rank 0 on its file: the rank's contribution to the manifest.
 
     Attributes:
+        needs_parent: whether chunks are differences to the parent's.
         encoded_at, written_at: when the last chunk was encoded and when the file was durable, on
             this machine's monotonic clock.
         digests: of tables that are stored as differences, the sum of the rank's rows before the
@@ -72,6 +75,7 @@ class FileSummary:
     file: RankFile
     tables: dict[str, TableTotals]
     dense_bytes: int
+    needs_parent: bool = False
     encoded_at: float = 0.0
     written_at: float = 0.0
     digests: Mapping[str, tuple[int | None, int]] = field(default_factory=dict)
@@ -120,7 +124,9 @@ def write_rank_file(
         index = [chunk.entry for chunk in chunks]
         rank_file = _write_index(file, name, rank, index, also)
     tables, dense_bytes = _totals(index)
-    return FileSummary(rank_file, tables, dense_bytes, encoded_at, time.monotonic())
+    needs_parent = any(difference_of(entry) is not None for entry in index)
+    ended = time.monotonic()
+    return FileSummary(rank_file, tables, dense_bytes, needs_parent, encoded_at, ended)
 
 
 @dataclass(frozen=True)
@@ -366,7 +372,7 @@ def _header_of(entry: Entry, end: int) -> Header | None:
     if entry.offset != end:
         raise ValueError(f"begins at {entry.offset}, but the previous one ends at {end}")
     if not isinstance(entry, (RowsEntry, BlockEntry)):
-        check_tree(entry.tree, entry.length)
+        check_tree(entry.tree, content_bytes(entry))
         return None
     if entry.length > LARGEST_CHUNK:
         raise ValueError(f"{entry.length} bytes, more than the {LARGEST_CHUNK} that are read")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import xxhash
 from tenacity import (
@@ -15,8 +16,16 @@ from tenacity import (
 
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.checks import INDEX_BYTES
-from torchrec_checknrun.format.entries import Entry
-from torchrec_checknrun.format.manifest import Manifest, RankFile
+from torchrec_checknrun.format.difference import restored
+from torchrec_checknrun.format.entries import (
+    BlockEntry,
+    Entry,
+    RowsEntry,
+    content_bytes,
+    content_checksum,
+    difference_of,
+)
+from torchrec_checknrun.format.manifest import DIFFERENCES_VERSION, Manifest, RankFile
 from torchrec_checknrun.format.rank_file import FOOTER, Header, parse_index
 from torchrec_checknrun.store.folder import Folder
 
@@ -34,6 +43,7 @@ class StoredChunk:
     """A chunk in storage: its place, its index entry, and the header of rows or of a block.
 
     Attributes:
+        base: the parent's chunk that this one's payload is a difference to; None without one.
         key: the chunk's unique name in a chain, by number: empty chunks share their offset.
     """
 
@@ -42,6 +52,7 @@ class StoredChunk:
     number: int
     entry: Entry = field(hash=False)
     header: Header | None = field(compare=False)
+    base: StoredChunk | None = field(default=None, compare=False, repr=False)
     key: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -116,13 +127,60 @@ def _fill(
         raise CorruptCheckpoint(f"{folder}/{name} is missing") from None
 
 
+def dense_key(entry: Entry) -> tuple[object, ...] | None:
+    """Return what tells which chunk of the parent is the same content, earlier; None for rows."""
+    if isinstance(entry, RowsEntry):
+        return None
+    if isinstance(entry, BlockEntry):
+        return "block", entry.path, entry.dtype, entry.size, entry.part
+    return type(entry).__name__, entry.name, entry.rank
+
+
+def with_bases(
+    manifest: Manifest, chunks: Iterable[StoredChunk], parents: Mapping[object, StoredChunk]
+) -> tuple[StoredChunk, ...]:
+    """Give each chunk that is a difference the parent's chunk.
+
+    Args:
+        parents: the parent's chunks by ``dense_key``, with their own bases.
+
+    Raises:
+        CorruptCheckpoint: the parent has no such chunk, or one of another content.
+    """
+    found = []
+    for chunk in chunks:
+        known = difference_of(chunk.entry)
+        if known is None:
+            found.append(chunk)
+            continue
+        where = f"{chunk.checkpoint}/{chunk.file}, chunk {chunk.number}"
+        if manifest.format_version < DIFFERENCES_VERSION or manifest.parent is None:
+            raise CorruptCheckpoint(f"{where}: a difference, where all chunks should be whole")
+        base = parents.get(dense_key(chunk.entry))
+        if base is None:
+            raise CorruptCheckpoint(f"{where}: a difference to a chunk that its parent lacks")
+        content = content_checksum(base.entry), content_bytes(base.entry)
+        if content != (known.parent, known.raw):
+            raise CorruptCheckpoint(
+                f"{where}: a difference to {known.raw} bytes with checksum {known.parent}, where "
+                f"{base.checkpoint} has {content[1]} with {content[0]}"
+            )
+        found.append(replace(chunk, base=base))
+    return tuple(found)
+
+
+def dense_chunks(chunks: Iterable[StoredChunk]) -> dict[object, StoredChunk]:
+    """Return the chunks that are no rows, by ``dense_key``."""
+    return {key: c for c in chunks if (key := dense_key(c.entry)) is not None}
+
+
 def read_chunk(
     root: Folder,
     chunk: StoredChunk,
     memory: memoryview | None = None,
     visible_seconds: float = VISIBLE_SECONDS,
 ) -> memoryview:
-    """Read a chunk's bytes and verify their checksum.
+    """Read a chunk's content and verify its checksum; of a difference, also what it is one to.
 
     Args:
         memory: receives the bytes if large enough; otherwise memory is allocated.
@@ -131,6 +189,28 @@ def read_chunk(
     Raises:
         CorruptCheckpoint: the bytes are missing or not the ones written.
     """
+    links = [chunk]
+    while (base := links[-1].base) is not None:
+        links.append(base)
+    whole = links.pop()
+    if (known := difference_of(whole.entry)) is not None:
+        raise CorruptCheckpoint(f"{whole.key} is a difference to {known.parent}, which is not here")
+    content = _read_payload(root, whole, None if links else memory, visible_seconds)
+    for link in reversed(links):
+        known = difference_of(link.entry)
+        assert known is not None, "only differences have a base"
+        try:
+            payload = _read_payload(root, link, None, visible_seconds)
+            content = restored(payload, content, known)
+        except ValueError as error:
+            raise CorruptCheckpoint(f"{link.key}: {error}") from error
+    return content
+
+
+def _read_payload(
+    root: Folder, chunk: StoredChunk, memory: memoryview | None, visible_seconds: float
+) -> memoryview:
+    """Read a chunk's bytes and verify their checksum; see ``read_chunk``."""
     entry, folder = chunk.entry, root / chunk.checkpoint
     length = entry.length
     if memory is None or len(memory) < length:

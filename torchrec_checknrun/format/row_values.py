@@ -1,7 +1,7 @@
 """Encoded weights and optimizer states of a chunk's rows: decode rows, or select rows undecoded.
 
-Selecting serves restores that need only some rows, and compaction, which writes chunks of only some
-rows.
+Selecting serves restores that need only some rows, and compaction, which joins rows of several
+chunks to new ones.
 """
 
 from __future__ import annotations

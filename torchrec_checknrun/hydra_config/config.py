@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.root.report import CheckpointReport
     from torchrec_checknrun.root.retention import Retention
     from torchrec_checknrun.run.checkpointer import Checkpointer
+    from torchrec_checknrun.run.compaction import CompactAfter
     from torchrec_checknrun.run.triggers import Trigger
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -123,6 +124,8 @@ class CheckNRunConfig:
     total_steps: int | None = None
     peers: bool = False  # with these: ``PartialRecovery(…, peers=PeerCopies())``
     priority_every_steps: int | None = None  # with these: ``priority=PrioritySaves(…)``
+    compact_after_links: int | None = None  # either or both: ``compact_after=CompactAfter(…)``
+    compact_after_share: float | None = None
 
 
 @dataclass
@@ -237,6 +240,7 @@ def make_check_n_run(
         callbacks=callbacks,
         survive=package.Images() if config.images else None,
         partial=_partial(config),
+        compact_after=_compact_after(config),
     )
 
 
@@ -259,6 +263,13 @@ def _partial(config: CheckNRunConfig) -> PartialRecovery | None:
     steps = config.priority_every_steps
     priority = None if steps is None else PrioritySaves(steps)
     return PartialRecovery(config.max_pls, config.total_steps, peers, priority)
+
+
+def _compact_after(config: CheckNRunConfig) -> CompactAfter | None:
+    from torchrec_checknrun.run.compaction import CompactAfter
+
+    links, share = config.compact_after_links, config.compact_after_share
+    return None if links is None and share is None else CompactAfter(links=links, share=share)
 
 
 def _policy(config: CheckNRunConfig) -> Policy:

@@ -183,6 +183,27 @@ class Marks:
                 layer.bits |= bits
                 layer.shares.discard(share)
 
+    def hold(self, share: Share) -> None:
+        """Keep the frozen marks apart from those that later cuts freeze, until ``drop`` or
+        ``settle``. Nothing is taken away.
+
+        Args:
+            share: empty; of the consumers whose marks matter.
+        """
+        with self._lock:
+            share.layers = tuple(
+                (layer, layer.bits) for layer in self.layers if layer.bits & share.consumers
+            )
+            for layer, _ in share.layers:
+                layer.shares.add(share)
+
+    def drop(self, share: Share) -> None:
+        """Clear the consumers' marks that were frozen when ``hold`` was called, and only those."""
+        with self._lock:
+            for layer, _ in share.layers:
+                layer.bits &= ~share.consumers
+                layer.shares.discard(share)
+
     def settle(self, share: Share) -> None:
         """Drop what a cut took away; its rows are durable."""
         with self._lock:

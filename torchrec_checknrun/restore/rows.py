@@ -215,8 +215,8 @@ class RowRestore:
     def _check_baseline(self) -> None:
         """Refuse a chain whose full checkpoint can't have all rows of the local shards.
 
-        Chunks of a compacted checkpoint have gaps, so that their exact rows in a shard are known
-        only once they are read.
+        Chunks of a compacted checkpoint may have gaps, so that their exact rows in a shard are
+        known only once they are read.
         """
         saved = self._chain.head.tables
         self._missing = [0] * len(self._shards)

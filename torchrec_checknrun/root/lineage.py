@@ -56,14 +56,21 @@ class Lineage:
         """
 
     @property
+    def chain(self) -> list[Manifest]:
+        """The checkpoints that a restore of the last one reads, as far as the history has them:
+        oldest first, the last one included.
+        """
+        by_id = {manifest.id: manifest for manifest in self.history}
+        chain, manifest = [], self.previous
+        while manifest is not None:
+            chain.append(manifest)
+            manifest = by_id.get(manifest.parent.id) if manifest.parent else None
+        return chain[::-1]
+
+    @property
     def chain_length(self) -> int:
         """The number of checkpoints that a restore of the last one reads."""
-        by_id = {manifest.id: manifest for manifest in self.history}
-        length, manifest = 0, self.previous
-        while manifest is not None:
-            length += 1
-            manifest = by_id.get(manifest.parent.id) if manifest.parent else None
-        return length
+        return len(self.chain)
 
     def ancestors(self, parent: Link | None) -> tuple[str, ...]:
         """Return the ids of what a checkpoint with this parent builds on, oldest first."""
@@ -100,6 +107,9 @@ class Lineage:
             raise TypeError(
                 f"the policy {policy!r} decided {decision!r}: decide() must return a Decision"
             )
+        if decision is Decision.SINCE_LAST and not self._is_previous(self.history[-1]):
+            # The last checkpoint builds on the chain that a compacted copy has replaced.
+            decision = Decision.SINCE_BASELINE
         previous = self.previous.link if self.previous else None
         parent: Link | None = None
         if decision is Decision.SINCE_BASELINE:
@@ -138,6 +148,28 @@ class Lineage:
         self.history = (manifest,) if full else (*self.history, manifest)
         self.previous = manifest
         self._converted = False
+
+    def copied(self, original: str, copy: Manifest) -> bool:
+        """Take a compacted copy for the full checkpoint that the next ones build on.
+
+        Checkpoints that were committed upon the original meanwhile are no part of the history any
+        more: the next one holds all rows modified since the original. That is no way for tables
+        stored as differences to the last checkpoint: of these the original must be the last one.
+
+        Returns:
+            Whether the lineage goes on from the copy; if not, nothing is changed.
+        """
+        found = next((manifest for manifest in self.history if manifest.id == original), None)
+        if found is None or copy.previous != found.link:
+            return False
+        if found.deltas and not (self._is_previous(found) and restores_alike(found, copy)):
+            return False
+        self._widths = {}
+        narrow(self._widths, copy)
+        self.history = (copy,)  # in one assignment, as in ``committed``
+        if self._is_previous(found):
+            self.previous = copy
+        return True
 
     def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
         """Continue from a chain to whose head the model was restored.
@@ -185,6 +217,12 @@ class Lineage:
             return True
         # Rows not written again would stay in fewer bits.
         return any(bits > self._widths.get(table, bits) for table, bits in widths.items())
+
+
+def restores_alike(one: Manifest, other: Manifest) -> bool:
+    """Tell whether the tables stored as differences restore to the same rows, by their digests."""
+    ends = [{name: said.after for name, said in m.deltas.items()} for m in (one, other)]
+    return ends[0] == ends[1]
 
 
 def last_number(root: Folder) -> int:

@@ -69,6 +69,7 @@ def prune(
     retention: Retention,
     *,
     in_use: Collection[str] = (),
+    copies_of: Collection[int] = (),
     own: Claim | None = None,
     still_ours: Callable[[], object] = lambda: None,
     below: int | None = None,
@@ -79,6 +80,7 @@ def prune(
 
     Args:
         in_use: ids that stay whatever the retention says.
+        copies_of: sequence numbers whose compacted copies stay, too: one is being made.
         own: the claim of the writer that asks; None for a person, whose pruning leaves alone what
             a live writer may be working on, but also deletes checkpoints that replaced writers
             have committed and that readers therefore ignore.
@@ -100,7 +102,7 @@ def prune(
     """
     claim, claims = _deciding_claim(root, own)
     known = {} if known is None else known
-    plan = _plan(root, retention, in_use, own, claim, below, known)
+    plan = _plan(root, retention, (in_use, copies_of), own, claim, below, known)
     if not dry_run:
         if plan.leftovers and own is None and claim is not None and not _fence(root, claim):
             plan.leftovers = ()
@@ -136,20 +138,25 @@ class _Plan:
 def _plan(
     root: Folder,
     retention: Retention,
-    in_use: Collection[str],
+    in_use: tuple[Collection[str], Collection[int]],
     own: Claim | None,
     claim: Claim | None,
     below: int | None,
     known: MutableMapping[str, Manifest],
 ) -> _Plan:
-    """Decide what to delete; arguments as in ``prune``, with the claim that decides."""
+    """Decide what to delete; arguments as in ``prune``, with the claim that decides.
+
+    Args:
+        in_use: ``in_use`` and ``copies_of``.
+    """
     listing = Listing.of(root.names())
     names = set(listing.names)
     others_live = own is None and claim is not None and _may_live(root, claim)
     for id in known.keys() - names:
         del known[id]  # otherwise a long run's would grow
     found = list(counting(root, claim, listing, known))
-    used = {*in_use}
+    used = {*in_use[0]}
+    used |= {id.name for id in listing.ids.values() if id.is_copy and id.sequence in in_use[1]}
     if claim is not None and (own is not None or others_live):
         used |= {*claim.uses, *_committed_last(claim, found)}
     used |= held_by_followers(root, [manifest.id for manifest in found])

@@ -200,6 +200,13 @@ def originals_of(manifests: Iterable[Manifest]) -> dict[str, str]:
     return originals
 
 
+def original_of(manifest: Manifest) -> str:
+    """Return the id under which the run saved a checkpoint's state: of a compacted copy that of
+    its original, of any other its own.
+    """
+    return originals_of([manifest])[manifest.id]
+
+
 def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] | None:
     """Return the checkpoints that a restore needs beside the given one; None if any is missing."""
     try:

@@ -40,6 +40,8 @@ class RootWriter:
     Attributes:
         lost_parent: set by ``before_commit`` in the background when a checkpoint of the lineage was
             deleted; the training thread takes note, and resets this.
+        compacting: the checkpoint that is being compacted behind training: it stays, and so does
+            its copy until that is part of the lineage.
     """
 
     def __init__(self, root: Folder, lineage: Lineage, retention: Retention | None) -> None:
@@ -52,6 +54,7 @@ class RootWriter:
         self._manifests: dict[str, Manifest] = {}
         self._pruner = None if retention is None else Pruner(self._prune)
         self.lost_parent = False
+        self.compacting: Manifest | None = None
         self._sequence: int | None = None
         """The highest sequence number in use in the root, once looked for."""
 
@@ -240,12 +243,15 @@ class RootWriter:
         assert self._retention is not None
         self._manifests[last.id] = last  # read back when it was committed
         # The next checkpoint may build on these; their parents stay with them.
+        compacting = self.compacting  # first: when it is given up, the history has the copy
+        copied = [] if compacting is None else [compacting]
         history = self._lineage.history
-        in_use = {*self._uses, *(m.id for m in (*history[:1], *history[-1:]))}
+        in_use = {*self._uses, *(m.id for m in (*history[:1], *history[-1:], *copied))}
         return prune(
             self._root,
             self._retention,
             in_use=in_use,
+            copies_of=[manifest.sequence for manifest in copied],
             own=self.lease.claim,
             still_ours=self.lease.check,
             below=last.sequence,

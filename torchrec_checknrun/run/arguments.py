@@ -19,11 +19,14 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
+from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.memory.partial import PartialRecovery
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.restore.states import Merge
 from torchrec_checknrun.root.policy import POLICIES, Consecutive, Intermittent, OneShot, Policy
+from torchrec_checknrun.run.compaction import CompactAfter
 from torchrec_checknrun.run.triggers import EverySteps
+from torchrec_checknrun.save.process import require_shared
 from torchrec_checknrun.store.folder import Folder
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -45,6 +48,9 @@ _ONLY_HYDRA = {
     **dict.fromkeys(("compress", "exact_below_rows"), "quantization=Quantization(compress=True)"),
     "expected_restores": 'quantization=Quantization(bits="auto", expected_restores=3)',
     "codec": "quantization=Quantization(codec=MyCodec())",
+    **dict.fromkeys(
+        ("compact_after_links", "compact_after_share"), "compact_after=CompactAfter(links=8)"
+    ),
     "optimizer_state": 'quantization=Quantization(bits=8, optimizer="log8")',
     "tables": 'quantization=Quantization(tables={"*user*": Quantization(bits=4)})',
     "every_seconds": "triggers=[EverySeconds(600)]",
@@ -262,6 +268,31 @@ def require_links(policy: Policy, background: str) -> None:
             "quantization method='delta' encodes rows upon what the last checkpoint restores, and "
             "this process holds that: use background='thread', or method='fisher'"
         )
+
+
+def as_compact_after(value: object, root: Folder) -> CompactAfter | None:
+    """Return the rule for compactions, or that of a number of links, or of a share of bytes."""
+    if value is None:
+        return None
+    try:
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = CompactAfter(links=value)
+        elif isinstance(value, float):
+            value = CompactAfter(share=value)
+        elif isinstance(value, Mapping):
+            value = CompactAfter(**value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"compact_after: {error}") from error
+    if not isinstance(value, CompactAfter):
+        raise ValueError(
+            "compact_after must be CompactAfter(links=8), 8 links, a share of the full "
+            f"checkpoint's bytes such as 0.5, or None, not {value!r}"
+        )
+    try:
+        require_shared(root)
+    except SaveFailed as error:
+        raise ValueError(f"compact_after needs a root that other processes see: {error}") from error
+    return value
 
 
 def as_quantization(value: object) -> Quantization:

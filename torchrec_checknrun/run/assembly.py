@@ -188,6 +188,7 @@ def _background(
                 quantization=options.quantization.resolved(lossy_restores=0),
                 expected=target.tracked.shards,
                 dense_bytes=_dense_bytes(options.model, target.tracked),
+                dense=options.dense,
             )
         )
 

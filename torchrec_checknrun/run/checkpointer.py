@@ -30,6 +30,7 @@ from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.run.arguments import PerRank, Replicated
 from torchrec_checknrun.run.assembly import Assembly
+from torchrec_checknrun.run.compaction import CompactAfter
 from torchrec_checknrun.run.facts import Begun, not_begun
 from torchrec_checknrun.run.missing_root import protect_existing, start_fresh
 from torchrec_checknrun.run.options import Callback, Resume, WhenBusy
@@ -39,6 +40,7 @@ from torchrec_checknrun.run.schedule import Schedule
 from torchrec_checknrun.run.survival import Recovered, Survival, close_image, make_image
 from torchrec_checknrun.run.triggers import Trigger
 from torchrec_checknrun.save.background import BackgroundKind
+from torchrec_checknrun.save.parent_content import DenseForm
 from torchrec_checknrun.shards import CHUNK_BYTES
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 from torchrec_checknrun.tiers.peers import make_peers
@@ -98,6 +100,12 @@ class Checkpointer:
             and are started again lose no step; None: they go on from the newest checkpoint.
         partial: ``PartialRecovery(…)`` sends only ranks whose images are gone back to the newest
             checkpoint, within a budget of lost samples; None: all ranks go back.
+        compact_after: when a niced process compacts the chain behind training, for the next
+            checkpoint to build on the copy: ``CompactAfter(…)``, a number of links (``8``), or a
+            share of the full checkpoint's bytes (``0.5``); None: never.
+        dense: whether everything beside the tables is written ``whole``, or as a lossless
+            ``difference`` to the parent wherever that is smaller; for that each rank keeps what it
+            wrote last, up to 1 GiB.
 
     Raises:
         UnsupportedTable: see ``track``.
@@ -129,6 +137,8 @@ class Checkpointer:
         chunk_bytes: int = CHUNK_BYTES,
         survive: Images | None = None,
         partial: PartialRecovery | None = None,
+        compact_after: CompactAfter | int | float | None = None,
+        dense: DenseForm = "difference",
         **unknown: Never,
     ) -> None:
         # First of all, before there are other local variables: every argument by its name.
@@ -203,7 +213,7 @@ class Checkpointer:
         started = time.perf_counter()
         if verify not in ("read", "all"):
             raise ValueError(f"verify must be 'read' or 'all', not {verify!r}")
-        before = self._saver.quantization
+        before = self._saver.proposer.quantization
         self._forget_failure()
         self._saver.before_restore()
         if required is None and checkpoint is None and self._options.resume == "never":
@@ -295,7 +305,7 @@ class Checkpointer:
                 self.wait()
             finally:
                 self._schedule.end()
-        return self._saver.outcome()
+        return self._saver.outcomes.take()
 
     @overload
     def save(self, *, wait: Literal[True] = True) -> CheckpointReport: ...
@@ -329,9 +339,9 @@ class Checkpointer:
         self._survival.before_save()
         begun = self._begin(tell=wait)
         if not wait:
-            self._saver.raise_failure()
+            self._saver.outcomes.raise_failure()
             return None
-        self._saver.outcome()  # of the previous checkpoint: raises its error
+        self._saver.outcomes.take()  # of the previous checkpoint: raises its error
         if error := not_begun(begun, self.steps):
             raise error
         if begun is Begun.UNCHANGED:
@@ -373,7 +383,7 @@ class Checkpointer:
             SaveFailed, UnsupportedState, InvalidPlan: the checkpoint was not committed.
         """
         self._saver.settle(wait=True)
-        return self._saver.outcome()
+        return self._saver.outcomes.take()
 
     def close(self) -> None:
         """Save if ``AtEnd`` asks, wait, remove the hooks, free the staging memory; at most once.
@@ -387,7 +397,7 @@ class Checkpointer:
         try:
             self._saver.settle(wait=True)
             wanted = self._schedule.at_end and self._partly_restored is None
-            if wanted and self._saver.has_unsaved_steps(self.steps):
+            if wanted and self._saver.proposer.has_unsaved_steps(self.steps):
                 self._forget_failure()  # its rows are part of the checkpoint begun here
                 self._survival.before_save()
                 if self._begin() is Begun.DEFERRED:

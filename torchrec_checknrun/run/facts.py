@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from torchrec_checknrun.errors import CheckNRunError, SaveDeferred, SaveFailed
 from torchrec_checknrun.root.lineage import Proposal
+from torchrec_checknrun.run.compaction import Copied
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Facts:
     """The checkpoint, by checksum, that this rank's next one can be a link to; None: it must be a
     base.
     """
+    copied: Copied | None = None
+    """What became of a compaction behind training, on rank 0; None: nothing new."""
 
 
 class Begun(Enum):
@@ -40,8 +44,18 @@ class Begun(Enum):
     YES = "the checkpoint is on its way"
     DEFERRED = "gradients wait for their optimizer"
     BUSY = "another checkpoint is still being written"
-    FAILED = "the previous checkpoint failed, or the storage did: see ``Saver.raise_failure``"
+    FAILED = "the previous checkpoint failed, or the storage did: see ``Outcomes.raise_failure``"
     UNCHANGED = "the last checkpoint, of the same step, holds everything"
+
+
+def require_one_step(facts: Sequence[Facts]) -> None:
+    """Raise SaveFailed where ranks are at different steps, naming these."""
+    steps = [fact.step for fact in facts]
+    if len(set(steps)) > 1:
+        raise SaveFailed(
+            f"the ranks are at different steps {steps}: call step() or save() on all ranks at "
+            "the same point of the training loop"
+        )
 
 
 def not_begun(begun: Begun, step: int) -> CheckNRunError | None:

@@ -19,8 +19,10 @@ from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.run import arguments
 from torchrec_checknrun.run.arguments import PerRank, Replicated
+from torchrec_checknrun.run.compaction import CompactAfter
 from torchrec_checknrun.run.triggers import EverySteps, Trigger
 from torchrec_checknrun.save.background import BackgroundKind
+from torchrec_checknrun.save.parent_content import DenseForm
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 from torchrec_checknrun.store.folder import Folder
 
@@ -34,6 +36,7 @@ _CHOICES = {
     "staging": get_args(StagingMode),
     "when_busy": get_args(WhenBusy),
     "resume": get_args(Resume),
+    "dense": get_args(DenseForm),
 }
 _OF_ONE_RANK = ("model", "memory_budget", "callbacks")
 """Not compared between ranks: the models' tables are compared once they are tracked."""
@@ -72,6 +75,8 @@ class Options:
     chunk_bytes: int
     survive: Images | None = None
     partial: PartialRecovery | None = None
+    compact_after: CompactAfter | None = None
+    dense: DenseForm = "difference"
 
     def __post_init__(self) -> None:
         arguments.require_model(self.model)
@@ -92,6 +97,7 @@ class Options:
         arguments.require_partial(self.partial, with_images=survive is not None)
         self._set("callbacks", arguments.as_callbacks(self.callbacks))
         self._set("root", arguments.as_root(self.root, self.timeout_seconds))
+        self._set("compact_after", arguments.as_compact_after(self.compact_after, self.root))
         self._set("state", arguments.as_states(self.state))
         self._set("per_rank_buffers", arguments.as_buffers(self.per_rank_buffers, self.model))
         self._set("quantization", arguments.as_quantization(self.quantization))

@@ -23,12 +23,12 @@ def report_restored(
             of them raise the width.
         seconds: the duration of the restore.
     """
-    if saver.quantization != before:
+    if saver.proposer.quantization != before:
         saver.log(
             "restored %d times from quantized rows, more often than expected_restores=%g: rows are "
             "stored with 8 bits from now on, beginning with a full checkpoint",
             saver.lineage.lossy_restores,
-            saver.quantization.expected_restores,
+            saver.proposer.quantization.expected_restores,
             level=logging.WARNING,
         )
     head = found.chain.head

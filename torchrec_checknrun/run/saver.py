@@ -13,36 +13,32 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.dense.gradients import PendingGradients
-from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
-from torchrec_checknrun.root.chain import Chain, resolve
+from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.root.lineage import Lineage, Proposal
-from torchrec_checknrun.root.policy import Decision, Full
+from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.root.report import CheckpointReport, Progress
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.run.facts import Begun, Facts
+from torchrec_checknrun.run.facts import Begun, Facts, require_one_step
+from torchrec_checknrun.run.going_on import GoingOn
 from torchrec_checknrun.run.options import Options
+from torchrec_checknrun.run.outcomes import Outcomes
+from torchrec_checknrun.run.proposer import Proposer
 from torchrec_checknrun.run.root_claim import RootClaim
 from torchrec_checknrun.run.waiting import await_save, finish_at_exit, still_hanging
 from torchrec_checknrun.save.background import Background
-from torchrec_checknrun.save.links import (
-    HeldReferences,
-    agreed,
-    delta_tables,
-    links_exceed_base,
-)
+from torchrec_checknrun.save.links import HeldReferences
 from torchrec_checknrun.save.save import Save
-from torchrec_checknrun.snapshot.items import Fingerprint, Items, fingerprint
-from torchrec_checknrun.snapshot.snapshot import Declared, Snapshot, take_snapshot, take_states
+from torchrec_checknrun.snapshot.snapshot import Declared, Snapshot, take_snapshot
 from torchrec_checknrun.threads import gc_paused
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -65,7 +61,9 @@ class Saver:
     Attributes:
         lineage: the checkpoints that were committed or restored last.
         writer: the root's writer, in use on rank 0 only.
-        quantization: the quantization in force, after the restores so far.
+        going_on: compactions behind training.
+        proposer: this rank's look at the model and at what of it is saved.
+        outcomes: failures and reports that the training loop has not heard of.
         deferred: whether a checkpoint was due while gradients waited for their optimizer.
     """
 
@@ -86,30 +84,41 @@ class Saver:
         self._target = target
         self._ranks = ranks
         self._background = background
-        self._policy = options.policy
-        self._chosen = options.quantization
-        self._resolve()
-        self._max_failures = options.max_failures
-        self._callbacks = options.callbacks
+        self.outcomes = Outcomes(options.max_failures, options.callbacks)
         self._declared = Declared(
             target.states, frozenset(target.per_rank), target.replicated, target.buffers
         )
         self._gradients = PendingGradients(target.states.values())
         self.writer = RootWriter(self._root, self.lineage, options.retention)
         self._claim = RootClaim(self._root, ranks, self.writer)
+        self.going_on = GoingOn(
+            options.compact_after,
+            self._root,
+            target.tracked,
+            self.lineage,
+            self.writer,
+            self._links,
+            leads=ranks.rank == 0,
+        )
+        self.proposer = Proposer(
+            options,
+            target,
+            self._declared,
+            ranks,
+            self.lineage,
+            self.writer,
+            self._links,
+            self.going_on,
+            background.memory.chunk_bytes,
+        )
         self._running: Save | None = None
         self._finish_at_exit: Callable[[], None] = lambda: None
         self._skipped = False
         self._waited = 0.0
         """Seconds waited for the checkpoint before the one that may be begun now."""
-        self._failures = 0
-        self._error: BaseException | None = None
         self._must_tell = False
         """Whether somebody waits for the running checkpoint and must hear of its failure."""
-        self._report: CheckpointReport | None = None
         self._last: CheckpointReport | None = None
-        self._fingerprint: Fingerprint | None = None
-        """Of the last checkpoint's content beside table rows; None if unknown."""
 
     @property
     def hangs(self) -> bool:
@@ -121,11 +130,6 @@ class Saver:
         """The checkpoint that was begun and whose outcome was not noted yet."""
         return self._running
 
-    def _resolve(self) -> None:
-        """Note the quantization in force after the restores so far."""
-        self.quantization: Quantization = self._chosen.resolved(self.lineage.lossy_restores)
-        self._bits = self.quantization.width
-
     def progressed(self) -> None:
         """Note a training step; claim the root at the first one.
 
@@ -136,7 +140,10 @@ class Saver:
         self._claim.take_early()
 
     def before_restore(self) -> None:
-        """Wait for a running pruning, which doesn't know what is going to be restored."""
+        """Wait for a running pruning, which doesn't know what is going to be restored; end a
+        running compaction, which the restored state may not descend from.
+        """
+        self.going_on.give_up()
         self.writer.wait_for_pruning()
         self._links.forget()  # two sets of them would take too much memory
 
@@ -155,15 +162,15 @@ class Saver:
             references: what this rank's shards restore to, of tables stored as differences.
         """
         self.lineage.restored(chain, converted, forks)
-        self._resolve()
+        self.proposer.resolve()
         tracked = self._target.tracked
-        self._links.restored(chain.manifests, references, tracked, self.quantization)
+        self._links.restored(chain.manifests, references, tracked, self.proposer.quantization)
         self._ranks.on_all_ranks(lambda: self.writer.restored(chain))  # rank 0 writes to the root
         self._last = self.lineage.report(Progress())
-        self._fingerprint = None
+        self.proposer.fingerprint = None
         if not partly:
             with suppress(Exception):  # the next save reports it
-                self._fingerprint = self._look_at_states()
+                self.proposer.fingerprint = self.proposer.look_at_states()
 
     def recovered(
         self,
@@ -188,8 +195,8 @@ class Saver:
         self._links.forget()  # images hold none
         self.lineage.id, self.lineage.lossy_restores = lineage, lossy
         self.lineage.losses = losses
-        self._resolve()
-        self._fingerprint = None
+        self.proposer.resolve()
+        self.proposer.fingerprint = None
 
     @property
     def gradients_wait(self) -> bool:
@@ -200,17 +207,6 @@ class Saver:
         """Return the last checkpoint's report, after ``begin`` found that it holds everything."""
         assert self._last is not None
         return replace(self._last, unchanged=True)
-
-    def has_unsaved_steps(self, step: int) -> bool:
-        """Tell whether there is anything that the last checkpoint doesn't hold; a collective."""
-        previous = self.lineage.previous
-        if not self._ranks.from_rank_0(lambda: step > 0):
-            return False
-        self._ranks.on_all_ranks(self._target.tracked.refresh)
-        own = previous is None or previous.step != step
-        if any(self._ranks.gather(own or self._target.tracked.is_modified(Consumer.LAST))):
-            return True
-        return self._is_changed()
 
     @gc_paused()  # a collection may take longer than all else here
     def begin(self, step: int, tell: bool = False) -> Begun:
@@ -229,27 +225,21 @@ class Saver:
             self._claim.take()
             facts = self._ranks.on_all_ranks(lambda: self._look(step))
         except OSError as error:
-            self._note(SaveFailed(f"nothing can be saved to {self._root}: {error}"), tell)
+            self.outcomes.failed(SaveFailed(f"nothing can be saved to {self._root}: {error}"), tell)
             return Begun.FAILED
+        self._hear(facts)
         if self._image is not None and self.lineage.converted:
             self._image.require_full()
-        steps = [fact.step for fact in facts]
-        if len(set(steps)) > 1:
-            raise SaveFailed(
-                f"the ranks are at different steps {steps}: call step() or save() on all ranks at "
-                "the same point of the training loop"
-            )
+        require_one_step(facts)
         refusal = self._refusal(step, facts, tell)
         if refusal is not None:
             return refusal
         same_rows = facts[0].committed and not any(fact.modified for fact in facts)
-        if same_rows and not self._is_changed():
+        if same_rows and not self.proposer.is_changed():
             message = "step %d is committed already, as %s: nothing is saved"
-            self.log(message, step, self.lineage.history[-1].id)
+            self.log(message, step, self.lineage.previous and self.lineage.previous.id)
             return Begun.UNCHANGED
-        proposal = facts[0].proposal
-        assert proposal is not None
-        proposal = agreed(proposal, (fact.references for fact in facts), self._delta_tables())
+        proposal = self.proposer.agreed(facts)
         previous = self.lineage.previous
         known = proposal.header.previous
         if previous is not None and (known is None or known.checksum != previous.checksum):
@@ -264,6 +254,26 @@ class Saver:
         self._take(proposal, started, unite)
         return Begun.YES
 
+    def _look(self, step: int) -> Facts:
+        """Return this rank's facts about the next checkpoint."""
+        busy = self._running is not None
+        return self.proposer.look(
+            step,
+            waiting=self.gradients_wait,
+            busy=busy,
+            hangs=not busy and self._background.hangs,
+            failed=self.outcomes.has_failure,
+        )
+
+    def _hear(self, facts: list[Facts]) -> None:
+        """Go on from a compacted copy that rank 0 tells of, while no checkpoint is on its way."""
+        if any(fact.busy for fact in facts):
+            return  # that checkpoint builds on the old chain; rank 0 tells again
+        self.going_on.heard(facts[0].copied)
+        previous = self.lineage.previous
+        if self._last is not None and previous is not None and self._last.id != previous.id:
+            self._last = self.lineage.report(Progress())  # the copy of the last checkpoint
+
     def _refusal(self, step: int, facts: list[Facts], tell: bool) -> Begun | None:
         """Return why no checkpoint can be begun, by the facts of all ranks; None if one can."""
         self.deferred = any(fact.waiting for fact in facts)
@@ -277,7 +287,7 @@ class Saver:
         if any(fact.failed for fact in facts):
             return Begun.FAILED  # ``outcome`` raises it on the ranks where it failed
         if hanging := [rank for rank, fact in enumerate(facts) if fact.hangs]:
-            self._note(still_hanging(step, hanging), tell)
+            self.outcomes.failed(still_hanging(step, hanging), tell)
             return Begun.FAILED
         if any(fact.busy for fact in facts):
             if not self._skipped:  # logged once: a clock may ask again and again
@@ -306,53 +316,24 @@ class Saver:
             if save.cut is not None:
                 self._target.tracked.merge(save.cut)
             self._links.failed(save.links)
-            self._note(error, self._must_tell)
+            self.outcomes.failed(error, self._must_tell)
             self._forget_running()  # last: after an interruption above, this runs again
             return
-        self._failures = 0
         self.lineage.committed(manifest)  # first: the next checkpoint builds on these rows
         self._links.committed(save.links, manifest)
         if self._image is not None:
             self._image.committed(manifest.id, manifest.lineage, self.lineage.lossy_restores)
         if save.cut is not None:
             self._target.tracked.forget(save.cut)
+        self.going_on.committed()  # before anything else is cut
         self._forget_running()  # last: after an interruption above, this runs again
-        self._fingerprint = save.fingerprint
+        self.proposer.fingerprint = save.fingerprint
         self._last = self.lineage.report(save.progress)
-        self._report = self._last
-        self.log("%s", self._report)
+        self.outcomes.committed(self._last)
+        self.log("%s", self._last)
         if self._ranks.rank == 0:
             self.writer.prune(manifest)
-        for callback in self._callbacks:
-            try:
-                callback(self._report)
-            except Exception:
-                logger.exception("the callback %r failed", callback)
-
-    def _note(self, error: BaseException, tell: bool) -> None:
-        """Keep a failure for the caller, or only log it where that is allowed."""
-        self._failures += 1
-        if tell or self._failures > self._max_failures or not isinstance(error, Exception):
-            self._error = error
-        else:
-            logger.warning("failure %d of %d: %s", self._failures, self._max_failures, error)
-
-    def outcome(self) -> CheckpointReport | None:
-        """Return the report that ``settle`` has noted since the last call; None without one.
-
-        Raises:
-            SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
-        """
-        self.raise_failure()
-        report, self._report = self._report, None
-        return report
-
-    def raise_failure(self) -> None:
-        """Raise as ``outcome`` does, but leave a report for the next call."""
-        error, self._error = self._error, None
-        if error is not None:
-            self._report = None
-            raise error
+        self.outcomes.tell(self._last)
 
     def log(self, message: str, *values: object, level: int = logging.INFO) -> None:
         """Log a message once for all ranks."""
@@ -365,6 +346,7 @@ class Saver:
         Running deletions are waited for, for a minute, unless the process ends since it ``failed``.
         """
         self._claim.close()
+        self.going_on.give_up()
         if self._running is not None and self._running.rows is not None:
             self._running.rows.close()  # the hooks are gone: training overwrites rows unprotected
         self._forget_running()
@@ -375,71 +357,6 @@ class Saver:
     def _forget_running(self) -> None:
         atexit.unregister(self._finish_at_exit)
         self._running, self._finish_at_exit = None, lambda: None
-
-    def _look(self, step: int) -> Facts:
-        """Return this rank's facts about the next checkpoint, for rank 0's decision."""
-        tracked = self._target.tracked
-        tracked.refresh()
-        waiting = self.gradients_wait
-        busy = self._running is not None
-        failed = self._error is not None
-        hangs = not busy and self._background.hangs
-        # The same on all ranks. Not while a checkpoint is on its way, whose commit would end the
-        # need for a full one.
-        if (tracked.converted or self.writer.lost_parent) and not busy:
-            self.lineage.force_full()
-            tracked.converted = self.writer.lost_parent = False
-        previous = self.lineage.previous
-        # Marks are searched only where the answer matters, since that reads all of them. A loop
-        # that never calls ``step`` is always at step 0, whatever was trained.
-        again = step > 0 and previous is not None and previous.step == step
-        modified = not again or tracked.is_modified(Consumer.LAST)
-        references = self._links.belong_to(tracked, self.quantization)
-        if self._ranks.rank != 0 or waiting or busy or failed or hangs:
-            return Facts(step, waiting, busy, hangs, failed, modified, None, False, references)
-        committed = again and self._is_committed(step)
-        proposal = self._decide(step)
-        return Facts(step, waiting, busy, hangs, failed, modified, proposal, committed, references)
-
-    def _is_changed(self) -> bool:
-        """Tell whether anything but table rows differs from the last checkpoint, on any rank."""
-        try:
-            own = self._look_at_states() != self._fingerprint
-        except Exception:  # a save reports it
-            own = True
-        return any(self._ranks.gather(own))
-
-    def _look_at_states(self) -> Fingerprint:
-        """Return the fingerprint of a checkpoint's content beside table rows, taken now."""
-        snapshot = take_states(self._model, self._target.tracked, self._declared)
-        items = Items.of(snapshot, self.quantization, self._background.memory.chunk_bytes)
-        return fingerprint(items.digests(), snapshot.progress)
-
-    def _is_committed(self, step: int) -> bool:
-        """Tell whether this step is committed, in the widths in force, and can be restored."""
-        if not self.lineage.holds(step, self.quantization.widths(self._rows())):
-            return False
-        try:
-            resolve(self._root, self.lineage.history[-1].id)
-        except CheckNRunError as error:
-            logger.warning("the last checkpoint is damaged, the next one is full: %s", error)
-            self.lineage.force_full()
-            return False
-        return True
-
-    def _rows(self) -> dict[str, int]:
-        return {name: shape.rows for name, shape in self._target.tracked.tables.items()}
-
-    def _decide(self, step: int) -> Proposal:
-        widths = self.quantization.widths(self._rows())
-        deltas, previous = self._delta_tables(), self.lineage.previous
-        others = previous is not None and previous.deltas.keys() != deltas
-        full = others or links_exceed_base(self.lineage.history)
-        return self.writer.propose(Full() if full else self._policy, self._bits, widths, step)
-
-    def _delta_tables(self) -> frozenset[str]:
-        """Name the tables to be stored as differences; the same on all ranks."""
-        return delta_tables(self._target.tracked, self.quantization)
 
     def _take(self, proposal: Proposal, started: float, unite: bool) -> None:
         snapshot: Snapshot | Exception
@@ -453,7 +370,7 @@ class Saver:
                 snapshot, cut = take_snapshot(
                     self._model, self._target.tracked, self._declared, _MARKS[proposal.decision]
                 )
-                links = self._links.begin(proposal, snapshot, self.quantization)
+                links = self._links.begin(proposal, snapshot, self.proposer.quantization)
             except Exception as error:
                 snapshot = error
             if self._background.copies is not None:
@@ -463,7 +380,7 @@ class Saver:
                 proposal,
                 snapshot,
                 cut,
-                self.quantization,
+                self.proposer.quantization,
                 started,
                 asked,
                 before_commit=partial(self.writer.before_commit, proposal),

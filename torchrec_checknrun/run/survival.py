@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from torchrec_checknrun.errors import ModelPartlyRestored
 from torchrec_checknrun.format.losses import Loss, merged
+from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.memory.agreement import Decision, Found, Newest, decide
 from torchrec_checknrun.memory.gradient_buckets import settle_buckets
 from torchrec_checknrun.memory.image import RankImage
@@ -21,6 +23,7 @@ from torchrec_checknrun.memory.sweep import sweep
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain, newest
+from torchrec_checknrun.root.retention import original_of
 from torchrec_checknrun.run.held_restore import HeldRestore
 from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.run.partial_recovery import LostRank, Side, meet, unruled
@@ -171,7 +174,8 @@ class Survival:
     ) -> tuple[int, ...]:
         """Bring all ranks to the step; return those that have read a peer's copy."""
         assert decision.step is not None
-        step, head = decision.step, None if chain is None else chain.head.id
+        # An image knows the checkpoint that its rank saved, not a copy made of it since.
+        step, head = decision.step, None if chain is None else original_of(chain.head)
         own: Side = image
         from_peers: tuple[int, ...] = ()
         if decision.lost:
@@ -319,7 +323,7 @@ class Survival:
         if chain is None and problems:
             reason = f"the storage holds no whole checkpoint: {'; '.join(problems)}"
             return Decision(None, (reason,)), None, problems
-        head = Newest() if chain is None else Newest(chain.head.id, chain.head.step)
+        head = Newest() if chain is None else _newest(chain.head, found)
         known = () if chain is None else chain.head.losses
         if partial_recovery is None:
             decision = decide(found, head)
@@ -344,3 +348,11 @@ class Survival:
             logger.info("%s", line)
         for line in CopiesFolder(image.path).sweep(hours):
             logger.info("%s", line)
+
+
+def _newest(head: Manifest, found: Sequence[Found]) -> Newest:
+    """Return the newest checkpoint, by the id that images know it by: its own, or, of a compacted
+    copy that they don't descend from, that of the original.
+    """
+    known = any(head.id in image.heads for image in found)
+    return Newest(head.id if known else original_of(head), head.step)

@@ -28,6 +28,7 @@ from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.save.commit import CheckpointWriter, save_checkpoint
 from torchrec_checknrun.save.local_part import LocalPart
+from torchrec_checknrun.save.parent_content import DenseForm, ParentContent
 from torchrec_checknrun.save.plan import summarize, survey
 from torchrec_checknrun.save.process import WriteProcess, require_shared
 from torchrec_checknrun.save.rank_differences import RankDifferences
@@ -81,6 +82,7 @@ class Background:
         chunk_bytes: memory for a chunk's copies, in bytes; a small budget lowers it.
         expected: the shards, from which the size of staging memory is estimated.
         dense_bytes: expected bytes of everything outside the tables.
+        dense: whether that is written as differences to the parent where smaller, or whole.
 
     Attributes:
         copies: told of each rank file; None: nobody makes copies.
@@ -101,6 +103,7 @@ class Background:
         quantization: Quantization,
         expected: list[TrackedShard],
         dense_bytes: int,
+        dense: DenseForm = "difference",
     ) -> None:
         self._root = root
         self._ranks = ranks
@@ -118,6 +121,7 @@ class Background:
         )
         self.copies: Copies | None = None
         self._told: set[str] = set()
+        self._parent_content = ParentContent(dense)
         self._process: WriteProcess | None = None
         self._thread: threading.Thread | None = None
         self._ready: ReadyThread | None = None
@@ -170,6 +174,7 @@ class Background:
         differences = RankDifferences(told=self._told)
         plan = LocalPart(save, differences)
         plan.kept = snapshot
+        plan.parent_content = self._parent_content
         plan.ready_copier, self._ready_copier = self._ready_copier, None
         finish = partial(self._finish, save, plan, (before_commit, after_commit), unite)
 
@@ -303,10 +308,12 @@ class Background:
                 copies.committed(manifest)
         except BaseException as error:
             ring.abort()
+            self._parent_content.failed()
             plan.end()
             _consolidate(save)
             save.finish(None, error)
         else:
+            self._parent_content.committed(manifest)
             plan.end()
             _consolidate(save)
             if writer.written is not None:

@@ -168,6 +168,7 @@ class CheckpointWriter:
         if epoch is None:
             epoch = claim.epoch if (claim := latest_claim(root)) else 0
         settings = {name: _settings(plan, name) for name in plan.tables}
+        differences = any(summary.needs_parent for summary in summaries)
         return Manifest.of(
             header,
             id=self.folder.name,
@@ -181,6 +182,7 @@ class CheckpointWriter:
             dense_bytes=sum(summary.dense_bytes for summary in summaries),
             files=tuple(summary.file for summary in summaries),
             deltas=_deltas(summaries),
+            differences=differences,
         )
 
 

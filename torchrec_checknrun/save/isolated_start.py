@@ -47,7 +47,7 @@ checkpoint.
 
 
 def start(
-    module: str, *arguments: int, descriptors: tuple[int, ...] = ()
+    module: str, *arguments: int | float | str, descriptors: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
     """Run ``main(*arguments)`` of a module of this package in a process that ends with this one.
 

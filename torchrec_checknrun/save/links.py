@@ -135,6 +135,13 @@ class HeldReferences:
         self._checkpoint = manifest.checksum
         self._constants |= constants_of(manifest)
 
+    def copied(self, copy: Manifest) -> None:
+        """Let the next link build on a compacted copy that restores to the same rows as its
+        original, if the references belong to that.
+        """
+        if copy.previous is not None and self._checkpoint == copy.previous.checksum:
+            self._checkpoint = copy.checksum
+
     def failed(self, changes: Transaction | None) -> None:
         """Undo the changes of a save that was not committed, or may not have been."""
         if changes is None:

@@ -6,13 +6,15 @@ Made by the training thread at the cut; all else happens in the background's thr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from torchrec_checknrun.codecs import Surveys
+from torchrec_checknrun.codecs import Settled, Surveys
+from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.save.parent_content import ParentContent
 from torchrec_checknrun.save.plan import PlanSummary, Prepared
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.save.save import Save
@@ -37,6 +39,8 @@ class LocalPart:
         self._copier: threading.Thread | None = None
         self._save = save
         self._differences = differences
+        self.parent_content = ParentContent("whole")
+        """Makes differences of what lies beside rows."""
         self._failure: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -110,4 +114,9 @@ class LocalPart:
         summary = self.summary.with_digests(digests, self.staging.shared_digests())
         links = self._save.links
         own = dict if links is None else links.digests
-        return Prepared(summary, items, self._differences, self.staging.jobs, own)
+        return Prepared(summary, items, self._differences, self._jobs, own)
+
+    def _jobs(self, names: Sequence[str], settled: Settled) -> Iterator[Job]:
+        assert self.staging is not None
+        jobs = self.staging.jobs(names, settled)
+        return self.parent_content.jobs(self._save.proposal, jobs)

@@ -9,11 +9,18 @@ import torch
 from torchrec_checknrun.dense.buffers import BUFFERS
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import BlockHeader
-from torchrec_checknrun.format.entries import CollisionsEntry, StateEntry
+from torchrec_checknrun.format.entries import CollisionsEntry, StateEntry, difference_of
 from torchrec_checknrun.format.manifest import Link, Manifest
-from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_indexes
+from torchrec_checknrun.format.reader import (
+    StoredChunk,
+    dense_chunks,
+    read_chunk,
+    read_indexes,
+    with_bases,
+)
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.restore.chunks import table_problems
+from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.serve.plan import Plan
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import MODEL, read_dense
@@ -28,18 +35,29 @@ class Indexes:
         self._root = root
         self._held: dict[Link, tuple[StoredChunk, ...]] = {}
 
-    def of(self, manifest: Manifest) -> tuple[StoredChunk, ...]:
-        """Return a checkpoint's chunks, without waiting for files that are missing.
+    def of(self, chain: Chain, place: int) -> tuple[StoredChunk, ...]:
+        """Return the chunks of one of a chain's checkpoints, without waiting for missing files.
+
+        Older indexes are read, too, where chunks are differences to the parent's.
 
         Raises:
             CorruptCheckpoint: an index is missing or damaged, or doesn't fit the manifest.
         """
-        if manifest.link not in self._held:
+        found: list[tuple[Manifest, tuple[StoredChunk, ...]]] = []
+        for manifest in reversed(chain.manifests[: place + 1]):
+            if manifest.link in self._held:
+                break
             chunks = read_indexes(self._root, manifest, 0.0)
             for problem in table_problems(manifest, chunks):
                 raise CorruptCheckpoint(problem)
-            self._held[manifest.link] = chunks
-        return self._held[manifest.link]
+            found.append((manifest, chunks))
+            if not any(difference_of(chunk.entry) for chunk in chunks):
+                break
+        for manifest, chunks in reversed(found):
+            parent = manifest.parent
+            parents = dense_chunks(self._held[parent]) if parent in self._held else {}
+            self._held[manifest.link] = with_bases(manifest, chunks, parents)
+        return self._held[chain.manifests[place].link]
 
     def keep(self, manifests: tuple[Manifest, ...]) -> None:
         """Forget the indexes of all other checkpoints."""
@@ -81,12 +99,19 @@ class Content:
             CorruptCheckpoint: the bytes are missing or not those that were written.
         """
         self.each()
-        self.bytes_read += chunk.entry.length
+        link: StoredChunk | None = chunk
+        while link is not None:  # a difference, and all that it is one to
+            self.bytes_read += link.entry.length
+            link = link.base
         return read_chunk(self.root, chunk, visible_seconds=0.0)
 
-    def chunks_of(self, manifest: Manifest) -> tuple[StoredChunk, ...]:
+    def chunks_of(self, place: int) -> tuple[StoredChunk, ...]:
         """Return all chunks of one of the chain's checkpoints."""
-        return self._indexes.of(manifest)
+        return self._indexes.of(self.plan.chain, place)
+
+    @property
+    def _newest(self) -> tuple[StoredChunk, ...]:
+        return self.chunks_of(len(self.plan.chain.manifests) - 1)
 
     def rows(self, table: str, first: int = 0) -> Iterator[tuple[int, RowChunk]]:
         """Yield a table's chunks, the newest checkpoint's first, each with the checkpoint's place.
@@ -94,9 +119,8 @@ class Content:
         Args:
             first: the place of the oldest checkpoint to look into.
         """
-        manifests = self.plan.chain.manifests
-        for place in range(len(manifests) - 1, first - 1, -1):
-            for chunk in self._indexes.of(manifests[place]):
+        for place in range(len(self.plan.chain.manifests) - 1, first - 1, -1):
+            for chunk in self.chunks_of(place):
                 header = chunk.header
                 if isinstance(header, RowsHeader) and header.table == table:
                     yield place, (chunk, header)
@@ -108,10 +132,10 @@ class Content:
             CorruptCheckpoint: an index is missing or damaged.
             IncompatibleCheckpoint: ids are mapped to rows in a way that can't be followed.
         """
-        manifests = self.plan.chain.manifests
-        for manifest in manifests[self.plan.common if self.plan.follows else 0 :]:
-            self._indexes.of(manifest)
-        for chunk in self._indexes.of(self.head):
+        first = self.plan.common if self.plan.follows else 0
+        for place in range(first, len(self.plan.chain.manifests)):
+            self.chunks_of(place)
+        for chunk in self._newest:
             if isinstance(chunk.entry, CollisionsEntry):
                 raise IncompatibleCheckpoint(
                     f"{self.head.id} maps ids to rows by managed collisions "
@@ -128,7 +152,7 @@ class Content:
         wanted = (MODEL, BUFFERS)
         chunks = tuple(
             chunk
-            for chunk in self._indexes.of(self.head)
+            for chunk in self._newest
             if (isinstance(chunk.entry, StateEntry) and chunk.entry.name in wanted)
             or (isinstance(chunk.header, BlockHeader) and chunk.header.path[0] == MODEL)
         )

@@ -194,8 +194,8 @@ class Load:
         if links is None:
             links = self._memory.links[saved] = TableLinks(self._content.root, saved, rows)
         links.read = self._content.read
-        for manifest in plan.chain.manifests[first:]:
-            links.add(self._content.chunks_of(manifest))
+        for place in range(first, len(plan.chain.manifests)):
+            links.add(self._content.chunks_of(place))
         said = self._content.head.deltas.get(saved)
         if said is None or said.after != links.digest:
             raise CorruptCheckpoint(

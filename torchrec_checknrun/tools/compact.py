@@ -1,9 +1,9 @@
 """Compact a chain into one full checkpoint, from storage to storage, without a model or ranks.
 
-The newest version of every row is kept as stored: chunks of which all rows survive are copied byte
-by byte; from other chunks the surviving rows' bytes are extracted. So a restore of the new
-checkpoint gives the same bits as one of the chain, reads each row once, and needs no other
-checkpoint.
+The newest version of every row is kept as stored, in chunks of whole runs of rows, as a full
+checkpoint has them. So a restore of the new checkpoint gives the same bits as one of the chain, in
+the time that a full one takes, and needs no other checkpoint. Every chunk of the chain is read at
+most once; one whose rows go to many chunks leaves them in a ``Spool``.
 """
 
 from __future__ import annotations
@@ -14,42 +14,28 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import chain as joined
 from itertools import groupby
-from typing import cast
 
 import numpy as np
-from msgspec import UNSET, UnsetType
+import torch
+from msgspec import UNSET
 from msgspec.structs import replace
 
-from torchrec_checknrun.codecs import Exact
 from torchrec_checknrun.delta.references import References
-from torchrec_checknrun.delta.rows import encode_grid
 from torchrec_checknrun.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
     RootInUse,
 )
-from torchrec_checknrun.format import row_ids
-from torchrec_checknrun.format.checks import Options
-from torchrec_checknrun.format.chunk import DECODED_BYTES, EncodedChunk, Sections
-from torchrec_checknrun.format.entries import (
-    ExactSection,
-    GroupedOptions,
-    IdsSection,
-    RowsEntry,
-    Section,
-    WeightSection,
-    unwritten,
-)
+from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.entries import RowsEntry, unwritten
 from torchrec_checknrun.format.manifest import Manifest, TableDigests, TableTotals, version_of
 from torchrec_checknrun.format.names import MANIFEST_NAME, new_id
 from torchrec_checknrun.format.rank_file import FileSummary, add_totals, write_rank_file
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk
-from torchrec_checknrun.format.row_chunk import RowsHeader, add_exact
+from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.format.state import raw_bytes
 from torchrec_checknrun.restore.chunks import ChainContent, overlap, read_content
-from torchrec_checknrun.restore.links import newest_rows
 from torchrec_checknrun.root.chain import Chain, check_sizes, newest_required, resolve
 from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.lease import Lease
@@ -57,6 +43,9 @@ from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoin
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.links import ByColumns, build_table
+from torchrec_checknrun.tools.row_pieces import Piece, chunks_of
+from torchrec_checknrun.tools.row_ranges import RowRanges
+from torchrec_checknrun.tools.spool import Spool
 from torchrec_checknrun.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -80,9 +69,11 @@ def compact(
     own chain, which still needs its own parents; a job that is restored from the new checkpoint
     builds on that.
 
-    Memory: a few chunks as they were written, and of one table at a time a bit for each row; of a
-    table stored as differences what its rows restore to, about a quarter of the table. Its integers
-    are added up: no row is quantized again.
+    Memory: a few chunks as they were written, of one table at a time a bit for each row, and 64 MiB
+    of rows that wait for their chunk; more of them wait in a temporary file of this machine, which
+    takes at most what the chain's differential checkpoints do. Of a table stored as differences
+    what its rows restore to as well, about a quarter of the table: its integers are added up, and
+    no row is quantized again.
 
     Args:
         root: the checkpoints' folder or fsspec URL.
@@ -105,14 +96,28 @@ def compact(
         ClaimDamaged: which checkpoints count can't be told; nothing was committed.
         OSError: the storage failed; nothing was committed.
     """
+    return compact_in(Folder(root), checkpoint, file_bytes, progress)
+
+
+def compact_in(
+    folder: Folder,
+    checkpoint: str | None,
+    file_bytes: int = FILE_BYTES,
+    progress: Callable[[int, int], object] | None = None,
+) -> CheckpointReport | None:
+    """Compact a chain of a root as ``compact`` does, which names arguments and errors."""
     started = time.perf_counter()
-    folder = Folder(root)
     chain = _find(folder, checkpoint)
     if chain.head.kind == "full":
         logger.info("%s is full already: nothing to compact", chain.head.id)
         return None
     chunks = _Compaction(folder, read_content(folder, chain), progress).chunks()
-    manifest = _commit(folder, chain, chunks, file_bytes)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # pieces are small: to wake other threads takes longer than to copy
+    try:
+        manifest = _commit(folder, chain, chunks, file_bytes)
+    finally:
+        torch.set_num_threads(threads)
     seconds = time.perf_counter() - started
     report = checkpoint_report(manifest, 1, Progress(committed=seconds))
     logger.info("compacted %d checkpoints: %s", len(chain.manifests), report)
@@ -222,32 +227,38 @@ class _Compaction:
                 yield from self._rows(table, columns, chunks)
         for chunk in self._head:
             if not isinstance(chunk.entry, RowsEntry):
-                payload = read_chunk(self._root, chunk)
-                yield EncodedChunk(unwritten(chunk.entry), [payload])
+                payload = read_chunk(self._root, chunk)  # whole, even where stored as a difference
+                yield EncodedChunk(replace(unwritten(chunk.entry), difference=UNSET), [payload])
                 self._step(chunk)
 
     def _rows(
         self, table: str, columns: Columns, chunks: list[tuple[StoredChunk, RowsHeader]]
     ) -> Iterator[EncodedChunk]:
-        rows = self._chain.head.tables[table].rows
-        done = DoneRows(rows)
+        """Yield the new chunks of some columns of a table."""
+        rows, baseline = self._chain.head.tables[table].rows, self._chain.baseline.id
+        of_baseline = [header for chunk, header in chunks if chunk.checkpoint == baseline]
+        ranges, done = RowRanges.of(rows, of_baseline), DoneRows(rows)
         references = self._built(table).get(columns)
-        for chunk, header in chunks:
-            start, stop = header.rectangle.row_start, header.rectangle.row_stop
-            if not done.contains_range(start, stop):
-                payload = read_chunk(self._root, chunk)
-                stored = StoredRows(header, payload)
-                new = done.add(stored.ids)
-                if new is None and not header.is_link:
-                    yield EncodedChunk(unwritten(chunk.entry), [payload])
-                elif new is None or len(new):
-                    chosen = np.arange(header.count) if new is None else new
-                    yield select(stored, chosen, references)
-            self._step(chunk)
+        runs: dict[int, tuple[StoredChunk, RowsHeader]] = {}
+        with Spool.opened() as spool:
+            for chunk, header in chunks:
+                if ranges.are_the_baseline and chunk.checkpoint == baseline:
+                    runs[ranges.number(header.rectangle.row_start)] = chunk, header
+                    continue
+                self._divide(chunk, header, ranges, done, spool, references)
+                self._step(chunk)
+            for number in range(len(ranges)):
+                pieces = spool.take(number)
+                if number in runs:
+                    yield from self._run(*runs[number], pieces, done, references)
+                    self._step(runs[number][0])
+                else:
+                    yield from chunks_of(pieces)
+                del pieces  # before the next ones are read
         if not done.contains_range(0, rows):
             raise CorruptCheckpoint(
-                f"{self._chain.baseline.id} and what builds on it hold {len(done)} of the {rows} "
-                f"rows of {table}, columns {columns[0]} to {columns[1] - 1}: it is not full"
+                f"{baseline} and what builds on it hold {len(done)} of the {rows} rows of {table}, "
+                f"columns {columns[0]} to {columns[1] - 1}: it is not full"
             )
 
     def _built(self, table: str) -> ByColumns:
@@ -257,6 +268,51 @@ class _Compaction:
         if table not in self._links:  # one table at a time
             self._links = {table: build_table(self._root, self._content, table)}
         return self._links[table]
+
+    def _divide(
+        self,
+        chunk: StoredChunk,
+        header: RowsHeader,
+        ranges: RowRanges,
+        done: DoneRows,
+        spool: Spool,
+        references: References | None,
+    ) -> None:
+        """Take the rows of a chunk that no newer one has, for the ranges in which they lie."""
+        if done.contains_range(header.rectangle.row_start, header.rectangle.row_stop):
+            return
+        stored = StoredRows(header, read_chunk(self._root, chunk))
+        new = done.add(stored.ids)
+        ids = stored.ids if new is None else stored.ids[new]
+        if not len(ids):
+            return
+        for number, here in ranges.split(ids):
+            if new is None and here.stop - here.start == header.count:
+                spool.put(number, Piece.of(stored, None, references))
+            else:
+                chosen = np.arange(here.start, here.stop) if new is None else new[here]
+                spool.put(number, Piece.of(stored, chosen, references))
+
+    def _run(
+        self,
+        chunk: StoredChunk,
+        header: RowsHeader,
+        newer: list[Piece],
+        done: DoneRows,
+        references: References | None,
+    ) -> Iterator[EncodedChunk]:
+        """Yield what a run of the baseline's rows becomes, with those that replace some of them."""
+        if done.contains_range(header.rectangle.row_start, header.rectangle.row_stop):
+            yield from chunks_of(newer)
+            return
+        payload = read_chunk(self._root, chunk)
+        stored = StoredRows(header, payload)
+        new = done.add(stored.ids)
+        if new is None:
+            assert not newer, "rows that are new here are in no piece"
+            yield EncodedChunk(unwritten(chunk.entry), [payload])
+        else:
+            yield from chunks_of([Piece.of(stored, new, references), *newer])
 
     def _step(self, chunk: StoredChunk) -> None:
         self._gone_through += chunk.entry.length
@@ -288,72 +344,6 @@ class _Compaction:
                         "full checkpoint"
                     )
                 newer = set.intersection(*states, *([] if newer is None else [newer]))
-
-
-def select(
-    stored: StoredRows, chosen: np.ndarray, references: References | None = None
-) -> EncodedChunk:
-    """Return some rows of a chunk as a chunk that decodes to the same bits.
-
-    Where the codec can't extract rows of a chunk, they are stored decoded; the entry still records
-    their former width and error.
-
-    Args:
-        chosen: ``(n,)`` int64, sorted: positions of the chosen rows, at least one.
-        references: what rows stored as differences restore to; they stand alone in the new chunk.
-
-    Raises:
-        CorruptCheckpoint: the chunk can't be decoded.
-    """
-    ids, header = stored.ids[chosen], stored.header
-    compressed = any(isinstance(s, Section) and s.raw is not UNSET for s in header.sections)
-    sections = Sections(compressed and header.decoded_bytes <= DECODED_BYTES)
-    ids_encoding, ids_bytes = row_ids.encode(ids)
-    sections.pieces.append(ids_bytes)
-    weight = _select_weight(stored, chosen, sections, references)
-    optimizer = []
-    for state in header.entry.optimizer:
-        part = sections.add(raw_bytes(stored.states[state.name].select(chosen).data))
-        optimizer.append(replace(state, bytes=part.bytes, raw=part.raw))
-    entry = replace(
-        unwritten(header.entry),
-        first=int(ids[0]),
-        last=int(ids[-1]),
-        count=len(ids),
-        ids=IdsSection(ids_encoding, len(ids_bytes)),
-        weight=weight,
-        optimizer=tuple(optimizer),
-    )
-    return EncodedChunk(entry, sections.pieces)
-
-
-def _select_weight(
-    stored: StoredRows, chosen: np.ndarray, sections: Sections, references: References | None
-) -> WeightSection:
-    """Append chosen rows' weights; return their part of the index entry."""
-    old = stored.header.entry.weight
-    if references is not None:
-        part = sections.add(raw_bytes(encode_grid(newest_rows(references, stored, chosen))))
-        new = replace(old, parameters=UNSET, exceptions=UNSET)
-        return replace(new, bytes=part.bytes, raw=part.raw)
-    encoded = stored.select(chosen)
-    if encoded is None:
-        part = sections.add(raw_bytes(stored.rows(chosen).weight))
-        spec = cast(Options, Exact().spec())
-        new = replace(old, codec=spec, parameters=UNSET, exceptions=UNSET)
-        return replace(new, bytes=part.bytes, raw=part.raw)
-    part = sections.add(raw_bytes(encoded.data))
-    exact: ExactSection | UnsetType = UNSET
-    if len(encoded.exceptions):
-        data = encoded.exceptions.astype("<u4").tobytes() + bytes(raw_bytes(encoded.exact))
-        exact = add_exact(sections, len(encoded.exceptions), data)
-    return replace(
-        old,
-        bytes=part.bytes,
-        raw=part.raw,
-        parameters=cast(GroupedOptions, encoded.parameters) or UNSET,
-        exceptions=exact,
-    )
 
 
 def _manifest(chain: Chain, name: str, epoch: int, summaries: list[FileSummary]) -> Manifest:

@@ -23,7 +23,13 @@ from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateE
 from torchrec_checknrun.format.losses import portion
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import read_footer
-from torchrec_checknrun.format.reader import StoredChunk, read_chunk, read_indexes
+from torchrec_checknrun.format.reader import (
+    StoredChunk,
+    dense_chunks,
+    read_chunk,
+    read_indexes,
+    with_bases,
+)
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import table_problems
@@ -187,6 +193,8 @@ class _Verification:
         self._root = root
         self._step = step
         self._kinds: dict[str, dict[str, _Kinds]] = {}
+        self._dense: dict[str, dict[object, StoredChunk]] = {}
+        """By checkpoint, the chunks that differences of its children may need."""
 
     def verify(self, manifest: Manifest) -> Verified:
         """Read and decode a checkpoint's own chunks."""
@@ -197,7 +205,9 @@ class _Verification:
             check_sizes(self._root, manifest)
             for file in manifest.files:
                 read_footer(self._root / manifest.id, file)
-            chunks = read_indexes(self._root, manifest)
+            parents = self._dense.get(manifest.parent.id, {}) if manifest.parent else {}
+            chunks = with_bases(manifest, read_indexes(self._root, manifest), parents)
+            self._dense[manifest.id] = dense_chunks(chunks)
         except StorageUnreachable:
             raise
         except (CheckNRunError, StorageFailed) as error:

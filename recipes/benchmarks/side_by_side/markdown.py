@@ -71,7 +71,7 @@ def training(rows: Rows, columns: Columns) -> str:
 
 
 def apart(rows: Rows) -> str:
-    """Make the table of systems that were measured in a run of their own, on one rank and on two."""
+    """Make the table of systems measured in a run of their own, on 1 and 2 ranks."""
     columns: Columns = {
         "ranks": lambda row: str(row["ranks"]),
         "stall, ms": _stall("warm"),

@@ -109,7 +109,7 @@ def test_random_nests_come_back(
 
 def test_optimizer_over_all_parameters_gets_no_state_of_tables(tmp_path: Path) -> None:
     run = Run(TABLES, "combined", over_all=True)
-    with run.checkpointer(str(tmp_path)) as saver:
+    with run.checkpointer(str(tmp_path), dense="whole") as saver:
         run.train(2)
         saver.save()
         run.train(1)

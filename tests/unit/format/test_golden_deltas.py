@@ -23,7 +23,7 @@ from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "v2"
+GOLDEN = Path(__file__).parents[2] / "golden" / "deltas"
 
 
 def check(root: Folder, expected: Path) -> None:

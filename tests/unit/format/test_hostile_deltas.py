@@ -29,7 +29,7 @@ from torchrec_checknrun.tools.verify import verify
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "v2"
+GOLDEN = Path(__file__).parents[2] / "golden" / "deltas"
 TABLE = "bf16"
 
 Change = Callable[[list[Forged]], None]

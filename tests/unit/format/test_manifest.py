@@ -148,7 +148,6 @@ def test_digests_are_stored_only_if_there_are_any() -> None:
     [
         {"format_version": 1},
         {"deltas": {}},
-        {"deltas": "missing"},
         {"deltas": {"no such table": {"before": "0" * 16, "after": "f" * 16}}},
         {"before": None},
         {"before": 0},
@@ -167,13 +166,24 @@ def test_digests_are_checked(change: dict[str, Any]) -> None:
         parse_manifest(rewritten({"deltas": deltas, "format_version": 2, **whole}), "here")
 
 
+def test_what_has_version_2() -> None:
+    """Tables stored as differences, and children that may hold differences beside rows."""
+    child = {"format_version": 2, "parent": {"id": "x", "checksum": "0" * 32}}
+    full: dict[str, Any] = {"kind": "full", "parent": None, "earlier_fractions": []}
+    found = parse_manifest(rewritten({**child, "kind": "differential"}), "here")
+    assert (found.format_version, found.deltas) == (2, {})
+    with pytest.raises(CorruptCheckpoint, match="full without deltas, in version 2"):
+        parse_manifest(rewritten({**full, "format_version": 2}), "here")
+    assert parse_manifest(rewritten(full), "here").format_version == 1
+
+
 def test_the_format_can_be_read_without_this_package() -> None:
     document = json.loads(EXAMPLE.to_bytes())
     canonical = json.dumps(
         document["manifest"], sort_keys=True, separators=(",", ":"), ensure_ascii=False
     )
     assert document["checksum"] == xxhash.xxh3_128_hexdigest(canonical.encode())
-    assert document["manifest"]["format_version"] == 1
+    assert document["manifest"]["format_version"] == 1 < FORMAT_VERSION
     assert parse_manifest(rewritten({}), "here") == EXAMPLE
 
 

@@ -1,4 +1,4 @@
-"""Partial recovery as keys of the group ``checkpoint``."""
+"""Partial recovery and compaction as keys of the group ``checkpoint``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hydra.errors import InstantiationException
 
 from tests.unit.hydra_config import test_config
 from tests.unit.hydra_config.test_config import made
-from torchrec_checknrun import PartialRecovery
+from torchrec_checknrun import CompactAfter, PartialRecovery
 
 pytestmark = pytest.mark.usefixtures("recorded")
 app = test_config.app
@@ -26,3 +26,11 @@ def test_two_keys_are_one_argument() -> None:
 def test_a_portion_needs_its_whole(alone: str) -> None:
     with pytest.raises(InstantiationException, match="give max_pls and total_steps together"):
         made(*CHOICE, f"checkpoint.{alone}")
+
+
+def test_limits_of_chains_are_one_argument() -> None:
+    choice = ("checkpoint=check_n_run", "checkpoint.root=x")
+    assert made(*choice).arguments["compact_after"] is None
+    limits = ("checkpoint.compact_after_links=8", "checkpoint.compact_after_share=0.5")
+    assert made(*choice, *limits).arguments["compact_after"] == CompactAfter(links=8, share=0.5)
+    assert made(*choice, limits[0]).arguments["compact_after"] == CompactAfter(links=8)

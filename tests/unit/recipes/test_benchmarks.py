@@ -290,3 +290,17 @@ def test_paired_calls_run_in_every_round() -> None:
     assert seconds[slow].shape == seconds[fast].shape == (8,)
     assert np.median(seconds[slow]) > 0.003
     assert np.median(seconds[slow] / seconds[fast]) > 1
+
+
+def test_long_chains_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["--rows", "3000", "--dim", "8", "--links", "12", "--pause", "0.2"]
+    options += ["--rounds", "2", "--compactions", "1"]
+    command = [sys.executable, "-m", "recipes.benchmarks.long_chains", "--json", str(out), *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for found in json.loads(out.read_text())["results"].values():
+        read = {name: each["bytes_read"] for name, each in found["restores"].items()}
+        assert read["chain"] > read["compacted"] >= read["full"]
+        assert found["saves"]["chain"]["chain"] == 13
+        assert found["price"]["compaction_seconds"] > 0

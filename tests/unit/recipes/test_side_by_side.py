@@ -420,6 +420,6 @@ def test_the_command_compares_systems(tmp_path: Path) -> None:
     assert ours
     assert all(row["one_instant"] for row in ours)
     assert all(aim["value"] is None or math.isfinite(aim["value"]) for aim in content["targets"])
-    assert len(content["targets"]) == 15
-    for text in ("limits, 2 ranks", "targets, on 2 cores", "of 15 targets met"):
+    assert len(content["targets"]) == 17
+    for text in ("limits, 2 ranks", "targets, on 2 cores", "of 17 targets met"):
         assert text in done.stdout

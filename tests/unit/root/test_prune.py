@@ -266,7 +266,7 @@ def test_a_newer_release_s_checkpoint_keeps_everything(root: Folder) -> None:
     data = (root / first.id).read(MANIFEST_NAME)
     name = checkpoint_id(9, 90, "00000abc")
     (root / name).create()
-    (root / name).put(MANIFEST_NAME, data.replace(b'"format_version":1', b'"format_version":3'))
+    (root / name).put(MANIFEST_NAME, data.replace(b'"format_version":1', b'"format_version":9'))
     assert prune(root, Retention(9)).verdict.delete == {}
     for dry_run in (True, False):
         with pytest.raises(UnsupportedFormat, match=r"nothing is deleted .* upgrade"):

@@ -230,7 +230,7 @@ def test_failed_saves_are_undone(
                     saver.save()
             if before is not None:
                 held = saver._saver._links
-                assert held.belong_to(saver._target.tracked, saver._saver.quantization)
+                assert held.belong_to(saver._target.tracked, saver._saver.proposer.quantization)
             train(job, saver)
             report = saver.save()
             kinds.append(report.kind)
@@ -434,8 +434,10 @@ def test_beyond_the_budget_tables_stand_alone(
 
 
 def test_manifests_are_of_a_newer_version_only_with_links(tmp_path: Path, job: Job) -> None:
-    chain(tmp_path / "delta", job, 1)
-    chain(tmp_path / "fisher", make_job(), 1, quantization=delta(method="fisher"))
+    """Without differences of the dense part, which are of that version as well."""
+    chain(tmp_path / "delta", job, 1, dense="whole")
+    fisher = delta(method="fisher")
+    chain(tmp_path / "fisher", make_job(), 1, quantization=fisher, dense="whole")
     for path in tmp_path.glob("*/seq-*"):
         found = manifest(path.parent, path.name)
         with_links = path.parent.name == "delta"

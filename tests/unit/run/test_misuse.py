@@ -46,7 +46,7 @@ def test_a_width_stands_for_a_quantization(
     tmp_path: Path, job: Job, value: Any, wanted: Quantization
 ) -> None:
     with checkpointer(tmp_path, job, quantization=value) as saver:
-        assert saver._saver.quantization == wanted
+        assert saver._saver.proposer.quantization == wanted
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_width_stands_for_a_quantization(
 )
 def test_a_name_stands_for_a_policy(tmp_path: Path, job: Job, name: str, policy: object) -> None:
     with checkpointer(tmp_path, job, policy=name) as saver:
-        assert saver._saver._policy == policy
+        assert saver._saver.proposer._policy == policy
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,9 @@ from tests.unit.chains import (
     write_chain,
 )
 from tests.unit.entries import decode_stored, fields
-from tests.unit.tools.compacted import WHOLE, assert_restores_alike, compacted, flip, small_chain
+from tests.unit.tools.compacted import WHOLE, assert_restores_alike, compacted, small_chain
 from torchrec_checknrun import compact
-from torchrec_checknrun.codecs import KMeans, Rowwise
-from torchrec_checknrun.codecs.quantization import TableEncoding
+from torchrec_checknrun.codecs import KMeans
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.root.chain import newest, resolve
@@ -129,23 +128,6 @@ def test_it_is_the_newest_and_needs_no_other(root: Folder) -> None:
     assert before[("model", None)] == after[("model", None)] == {"w": 3}
     for rank in range(2):
         assert before[("rng", rank)]["drawn"].tolist() == after[("rng", rank)]["drawn"].tolist()
-
-
-def test_whole_chunks_are_copied_byte_by_byte(root: Folder) -> None:
-    """Copy whole chunks, and skip superseded ones unread."""
-    head = small_chain(root, TableEncoding(Rowwise(4), "log8", compress=True))
-    content = content_of(root, head)
-    superseded = [c for c in content.chunks[1] if fields(c)["kind"] == "rows"][1:]
-    for chunk in superseded:
-        flip(root, chunk.checkpoint, chunk.file, chunk.entry.offset)
-    report = compacted(root)
-    new = [c for c in content_of(root, report.id).chunks[0] if fields(c)["kind"] == "rows"]
-    stored = [bytes(read_chunk(root, chunk)) for chunk in new]
-    for chunks, count in ((content.chunks[2], 5), (content.chunks[1], 1), (content.chunks[0], 5)):
-        rows = [c for c in chunks if fields(c)["kind"] == "rows" and c not in superseded]
-        assert sum(bytes(read_chunk(root, c)) in stored for c in rows) == count
-    # Of the baseline's ten chunks two lost rows 5 and 15, two are superseded, and one is halved.
-    assert len(new) == 5 + 1 + 8
 
 
 def test_files_are_bounded(root: Folder) -> None:

@@ -1,0 +1,55 @@
+"""Train and save with compactions behind training, until somebody kills this process.
+
+    python -m tests.crash.compacting ROOT
+
+Prints the pid of each compaction's process as it begins, and each checkpoint's step once durable.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.crash.save_sweep import alone
+from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
+from torchrec_checknrun import Checkpointer, Consecutive, Retention
+
+SPEC = ModelSpec((CollectionSpec("c", (TableSpec("t0", 20_000, 16, ("f0",)),)),))
+
+
+def make_job(seed: int = 0) -> Job:
+    return Job.build(SPEC, uniform_plan(SPEC, "table_wise", 1), seed=seed)
+
+
+def checkpointer(root: Path, job: Job) -> Checkpointer:
+    return Checkpointer(
+        root,
+        model=job.model,
+        state={"optimizer": job.optimizer, "job": job},
+        policy=Consecutive(),
+        retention=Retention(2),
+        chunk_bytes=20_000,  # many chunks, so that a compaction takes a while
+        compact_after=1,
+    )
+
+
+def main(root: Path) -> None:
+    """Restore, then train for ever."""
+    told = None
+    with alone():
+        job = make_job()
+        with checkpointer(root, job) as saver:
+            saver.restore()
+            while True:
+                job.train()
+                saver.step()
+                report = saver.save()
+                print("saved", report.step, flush=True)
+                process = saver._saver.going_on._process
+                if process is not None and process._process.pid != told:
+                    told = process._process.pid
+                    print("compacts", told, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

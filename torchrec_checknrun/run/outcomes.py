@@ -1,0 +1,79 @@
+"""Keep the outcomes of checkpoints until the training loop asks for them.
+
+A checkpoint ends behind training, where nobody can catch its error: the error is raised at the next
+call on the rank where it happened, or only logged while failures are allowed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torchrec_checknrun.root.report import CheckpointReport
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
+
+
+class Outcomes:
+    """One rank's failures and reports that its training loop has not heard of.
+
+    Args:
+        max_failures: failures one after the other that are only logged.
+        callbacks: called with the report of each committed checkpoint.
+    """
+
+    def __init__(
+        self, max_failures: int, callbacks: Sequence[Callable[[CheckpointReport], object]]
+    ) -> None:
+        self._max_failures = max_failures
+        self._callbacks = callbacks
+        self._failures = 0
+        self._error: BaseException | None = None
+        self._report: CheckpointReport | None = None
+
+    @property
+    def has_failure(self) -> bool:
+        """Whether a failure waits to be raised."""
+        return self._error is not None
+
+    def failed(self, error: BaseException, tell: bool) -> None:
+        """Keep a failure for the caller, or only log it where that is allowed.
+
+        Args:
+            tell: keep it even then.
+        """
+        self._failures += 1
+        if tell or self._failures > self._max_failures or not isinstance(error, Exception):
+            self._error = error
+        else:
+            logger.warning("failure %d of %d: %s", self._failures, self._max_failures, error)
+
+    def committed(self, report: CheckpointReport) -> None:
+        """Keep a committed checkpoint's report for the caller; failures are counted anew."""
+        self._failures = 0
+        self._report = report
+
+    def tell(self, report: CheckpointReport) -> None:
+        """Call the callbacks; log which of them fail."""
+        for callback in self._callbacks:
+            try:
+                callback(report)
+            except Exception:
+                logger.exception("the callback %r failed", callback)
+
+    def take(self) -> CheckpointReport | None:
+        """Return the report kept since the last call; None without one.
+
+        Raises:
+            SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
+        """
+        self.raise_failure()
+        report, self._report = self._report, None
+        return report
+
+    def raise_failure(self) -> None:
+        """Raise as ``take`` does, but leave a report for the next call."""
+        error, self._error = self._error, None
+        if error is not None:
+            self._report = None
+            raise error
