@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 
@@ -28,7 +28,7 @@ from torchrec_checknrun.serve.glance import Glance
 from torchrec_checknrun.serve.lag import Lag
 from torchrec_checknrun.serve.load import Load, Memory
 from torchrec_checknrun.serve.names import Names, match_names
-from torchrec_checknrun.serve.plan import Plan, plan
+from torchrec_checknrun.serve.plan import Plan, is_copy, plan
 from torchrec_checknrun.serve.version import Version
 from torchrec_checknrun.store.folder import Folder
 
@@ -248,23 +248,38 @@ class Follower:
             served = self._served[-1].sequence if self._served else -1
             if problems and chain.head.sequence < served:
                 raise ChainBroken(f"newer checkpoints can't be read: {'; '.join(problems)}")
-            todo = plan(chain, self._served)
+            todo = self._plan(chain, unusable)
             if not todo.current:
                 try:
                     self._lag.sees(chain.head)
                     self._load(todo, began)
                 except (CorruptCheckpoint, ChainBroken, FileNotFoundError) as error:
-                    if self._is_there(chain):
-                        unusable[chain.head.id] = error
+                    if self._is_there(todo.chain):
+                        unusable[todo.chain.head.id] = error
                     continue
-            self._served = chain.manifests
-            self._indexes.keep(chain.manifests)
-            self._lag.looked(chain.head, "; ".join(problems) or None)
+            self._served = todo.chain.manifests
+            self._indexes.keep(self._served)
+            self._lag.looked(self._served[-1], "; ".join(problems) or None)
             return
         raise ChainBroken(
             f"{self._root}: checkpoints go, or are damaged, as they are read: "
             + "; ".join(map(str, unusable.values()))
         )
+
+    def _plan(self, chain: Chain, unusable: Container[str]) -> Plan:
+        """Plan to read a chain; its original where the head is a copy of what follows the served
+        version, which is less to read than the copy.
+        """
+        todo, head = plan(chain, self._served), chain.head
+        if todo.follows or not self._served or not is_copy(head) or head.previous is None:
+            return todo
+        try:
+            original = plan(resolve(self._root, head.previous.id), self._served)
+        except CheckNRunError:  # pruned, or damaged
+            return todo
+        head = original.chain.head
+        whole = head.link == chain.head.previous and head.id not in unusable
+        return original if whole and original.follows else todo
 
     def _is_there(self, chain: Chain) -> bool:
         """Tell whether a chain that failed is still in the root, so that it is damaged."""

@@ -54,6 +54,11 @@ def _same(manifest: Manifest, served: Manifest) -> bool:
     """Tell whether a checkpoint restores what is served: itself, or its compacted copy."""
     if manifest.link == served.link:
         return True
+    same = manifest.previous == served.link and manifest.sequence == served.sequence
+    return same and is_copy(manifest)
+
+
+def is_copy(manifest: Manifest) -> bool:
+    """Tell whether a checkpoint is the compacted copy of another, its ``previous``."""
     id = parse_id(manifest.id)
-    is_copy = id is not None and id.is_copy and manifest.kind == "full"
-    return is_copy and manifest.previous == served.link and manifest.sequence == served.sequence
+    return id is not None and id.is_copy and manifest.kind == "full"

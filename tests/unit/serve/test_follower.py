@@ -8,9 +8,20 @@ import pytest
 import torch
 
 from tests.unit.serve.served import Job, Net, batch, differences, quantized, restored
-from torchrec_checknrun import Follower, Intermittent, OneShot, Quantization
+from torchrec_checknrun import (
+    CompactAfter,
+    Follower,
+    Intermittent,
+    OneShot,
+    Quantization,
+    Retention,
+)
+from torchrec_checknrun.format.entries import difference_of
+from torchrec_checknrun.format.names import parse_id
+from torchrec_checknrun.format.reader import read_indexes
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.compact import compact
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -143,4 +154,77 @@ def test_a_prediction_stays_on_the_version_that_it_began_with(tmp_path: Path) ->
             assert inner.checkpoint_id == newer.checkpoint_id
             assert not torch.equal(other(batch(3)), before)
     assert differences(follower, quantized(restored(tmp_path), 8)) == []
+    job.saver.close()
+
+
+@pytest.mark.parametrize("method", ["exact", "delta"])
+def test_a_run_that_goes_on_from_compacted_copies(tmp_path: Path, method: str) -> None:
+    quantization = None
+    if method == "delta":
+        quantization = Quantization(method="delta", mean_bits=3, exact_below_rows=0)
+    after = CompactAfter(links=2)
+    job = Job(tmp_path, quantization=quantization, compact_after=after, retention=Retention(1))
+    every, seldom = (Follower(tmp_path, quantized(Net(), 8)) for _ in range(2))
+    whole = 0
+    for seed in range(9):
+        job.train(seed)
+        job.save()
+        assert job.saver._saver.going_on.wait(60)
+        for follower in (every, seldom) if seed % 4 == 3 else (every,):
+            version = follower.poll()
+            assert version is not None
+            assert version.step == seed + 1
+            whole += version.whole
+            assert differences(follower, quantized(restored(tmp_path), 8)) == []
+    job.saver.close()
+    chain, _ = newest(Folder(tmp_path))
+    assert chain is not None
+    baseline = parse_id(chain.baseline.id)
+    assert baseline is not None
+    assert baseline.is_copy
+    assert whole <= 3, "a copy of what is served is not read again"
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_copy_of_what_follows_the_served_version(tmp_path: Path, damaged: bool) -> None:
+    job = Job(tmp_path)
+    follower = Follower(tmp_path, quantized(Net(), 4))
+    for seed in range(3):
+        job.train(seed)
+        job.save()
+        if seed < 2:
+            follower.poll()
+    job.saver.close()
+    compact(tmp_path)
+    if damaged:
+        ids = [id for path in tmp_path.glob("seq-*") if (id := parse_id(path.name))]
+        (original,) = [id.name for id in ids if id.step == 3 and not id.is_copy]
+        (file,) = (tmp_path / original).glob("*.bin")
+        content = bytearray(file.read_bytes())
+        content[: len(content) // 2] = bytes(len(content) // 2)
+        file.write_bytes(content)
+    version = follower.poll()
+    assert version is not None
+    assert (version.step, version.whole) == (3, damaged)
+    assert (version.error is not None) is damaged, "the damage is told, once"
+    assert differences(follower, quantized(restored(tmp_path), 4)) == []
+    again = follower.poll()
+    assert again is not None
+    assert (again.rows_applied, again.error) == (version.rows_applied, None)
+
+
+def test_a_dense_part_stored_as_differences(tmp_path: Path) -> None:
+    job = Job(tmp_path, dense="difference")
+    often, seldom = (Follower(tmp_path, quantized(Net(), 8)) for _ in range(2))
+    for seed in range(6):
+        job.train(seed)
+        job.save()
+        assert often.poll() is not None
+        assert differences(often, quantized(restored(tmp_path), 8)) == []
+    assert seldom.poll() is not None
+    assert differences(seldom, quantized(restored(tmp_path), 8)) == []
+    chain, _ = newest(Folder(tmp_path))
+    assert chain is not None
+    chunks = read_indexes(Folder(tmp_path), chain.head)
+    assert any(difference_of(chunk.entry) for chunk in chunks)
     job.saver.close()
