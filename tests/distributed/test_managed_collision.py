@@ -210,8 +210,11 @@ def bytes_of(root: str) -> None:
             report = saver.save()
             assert report is not None
             chunks = chunks_of(Path(root) / report.id, "block")
-            assert sum(chunk["length"] for _, chunk in chunks) == int(own)
-            assert {chunk["length"] for _, chunk in chunks} <= set(range(8, CHUNK_BYTES // 5 + 1))
+            sizes = [
+                (chunk.get("difference") or {"raw": chunk["length"]})["raw"] for _, chunk in chunks
+            ]
+            assert sum(sizes) == int(own)
+            assert set(sizes) <= set(range(8, CHUNK_BYTES // 5 + 1))
             kinds = ("state", "block", "collisions")
             dense = [c for k in kinds for _, c in chunks_of(Path(root) / report.id, k)]
             assert report.bytes["dense"] == sum(chunk["length"] for chunk in dense)
