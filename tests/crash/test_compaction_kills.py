@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 import time
@@ -15,10 +14,11 @@ from tests.crash.compacting import checkpointer, make_job
 from tests.crash.save_sweep import alone
 from tests.distributed import references
 from tests.distributed.states import gather
+from tests.examples import examples
 from torchrec_checknrun import verify
 from torchrec_checknrun.format.names import parse_id
 
-KILLS = 4
+KILLS = examples(8, quick=2)
 _PATIENCE = 120.0
 
 
@@ -71,10 +71,9 @@ def _state(pid: int) -> str:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
 def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
-    random.seed(0)
     left: set[str] = set()
-    for _ in range(KILLS):
-        done, begun = kill_while_compacting(tmp_path, random.uniform(0, 0.05))
+    for number in range(KILLS):
+        done, begun = kill_while_compacting(tmp_path, 0.05 * number / KILLS)
         left |= begun
         with alone():
             job = make_job(seed=3)
