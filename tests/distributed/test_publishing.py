@@ -19,7 +19,7 @@ from tests.distributed.collisions import Spec
 from tests.distributed.collisions import build as build_collisions
 from tests.distributed.models import Job, Model, Plan
 from tests.distributed.resharding import TABLES, gloo_can_reshard, reshard
-from tests.distributed.small_job import SPEC, build, checkpointer, keep
+from tests.distributed.small_job import SPEC, build, checkpointer, keep, where
 from tests.distributed.states import State, gather
 from tests.distributed.worker_pool import CaseFailed, WorkerPool
 from tests.distributed.zoo import build_zoo
@@ -185,14 +185,14 @@ def refusals(root: str) -> None:
 
 
 def test_all_ranks_at_one_step_by_rank_0s_clock(workers: Workers, tmp_path: Path) -> None:
-    given = {"root": str(tmp_path / "root"), "spec": SPEC.to_json(), "plan": MIXED}
+    given = {**where(tmp_path), "plan": MIXED}
     one, other = workers(2).run(by_the_clock, **given)
     assert one == other
     assert len(one) > 2
 
 
 def test_a_failure_of_one_rank_is_one_of_all(workers: Workers, tmp_path: Path) -> None:
-    given = {"root": str(tmp_path / "root"), "spec": SPEC.to_json(), "plan": MIXED}
+    given = {**where(tmp_path), "plan": MIXED}
     assert workers(2).run(one_rank_fails, **given) == [["full", "differential", "full"]] * 2
 
 
@@ -206,7 +206,7 @@ def test_what_no_follower_could_serve_is_refused(workers: Workers, tmp_path: Pat
 
 
 def test_killed_between_rank_files_and_manifest(workers: Workers, tmp_path: Path) -> None:
-    given = {"root": str(tmp_path / "root"), "spec": SPEC.to_json(), "plan": MIXED}
+    given = {**where(tmp_path), "plan": MIXED}
     with pytest.raises(CaseFailed, match="rank 0: the worker died"):
         workers(2).run(dies, **given, lives=0)
     left = sorted(Path(serve(given["root"])).glob("seq-*"))

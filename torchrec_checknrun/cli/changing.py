@@ -111,6 +111,33 @@ def export(
         say(f"rows of {tables} tables: {stored}")
 
 
+def publish(
+    root: Root,
+    target: Annotated[str, typer.Argument(help="Folder or URL for followers.", show_default=False)],
+    bits: Annotated[
+        int | None, typer.Option(help="8, 4 or 2 bits a value; by default rows as they are.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy what predictions depend on into a root for followers; run again, what is new since."""
+    from torchrec_checknrun.tools import publish as publishing
+
+    into = open_root(target)
+    try:
+        with progress("publishing") as step:
+            done = publishing.publish(open_root(root).url, into.url, bits=bits, progress=step)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        ids = [manifest.id for manifest in done.published]
+        print_json({"head": done.head, "published": ids, "bytes": done.bytes})
+    elif not done.published:
+        say(f"{into} has {done.head} already")
+    else:
+        count = len(done.published)
+        say(f"{into} is at {done.head}: {count} publications added, {size(done.bytes)}")
+
+
 def prune(
     root: Root,
     *,

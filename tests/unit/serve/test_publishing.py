@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed import zoo as zoo_nets
+from tests.distributed.zoo import ROWS, _embeddings, build_zoo
 from tests.unit.serve.served import Job, Net, differences, kernel_bytes, quantized, restored
-from torchrec_checknrun import CheckpointReport, Follower, Publish
+from torchrec_checknrun import Checkpointer, CheckpointReport, Follower, Publish
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.checkpoints import read_manifest
@@ -272,6 +274,28 @@ def test_tables_that_are_left_out(roots: Roots) -> None:
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+def test_weights_of_feature_processors(roots: Roots) -> None:
+    zoo = build_zoo("feature_processed", dict.fromkeys(ROWS, "table_wise:0"))
+    torch.manual_seed(7)
+    embeddings, _, _, _, width = _embeddings("feature_processed", 8, None)
+    served = zoo_nets.Net(embeddings.to_empty(device="cpu"), width, sequence=False)
+    follower = Follower(roots[1], served)
+    with Checkpointer(
+        roots[0], model=zoo.model, publish=Publish(roots[1], every_seconds=1e6, bits=32)
+    ) as saver:
+        before = ""
+        for _ in range(2):
+            zoo.train(1)
+            assert saver.publish() is not None
+            follower.poll()
+            with follower.read() as (model, _):
+                own = model.state_dict()["embeddings._feature_processors.position_weights.f0"]
+                live = zoo.model.state_dict()["embeddings._feature_processors.position_weights.f0"]
+                assert torch.equal(own, live)
+                assert str(own) != before
+                before = str(own)
+
+
 def test_old_publications_go_unless_a_follower_reads_them(roots: Roots) -> None:
     job = publishing(roots, publish={"keep": 1})
     job.train(1)
@@ -315,7 +339,9 @@ def test_a_due_checkpoint_waits_for_no_more_than_the_publication_on_its_way(
     roots: Roots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = publishing(roots, every_steps=2)
+    follower = Follower(roots[1], quantized(Net(), 4))
     job.train(1)
+    wanted = quantized(plain(job), 4)
     with stuck(monkeypatch, roots[1]) as go:
         assert job.saver.publish(wait=False) is None
         job.train(2)  # a checkpoint is due, and training goes on
@@ -332,6 +358,8 @@ def test_a_due_checkpoint_waits_for_no_more_than_the_publication_on_its_way(
     assert report.step == 4
     assert job.saver.published is not None
     assert job.saver.published.step == 1
+    follower.poll()
+    assert differences(follower, wanted) == []  # of its step, though training went on
     job.saver.close()
 
 
