@@ -43,6 +43,10 @@ from torchrec_checknrun.threads import gc_paused
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
+PATIENCE_SECONDS = 60.0
+"""Longest silence of the publications' storage, for which checkpoints would have to wait."""
+LONGEST_PAUSE = 64
+"""Intervals until the next attempt, at most, while a claim of the root fails in training."""
 MOST_LINKS = 1000
 """Publications upon a base, however small: a follower that starts reads them all."""
 
@@ -113,7 +117,8 @@ class Publisher:
         wanted = options.publish
         assert wanted is not None
         check_publishable(options, target.tracked, ranks.world_size)
-        root = wanted.folder(options.timeout_seconds)
+        self._seconds = options.timeout_seconds
+        root = wanted.folder(min(options.timeout_seconds, PATIENCE_SECONDS))
         if options.background == "process":
             require_shared(root)
         self._model, self._tracked = options.model, target.tracked
@@ -124,8 +129,10 @@ class Publisher:
         self._writer = RootWriter(root, self._lineage, Retention(wanted.keep))
         self._claim = RootClaim(root, ranks, self._writer)
         self._to = Destination(root, ParentContent(options.dense))
-        trigger = Due(wanted.every_seconds, lambda: saver.running is not None or saver.deferred)
-        self._schedule = Schedule([trigger], ranks)
+        self._interval = wanted.every_seconds
+        self._pause, self._paused_until = 1, 0.0
+        """After an attempt that failed while training waited: intervals, and when they are over."""
+        self._schedule = Schedule([Due(wanted.every_seconds, self._rests)], ranks)
         self._running: Save | None = None
         self._finish_at_exit: Callable[[], None] = lambda: None
         self._shards: list[TrackedShard] = []
@@ -152,9 +159,12 @@ class Publisher:
             self._claim.take()
             facts = self._ranks.on_all_ranks(lambda: self._look(step))
         except Exception as error:
-            self._schedule.saved()  # tried again in due time, not at the next step
+            self._schedule.saved()
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._paused_until = time.monotonic() + self._pause * self._interval
             self._failed(error)
             return False
+        self._pause = 1
         held = sorted({fact.holds_up for fact in facts if fact.holds_up is not None})
         if held or len({fact.step for fact in facts}) > 1:
             if self._ranks.rank == 0:
@@ -174,7 +184,7 @@ class Publisher:
         save = self._running
         if save is None or not (wait or save.done):
             return
-        await_save(save)
+        await_save(save, self._seconds)
         try:
             manifest = save.result()
         except BaseException as error:
@@ -210,6 +220,11 @@ class Publisher:
         self._forget_running()
         self._schedule.close(failed)
         self._writer.close(failed)
+
+    def _rests(self) -> bool:
+        """Tell rank 0 whether there is no use in asking the other ranks."""
+        busy = self._saver.running is not None or self._saver.deferred
+        return busy or time.monotonic() < self._paused_until
 
     def _look(self, step: int) -> Readiness:
         """Return this rank's facts about the next publication."""

@@ -226,6 +226,38 @@ def test_a_failure_keeps_its_rows_and_never_stops_training(
     job.saver.close()
 
 
+def test_a_root_that_cannot_be_claimed_is_asked_ever_more_seldom(roots: Roots) -> None:
+    """A claim is taken while training waits."""
+    roots[1].write_text("a file where the folder should be")
+    job = publishing(roots)
+    job.train(1)
+    for pause in (2, 4, 8):
+        assert job.saver.publish() is None
+        assert publisher(job)._pause == pause
+        assert publisher(job)._rests()
+    roots[1].unlink()
+    assert publish(job).kind == "full"
+    assert (publisher(job)._pause, publisher(job).failures) == (1, 0)
+    job.saver.close()
+
+
+def test_a_root_that_another_run_publishes_to(
+    roots: Roots, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = publishing(roots)
+    job.train(1)
+    publish(job)
+    other = publishing((roots[0].with_name("other"), roots[1]))
+    other.train(1)
+    assert other.saver.publish() is None
+    assert "another Checkpointer of this process writes to" in caplog.text
+    other.save()
+    job.train(2)
+    assert publish(job).kind == "differential"
+    for each in (job, other):
+        each.saver.close()
+
+
 def test_a_chain_that_costs_more_than_its_base_ends(roots: Roots) -> None:
     job = publishing(roots, publish={"keep": 100})
     for seed in range(12):
