@@ -249,7 +249,8 @@ class _Copying:
                 f"{self.into} holds {before.id}, which is no older than {manifest.id}: it is of "
                 "another run. Publish to another folder"
             )
-        previous = manifest.previous and self.copies.get(manifest.previous.id)
+        link = manifest.previous
+        previous = None if link is None else self.copies.get(link.id)
         header = Header(
             kind=manifest.kind,
             step=manifest.step,

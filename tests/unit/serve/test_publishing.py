@@ -370,14 +370,14 @@ def stuck(monkeypatch: pytest.MonkeyPatch, root: Path) -> Iterator[threading.Eve
 def test_a_due_checkpoint_waits_for_no_more_than_the_publication_on_its_way(
     roots: Roots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = publishing(roots, every_steps=2)
+    job = publishing(roots, every_steps=3)
     follower = Follower(roots[1], quantized(Net(), 4))
     job.train(1)
     wanted = quantized(plain(job), 4)
     with stuck(monkeypatch, roots[1]) as go:
         assert job.saver.publish(wait=False) is None
-        job.train(2)  # a checkpoint is due, and training goes on
-        job.train(3)
+        job.train(2)
+        job.train(3)  # a checkpoint is due, and training goes on
         assert job.saver._saver.running is None
         assert not manifests(roots[0])
         go.set()

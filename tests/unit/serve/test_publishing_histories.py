@@ -56,10 +56,9 @@ def test_any_history(events: list[str], staging: str) -> None:
                 with job.saver.writing(job.saver._target.tracked.shards[0].table, [seed]):
                     weight[seed] += 1
             elif event == "fail":
-                before = publisher(job)._writer.before_commit
-                publisher(job)._writer.before_commit = fail  # type: ignore[method-assign]  # once
-                assert job.saver.publish() is None
-                publisher(job)._writer.before_commit = before  # type: ignore[method-assign]  # back
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(publisher(job)._writer, "before_commit", fail)
+                    assert job.saver.publish() is None
             elif event == "publish":
                 report = job.saver.publish()
                 assert report is not None
