@@ -56,6 +56,13 @@ class RowForm(str, Enum):
     fused = "fused"
 
 
+class Layout(str, Enum):
+    """The layout in which ``export`` writes fused rows."""
+
+    stored = "stored"
+    inference = "inference"
+
+
 def compact(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
     """Write a full checkpoint that restores to the same bits as a chain does."""
     from torchrec_checknrun.tools import compact as compaction
@@ -81,6 +88,9 @@ def export(
     rows: Annotated[
         RowForm, typer.Option(help="safetensors: rows as restored, or fused rows as stored.")
     ] = RowForm.full,
+    layout: Annotated[
+        Layout, typer.Option(help="Fused rows: as stored, or as TorchRec's inference has them.")
+    ] = Layout.stored,
     optimizer: Annotated[bool, typer.Option(help="Include the tables' optimizer state.")] = True,
     scratch: Annotated[
         str | None, typer.Option(help="Folder for scratch files as large as the tables.")
@@ -90,12 +100,14 @@ def export(
     """Write a checkpoint that other programs read without this package."""
     if rows is RowForm.fused and form is Format.dcp:
         raise typer.BadParameter("--rows fused needs --format safetensors")
+    if layout is Layout.inference and rows is not RowForm.fused:
+        raise typer.BadParameter("--layout inference needs --rows fused")
     from torchrec_checknrun.cli.reading import chain_of
     from torchrec_checknrun.tools import export as exporting
 
     folder, into = open_root(root), open_root(target)
     chain = chain_of(folder, id)
-    write = partial(exporting.export_safetensors, rows=rows.value)
+    write = partial(exporting.export_safetensors, rows=rows.value, layout=layout.value)
     if form is Format.dcp:
         write = partial(exporting.export_dcp)
     with progress("exporting") as step:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.unit.console import Console
-from tests.unit.serve.served import Job, Net, differences, quantized, restored
+from tests.unit.serve.served import Job, Net, differences, kernels, quantized, restored
 from torchrec_checknrun import Follower, Intermittent, OneShot, Quantization, compact, verify
 from torchrec_checknrun.errors import IncompatibleCheckpoint, StorageFailed
 from torchrec_checknrun.root import prune
@@ -184,3 +186,32 @@ def test_the_console_tool(roots: tuple[Path, Path], console: Console) -> None:
     refused = console.run(*words[:-1], 3)
     assert (refused.code, "bits must be one of" in refused.err) == (2, True)
     job.saver.close()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_rows_as_inference_tables_hold_them(
+    roots: tuple[Path, Path], tmp_path: Path, console: Console, bits: int
+) -> None:
+    quantization = Quantization(bits=bits, exact_below_rows=0)
+    trained(roots[0], quantization=quantization).saver.close()
+    words = ("export", roots[0], tmp_path / "out", "--format", "safetensors", "--layout")
+    assert "needs --rows fused" in console.run(*words, "inference").err
+    done = console.json(*words, "inference", "--rows", "fused", "--no-optimizer")
+    names = ["ebc.embedding_bags.wide", "ebc.embedding_bags.mean", "ebc.embedding_bags.tall"]
+    if bits == 3:
+        reason = "full: rows are stored in 3 bits, a width of no inference"
+        assert set(done["tables"].values()) == {reason}
+        return
+    assert set(done["tables"].values()) == {f"inference, {bits} bit"}
+    model = quantized(restored(roots[0]), bits)
+    held = [
+        rows
+        for kernel in kernels(model)
+        for rows, _ in kernel.split_embedding_weights(split_scale_shifts=False)
+    ]
+    wanted = dict(zip(["wide", "tall", "mean"], held, strict=True))
+    for name in names:
+        found = load_file(tmp_path / "out" / f"{name}.safetensors")["weight"]
+        own = wanted[name.rpartition(".")[2]]
+        assert found.shape[1] == {"wide": 8}.get(name.rpartition(".")[2], 16) * bits // 8 + 4
+        assert torch.equal(found, own[:, : found.shape[1]])
