@@ -243,8 +243,7 @@ class Saver:
             self.log(message, step, self.lineage.previous and self.lineage.previous.id)
             return Begun.UNCHANGED
         proposal = self.proposer.agreed(facts)
-        previous = self.lineage.previous
-        known = proposal.header.previous
+        previous, known = self.lineage.previous, proposal.header.previous
         if previous is not None and (known is None or known.checksum != previous.checksum):
             # This rank has dropped its marks for a commit that rank 0 never heard of.
             self._target.tracked.mark_all()
@@ -292,9 +291,7 @@ class Saver:
             return Begun.FAILED
         self.deferred = any(fact.publishing for fact in facts)  # begun right after it
         if any(fact.busy for fact in facts):
-            if (
-                not self._skipped and not self.deferred
-            ):  # logged once: a clock may ask again and again
+            if not (self._skipped or self.deferred):  # logged once: a clock may ask again and again
                 message = "step %d: no checkpoint while the one before is still being written"
                 self.log(message, step, level=logging.WARNING)
             self._skipped = not self.deferred

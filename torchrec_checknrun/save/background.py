@@ -184,9 +184,8 @@ class Background:
             links: encodes tables stored as differences; kept in the result.
             to: where the save goes; None: where checkpoints go.
         """
-        to = self.destination if to is None else to
         assert not self.hangs, "the ranks have agreed that all can begin"
-        self._thread = None  # its references keep memory
+        to, self._thread = to or self.destination, None  # its references keep memory
         save = Save(proposal, cut, begun, to.root.patience.apart(), links)
         differences = RankDifferences(told=self._told)
         plan = LocalPart(save, differences)
@@ -205,21 +204,9 @@ class Background:
                 raise snapshot
             save.progress.cut_parts["ranks agree"] = agreed - begun
             save.progress.lap("states found and marks cut", begun)
-            memory = self.memory
-            late = memory.late_copies(snapshot)
-            save.rows = memory.copy_later(snapshot, late, save.progress)
-            if save.rows is not None:
-                save.progress.protection = save.rows.copies.protection
-            items = Items.of(snapshot, quantization, memory.chunk_bytes)
-            plan.find_rows = partial(items.find_rows, quantization, memory.chunk_bytes)
-            plan.survey_rows = partial(survey, items.copied_later, quantization)
-            self._prepare_memory(items)
-            plan.staging = Staging(memory.staging, memory.ring, items, memory.encode, late)
-            differences.trees = items.trees
-            differences.models, differences.buffers = snapshot.models, snapshot.buffers
-            plan.summary = summarize(proposal.header, snapshot, items, quantization)
+            staging = self._lay_out(save, plan, differences, snapshot, quantization)
             save.progress.lap("chunks laid out", begun)
-            self._stage(save, plan.staging, snapshot, start)
+            self._stage(save, staging, snapshot, start)
             start()
         except BaseException as error:
             # The other ranks must hear of the error, and no thread may wait for further items.
@@ -231,6 +218,30 @@ class Background:
             if not isinstance(error, Exception):
                 raise
         return save
+
+    def _lay_out(
+        self,
+        save: Save,
+        plan: LocalPart,
+        differences: RankDifferences,
+        snapshot: Snapshot,
+        quantization: Quantization,
+    ) -> Staging:
+        """Lay a snapshot out in chunks, with memory for them; return how they get there."""
+        memory = self.memory
+        late = memory.late_copies(snapshot)
+        save.rows = memory.copy_later(snapshot, late, save.progress)
+        if save.rows is not None:
+            save.progress.protection = save.rows.copies.protection
+        items = Items.of(snapshot, quantization, memory.chunk_bytes)
+        plan.find_rows = partial(items.find_rows, quantization, memory.chunk_bytes)
+        plan.survey_rows = partial(survey, items.copied_later, quantization)
+        self._prepare_memory(items)
+        plan.staging = Staging(memory.staging, memory.ring, items, memory.encode, late)
+        differences.trees = items.trees
+        differences.models, differences.buffers = snapshot.models, snapshot.buffers
+        plan.summary = summarize(save.proposal.header, snapshot, items, quantization)
+        return plan.staging
 
     def _stage(
         self, save: Save, staging: Staging, snapshot: Snapshot, start: Callable[[], None]
