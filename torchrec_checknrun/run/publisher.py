@@ -231,7 +231,7 @@ class Publisher:
         self._tracked.refresh()
         if self._shards != self._tracked.shards or self._restores != self._tracked.restores:
             self._lineage.force_full()
-            self._shards, self._restores = self._tracked.shards, self._tracked.restores
+            self._shards, self._restores = list(self._tracked.shards), self._tracked.restores
         if self._writer.lost_parent:
             self._lineage.force_full()
             self._writer.lost_parent = False

@@ -12,8 +12,8 @@ import torch
 
 from tests.distributed import zoo as zoo_nets
 from tests.distributed.zoo import ROWS, _embeddings, build_zoo
-from tests.unit.serve.served import Job, Net, differences, kernel_bytes, quantized, restored
-from torchrec_checknrun import Checkpointer, CheckpointReport, Follower, Publish
+from tests.unit.serve.served import Job, Net, batch, differences, kernel_bytes, quantized, restored
+from torchrec_checknrun import Checkpointer, CheckpointReport, Follower, Publish, verify
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.checkpoints import read_manifest
@@ -146,6 +146,24 @@ def test_nothing_but_what_a_prediction_depends_on(roots: Roots) -> None:
     assert set(manifest.states) == {"model"}
     assert all(table.optimizer_bytes == 0 for table in manifest.tables.values())
     assert len(manifest.tables) == 4
+    job.train(2)
+    publish(job)
+    job.saver.close()
+    assert [found.problems for found in verify(roots[1])] == [(), ()]
+
+
+def test_put_off_while_gradients_wait(roots: Roots) -> None:
+    job = publishing(roots)
+    job.train(1)
+    job.optimizer.zero_grad()
+    job.model(batch(2)).sum().backward()  # fused rows have changed, the dense layer has not
+    assert job.saver.publish() is None
+    assert not manifests(roots[1])
+    job.optimizer.step()
+    publish(job)
+    follower = Follower(roots[1], quantized(Net(), 4))
+    follower.poll()
+    assert differences(follower, quantized(plain(job), 4)) == []
     job.saver.close()
 
 
