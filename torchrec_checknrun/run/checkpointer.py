@@ -428,6 +428,8 @@ class Checkpointer:
     def close(self) -> None:
         """Save if ``AtEnd`` asks, wait, remove the hooks, free the staging memory; at most once.
 
+        A checkpoint that was put off for a publication at the last step is saved, too.
+
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
             SystemExit: SIGTERM has come meanwhile (``OnSigterm``).
@@ -436,7 +438,8 @@ class Checkpointer:
             return
         try:
             self._settle(wait=True)
-            wanted = self._schedule.at_end and self._partly_restored is None
+            put_off = self._saver.deferred and self._saver.behind  # and no step comes after it
+            wanted = (self._schedule.at_end or put_off) and self._partly_restored is None
             if wanted and self._saver.proposer.has_unsaved_steps(self.steps):
                 self._forget_failure()  # its rows are part of the checkpoint begun here
                 self._survival.before_save()

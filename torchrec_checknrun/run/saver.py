@@ -65,8 +65,8 @@ class Saver:
         going_on: compactions behind training.
         proposer: this rank's look at the model and at what of it is saved.
         outcomes: failures and reports that the training loop has not heard of.
-        deferred: whether a checkpoint was due while gradients waited for their optimizer, or a
-            publication was on its way.
+        deferred: whether a checkpoint was due while gradients waited for their optimizer.
+        behind: whether it was due while a publication was on its way, and is deferred, too.
         publishing: tells whether a publication is on its way here.
     """
 
@@ -81,7 +81,7 @@ class Saver:
         self.lineage = Lineage()
         self._image = image
         self._links = HeldReferences()
-        self.deferred = False
+        self.deferred = self.behind = False
         self.publishing: Callable[[], bool] = lambda: False
         self._root = options.root
         self._model = options.model
@@ -289,7 +289,7 @@ class Saver:
         if hanging := [rank for rank, fact in enumerate(facts) if fact.hangs]:
             self.outcomes.failed(still_hanging(step, hanging), tell)
             return Begun.FAILED
-        self.deferred = any(fact.publishing for fact in facts)  # begun right after it
+        self.deferred = self.behind = any(fact.publishing for fact in facts)
         if any(fact.busy for fact in facts):
             if not (self._skipped or self.deferred):  # logged once: a clock may ask again and again
                 message = "step %d: no checkpoint while the one before is still being written"

@@ -67,6 +67,20 @@ def test_a_due_checkpoint_waits_for_no_more_than_the_publication_on_its_way(
     job.saver.close()
 
 
+def test_a_checkpoint_that_was_put_off_at_the_last_step_is_made_at_the_end(
+    roots: Roots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = publishing(roots, every_steps=2)
+    job.train(1)
+    with stuck(monkeypatch, roots[1]) as go:
+        job.saver.publish(wait=False)
+        job.train(2)
+        assert not manifests(roots[0])
+        go.set()
+        job.saver.close()
+    assert [manifest.step for manifest in manifests(roots[0])] == [2]
+
+
 def test_a_due_publication_waits_while_a_checkpoint_is_on_its_way(
     roots: Roots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
