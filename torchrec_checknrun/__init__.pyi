@@ -17,6 +17,7 @@ from .run.arguments import PerRank as PerRank
 from .run.arguments import Replicated as Replicated
 from .run.checkpointer import Checkpointer as Checkpointer
 from .run.compaction import CompactAfter as CompactAfter
+from .run.publish import Publish as Publish
 from .run.triggers import AtEnd as AtEnd
 from .run.triggers import EverySeconds as EverySeconds
 from .run.triggers import EverySteps as EverySteps

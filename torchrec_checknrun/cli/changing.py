@@ -56,6 +56,13 @@ class RowForm(str, Enum):
     fused = "fused"
 
 
+class Layout(str, Enum):
+    """The layout in which ``export`` writes fused rows."""
+
+    stored = "stored"
+    inference = "inference"
+
+
 def compact(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
     """Write a full checkpoint that restores to the same bits as a chain does."""
     from torchrec_checknrun.tools import compact as compaction
@@ -81,6 +88,9 @@ def export(
     rows: Annotated[
         RowForm, typer.Option(help="safetensors: rows as restored, or fused rows as stored.")
     ] = RowForm.full,
+    layout: Annotated[
+        Layout, typer.Option(help="Fused rows: as stored, or as TorchRec's inference has them.")
+    ] = Layout.stored,
     optimizer: Annotated[bool, typer.Option(help="Include the tables' optimizer state.")] = True,
     scratch: Annotated[
         str | None, typer.Option(help="Folder for scratch files as large as the tables.")
@@ -90,12 +100,14 @@ def export(
     """Write a checkpoint that other programs read without this package."""
     if rows is RowForm.fused and form is Format.dcp:
         raise typer.BadParameter("--rows fused needs --format safetensors")
+    if layout is Layout.inference and rows is not RowForm.fused:
+        raise typer.BadParameter("--layout inference needs --rows fused")
     from torchrec_checknrun.cli.reading import chain_of
     from torchrec_checknrun.tools import export as exporting
 
     folder, into = open_root(root), open_root(target)
     chain = chain_of(folder, id)
-    write = partial(exporting.export_safetensors, rows=rows.value)
+    write = partial(exporting.export_safetensors, rows=rows.value, layout=layout.value)
     if form is Format.dcp:
         write = partial(exporting.export_dcp)
     with progress("exporting") as step:
@@ -109,6 +121,33 @@ def export(
     )
     for stored, tables in Counter(done.tables.values()).items():
         say(f"rows of {tables} tables: {stored}")
+
+
+def publish(
+    root: Root,
+    target: Annotated[str, typer.Argument(help="Folder or URL for followers.", show_default=False)],
+    bits: Annotated[
+        int | None, typer.Option(help="8, 4 or 2 bits a value; by default rows as they are.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy what predictions depend on into a root for followers; run again, what is new since."""
+    from torchrec_checknrun.tools import publish as publishing
+
+    into = open_root(target)
+    try:
+        with progress("publishing") as step:
+            done = publishing.publish(open_root(root).url, into.url, bits=bits, progress=step)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        ids = [manifest.id for manifest in done.published]
+        print_json({"head": done.head, "published": ids, "bytes": done.bytes})
+    elif not done.published:
+        say(f"{into} has {done.head} already")
+    else:
+        count = len(done.published)
+        say(f"{into} is at {done.head}: {count} publications added, {size(done.bytes)}")
 
 
 def prune(

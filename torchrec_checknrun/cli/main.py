@@ -24,7 +24,14 @@ app = typer.Typer(
 for command in (
     *(listing.ls, listing.show, reading.verify, reading.diff, reading.cat),
     *(changing.compact, changing.export, changing.prune, changing.pin, changing.unpin),
-    *(changing.unlock, changing.repair, changing.adopt, planning.plan, reporting.report),
+    *(
+        changing.publish,
+        changing.unlock,
+        changing.repair,
+        changing.adopt,
+        planning.plan,
+        reporting.report,
+    ),
 ):
     app.command()(command)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.root.retention import Retention
     from torchrec_checknrun.run.checkpointer import Checkpointer
     from torchrec_checknrun.run.compaction import CompactAfter
+    from torchrec_checknrun.run.publish import Publish
     from torchrec_checknrun.run.triggers import Trigger
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -55,6 +56,7 @@ Staging = Enum(
 WhenBusy = Enum("WhenBusy", {"skip": "skip", "wait": "wait"})
 Bits = Enum("Bits", {"auto": "auto", "2": 2, "3": 3, "4": 4, "8": 8})
 """Widths as spelled in a config; null for exact rows."""
+PublishBits = Enum("PublishBits", {"2": 2, "4": 4, "8": 8, "32": 32})
 
 
 @dataclass
@@ -126,6 +128,11 @@ class CheckNRunConfig:
     priority_every_steps: int | None = None  # with these: ``priority=PrioritySaves(…)``
     compact_after_links: int | None = None  # either or both: ``compact_after=CompactAfter(…)``
     compact_after_share: float | None = None
+    publish_root: str | None = None  # with it: ``publish=Publish(…)``, of this and the next ones
+    publish_every_seconds: float = 30.0
+    publish_bits: PublishBits = PublishBits["8"]
+    publish_method: str = "asymmetric"
+    publish_tables: list[str] | None = None
 
 
 @dataclass
@@ -241,6 +248,7 @@ def make_check_n_run(
         survive=package.Images() if config.images else None,
         partial=_partial(config),
         compact_after=_compact_after(config),
+        publish=_publish(config),
     )
 
 
@@ -270,6 +278,21 @@ def _compact_after(config: CheckNRunConfig) -> CompactAfter | None:
 
     links, share = config.compact_after_links, config.compact_after_share
     return None if links is None and share is None else CompactAfter(links=links, share=share)
+
+
+def _publish(config: CheckNRunConfig) -> Publish | None:
+    from torchrec_checknrun import Publish
+
+    if config.publish_root is None:
+        return None
+    tables = config.publish_tables
+    return Publish(
+        config.publish_root,
+        every_seconds=config.publish_every_seconds,
+        bits=config.publish_bits.value,
+        method=config.publish_method,
+        tables=None if tables is None else tuple(tables),
+    )
 
 
 def _policy(config: CheckNRunConfig) -> Policy:

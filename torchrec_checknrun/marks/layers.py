@@ -28,6 +28,10 @@ class Consumer(IntFlag):
     """Rows modified since the last full checkpoint."""
     USER = 4
     """Free for users of ``track`` without a Checkpointer."""
+    PUBLISHED = 4
+    """Rows modified since the last publication of a Checkpointer, in whose marks the bit means
+    nothing else; so publishing costs no further set of rows.
+    """
     PRIORITY = 8
     """Rows modified since the last checkpoint or priority save. Never frozen by a cut: the
     checkpoint has these rows.

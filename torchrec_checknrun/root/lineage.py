@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.format.manifest import Header, Link, Manifest
@@ -30,6 +30,11 @@ class Proposal:
     id: str
     header: Header
     decision: Decision
+
+    def as_full(self) -> Proposal:
+        """Return the proposal of all rows in place of modified ones."""
+        header = replace(self.header, kind="full", parent=None, earlier_fractions=())
+        return replace(self, header=header, decision=Decision.FULL)
 
 
 class Lineage:

@@ -46,6 +46,11 @@ _ONLY_HYDRA = {
         'quantization=Quantization(method="delta", step=…)',
     ),
     **dict.fromkeys(("compress", "exact_below_rows"), "quantization=Quantization(compress=True)"),
+    "publish_root": 'publish=Publish(root="s3://bucket/serve")',
+    **dict.fromkeys(
+        ("publish_every_seconds", "publish_bits", "publish_method", "publish_tables"),
+        'publish=Publish(root="s3://bucket/serve", every_seconds=30, bits=8)',
+    ),
     "expected_restores": 'quantization=Quantization(bits="auto", expected_restores=3)',
     "codec": "quantization=Quantization(codec=MyCodec())",
     **dict.fromkeys(

@@ -34,6 +34,8 @@ from torchrec_checknrun.run.compaction import CompactAfter
 from torchrec_checknrun.run.facts import Begun, not_begun
 from torchrec_checknrun.run.missing_root import protect_existing, start_fresh
 from torchrec_checknrun.run.options import Callback, Resume, WhenBusy
+from torchrec_checknrun.run.publish import Publish
+from torchrec_checknrun.run.publisher import make_publisher
 from torchrec_checknrun.run.restore_report import report_recovered, report_restored
 from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.run.schedule import Schedule
@@ -106,9 +108,11 @@ class Checkpointer:
         dense: whether everything beside the tables is written ``whole``, or as a lossless
             ``difference`` to the parent wherever that is smaller; for that each rank keeps what it
             wrote last, up to 1 GiB.
+        publish: ``Publish(root=…)`` publishes what a prediction depends on between checkpoints, for
+            a ``Follower``; None: nothing is. What can't be followed is refused here.
 
     Raises:
-        UnsupportedTable: see ``track``.
+        UnsupportedTable, UnsupportedState: see ``track`` and ``publish``.
         ImagesRefused: ``survive`` is not possible with this model or on this machine.
         ValueError, TypeError: an argument is out of range, of another kind, or not the same on all
             ranks (memory budget and callbacks may differ); the same error on all ranks.
@@ -139,6 +143,7 @@ class Checkpointer:
         partial: PartialRecovery | None = None,
         compact_after: CompactAfter | int | float | None = None,
         dense: DenseForm = "difference",
+        publish: Publish | None = None,
         **unknown: Never,
     ) -> None:
         # First of all, before there are other local variables: every argument by its name.
@@ -159,12 +164,16 @@ class Checkpointer:
         peers = parts.on_all_ranks(
             bind(make_peers, wanted, image, parts.ranks, parts.background_ranks), lambda _: None
         )
-        parts.background.copies = peers
+        parts.background.destination.copies = peers
         self._survival = Survival(
             parts.options, parts.target, parts.ranks, self._saver, image, peers
         )
         schedule = bind(Schedule, parts.options.all_triggers, parts.ranks)
         self._schedule = parts.on_all_ranks(schedule, lambda made: made.close(failed=True))
+        publisher = bind(
+            make_publisher, parts.options, parts.target, parts.ranks, parts.background, self._saver
+        )
+        self._publisher = parts.on_all_ranks(publisher, lambda _: None)
         self._partly_restored: str | None = None
         self._closed = False
 
@@ -216,6 +225,8 @@ class Checkpointer:
         before = self._saver.proposer.quantization
         self._forget_failure()
         self._saver.before_restore()
+        if self._publisher is not None:
+            self._publisher.before_restore()
         if required is None and checkpoint is None and self._options.resume == "never":
             protect_existing(self.root, self._ranks, self._saver.writer)
             self._survival.begin(self.steps)
@@ -292,14 +303,16 @@ class Checkpointer:
         self._saver.progressed()
         self.steps += 1
         self._survival.end_step(self.steps)  # first: no checkpoint is newer than the images
-        self._saver.settle(wait=False)
+        self._settle(wait=False)
         due = self._schedule.due(self.steps) or self._saver.deferred
         ending = self._schedule.ending
         if ending:
             self._forget_failure()
         if due:
-            self._saver.settle(wait=self._options.when_busy == "wait")
+            self._settle(wait=ending or self._options.when_busy == "wait")
             self._begin()
+        if self._publisher is not None and not ending:
+            self._publisher.step(self.steps)
         if ending and not self._saver.deferred:
             try:
                 self.wait()
@@ -335,7 +348,7 @@ class Checkpointer:
             ModelPartlyRestored, RootInUse, RootNotShared, ClaimDamaged: as ``step``.
         """
         self._require_usable()
-        self._saver.settle(wait=True)
+        self._settle(wait=True)
         self._survival.before_save()
         begun = self._begin(tell=wait)
         if not wait:
@@ -349,6 +362,33 @@ class Checkpointer:
         report = self.wait()
         assert report is not None
         return report
+
+    def publish(self, *, wait: bool = True) -> CheckpointReport | None:
+        """Publish now, after the checkpoint or publication that is being written.
+
+        Args:
+            wait: whether to wait until the publication is durable.
+
+        Returns:
+            With ``wait``, the report of the publication; None without, and where it failed or was
+            put off, which is logged: publishing never stops training.
+
+        Raises:
+            ValueError: the Checkpointer was made without ``publish``.
+        """
+        self._require_usable()
+        if self._publisher is None:
+            raise ValueError("nothing is published: give Checkpointer(..., publish=Publish(root))")
+        self._settle(wait=True)
+        if not self._publisher.begin(self.steps) or not wait:
+            return None
+        self._publisher.settle(wait=True)
+        return None if self._publisher.failures else self._publisher.last
+
+    @property
+    def published(self) -> CheckpointReport | None:
+        """The report of the last publication that was committed; None before the first."""
+        return None if self._publisher is None else self._publisher.last
 
     def mark(self, table: str, rows: RowIds) -> None:
         """Mark rows (global ids) that were written unnoticed by PyTorch; call it on all ranks.
@@ -382,11 +422,13 @@ class Checkpointer:
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: the checkpoint was not committed.
         """
-        self._saver.settle(wait=True)
+        self._settle(wait=True)
         return self._saver.outcomes.take()
 
     def close(self) -> None:
         """Save if ``AtEnd`` asks, wait, remove the hooks, free the staging memory; at most once.
+
+        A checkpoint that was put off for a publication at the last step is saved, too.
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
@@ -395,8 +437,9 @@ class Checkpointer:
         if self._closed:
             return
         try:
-            self._saver.settle(wait=True)
-            wanted = self._schedule.at_end and self._partly_restored is None
+            self._settle(wait=True)
+            put_off = self._saver.deferred and self._saver.behind  # and no step comes after it
+            wanted = (self._schedule.at_end or put_off) and self._partly_restored is None
             if wanted and self._saver.proposer.has_unsaved_steps(self.steps):
                 self._forget_failure()  # its rows are part of the checkpoint begun here
                 self._survival.before_save()
@@ -407,7 +450,7 @@ class Checkpointer:
                     )
             self.wait()
         finally:
-            idle = self._saver.running is None and not self._saver.hangs
+            idle = not (self._saver.running or self._saver.publishing() or self._saver.hangs)
             self._release(failed=sys.exc_info()[0] is not None)
             if idle:
                 self._ranks.close()
@@ -431,8 +474,16 @@ class Checkpointer:
         self._closed = True
         self._survival.close(over=not failed)
         self._target.tracked.close()
+        if self._publisher is not None:
+            self._publisher.close(failed)
         self._saver.close(failed)
         self._schedule.close(failed)
+
+    def _settle(self, wait: bool) -> None:
+        """Note the outcome of what is being written, a publication or a checkpoint."""
+        if self._publisher is not None:
+            self._publisher.settle(wait)
+        self._saver.settle(wait)
 
     def _begin(self, tell: bool = False) -> Begun:
         begun = self._saver.begin(self.steps, tell)

@@ -19,7 +19,7 @@ class Facts:
     waiting: bool
     """Whether gradients wait for their optimizer."""
     busy: bool
-    """Whether a checkpoint is still being written."""
+    """Whether a checkpoint or a publication is still being written."""
     hangs: bool
     """Whether a checkpoint was given up and its thread has not returned yet."""
     failed: bool
@@ -36,6 +36,8 @@ class Facts:
     """
     copied: Copied | None = None
     """What became of a compaction behind training, on rank 0; None: nothing new."""
+    publishing: bool = False
+    """Whether it is a publication that is still being written."""
 
 
 class Begun(Enum):

@@ -20,6 +20,7 @@ from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.run import arguments
 from torchrec_checknrun.run.arguments import PerRank, Replicated
 from torchrec_checknrun.run.compaction import CompactAfter
+from torchrec_checknrun.run.publish import Publish
 from torchrec_checknrun.run.triggers import EverySteps, Trigger
 from torchrec_checknrun.save.background import BackgroundKind
 from torchrec_checknrun.save.parent_content import DenseForm
@@ -77,6 +78,7 @@ class Options:
     partial: PartialRecovery | None = None
     compact_after: CompactAfter | None = None
     dense: DenseForm = "difference"
+    publish: Publish | None = None
 
     def __post_init__(self) -> None:
         arguments.require_model(self.model)
@@ -94,6 +96,12 @@ class Options:
         survive: object = self.survive
         if survive is not None and not isinstance(survive, Images):
             raise ValueError(f"survive must be Images() or None, not {survive!r}")
+        publish: object = self.publish
+        if publish is not None and not isinstance(publish, Publish):
+            raise ValueError(
+                'publish must be Publish(root=…), such as Publish(root="s3://bucket/serve"), or '
+                f"None, not {publish!r}"
+            )
         arguments.require_partial(self.partial, with_images=survive is not None)
         self._set("callbacks", arguments.as_callbacks(self.callbacks))
         self._set("root", arguments.as_root(self.root, self.timeout_seconds))

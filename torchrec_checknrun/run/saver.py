@@ -33,6 +33,7 @@ from torchrec_checknrun.run.going_on import GoingOn
 from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.run.outcomes import Outcomes
 from torchrec_checknrun.run.proposer import Proposer
+from torchrec_checknrun.run.replicas import united_later
 from torchrec_checknrun.run.root_claim import RootClaim
 from torchrec_checknrun.run.waiting import await_save, finish_at_exit, still_hanging
 from torchrec_checknrun.save.background import Background
@@ -65,6 +66,8 @@ class Saver:
         proposer: this rank's look at the model and at what of it is saved.
         outcomes: failures and reports that the training loop has not heard of.
         deferred: whether a checkpoint was due while gradients waited for their optimizer.
+        behind: whether it was due while a publication was on its way, and is deferred, too.
+        publishing: tells whether a publication is on its way here.
     """
 
     def __init__(
@@ -78,7 +81,8 @@ class Saver:
         self.lineage = Lineage()
         self._image = image
         self._links = HeldReferences()
-        self.deferred = False
+        self.deferred = self.behind = False
+        self.publishing: Callable[[], bool] = lambda: False
         self._root = options.root
         self._model = options.model
         self._target = target
@@ -231,8 +235,7 @@ class Saver:
         if self._image is not None and self.lineage.converted:
             self._image.require_full()
         require_one_step(facts)
-        refusal = self._refusal(step, facts, tell)
-        if refusal is not None:
+        if (refusal := self._refusal(step, facts, tell)) is not None:
             return refusal
         same_rows = facts[0].committed and not any(fact.modified for fact in facts)
         if same_rows and not self.proposer.is_changed():
@@ -240,30 +243,27 @@ class Saver:
             self.log(message, step, self.lineage.previous and self.lineage.previous.id)
             return Begun.UNCHANGED
         proposal = self.proposer.agreed(facts)
-        previous = self.lineage.previous
-        known = proposal.header.previous
+        previous, known = self.lineage.previous, proposal.header.previous
         if previous is not None and (known is None or known.checksum != previous.checksum):
             # This rank has dropped its marks for a commit that rank 0 never heard of.
             self._target.tracked.mark_all()
-        replicas = [s for s in self._target.tracked.shards if s.local.replicated]
-        later = self._background.copies_later and all(s.local.weight.is_cpu for s in replicas)
-        if not later:
-            self._target.tracked.all_reduce_marks(self._ranks.group)
         self._must_tell = tell
-        unite = later and bool(replicas) and self._ranks.world_size > 1
+        unite = united_later(self._target.tracked, self._background, self._ranks)
         self._take(proposal, started, unite)
         return Begun.YES
 
     def _look(self, step: int) -> Facts:
         """Return this rank's facts about the next checkpoint."""
-        busy = self._running is not None
-        return self.proposer.look(
+        publishing = self.publishing()
+        busy = self._running is not None or publishing
+        facts = self.proposer.look(
             step,
             waiting=self.gradients_wait,
             busy=busy,
             hangs=not busy and self._background.hangs,
             failed=self.outcomes.has_failure,
         )
+        return replace(facts, publishing=publishing)
 
     def _hear(self, facts: list[Facts]) -> None:
         """Go on from a compacted copy that rank 0 tells of, while no checkpoint is on its way."""
@@ -289,11 +289,12 @@ class Saver:
         if hanging := [rank for rank, fact in enumerate(facts) if fact.hangs]:
             self.outcomes.failed(still_hanging(step, hanging), tell)
             return Begun.FAILED
+        self.deferred = self.behind = any(fact.publishing for fact in facts)
         if any(fact.busy for fact in facts):
-            if not self._skipped:  # logged once: a clock may ask again and again
+            if not (self._skipped or self.deferred):  # logged once: a clock may ask again and again
                 message = "step %d: no checkpoint while the one before is still being written"
                 self.log(message, step, level=logging.WARNING)
-            self._skipped = True
+            self._skipped = not self.deferred
             return Begun.BUSY
         self._skipped = False
         return None
@@ -373,9 +374,9 @@ class Saver:
                 links = self._links.begin(proposal, snapshot, self.proposer.quantization)
             except Exception as error:
                 snapshot = error
-            if self._background.copies is not None:
-                chain = self.lineage.ancestors(proposal.header.parent)
-                self._background.copies.begin(proposal.id, chain)
+            copies = self._background.destination.copies
+            if copies is not None:
+                copies.begin(proposal.id, self.lineage.ancestors(proposal.header.parent))
             save = self._background.begin(
                 proposal,
                 snapshot,

@@ -251,7 +251,8 @@ class Survival:
                     "summed in another order, and the run is not the same bit for bit",
                     level=logging.WARNING,
                 )
-        busy = self._saver.gradients_wait or self._saver.running is not None
+        busy = self._saver.running is not None or self._saver.publishing()
+        busy = busy or self._saver.gradients_wait
         facts = self._ranks.gather((busy, image.is_broken))
         if any(is_broken for _, is_broken in facts):
             image.give_up("another rank has none")  # on all ranks, lest some ask again and wait

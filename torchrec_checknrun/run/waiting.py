@@ -22,14 +22,18 @@ _MARGIN = 0.1
 """Share of the timeout, beside a second: the part that notices a fault first should report it."""
 
 
-def await_save(save: Save) -> None:
-    """Wait until a save's outcome is known; give the save up once it makes no progress."""
-    limit = save.patience.timeout_seconds * (1 + _MARGIN) + 1
+def await_save(save: Save, seconds: float | None = None) -> None:
+    """Wait until a save's outcome is known; give the save up once it makes no progress.
+
+    Args:
+        seconds: without progress; None: as long as its storage operations may take.
+    """
+    limit = (save.patience.timeout_seconds if seconds is None else seconds) * (1 + _MARGIN) + 1
     started = time.monotonic()
     while not save.wait(_LOOK_SECONDS):
-        seconds = time.monotonic() - max(started, save.patience.heard)
-        if seconds > limit:
-            save.give_up(_given_up(save, seconds), force=seconds > 2 * limit)
+        silent = time.monotonic() - max(started, save.patience.heard)
+        if silent > limit:
+            save.give_up(_given_up(save, silent), force=silent > 2 * limit)
 
 
 def await_at_exit(save: Save) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
@@ -63,6 +64,21 @@ class Copies(Protocol):
         """
 
 
+@dataclass
+class Destination:
+    """Where saves of one kind go.
+
+    Attributes:
+        root: of the checkpoints.
+        parent_content: what the next one there builds on beside rows.
+        copies: told of each rank file; None: nobody makes copies.
+    """
+
+    root: Folder
+    parent_content: ParentContent
+    copies: Copies | None = None
+
+
 _NAME = "checknrun-save"
 _END_SECONDS = 5.0
 
@@ -85,7 +101,7 @@ class Background:
         dense: whether that is written as differences to the parent where smaller, or whole.
 
     Attributes:
-        copies: told of each rank file; None: nobody makes copies.
+        destination: where checkpoints go.
 
     Raises:
         TypeError, ValueError: the budget is not an int, or too small.
@@ -105,7 +121,7 @@ class Background:
         dense_bytes: int,
         dense: DenseForm = "difference",
     ) -> None:
-        self._root = root
+        self.destination = Destination(root, ParentContent(dense))
         self._ranks = ranks
         self._kind = kind
         self.memory = SaveMemory(
@@ -119,9 +135,7 @@ class Background:
             wait_seconds=root.patience.timeout_seconds,
             warn=ranks.rank == 0,
         )
-        self.copies: Copies | None = None
         self._told: set[str] = set()
-        self._parent_content = ParentContent(dense)
         self._process: WriteProcess | None = None
         self._thread: threading.Thread | None = None
         self._ready: ReadyThread | None = None
@@ -132,7 +146,7 @@ class Background:
 
     def _start_process(self) -> None:
         if self._kind == "process":
-            require_shared(self._root)
+            require_shared(self.destination.root)
             self._process = WriteProcess(self.memory.staging)
 
     def _end_process(self) -> None:
@@ -152,6 +166,7 @@ class Background:
         after_commit: Callable[[], object],
         unite: bool = False,
         links: Transaction | None = None,
+        to: Destination | None = None,
     ) -> Save:
         """Stage a snapshot and start its background; training may go on afterwards. Call this on
         all ranks.
@@ -167,16 +182,17 @@ class Background:
             after_commit: called on rank 0; raises an error if the commit doesn't count.
             unite: unite the marks of data-parallel tables behind training; the same on all ranks.
             links: encodes tables stored as differences; kept in the result.
+            to: where the save goes; None: where checkpoints go.
         """
         assert not self.hangs, "the ranks have agreed that all can begin"
-        self._thread = None  # its references keep memory
-        save = Save(proposal, cut, begun, self._root.patience.apart(), links)
+        to, self._thread = to or self.destination, None  # its references keep memory
+        save = Save(proposal, cut, begun, to.root.patience.apart(), links)
         differences = RankDifferences(told=self._told)
         plan = LocalPart(save, differences)
         plan.kept = snapshot
-        plan.parent_content = self._parent_content
+        plan.parent_content = to.parent_content
         plan.ready_copier, self._ready_copier = self._ready_copier, None
-        finish = partial(self._finish, save, plan, (before_commit, after_commit), unite)
+        finish = partial(self._finish, save, plan, to, (before_commit, after_commit), unite)
 
         def start() -> None:
             if save.thread is not None:
@@ -188,21 +204,9 @@ class Background:
                 raise snapshot
             save.progress.cut_parts["ranks agree"] = agreed - begun
             save.progress.lap("states found and marks cut", begun)
-            memory = self.memory
-            late = memory.late_copies(snapshot)
-            save.rows = memory.copy_later(snapshot, late, save.progress)
-            if save.rows is not None:
-                save.progress.protection = save.rows.copies.protection
-            items = Items.of(snapshot, quantization, memory.chunk_bytes)
-            plan.find_rows = partial(items.find_rows, quantization, memory.chunk_bytes)
-            plan.survey_rows = partial(survey, items.copied_later, quantization)
-            self._prepare_memory(items)
-            plan.staging = Staging(memory.staging, memory.ring, items, memory.encode, late)
-            differences.trees = items.trees
-            differences.models, differences.buffers = snapshot.models, snapshot.buffers
-            plan.summary = summarize(proposal.header, snapshot, items, quantization)
+            staging = self._lay_out(save, plan, differences, snapshot, quantization)
             save.progress.lap("chunks laid out", begun)
-            self._stage(save, plan.staging, snapshot, start)
+            self._stage(save, staging, snapshot, start)
             start()
         except BaseException as error:
             # The other ranks must hear of the error, and no thread may wait for further items.
@@ -214,6 +218,30 @@ class Background:
             if not isinstance(error, Exception):
                 raise
         return save
+
+    def _lay_out(
+        self,
+        save: Save,
+        plan: LocalPart,
+        differences: RankDifferences,
+        snapshot: Snapshot,
+        quantization: Quantization,
+    ) -> Staging:
+        """Lay a snapshot out in chunks, with memory for them; return how they get there."""
+        memory = self.memory
+        late = memory.late_copies(snapshot)
+        save.rows = memory.copy_later(snapshot, late, save.progress)
+        if save.rows is not None:
+            save.progress.protection = save.rows.copies.protection
+        items = Items.of(snapshot, quantization, memory.chunk_bytes)
+        plan.find_rows = partial(items.find_rows, quantization, memory.chunk_bytes)
+        plan.survey_rows = partial(survey, items.copied_later, quantization)
+        self._prepare_memory(items)
+        plan.staging = Staging(memory.staging, memory.ring, items, memory.encode, late)
+        differences.trees = items.trees
+        differences.models, differences.buffers = snapshot.models, snapshot.buffers
+        plan.summary = summarize(save.proposal.header, snapshot, items, quantization)
+        return plan.staging
 
     def _stage(
         self, save: Save, staging: Staging, snapshot: Snapshot, start: Callable[[], None]
@@ -283,14 +311,15 @@ class Background:
         self,
         save: Save,
         plan: LocalPart,
+        to: Destination,
         checks: tuple[Callable[[], object], Callable[[], object]],
         unite: bool,
     ) -> None:
-        process, ring, copies = self._process, self.memory.ring, self.copies
+        process, ring, copies = self._process, self.memory.ring, to.copies
         write = write_rank_file if process is None else process.write
         self._make_ready()
         before_commit, after_commit = checks
-        folder = self._root / save.proposal.id
+        folder = to.root / save.proposal.id
         folder.patience = save.patience
         try:
             writer = CheckpointWriter(
@@ -298,7 +327,7 @@ class Background:
                 write if copies is None else partial(write, copy=copies.copy_to),
                 (before_commit, save.begin_commit),
                 after_commit,
-                self._root,
+                to.root,
             )
             plan.make_late_copies()
             if unite:
@@ -308,12 +337,12 @@ class Background:
                 copies.committed(manifest)
         except BaseException as error:
             ring.abort()
-            self._parent_content.failed()
+            to.parent_content.failed()
             plan.end()
             _consolidate(save)
             save.finish(None, error)
         else:
-            self._parent_content.committed(manifest)
+            to.parent_content.committed(manifest)
             plan.end()
             _consolidate(save)
             if writer.written is not None:

@@ -204,8 +204,7 @@ def agreed(proposal: Proposal, known: Iterable[str | None], deltas: frozenset[st
     is_link = proposal.decision is Decision.SINCE_LAST
     if is_link and all(one == header.parent.checksum for one in known):
         return proposal
-    full = replace(header, kind="full", parent=None, earlier_fractions=())
-    return replace(proposal, header=full, decision=Decision.FULL)
+    return proposal.as_full()
 
 
 def links_exceed_base(history: tuple[Manifest, ...]) -> bool:

@@ -102,8 +102,10 @@ class SaveMemory:
             self.on_write = self._overflow(could)
             self._most -= self.on_write.size
         self._late: LateCopies | None = None
-        self._behind: tuple[list[TrackedShard | None], int] = [], 0
-        """The shards copied later at the last cut, and the staging memory for them."""
+        self._behind: tuple[list[tuple[TrackedShard | None, int]], int] = [], 0
+        """The shards copied later at the last cut, each with its number of tensors, and the staging
+        memory for them.
+        """
         later = [s for s in expected if self._is_copied_whole(s) or not self._why_at_cut(s)]
         at_cut = [shard.local for shard in expected if shard not in later]
         self.encode = encoded_while_staged(at_cut, quantization, mode)
@@ -122,7 +124,7 @@ class SaveMemory:
         for name, item in items.by_name.items():
             if isinstance(item, RowsItem) and item.shard.shard.table in self.encode:
                 sizes[name] = encoded_size(item.shard.shard, item.count, item.encoding)
-        tracked = [shard.tracked for shard in items.copied_later]
+        tracked = [(shard.tracked, len(shard.tensors)) for shard in items.copied_later]
         if tracked != self._behind[0]:
             self._behind = tracked, self._behind_bytes(items.copied_later)
         wanted = max(min(self._most, sum(sizes.values()) + self._behind[1]), most)

@@ -302,7 +302,9 @@ def state_dicts(
     return found
 
 
-def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[ShardSnapshot], Cut]:
+def take_rows(
+    tracked: TrackedModel, since: Consumer | None, ends: Consumer | None = None
+) -> tuple[list[ShardSnapshot], Cut]:
     """Cut the marks and select the rows to write; call ``tracked.refresh`` first.
 
     Every checkpoint ends the interval since the last one; only a full one also ends the interval
@@ -310,12 +312,15 @@ def take_rows(tracked: TrackedModel, since: Consumer | None) -> tuple[list[Shard
 
     Args:
         since: ``LAST`` or ``BASELINE`` for a differential checkpoint, None for a full one.
+        ends: the consumers whose interval ends; None: a checkpoint's.
 
     Returns:
         The rows to write, by shard; and the cut, to ``merge`` back unless the checkpoint commits.
     """
     tracked.write_back()
-    cut = tracked.cut(Consumer.LAST if since else Consumer.LAST | Consumer.BASELINE)
+    if ends is None:
+        ends = Consumer.LAST if since else Consumer.LAST | Consumer.BASELINE
+    cut = tracked.cut(ends)
     try:
         return [_own_part(shard, cut, since) for shard in tracked.shards], cut
     except BaseException:

@@ -138,7 +138,7 @@ def _commit(
     lease = Lease(into)  # a run that prunes meanwhile sees that this directory is no leftover
     lease.acquire(lambda _: ())
     try:
-        files = list(_write(into, chunks, file_bytes))
+        files = list(write_files(into, chunks, file_bytes))
         epoch = claim.epoch if (claim := latest_claim(folder)) else 0
         manifest = _manifest(chain, into.name, epoch, files)
         lease.check()
@@ -173,7 +173,7 @@ def _find(root: Folder, checkpoint: str | None) -> Chain:
         raise CheckpointNotFound(f"{error}: nothing to compact") from None
 
 
-def _write(
+def write_files(
     folder: Folder, chunks: Iterator[EncodedChunk], file_bytes: int
 ) -> Iterator[FileSummary]:
     """Write all chunks to files, at least one file."""

@@ -27,10 +27,11 @@ from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import read_dense
-from torchrec_checknrun.tools.fused import fused_rows
+from torchrec_checknrun.tools.fused import fused_rows, inference_rows
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 
 Rows = Literal["full", "fused"]
+Layout = Literal["stored", "inference"]
 VALUES_NAME = "values.json"
 """The file beside the tensors, with all other values."""
 FUSED_OPTIMIZER = "fused_optimizer"
@@ -137,6 +138,7 @@ def export_safetensors(
     target: str | os.PathLike[str],
     *,
     rows: Rows = "full",
+    layout: Layout = "stored",
     optimizer: bool = True,
     scratch: str | None = None,
     progress: Callable[[int, int], object] | None = None,
@@ -154,6 +156,8 @@ def export_safetensors(
     Args:
         target: a local folder (``file://`` too), empty or missing.
         rows: ``full``, or ``fused`` for rows as stored.
+        layout: of fused rows: as ``stored``, or as TorchRec's ``inference`` tables hold them, see
+            ``inference_rows``.
         chain, optimizer, scratch, progress: as in ``export_dcp``.
 
     Raises:
@@ -183,12 +187,7 @@ def export_safetensors(
         with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
             place, stored = _restored(reader, Path(folder), optimizer), "full"
             if rows == "fused":
-                fused = fused_rows(root, content, table, Path(folder))
-                stored = fused.stored
-                if fused.tensors:
-                    del place["weight"]
-                    _check_states(table, place, fused.tensors)
-                    place |= fused.tensors
+                stored = _fuse(place, root, content, table, Path(folder), layout)
             name = f"{table}.safetensors"
             save(place, name, {**about, "table": table, "rows": stored})
             done.files.append(name)
@@ -225,6 +224,26 @@ def _restored(reader: TableReader, folder: Path, optimizer: bool) -> dict[str, t
         return {"weight": shard.weight}
     _check_states(reader.table, shard.optimizer, ("weight",))
     return {"weight": shard.weight, **shard.optimizer}
+
+
+def _fuse(
+    place: dict[str, torch.Tensor],
+    root: Folder,
+    content: ChainContent,
+    table: str,
+    folder: Path,
+    layout: Layout,
+) -> str:
+    """Replace a restored table's rows by fused ones where it has these; return their form."""
+    if layout == "inference":
+        fused = inference_rows(content, table, place["weight"], folder)
+    else:
+        fused = fused_rows(root, content, table, folder)
+    if fused.tensors:
+        del place["weight"]
+        _check_states(table, place, fused.tensors)
+        place |= fused.tensors
+    return fused.stored
 
 
 def _check_states(table: str, states: Iterable[str], names: Iterable[str]) -> None:

@@ -25,6 +25,12 @@ from torchrec_checknrun.tools.tables import scratch_tensor
 
 _FEW = 16
 """At most one row in so many may be stored exactly."""
+_INFERENCE = (2, 4, 8)
+"""Widths of inference tables."""
+_SCALE_BYTES = 4
+"""Bytes of an inference row's scale and bias."""
+_BLOCK = 1 << 16
+"""Rows that are laid out at a time."""
 
 
 @dataclass
@@ -52,6 +58,53 @@ def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -
     Raises:
         CorruptCheckpoint, UnsupportedFormat: a chunk can't be read.
     """
+    codec, stored = _one_width(content, table)
+    if codec is None:
+        return FusedRows(stored)
+    found = FusedRows(stored)
+    parts, rows = content.rows_by_columns()[table], content.chain.head.tables[table].rows
+    for columns, newest_first in parts.items():
+        suffix = f".columns_{columns[0]}_{columns[1]}" if len(parts) > 1 else ""
+        tensors = _newest(root, newest_first, codec, rows, scratch)
+        found.tensors |= {name + suffix: tensor for name, tensor in tensors.items()}
+    return found
+
+
+def inference_rows(
+    content: ChainContent, table: str, weight: torch.Tensor, scratch: Path
+) -> FusedRows:
+    """Lay a table's rows out as TorchRec's inference tables hold them, but for the padding: scale
+    and bias in fp16, then the codes.
+
+    Rows of 4 and 2 bits have the codes that are stored; those of 8 bits are quantized again, since
+    their scale is stored in fp32.
+
+    Args:
+        weight: the restored table, ``(rows, dim)``.
+        scratch: the folder of the file that holds the rows.
+    """
+    import fbgemm_gpu  # noqa: F401 - registers torch.ops.fbgemm; late, since it takes seconds
+
+    codec, stored = _one_width(content, table)
+    if codec is None:
+        return FusedRows(stored)
+    if codec.bits not in _INFERENCE:
+        return FusedRows(f"full: rows are stored in {codec.bits} bits, a width of no inference")
+    codes = weight.shape[1] * codec.bits // 8
+    laid = scratch_tensor(scratch, (len(weight), codes + _SCALE_BYTES), torch.uint8)
+    for start in range(0, len(weight), _BLOCK):
+        block = weight[start : start + _BLOCK].to(torch.float32)
+        quantize = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf
+        fused = quantize(block.contiguous(), codec.bits)
+        laid[start : start + _BLOCK, :_SCALE_BYTES] = fused[:, codes:]
+        laid[start : start + _BLOCK, _SCALE_BYTES:] = fused[:, :codes]
+    return FusedRows(f"inference, {codec.bits} bit", {"weight": laid})
+
+
+def _one_width(content: ChainContent, table: str) -> tuple[Rowwise | None, str]:
+    """Return the codec of a table whose rows are all stored at one width, and what to call that;
+    or None, and the reason why the table is written in full.
+    """
     parts = content.rows_by_columns().get(table, {})
     rows = content.chain.head.tables[table].rows
     counts: dict[str, int] = {}
@@ -63,16 +116,11 @@ def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -
     others = counts.keys() - {f"{bits} bit" for bits in codecs}
     few_exact = others <= {Exact.name} and counts.get(Exact.name, 0) * _FEW <= rows
     if len(codecs) != 1 or not few_exact:
-        return FusedRows(f"full: rows are stored as {', '.join(sorted(counts)) or 'nothing'}")
+        return None, f"full: rows are stored as {', '.join(sorted(counts)) or 'nothing'}"
     if overlap(parts):
-        return FusedRows(f"full: rows are stored in overlapping columns {sorted(parts)}")
+        return None, f"full: rows are stored in overlapping columns {sorted(parts)}"
     ((bits, codec),) = codecs.items()
-    found = FusedRows(f"fused, {bits} bit")
-    for columns, newest_first in parts.items():
-        suffix = f".columns_{columns[0]}_{columns[1]}" if len(parts) > 1 else ""
-        tensors = _newest(root, newest_first, codec, rows, scratch)
-        found.tensors |= {name + suffix: tensor for name, tensor in tensors.items()}
-    return found
+    return codec, f"fused, {bits} bit"
 
 
 def _kind(header: RowsHeader) -> str:

@@ -7,7 +7,7 @@ from hydra.errors import InstantiationException
 
 from tests.unit.hydra_config import test_config
 from tests.unit.hydra_config.test_config import made
-from torchrec_checknrun import CompactAfter, PartialRecovery
+from torchrec_checknrun import CompactAfter, PartialRecovery, Publish
 
 pytestmark = pytest.mark.usefixtures("recorded")
 app = test_config.app
@@ -34,3 +34,15 @@ def test_limits_of_chains_are_one_argument() -> None:
     limits = ("checkpoint.compact_after_links=8", "checkpoint.compact_after_share=0.5")
     assert made(*choice, *limits).arguments["compact_after"] == CompactAfter(links=8, share=0.5)
     assert made(*choice, limits[0]).arguments["compact_after"] == CompactAfter(links=8)
+
+
+def test_publications_are_one_argument() -> None:
+    choice = ("checkpoint=check_n_run", "checkpoint.root=x")
+    assert made(*choice).arguments["publish"] is None
+    root = "checkpoint.publish_root=y"
+    assert made(*choice, root).arguments["publish"] == Publish("y")
+    more = ("publish_every_seconds=5", "publish_bits=4", "publish_method=adaptive")
+    found = made(
+        *choice, root, *(f"checkpoint.{key}" for key in more), "checkpoint.publish_tables=[a,b]"
+    ).arguments["publish"]
+    assert found == Publish("y", 5.0, 4, "adaptive", ("a", "b"))

@@ -295,7 +295,7 @@ def test_the_pages_say_what_the_committed_run_has_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/how-to/stall_and_memory.md", "docs/explanation/benchmarks.md"]
+    "page", ["docs/how-to/stall_and_memory.md", "docs/explanation/benchmarks.md"]
 )
 def test_the_pages_compare_thread_and_process_as_measured(page: str) -> None:
     text = (REPOSITORY / page).read_text()

@@ -235,9 +235,13 @@ def test_the_process_is_killed_while_rows_are_copied(tmp_path: Path) -> None:
     with begun(tmp_path, background="process") as run:
         process = run.saver._saver._background._process
         assert process is not None
-        run.held.wait()
-        os.kill(process.pid, signal.SIGKILL)
-        with soon(run.held.let_go):
+        pid = process.pid
+
+        def kill() -> None:
+            os.kill(pid, signal.SIGKILL)
+            run.held.let_go()
+
+        with soon(kill):  # a death noticed before the hook waits leaves nothing to wait for
             run.train_into_the_wait()
         with pytest.raises(SaveFailed):
             run.saver.wait()
