@@ -35,6 +35,7 @@ from recipes.figures.small_job import SmallJob, small_job
 from torchrec_checknrun import (
     Checkpointer,
     CheckpointReport,
+    Consecutive,
     Intermittent,
     Quantization,
     Retention,
@@ -53,10 +54,12 @@ class Way:
 
     policy: Policy
     quantization: Callable[[float], Quantization]
+    by_restores: bool = True
+    """Whether the quantization depends on the expected restores."""
 
 
 WAYS: dict[str, Way] = {
-    "exact": Way(Intermittent(), lambda _: Quantization()),
+    "exact": Way(Intermittent(), lambda _: Quantization(), by_restores=False),
     "widths": Way(
         Intermittent(), lambda restores: Quantization(bits="auto", expected_restores=restores)
     ),
@@ -66,8 +69,12 @@ WAYS: dict[str, Way] = {
             bits="auto", expected_restores=restores, optimizer="log8", compress=True
         ),
     ),
+    "delta, log8": Way(
+        Consecutive(),
+        lambda _: Quantization(method="delta", mean_bits=3, optimizer="log8"),
+        by_restores=False,
+    ),
 }
-"""By name; ``exact`` does not depend on the expected restores."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,7 @@ def measure(dim: int, plan: Plan, data: Path | None) -> list[Row]:
     cases = [
         (name, way, case, restores)
         for name, way in WAYS.items()
-        for case, restores in (RESTORES.items() if name != "exact" else [("any", 0.0)])
+        for case, restores in (RESTORES.items() if way.by_restores else [("any", 0.0)])
     ]
     rows = []
     with small_job(overrides) as job:
@@ -276,7 +283,10 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
                     label = "the paper" if number == 0 else ""
                     ax.bar(number - 0.4, PAPER[case][at], wide, color="black", label=label)
                 for i, (dim, way) in enumerate(bars):
-                    own = next(r for r in rows if (r.dim, r.way, r.restores) == (dim, way, case))
+                    at_all = (case, "any")
+                    own = next(
+                        r for r in rows if (r.dim, r.way) == (dim, way) and r.restores in at_all
+                    )
                     ax.bar(
                         number - 0.4 + (i + 1) * wide,
                         getattr(own.factors, key),

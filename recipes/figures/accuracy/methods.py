@@ -22,6 +22,8 @@ from torchrec_checknrun.codecs.budget import ImportanceSurvey
 ROWWISE = ("symmetric", "asymmetric", "greedy", "adaptive")
 BUDGETS = (3, 4, 8)
 """Fixed widths whose bytes importance-weighted rows may take; 2 bit leave no choice."""
+STEPS = (2, 3, 4)
+"""Bits of a value that a full checkpoint takes with rows' own steps, from which links start."""
 MARGIN = 0.99
 """Part of those bytes to use: the rows of later checkpoints are unknown when the budget is chosen.
 """
@@ -71,6 +73,12 @@ METHODS: tuple[Method, ...] = (
     Method("fp16", _stored(method="fp16")),
     Method("bf16", _stored(method="bf16")),
     Method("adaptive 4 bit, log8", _stored(bits=4, optimizer="log8", compress=True)),
+    *(Method(f"fisher {bits} bit", _stored(method="fisher", mean_bits=bits)) for bits in STEPS),
+    *(Method(f"delta {bits} bit", _stored(method="delta", mean_bits=bits)) for bits in STEPS),
+    *(
+        Method(f"delta {bits} bit, log8", _stored(method="delta", mean_bits=bits, optimizer="log8"))
+        for bits in STEPS
+    ),
 )
 """All that can be compared. ``noise``: the floor, a change without a meaning. ``exact`` must not
 change anything, and so proves that the pairs match.
