@@ -10,6 +10,9 @@ import numpy as np
 
 from tests.distributed.states import State
 
+STEP = 2.0**-18
+"""Of rows stored as differences; one without an update differs by far more."""
+
 
 def store(path: Path, state: State) -> None:
     with zipfile.ZipFile(path, "w") as file:
@@ -34,6 +37,28 @@ def narrowest_bits(root: Path, checkpoint: str) -> int | None:
     return min(bits, default=None)
 
 
+def has_links(root: Path, checkpoint: str) -> bool:
+    """Tell whether a checkpoint's tables are stored as differences."""
+    return "deltas" in json.loads((root / checkpoint / "manifest.json").read_bytes())["manifest"]
+
+
+def linked_bound(name: str, wanted: State) -> np.ndarray:
+    """Bound the error of a table's rows that are stored as whole numbers of steps, as ``(n, 1)``.
+
+    The bound is half a step, the power of two next to ``STEP / sqrt(G)``, and the rounding to fp32;
+    rows without a gradient so far are exact.
+    """
+    path = name.removeprefix("model/").removesuffix(".weight")
+    sums = wanted.get(f"optimizer/state/{path}.weight/{path.rpartition('.')[2]}.momentum1")
+    rows = wanted[name].astype(np.float64)
+    rounding = 2.0**-24 * abs(rows).max(axis=1, keepdims=True)
+    if sums is None:
+        return np.asarray(STEP / 2 + rounding)
+    mean = sums.astype(np.float64).reshape(len(rows), -1).mean(axis=1, keepdims=True)
+    steps = STEP * 2**0.5 / np.sqrt(np.where(mean > 0, mean, 1.0))
+    return np.where(mean > 0, steps / 2 * (1 + 2.0**-10) + rounding, 0.0)
+
+
 def error_bound(rows: np.ndarray, bits: int) -> np.ndarray:
     """Bound the error of ``(n, dim)`` values in FBGEMM's rowwise formats, as ``(n, 1)``.
 
@@ -51,13 +76,17 @@ def error_bound(rows: np.ndarray, bits: int) -> np.ndarray:
     return np.asarray(spread / codes / 2 * (1 + 2.0**-10) + rounding)
 
 
-def differences(found: State, wanted: State, bits: int | None) -> list[str]:
-    """Describe every difference; embedding rows may be off by the bound of ``bits``."""
+def differences(found: State, wanted: State, bits: int | None, linked: bool = False) -> list[str]:
+    """Describe every difference; rows may be off by the bound of ``bits``, or of links."""
     problems = [f"only in one of them: {name}" for name in found.keys() ^ wanted.keys()]
     for name in found.keys() & wanted.keys():
         a, b = found[name], wanted[name]
         if a.dtype != b.dtype or a.shape != b.shape:
             problems.append(f"{name}: {a.dtype}{a.shape}, not {b.dtype}{b.shape}")
+        elif ".embedding" in name and name.startswith("model/") and linked:
+            worse = abs(a.astype(np.float64) - b) > linked_bound(name, wanted)
+            if worse.any():
+                problems.append(f"{name}: rows {np.flatnonzero(worse.any(axis=1))} differ by steps")
         elif ".embedding" in name and name.startswith("model/") and bits is not None:
             worse = abs(a.astype(np.float64) - b) > error_bound(b.astype(np.float64), bits)
             if worse.any():

@@ -8,7 +8,7 @@ begun; ``sequence_parents`` tells which checkpoint each one is differential to.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -34,6 +34,7 @@ class Life:
 
     Attributes:
         plan: seed of the sharding.
+        delta: rows are stored as differences, which is without ``bits``.
         in_parts: so little staging memory that no snapshot fits.
         at_end: a checkpoint is due when they close.
     """
@@ -48,6 +49,13 @@ class Life:
     when_busy: str = "skip"
     max_failures: int = 0
     at_end: bool = False
+    delta: bool = False
+
+    def fitted(self) -> Life:
+        """Return the life as its options allow it."""
+        if not self.delta:
+            return self
+        return replace(self, policy="consecutive", bits=None, background="thread")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.distributed.sequence_model import Event, Life
+from tests.distributed.sequence_model import Begun, Event, Life
 
 Manifests = Mapping[str, Mapping[str, Any]]
 """By id, of what is listed."""
@@ -15,22 +15,57 @@ def wrong_parents(life: Life, events: list[Event], manifests: Manifests) -> list
     """Name a life's checkpoints whose kind, parent, predecessor or recorded sizes are wrong."""
     problems = []
     history: list[str] = []
+    links = _References(life)
     for event in events:
         name = event.checkpoint.id
         if event.what == "restored":
             history = _chain(name, manifests)
+            links.restored(name, manifests)
         elif event.what == "committed":
             history = [*history, name] if manifests[name]["parent"] else [name]
-        elif name in manifests:
+            continue
+        if event.what != "begun":
+            continue
+        wanted = _parent(life, history, manifests, links.begin(event.checkpoint))
+        links.base = wanted is None
+        if name in manifests:
             previous = history[-1] if history else None
             if _linked(manifests[name]["previous"]) != previous:
                 problems.append(f"{name} does not follow {previous}")
-            wanted = _parent(life, history, manifests)
             if (parent := _linked(manifests[name]["parent"])) != wanted:
                 problems.append(f"{name} is differential to {parent}, not to {wanted}")
             if manifests[name]["earlier_fractions"] != _sizes(name, manifests)[:-1]:
                 problems.append(f"{name} tells other sizes than those before it have")
     return problems
+
+
+class _References:
+    """Predict which checkpoint each rank's references belong to, for links.
+
+    Attributes:
+        base: whether the checkpoint that was begun last must be one.
+    """
+
+    def __init__(self, life: Life) -> None:
+        self._delta = life.delta
+        self._known: list[str | None] = [None] * life.world_size
+        self._last: Begun | None = None
+        self.base = False
+
+    def restored(self, name: str, manifests: Manifests) -> None:
+        known = name if self._delta and "deltas" in manifests[name] else None
+        self._known, self._last = [known] * len(self._known), None
+
+    def begin(self, begun: Begun) -> str | None:
+        """Settle the checkpoint before; return what the next one can be a link to, on all ranks."""
+        if self._last is not None:
+            for rank in range(len(self._known)):
+                if self._last.way.heard_by(rank):
+                    self._known[rank] = self._last.id
+                elif self.base:
+                    self._known[rank] = None
+        self._last = begun
+        return self._known[0] if len(set(self._known)) == 1 else None
 
 
 def _chain(name: str, manifests: Manifests) -> list[str]:
@@ -42,13 +77,20 @@ def _linked(link: Mapping[str, str] | None) -> str | None:
     return link["id"] if link else None
 
 
-def _parent(life: Life, history: list[str], manifests: Manifests) -> str | None:
+def _parent(
+    life: Life, history: list[str], manifests: Manifests, linkable: str | None
+) -> str | None:
     """Return the id of the next checkpoint's required parent; None if it must be full.
 
     Args:
         history: ids restored or committed since the last full one, with that.
+        linkable: the checkpoint that all ranks have references of.
     """
     if not history or life.policy == "full":
+        return None
+    if life.delta:
+        return linkable if linkable == history[-1] and not _exceeded(history, manifests) else None
+    if "deltas" in manifests[history[-1]]:
         return None
     widths = [
         table["value_bits"] for name in history for table in manifests[name]["tables"].values()
@@ -58,6 +100,16 @@ def _parent(life: Life, history: list[str], manifests: Manifests) -> str | None:
     if life.policy == "intermittent" and begins_anew(_sizes(history[-1], manifests)):
         return None
     return history[-1 if life.policy == "consecutive" else 0]
+
+
+def _exceeded(history: list[str], manifests: Manifests) -> bool:
+    """Tell whether the links since a base have more bytes than it."""
+    kinds = ("weight_bytes", "ids_bytes", "optimizer_bytes")
+    base, *links = (
+        sum(table[kind] for table in manifests[name]["tables"].values() for kind in kinds)
+        for name in history
+    )
+    return sum(links) > base
 
 
 def begins_anew(sizes: list[float]) -> bool:

@@ -36,6 +36,7 @@ LIVES = st.builds(
     when_busy=st.sampled_from(["skip", "wait"]),
     max_failures=st.sampled_from([0, 0, 1, 2]),
     at_end=st.booleans(),
+    delta=st.sampled_from([False, False, False, True]),
 )
 POINTS = [*Point]
 WAYS = st.builds(
@@ -59,6 +60,8 @@ ALPHABET = {
     *("more ranks", "fewer ranks", "width rises", "width falls", "differential", "full"),
     *(f"policy: {policy}" for policy in POLICIES),
     *(f"bits: {bits}" for bits in WIDTHS),
+    "delta: True",
+    "link",
 }
 
 
@@ -202,8 +205,9 @@ class Run(RuleBasedStateMachine):
 
     def _born(self, life: Life, background: int, which: int | None) -> None:
         before = self.life
-        self.life = replace(life, background=self.backgrounds[background % len(self.backgrounds)])
-        choices = ("policy", "bits", "background", "staging", "when_busy")
+        chosen = self.backgrounds[background % len(self.backgrounds)]
+        life = self.life = replace(life, background=chosen).fitted()
+        choices = ("policy", "bits", "background", "staging", "when_busy", "delta")
         self.seen.update(f"{name}: {getattr(self.life, name)}" for name in choices)
         if before is not None:
             wider = (life.bits or 32) - (before.bits or 32)
@@ -344,5 +348,7 @@ class Run(RuleBasedStateMachine):
         assert not problems, problems
         for begun, seen in self.new:
             if begun.listed:
-                seen[manifests[begun.id]["kind"]] += 1
+                kind = manifests[begun.id]["kind"]
+                seen[kind] += 1
+                seen["link"] += kind == "differential" and "deltas" in manifests[begun.id]
         self.seen["only logged"] += self.model.only_logged

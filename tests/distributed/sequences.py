@@ -49,6 +49,12 @@ SMALL_BUDGET = 3 * CHUNK_BYTES
 """The smallest budget; a single item that needs more gets more."""
 
 
+def quantization(life: Life) -> Quantization:
+    if life.delta:
+        return Quantization(method="delta", step=references.STEP, exact_below_rows=0)
+    return Quantization(life.bits, "asymmetric", exact_below_rows=0)
+
+
 class Requested:
     """A trigger that is pulled by hand, on all ranks."""
 
@@ -86,7 +92,7 @@ class Living:
             retention=None,
             state={"optimizer": self.job.optimizer, "job": self.job},
             policy=POLICIES[life.policy],
-            quantization=Quantization(life.bits, "asymmetric", exact_below_rows=0),
+            quantization=quantization(life),
             triggers=[self._trigger, *([AtEnd()] if life.at_end else [])],
             memory_budget=SMALL_BUDGET if life.in_parts else None,
             callbacks=[lambda report: self._told.append(report.id)],
@@ -236,7 +242,8 @@ def compare(job: Job, root: str, copies: Path, name: str) -> dict[str, Any]:
     for key in sorted(state):
         digest.update(key.encode() + state[key].tobytes())
     bits = references.narrowest_bits(Path(root), name)
-    problems = references.differences(state, wanted, bits)
+    linked = references.has_links(Path(root), name)
+    problems = references.differences(state, wanted, bits, linked)
     return {"problems": problems, "digest": digest.hexdigest(), "step": job.steps}
 
 

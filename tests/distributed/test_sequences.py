@@ -55,10 +55,11 @@ def check_sequences(
 
 @pytest.mark.timeout(900)
 def test_nothing_is_lost(workers: Workers) -> None:
-    seen = check_sequences(workers, 12, 59)
+    seen = check_sequences(workers, 14, 77)
     # Neither kind is rare; lives that don't restore begin with a full one.
     assert seen["differential"] > 40
     assert seen["full"] > 10
+    assert seen["link"] > 10
     # Rows are copied on write in a good share of saves, and training overwrites some meanwhile.
     assert seen["copied on write"] > 15
     assert seen["protected"] > 3
@@ -95,6 +96,36 @@ def test_a_short_sequence(workers: Workers, background: str) -> None:
 def test_a_lost_row_is_found(workers: Workers, sabotage: str) -> None:
     with pytest.raises(AssertionError, match=r"rows .* differ"):
         go_through(Run(workers, sabotage=sabotage))
+
+
+def link(run: Run) -> None:
+    """Run a short sequence of links: with failures, told to one rank only, on other ranks."""
+    run.begin_run(11, Life(delta=True, staging="copy"), background=0)
+    run.spec = ModelSpec((CollectionSpec("c", (TableSpec("t", 300, 8, ("f0", "f1")),)),))
+    run.save(2, FREE)
+    run.save(2, Way(fault=Point.FILE, fault_rank=1))
+    run.save_in_the_background(1, Way(Point.FILE), meanwhile=2)
+    run.restart(1, FREE, Life(1, delta=True), background=0, newest=True, which=0)
+    run.save(1, FREE)
+    run.save(1, Way(fault=Point.COMMITTED))
+    run.restart(1, FREE, Life(delta=True), background=0, newest=True, which=0)
+    run.save(1, Way(fault=Point.HEARD, fault_rank=1))
+    run.save(1, FREE)
+    run.save(1, FREE)
+    run.teardown()
+
+
+def test_links(workers: Workers) -> None:
+    run = Run(workers)
+    link(run)
+    assert run.seen["link"] >= 3
+
+
+# A link holds the rows modified since the last checkpoint: marks since the baseline don't count.
+@pytest.mark.parametrize("sabotage", sorted({*LOSES_ROWS} - {"marks since the baseline are lost"}))
+def test_a_row_that_links_lose_is_found(workers: Workers, sabotage: str) -> None:
+    with pytest.raises(AssertionError, match=r"rows .* differ"):
+        link(Run(workers, sabotage=sabotage))
 
 
 def overwrite(run: Run) -> None:
