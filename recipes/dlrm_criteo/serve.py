@@ -1,6 +1,6 @@
 r"""Serve the main job's model over HTTP, always at the newest state that a root holds.
 
-    python -m recipes.dlrm_criteo.serve root=/checkpoints/serve-18 model=dlrm_kaggle bits=4 port=8080
+    python -m recipes.dlrm_criteo.serve root=/checkpoints/serve-18 bits=4 port=8080
 
 `configs/serve.yaml` lists everything that can be set. `/predict` takes
 `{"dense": [[13 numbers], ...], "ids": [[26 integers], ...]}`, see `serving/question.py`.
