@@ -58,7 +58,7 @@ define MAKE_ENVIRONMENT
 @$(PYTHON) -c 'import ensurepip' || \
 	{ echo '$(PYTHON) has no venv module. On Debian: apt install python3-venv'; exit 1; }
 $(PYTHON) -m venv --clear $(VENV)
-$(PY) torchrec_checknrun/install.py --device $(DEVICE) --extras recipes,kmeans,figures,cli,s3,docs,test --editable
+$(PY) torchrec_checknrun/install.py --device $(DEVICE) --extras recipes,serve,kmeans,figures,cli,s3,docs,test --editable
 endef
 
 # Where nothing but the kernel's sources changed.

@@ -64,6 +64,11 @@ EXTRAS = {
         "kmeans1d>=0.5,<0.6",  # the codec that others are compared with
         "matplotlib>=3.8,<4",  # draws recipes/figures
     ],
+    "serve": [
+        "fastapi>=0.115,<1",  # the HTTP server of recipes.dlrm_criteo.serve
+        "prometheus-client>=0.21,<1",  # its metrics
+        "uvicorn>=0.34,<1",  # runs it
+    ],
     "digits": [
         "scikit-learn>=1.4,<2",  # the images of recipes.figures.lc_checkpoint
     ],

@@ -37,7 +37,7 @@ Row = dict[str, Any]
 """The outcome of one stack: an entry of recipes/results/versions.json."""
 
 RESULTS = ROOT / "recipes" / "results" / "versions.json"
-EXTRAS = "recipes,kmeans,figures,cli,s3,test"
+EXTRAS = "recipes,serve,kmeans,figures,cli,s3,test"
 FULL = ("-m", "not slow", "tests/unit", "tests/distributed")
 QUICK = (
     *("-m", "not slow", "tests/unit/codecs", "tests/unit/dense", "tests/unit/model"),

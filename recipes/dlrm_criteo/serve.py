@@ -1,0 +1,103 @@
+r"""Serve the main job's model over HTTP, always at the newest state that a root holds.
+
+    python -m recipes.dlrm_criteo.serve root=/checkpoints/serve-18 bits=4 port=8080
+
+`configs/serve.yaml` lists everything that can be set. `/predict` takes
+`{"dense": [[13 numbers], ...], "ids": [[26 integers], ...]}`, see `serving/question.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+import uvicorn
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import nn
+from torchrec.inference.modules import quantize_inference_model
+
+from recipes.dlrm_criteo.model import Architecture
+from recipes.dlrm_criteo.serving.app import Predictions, make_app
+from recipes.dlrm_criteo.serving.metrics import Metrics
+from torchrec_checknrun import Follower
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+WIDTHS = {8: torch.qint8, 4: torch.quint4x2, 2: torch.quint2x4}
+GRACE_SECONDS = 10
+"""For answers that are on their way when the server is told to end."""
+_CPU = torch.device("cpu")
+logger = logging.getLogger("recipes.dlrm_criteo.serve")  # __name__ is __main__ here
+
+
+@hydra.main(version_base=None, config_path=str(CONFIGS), config_name="serve")
+def main(cfg: DictConfig) -> None:
+    """Serve until SIGTERM or SIGINT, which is a success."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    if cfg.bits not in (32, *WIDTHS):
+        sys.exit(f"bits is {cfg.bits}; choose 32, 8, 4 or 2")
+    if cfg.threads < 1 or cfg.most_samples < 1 or not cfg.interval_seconds > 0:
+        sys.exit("threads, most_samples and interval_seconds have to be above zero")
+    listening = _listen(cfg.host, cfg.port)
+    torch.set_num_threads(1)  # requests run beside each other
+    architecture: Architecture = instantiate(cfg.model)
+    metrics = Metrics()
+    follower = Follower(
+        cfg.root,
+        inference_model(architecture, cfg.bits),
+        interval_seconds=cfg.interval_seconds,
+        on_version=metrics.shown,
+    )
+    metrics.watch(follower)
+    rows = architecture.num_embeddings_per_feature
+    predictions = Predictions(follower, metrics, rows, cfg.most_samples)
+    with follower, ThreadPoolExecutor(cfg.threads, "predictions") as pool:
+        host, port = listening.getsockname()[:2]
+        print(f"serving {cfg.root} on http://{host}:{port}", flush=True)
+        config = uvicorn.Config(
+            make_app(predictions, pool),
+            log_level="warning",
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def inference_model(architecture: Architecture, bits: int) -> nn.Module:
+    """Build the job's model without its loss, unsharded, with no values yet.
+
+    Args:
+        bits: of a table's values.
+    """
+    model: nn.Module = architecture.build(_CPU).model
+    model.get_submodule("sparse_arch").to_empty(device=_CPU)
+    model.eval()
+    if bits == 32:
+        return model
+    quantized: nn.Module = quantize_inference_model(model, quantization_dtype=WIDTHS[bits])
+    return quantized
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port before anything that takes long."""
+    try:
+        return socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        sys.exit(f"host={host} port={port} can't be listened on ({error}); choose another port=…")
+
+
+def _leave(number: int, frame: Any) -> None:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main()

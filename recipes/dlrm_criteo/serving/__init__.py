@@ -1,0 +1,1 @@
+"""Serve the job's model over HTTP: ``app.py`` answers, ``question.py`` says what may be asked."""
