@@ -12,7 +12,7 @@ PYTHON ?= $(or $(word 1,$(MADE)),python3)
 DEVICE ?= $(or $(word 2,$(MADE)),auto)
 CHOICE := $(PYTHON) $(DEVICE) $(CURDIR)
 
-# Criteo data for `make demo`, more arguments for pytest.
+# Criteo data for `make demo` and `make demo-online`, more arguments for pytest.
 DATA ?=
 ARGS ?=
 
@@ -24,10 +24,11 @@ SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 SITE := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check docs test test-full race soak campaign versions clean $(GROUPS)
+.PHONY: help env demo demo-online check docs test test-full race soak campaign versions clean $(GROUPS)
 
 help:
 	@echo 'make demo        the main job with a killed rank, see README; DATA=train.txt: on real Criteo data'
+	@echo 'make demo-online training that publishes, a server that follows; DATA=train.txt, as well'
 	@echo 'make test        make check and all tests but the slow ones; ARGS="-k name": more for pytest'
 	@echo 'make test-full   the slow tests too, and all examples of property tests'
 	@echo 'make race        a million races for rows between training and a save, with a thread sanitizer'
@@ -68,6 +69,9 @@ endef
 
 demo: $(STAMP)
 	$(PY) -m recipes.dlrm_criteo.demo $(if $(DATA),--data '$(DATA)')
+
+demo-online: $(STAMP)
+	$(PY) -m recipes.dlrm_criteo.online_demo $(if $(DATA),--data '$(DATA)')
 
 check: $(STAMP)
 	$(PY) -m ruff check .

@@ -90,9 +90,13 @@ def inference_model(architecture: Architecture, bits: int) -> nn.Module:
 def _listen(host: str, port: int) -> socket.socket:
     """Take the port before anything that takes long."""
     try:
-        return socket.create_server((host, port))
+        listening = socket.create_server((host, port))
     except (OSError, OverflowError) as error:
         sys.exit(f"host={host} port={port} can't be listened on ({error}); choose another port=…")
+    # Inherited by connections. Without it a client's delayed acknowledgement holds an answer's body
+    # back for 40 ms; asyncio sets it only where a socket names TCP, which create_server's doesn't.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -3,7 +3,8 @@
 Every value is computed from (seed, sample number, column) by a counter-based hash, so any sample is
 available without those before it, on any rank, after any restart. Ids follow Zipf's law and spread
 over the whole table; a table's vocabulary grows with the stream; labels are drawn from a planted
-teacher of a kind that a DLRM can learn, so that loss and AUC are meaningful.
+teacher of a kind that a DLRM can learn, so that loss and AUC are meaningful. The teacher can drift:
+what is true of an id at the start of the stream is then no longer true at its end.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ RANK = 3  # of the teacher's interactions of ids
 TAIL = np.linspace(1.2, 2.0, INT_FEATURE_COUNT)  # Pareto exponents of the dense counts
 SCALE = np.geomspace(1.0, 50.0, INT_FEATURE_COUNT)  # and their scales
 PERMANENT = 100  # ids of each table that exist from the start, for any vocabulary_start
+MOST_DRIFT = 1000.0
+_MOMENTS = np.uint64(0xD1B54A32D192ED03)  # sets the hash of an id's ages apart from its effects'
 _CALIBRATION = 8192  # samples that set the teacher's scale and base rate
 _BLOCK = 4096  # samples computed at once: keeps the intermediate arrays in the cache
 
@@ -55,6 +58,10 @@ class Synthetic(ChunkedDataset):
     s = vocabulary_start: new ids are the least popular ones, and a small table is complete from the
     start. Rank r is row (a r + b) mod n, with a near n times the golden ratio and b by the seed:
     neighbouring ranks lie far apart, so that every row shard has its part of the popular ids.
+
+    With `drift`, the teacher gives each id new effects that many times between the first sample and
+    the last, each id at moments of its own: a model that has stopped learning is wrong about more
+    and more ids, while the best model stays as good as it was.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class Synthetic(ChunkedDataset):
         vocabulary_start: float = 0.5,
         holdout_every: int = 10,
         epochs: int = 1,
+        drift: float = 0.0,
     ) -> None:
         super().__init__(num_embeddings_per_feature, holdout_every, epochs)
         if samples < 1:
@@ -74,6 +82,11 @@ class Synthetic(ChunkedDataset):
             raise ValueError(f"dataset.zipf is {zipf}; expected 0 (all ids alike) to 5")
         if not 0 <= vocabulary_start <= 1:
             raise ValueError(f"dataset.vocabulary_start is {vocabulary_start}; expected 0 to 1")
+        if not 0 <= drift <= MOST_DRIFT:
+            raise ValueError(
+                f"dataset.drift is {drift}; expected 0 (none) to {MOST_DRIFT}, the times that an "
+                "id's effects change over the stream"
+            )
         self.samples = samples
         self.zipf = zipf
         self.vocabulary_start = vocabulary_start
@@ -83,8 +96,10 @@ class Synthetic(ChunkedDataset):
         self._rows = self.num_embeddings.astype(np.uint64)
         self._offsets = keys(seed, 2, CAT_FEATURE_COUNT) % self._rows
         self._teacher = Teacher(seed)
+        self.drift = drift
+        self._drift = drift / samples
         every = np.linspace(0, samples - 1, _CALIBRATION).astype(np.int64)
-        self._teacher.calibrate(*self._features(every)[:2])
+        self._teacher.calibrate(*self._features(every)[:2], every * self._drift)
 
     def chunks(self) -> Iterator[Chunk]:
         return iter([_Whole(self)])
@@ -99,7 +114,7 @@ class Synthetic(ChunkedDataset):
 
     def probability(self, raw: np.ndarray) -> np.ndarray:
         """Return the teacher's probability of label 1, the best prediction of any model."""
-        return self._teacher.probability(*self._features(raw)[:2])
+        return self._teacher.probability(*self._features(raw)[:2], raw * self._drift)
 
     def vocabulary(self, raw: np.ndarray) -> np.ndarray:
         """Return the number of ids of each feature that exist at these samples, (n, 26)."""
@@ -110,7 +125,7 @@ class Synthetic(ChunkedDataset):
 
     def _block(self, raw: np.ndarray) -> Samples:
         dense, ids, chance = self._features(raw)
-        labels = chance < self._teacher.probability(dense, ids)
+        labels = chance < self._teacher.probability(dense, ids, raw * self._drift)
         return Samples(dense.astype(np.float32), ids, labels.astype(np.float32))
 
     def _features(self, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -152,7 +167,9 @@ class Teacher:
     """A teacher that knows the probability of a click.
 
     The logit is the sum of the ids' own effects, of low-rank interactions between the ids of a
-    sample (as in a factorization machine), and of a linear function of the dense values.
+    sample (as in a factorization machine), and of a linear function of the dense values. An id's
+    part in it is that of one of the id's ages, which begin at whole numbers plus a fraction of the
+    id's own, in units of drift.
     """
 
     def __init__(self, seed: int) -> None:
@@ -163,28 +180,32 @@ class Teacher:
         self._scales = np.ones(3)
         self._bias = 0.0
 
-    def calibrate(self, dense: np.ndarray, ids: np.ndarray) -> None:
+    def calibrate(self, dense: np.ndarray, ids: np.ndarray, drifted: np.ndarray) -> None:
         """Give the three parts their shares of the variance, and the labels their base rate."""
-        parts = self._parts(dense, ids)
+        parts = self._parts(dense, ids, drifted)
         self._means = parts.mean(axis=1)
         self._scales = LOGIT_STD * np.sqrt(SHARES) / np.maximum(parts.std(axis=1), 1e-9)
         low, high = -20.0, 20.0
-        logits = self._logits(dense, ids)
+        logits = self._logits(dense, ids, drifted)
         for _ in range(50):
             self._bias = (low + high) / 2
             too_high = _sigmoid(logits + self._bias).mean() > BASE_RATE
             low, high = (low, self._bias) if too_high else (self._bias, high)
 
-    def probability(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        return _sigmoid(self._logits(dense, ids) + self._bias)
+    def probability(self, dense: np.ndarray, ids: np.ndarray, drifted: np.ndarray) -> np.ndarray:
+        """Return the probability of label 1; `drifted`: how far the truth had gone, by sample."""
+        return _sigmoid(self._logits(dense, ids, drifted) + self._bias)
 
-    def _logits(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        scaled = (self._parts(dense, ids) - self._means[:, None]) * self._scales[:, None]
+    def _logits(self, dense: np.ndarray, ids: np.ndarray, drifted: np.ndarray) -> np.ndarray:
+        scaled = (self._parts(dense, ids, drifted) - self._means[:, None]) * self._scales[:, None]
         return scaled[0] + scaled[1] + scaled[2]
 
-    def _parts(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    def _parts(self, dense: np.ndarray, ids: np.ndarray, drifted: np.ndarray) -> np.ndarray:
         # One hash per id gives 16 bits for its own effect and for each of its RANK factors.
         bits = mix(ids.astype(np.uint64) ^ self._ids)
+        if drifted.any():
+            ages = np.floor(drifted[:, None] + uniform(mix(bits ^ _MOMENTS))).astype(np.uint64)
+            bits = np.where(ages > 0, mix(bits + ages * _MOMENTS), bits)
         single, *factors = (
             (bits >> np.uint64(16 * i)) & np.uint64(0xFFFF) for i in range(1 + RANK)
         )

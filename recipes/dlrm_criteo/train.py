@@ -35,6 +35,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from recipes.dlrm_criteo import final_state
 from recipes.dlrm_criteo.distributed import Worker, process_group
 from recipes.dlrm_criteo.evaluate import evaluate
+from recipes.dlrm_criteo.gate import Gate, GatedDataset
 from recipes.dlrm_criteo.model import Architecture, initialise_dense, initialise_tables
 from recipes.dlrm_criteo.pipeline import make_pipeline, outputs
 from recipes.dlrm_criteo.reader import Reader, to_batch
@@ -123,6 +124,9 @@ class Training:
             num_embeddings_per_feature=architecture.num_embeddings_per_feature,
             _convert_="all",
         )
+        if cfg.trainer.gate is not None:
+            gate = Gate(cfg.trainer.gate)
+            self.dataset = GatedDataset(self.dataset, gate, cfg.trainer.timeout_seconds)
         self.log = RunLog(self.run_dir, worker.rank)
         self.logged_dataset: LoggedDataset | None = None
         if cfg.trainer.log_samples:

@@ -58,7 +58,7 @@ class CopyOnWrite {
     std::vector<OverflowRows::Slot*> slots;
     std::vector<int64_t> copied;
     for (int64_t begin = 0; begin < n; begin += kBatch) {
-      if (abandoned_.load(std::memory_order_relaxed)) return n;
+      if (abandoned_.load(std::memory_order_acquire)) return n;
       const int64_t end = std::min(n, begin + kBatch);
       wanted.clear();
       for (int64_t i = begin; i < end; ++i) {
@@ -115,8 +115,11 @@ class CopyOnWrite {
   }
 
   // Ends protection: the snapshot is not needed any more, or void.
+  //
+  // The release orders the rows that were staged before the updates of threads that see the end in
+  // ``protect``, and so look at no row's state.
   void abandon() {
-    abandoned_.store(true, std::memory_order_relaxed);
+    abandoned_.store(true, std::memory_order_release);
     overflow_.discard();
   }
   bool abandoned() const { return abandoned_.load(std::memory_order_relaxed); }

@@ -83,3 +83,9 @@ class TestMakefile:
         with_data = self.make(made, "--dry-run", "demo", "DATA=my data/train.txt").stdout
         assert with_data.rstrip().endswith("-m recipes.dlrm_criteo.demo --data 'my data/train.txt'")
         assert self.make(made, "--dry-run", "demo").stdout.rstrip().endswith(".demo")
+
+    def test_the_online_demo_passes_the_data_on(self, made: Path) -> None:
+        module = "-m recipes.dlrm_criteo.online_demo"
+        with_data = self.make(made, "--dry-run", "demo-online", "DATA=my data/train.txt").stdout
+        assert with_data.rstrip().endswith(f"{module} --data 'my data/train.txt'")
+        assert self.make(made, "--dry-run", "demo-online").stdout.rstrip().endswith(module)

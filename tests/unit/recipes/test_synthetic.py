@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,42 @@ def test_labels_are_the_teachers(seed: int) -> None:
     assert 0.84 < auc(labels, probability) < 0.90
 
 
+def test_without_drift_nothing_changes(dataset: Synthetic, samples: Samples) -> None:
+    rows = np.arange(0, COUNT, 7)
+    still = Synthetic(SIZES, samples=COUNT, seed=1, drift=0.0)
+    for got, known in zip(still.generate(rows), samples, strict=True):
+        assert got.tobytes() == known[rows].tobytes()
+
+
+@pytest.mark.parametrize("drift", [0.5, 1.0])
+def test_the_truth_drifts(drift: float, dataset: Synthetic, samples: Samples) -> None:
+    moving = Synthetic(SIZES, samples=COUNT, seed=1, drift=drift)
+    drifted = moving.generate(np.arange(COUNT))
+    assert drifted.sparse.tobytes() == samples.sparse.tobytes()  # only the labels are others
+    assert drifted.dense.tobytes() == samples.dense.tobytes()
+    assert abs(drifted.labels.mean() - BASE_RATE) < 0.015
+    parts = np.array_split(np.arange(COUNT), 5)
+    # Who knows the truth of now is as good all the time ...
+    assert all(0.84 < auc(drifted.labels[part], moving.probability(part)) < 0.90 for part in parts)
+    # ... and who knows the truth of the start is wrong about more and more ids.
+    known = dataset.probability(np.arange(COUNT))
+    stale = [auc(drifted.labels[part], known[part]) for part in parts]
+    assert all(later < earlier - 0.02 for earlier, later in pairwise(stale))
+    assert stale[-1] < (0.73 if drift == 0.5 else 0.61)
+
+
+def test_each_id_changes_at_a_moment_of_its_own() -> None:
+    teacher = Synthetic(SIZES, samples=COUNT)._teacher
+    ids = np.tile(np.arange(500)[:, None], 26)
+    single = [
+        teacher._parts(np.zeros((500, 13)), ids, np.full(500, drifted))[0]
+        for drifted in (0.0, 0.01, 0.02, 0.03)
+    ]
+    # A row has 26 ids: one of them changes in a hundredth of the time with probability 0.23.
+    changed = [(a != b).mean() for a, b in pairwise(single)]
+    assert all(0.13 < share < 0.33 for share in changed)
+
+
 def test_a_model_learns_from_it() -> None:
     """Train embeddings with pairwise products and a linear part on one pass of 40,000 samples."""
     torch.manual_seed(0)
@@ -206,7 +243,15 @@ def test_mix_is_splitmix64() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"samples": 0}, {"zipf": -0.1}, {"zipf": 9.0}, {"vocabulary_start": 1.5}]
+    "options",
+    [
+        {"samples": 0},
+        {"zipf": -0.1},
+        {"zipf": 9.0},
+        {"vocabulary_start": 1.5},
+        {"drift": -1.0},
+        {"drift": float("nan")},
+    ],
 )
 def test_impossible_options_are_named(options: dict[str, Any]) -> None:
     ((option, value),) = options.items()

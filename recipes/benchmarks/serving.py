@@ -1,0 +1,331 @@
+"""Measure what answers of the recipe's server notice of publications that are applied.
+
+python -m recipes.benchmarks.serving [--json FILE] [--scale F] [--windows N] [--markdown FILE]
+
+The recipe's model is trained on 26 % of each table's rows between two publications of 8 bits, which
+are held back. Then a server follows, and requests arrive at random times, at a quarter of the rate
+that the server can answer, whether or not earlier ones were answered (open loop): a latency is
+counted from the instant at which a request was due. In half of the windows publications are
+revealed, each as soon as the one before is served; in the other half none is. Training has ended
+before the first request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from torchrec.datasets.criteo import CAT_FEATURE_COUNT, DEFAULT_CAT_NAMES, INT_FEATURE_COUNT
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from tqdm import tqdm
+
+from recipes.benchmarks.machine import describe
+from recipes.dlrm_criteo.online_demo.served import Server
+from recipes.dlrm_criteo.samples import Samples
+from recipes.dlrm_criteo.train import CONFIGS, build
+from torchrec_checknrun import Checkpointer, Publish
+
+FRACTION = 0.26
+"""Rows that change between two versions: Check-N-Run's figure for half an hour of training."""
+LOAD = 0.25
+"""Of the server's capacity; an open loop near capacity would measure its own queue."""
+SAMPLES = 16
+"""In a request."""
+BAGS = 64
+"""Samples of the training step that changes rows."""
+CLIENTS = 16
+PATIENCE_SECONDS = 120.0
+_CPU = torch.device("cpu")
+
+
+class Publications:
+    """A training run that publishes what it changes, 26 % of each table's rows at a time."""
+
+    def __init__(self, folder: Path, scale: float) -> None:
+        with initialize_config_dir(str(CONFIGS), version_base=None):
+            config = compose("train", [f"model.scale={scale}", "sharding=table_wise"])
+        architecture = instantiate(config.model)
+        self.rows: list[int] = architecture.num_embeddings_per_feature
+        self.root = folder / "publications"
+        self._model, self._optimizer = build(config, architecture, _CPU)
+        self._checkpointer = Checkpointer(
+            folder / "checkpoints",
+            model=self._model,
+            publish=Publish(self.root, every_seconds=1e9, bits=8, keep=1_000_000),
+        )
+        self._random = np.random.default_rng(0)
+
+    def make(self) -> dict[str, float]:
+        """Train, publish, and return what it cost."""
+        self._optimizer.zero_grad()
+        loss, _ = self._model(self._batch())
+        loss.backward()
+        self._optimizer.step()
+        self._checkpointer.step()
+        began = time.perf_counter()
+        report = self._checkpointer.publish()
+        assert report is not None
+        return {
+            "seconds": time.perf_counter() - began,
+            "stall_seconds": report.stall_seconds,
+            "bytes": sum(report.bytes.values()),
+        }
+
+    def close(self) -> None:
+        """End the run; its publications stay."""
+        self._checkpointer.close()
+
+    def _batch(self) -> Batch:
+        """Make samples that look up 26 % of each table's rows, each once."""
+        random = self._random
+        ids = [random.permutation(rows)[: max(1, int(FRACTION * rows))] for rows in self.rows]
+        lengths = [
+            np.bincount(random.integers(0, BAGS, len(rows)), minlength=BAGS).astype(np.int32)
+            for rows in ids
+        ]
+        features = KeyedJaggedTensor(
+            DEFAULT_CAT_NAMES,
+            torch.from_numpy(np.concatenate(ids)),
+            lengths=torch.from_numpy(np.concatenate(lengths)),
+        )
+        return Batch(torch.rand(BAGS, INT_FEATURE_COUNT), features, torch.ones(BAGS))
+
+
+@dataclass
+class Load:
+    """Requests whose times don't depend on the answers.
+
+    Attributes:
+        per_second: on average; the times are those of a Poisson process.
+        resting, applying: latencies in seconds, of the windows without and with publications.
+    """
+
+    server: Server
+    pool: ThreadPoolExecutor
+    questions: list[Samples]
+    per_second: float = 0.0
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+
+    def find_capacity(self, seconds: float, clients: int) -> float:
+        """Return the answers a second that clients get who ask one question after the other."""
+        until = time.perf_counter() + seconds
+
+        def ask() -> int:
+            count = 0
+            while time.perf_counter() < until:
+                self.server.predict(self.questions[count % len(self.questions)])
+                count += 1
+            return count
+
+        return sum(f.result() for f in [self.pool.submit(ask) for _ in range(clients)]) / seconds
+
+    def ask_while(self, goes_on: Callable[[], bool]) -> list[float]:
+        """Ask at random times; return the latencies, from when each request was due."""
+        answers: list[Future[float]] = []
+        due = time.perf_counter()
+        while goes_on():
+            due += self.random.exponential(1 / self.per_second)
+            time.sleep(max(0.0, due - time.perf_counter()))
+            question = self.questions[len(answers) % len(self.questions)]
+            answers.append(self.pool.submit(self._ask, question, due))
+        return [answer.result() for answer in answers]
+
+    def _ask(self, question: Samples, due: float) -> float:
+        self.server.predict(question)
+        return time.perf_counter() - due
+
+
+class Revealed:
+    """Publications that a server is shown, one after the other."""
+
+    def __init__(self, hidden: Path, root: Path, server: Server) -> None:
+        self._hidden, self._root, self._server = hidden, root, server
+        self._names = sorted(path.name for path in hidden.glob("seq-*"))
+        self.left = len(self._names)
+        self.versions: list[dict[str, Any]] = []
+        self.seconds: list[float] = []
+        """From each reveal until the version was seen to be served."""
+
+    def show(self, count: int) -> None:
+        """Reveal some, each once the one before is served."""
+        for _ in range(count):
+            name = self._names[-self.left]
+            began = time.perf_counter()
+            (self._hidden / name).rename(self._root / name)
+            while (version := self._server.version()) is None or version["id"] != name:
+                if time.perf_counter() > began + PATIENCE_SECONDS:
+                    raise TimeoutError(f"the server never serves {name}, but {version}")
+                time.sleep(0.01)
+            self.seconds.append(time.perf_counter() - began)
+            self.versions.append(version)
+            self.left -= 1
+
+
+def measure(folder: Path, scale: float, windows: int, shown: int) -> dict[str, Any]:
+    """Make the publications, serve them, and measure.
+
+    Args:
+        windows: with publications, and as many without.
+        shown: publications in a window.
+    """
+    run = Publications(folder, scale)
+    costs = [run.make() for _ in tqdm(range(1 + windows * shown), desc="publications", unit="one")]
+    run.close()
+    hidden = run.root.with_name("hidden")
+    run.root.rename(hidden)
+    run.root.mkdir()
+    base = min(hidden.glob("seq-*"))
+    for path in hidden.iterdir():
+        if path == base or not path.name.startswith("seq-"):
+            path.rename(run.root / path.name)
+    overrides = [f"model.scale={scale}", f"root={run.root}", "interval_seconds=0.01"]
+    random = np.random.default_rng(2)
+    questions = [
+        Samples(
+            random.random((SAMPLES, INT_FEATURE_COUNT)).astype(np.float32),
+            random.integers(0, run.rows, (SAMPLES, CAT_FEATURE_COUNT)),
+            np.zeros(SAMPLES, np.float32),
+        )
+        for _ in range(64)
+    ]
+    with Server(folder / "server", overrides) as server, ThreadPoolExecutor(CLIENTS) as pool:
+        revealed = Revealed(hidden, run.root, server)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while server.version() is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the server never serves the first publication: server.log")
+            time.sleep(0.05)
+        load = Load(server, pool, questions)
+        load.find_capacity(1.0, 4)  # warms up
+        capacity = load.find_capacity(3.0, 4)
+        load.per_second = LOAD * capacity
+        applying, resting = [], []
+        for number in tqdm(range(windows), desc="windows", unit="pair"):
+            window = threading.Thread(target=revealed.show, args=(shown,))
+            began = time.perf_counter()
+
+            def apply(window: threading.Thread = window) -> list[float]:
+                window.start()
+                return load.ask_while(window.is_alive)
+
+            def rest(seconds: float) -> list[float]:
+                until = time.perf_counter() + seconds
+                return load.ask_while(lambda: time.perf_counter() < until)
+
+            # Whichever comes first, half of the time: the machine is not the same all along.
+            if number % 2:
+                resting.append(rest(statistics.mean(revealed.seconds) * shown))
+            applying.append(apply())
+            if not number % 2:
+                resting.append(rest(time.perf_counter() - began))
+    return {
+        "rows": sum(run.rows),
+        "publication": _costs(costs, revealed),
+        "capacity": capacity,
+        "per_second": load.per_second,
+        "samples": SAMPLES,
+        "windows": windows,
+        "applying": _latencies(applying),
+        "resting": _latencies(resting),
+    }
+
+
+def _costs(costs: list[dict[str, float]], revealed: Revealed) -> dict[str, Any]:
+    """Tell what publications cost to make, and to apply: of all but the first, which is a base."""
+    whole = [version["whole"] for version in revealed.versions]
+    kinds = {}
+    for kind, wanted in (("differential", False), ("base", True)):
+        chosen = [number for number, each in enumerate(whole) if each is wanted]
+        if chosen:
+            kinds[kind] = {
+                "count": len(chosen),
+                "rows": statistics.median(revealed.versions[n]["rows_applied"] for n in chosen),
+                "visible_seconds": statistics.median(revealed.seconds[n] for n in chosen),
+                **{
+                    name: statistics.median(costs[n + 1][name] for n in chosen) for name in costs[0]
+                },
+            }
+    return kinds
+
+
+def _latencies(windows: list[list[float]]) -> dict[str, Any]:
+    seconds = np.concatenate([np.array(window) for window in windows])
+    p50, p99 = np.percentile(seconds, (50, 99))
+    return {
+        "requests": len(seconds),
+        "p50_ms": 1e3 * p50,
+        "p99_ms": 1e3 * p99,
+        "slowest_ms": 1e3 * seconds.max(),
+        "p99_ms_of_windows": [1e3 * float(np.percentile(window, 99)) for window in windows],
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return the tables of the documentation."""
+    lines = ["| | requests | median | p99 | slowest |", "|---|---:|---:|---:|---:|"]
+    for name in ("applying", "resting"):
+        case = found[name]
+        cells = (f"{case[key]:.1f} ms" for key in ("p50_ms", "p99_ms", "slowest_ms"))
+        lines.append(f"| {name} | {case['requests']} | {' | '.join(cells)} |")
+    ratios = (
+        found["applying"][key] / found["resting"][key] for key in ("p50_ms", "p99_ms", "slowest_ms")
+    )
+    lines.append(f"| ratio | | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
+    lines += [
+        "",
+        "| publications | | rows | MB | stall of training | until durable | revealed to served |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for kind, cost in found["publication"].items():
+        lines.append(
+            f"| {kind} | {cost['count']} | {cost['rows']:.0f} | {cost['bytes'] / 1e6:.1f} | "
+            f"{1e3 * cost['stall_seconds']:.0f} ms | {cost['seconds']:.2f} s | "
+            f"{cost['visible_seconds']:.2f} s |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Parse the command line, measure, print tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--scale", type=float, default=0.1, help="of Criteo Kaggle's tables")
+    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--shown", type=int, default=6, help="publications in a window")
+    parser.add_argument("--markdown", type=Path, help="only print the tables of such a file")
+    options = parser.parse_args()
+    if options.markdown is not None:
+        print(markdown(json.loads(options.markdown.read_text())))
+        return
+    torch.manual_seed(0)
+    folder = Path(tempfile.mkdtemp())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = measure(folder, options.scale, options.windows, options.shown)
+    finally:
+        dist.destroy_process_group()
+        shutil.rmtree(folder)
+    found = {"machine": describe(), **found}
+    print(markdown(found))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
