@@ -40,21 +40,26 @@ struct Cut {
   std::vector<int64_t> rows;
 };
 
-void train(Table& table, CopyOnWrite& copies, int64_t own, unsigned seed, std::atomic<bool>& stop) {
+void train(Table& table, CopyOnWrite& copies, int64_t own, unsigned seed, std::atomic<int>& ended) {
   std::mt19937_64 random(seed);
   std::vector<int64_t> ids;
-  while (!stop.load()) {
+  for (bool last = false; !last;) {
     ids.clear();
     for (int i = 0; i < 300; ++i) ids.push_back(int64_t(random() % kRows));
     ids.push_back(-1);
     ids.push_back(ids.front());
     int64_t handled = 0;
-    while (handled < int64_t(ids.size()) && !stop.load()) {
+    while (handled < int64_t(ids.size())) {
       handled += copies.protect(ids.data() + handled, int64_t(ids.size()) - handled, false);
       if (handled < int64_t(ids.size())) std::this_thread::yield();  // memory is full
     }
-    for (int64_t i = 0; i < handled; ++i) {
-      if (ids[size_t(i)] >= 0 && ids[size_t(i)] % kTrainers == own) table.update(ids[size_t(i)]);
+    last = copies.abandoned();
+    if (last) {
+      // Another thread may still be copying one of these rows, for nobody: that is no race to find.
+      for (++ended; ended.load() < kTrainers;) std::this_thread::yield();
+    }
+    for (const int64_t id : ids) {
+      if (id >= 0 && id % kTrainers == own) table.update(id);
     }
   }
 }
@@ -126,15 +131,14 @@ int main(int argc, char** argv) {
                          {{reinterpret_cast<uint8_t*>(table.weight.data()), 24},
                           {reinterpret_cast<uint8_t*>(table.state.data()), 4}},
                          states.data(), generation, pages);
-      std::atomic<bool> stop{false};
+      std::atomic<int> ended{0};
       std::vector<std::thread> trainers;
       for (int64_t own = 0; own < kTrainers; ++own) {
         trainers.emplace_back(train, std::ref(table), std::ref(copies), own, unsigned(random()),
-                              std::ref(stop));
+                              std::ref(ended));
       }
       stage(cut, copies, random, cuts % 7 == 6);
-      stop = true;
-      copies.abandon();
+      copies.abandon();  // training goes on for one step: without protection
       for (std::thread& trainer : trainers) trainer.join();
       races += copies.protected_rows();
     }

@@ -122,7 +122,7 @@ class CopyOnWrite {
     abandoned_.store(true, std::memory_order_release);
     overflow_.discard();
   }
-  bool abandoned() const { return abandoned_.load(std::memory_order_relaxed); }
+  bool abandoned() const { return abandoned_.load(std::memory_order_acquire); }
 
   int64_t held_in(int64_t start, int64_t stop) { return overflow_.held_in(start, stop); }
   int64_t held() { return overflow_.held(); }
