@@ -39,14 +39,14 @@ SAVE = (
         "#dbe9f6",
         (
             Box(("the backward pass updates", "rows and marks them"), "marks/marks.py"),
-            Box(("step(): a trigger is due,", "no gradient waits"), "run/schedule.py"),
+            Box(("step(): a trigger is due,", "no gradient waits"), "schedule/schedule.py"),
         ),
     ),
     Lane(
         "Training thread, the stall",
         "#f8dcc4",
         (
-            Box(("all ranks agree: full or", "differential, how many bits"), "run/saver.py"),
+            Box(("all ranks agree: full or", "differential, how many bits"), "coordination/saver.py"),
             Box(("the cut: marks are frozen,", "a new interval begins"), "marks/cuts.py"),
             Box(("states are copied; rows", "are copied on write"), "snapshot/staging.py"),
         ),

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from recipes.benchmarks.machine import describe
 from recipes.benchmarks.tracking import Job, Setting, interval
 from torchrec_checknrun import Checkpointer, Images
-from torchrec_checknrun.memory import file
+from torchrec_checknrun.shared_memory import file
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.step_journal import StepJournal
 

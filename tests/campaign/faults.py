@@ -45,7 +45,7 @@ from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.store import retry
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
 T = TypeVar("T")

@@ -34,7 +34,7 @@ from torchrec_checknrun.format import reader as read_chunks
 from torchrec_checknrun.format.manifest import RankFile, parse_manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import parse_index
-from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.values.state import encode_state
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest, resolve
@@ -43,7 +43,7 @@ from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention, pin
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.tools.diff import compare
 from torchrec_checknrun.tools.export import export_dcp, export_safetensors
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader

@@ -18,12 +18,12 @@ from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root import deletion
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import committed
-from torchrec_checknrun.root.lease import FOLDER
+from torchrec_checknrun.writers.lease import FOLDER
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import LocalShard, Rectangle
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
 ROWS = 30

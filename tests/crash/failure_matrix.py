@@ -24,8 +24,8 @@ from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format import rank_file
 from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.root import writer
-from torchrec_checknrun.root.lease import Lease
-from torchrec_checknrun.run import saver
+from torchrec_checknrun.writers.lease import Lease
+from torchrec_checknrun.coordination import saver
 from torchrec_checknrun.save import background
 from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.snapshot import snapshot, staged

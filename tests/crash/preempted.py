@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.run.schedule import Schedule
-from torchrec_checknrun.run.triggers import OnSigterm
+from torchrec_checknrun.schedule.schedule import Schedule
+from torchrec_checknrun.schedule.triggers import OnSigterm
 
 TIMEOUT = timedelta(seconds=60)
 

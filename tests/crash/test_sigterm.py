@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.crash import preempted
-from torchrec_checknrun.run.preemption import EXIT_CODE
+from torchrec_checknrun.schedule.preemption import EXIT_CODE
 
 REPOSITORY = Path(__file__).parents[2]
 GIVES_UP_SECONDS = 10.0

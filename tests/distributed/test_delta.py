@@ -20,7 +20,7 @@ from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.save import background
-from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
 Workers = Callable[[int], WorkerPool]

@@ -20,13 +20,13 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.counting import counting_ids
-from torchrec_checknrun.root.lease import Claim, Holder, Lease
+from torchrec_checknrun.writers.lease import Claim, Holder, Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store import retry, s3
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
 ROWS = 50

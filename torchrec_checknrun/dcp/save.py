@@ -22,7 +22,7 @@ from torchrec_checknrun.errors import InvalidPlan
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.manifest import Header, Kind
 from torchrec_checknrun.format.rank_file import FileSummary, Job
-from torchrec_checknrun.format.state import is_sharded
+from torchrec_checknrun.values.state import is_sharded
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.state_dict import (
     MODEL,

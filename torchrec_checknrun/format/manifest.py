@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
-from torchrec_checknrun.format.checks import (
+from torchrec_checknrun.values.checks import (
     MANIFEST_BYTES,
     Count,
     Measure,
@@ -31,7 +31,7 @@ from torchrec_checknrun.format.checks import (
     seal,
     typed,
 )
-from torchrec_checknrun.format.checks import checksum as _checksum
+from torchrec_checknrun.values.checks import checksum as _checksum
 from torchrec_checknrun.format.losses import MOST, Loss
 from torchrec_checknrun.format.names import PlainName
 

@@ -23,7 +23,7 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
     UnsupportedFormat,
 )
-from torchrec_checknrun.format.checks import (
+from torchrec_checknrun.values.checks import (
     INDEX_BYTES,
     Count,
     Record,

@@ -15,7 +15,7 @@ from tenacity import (
 )
 
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.checks import INDEX_BYTES
+from torchrec_checknrun.values.checks import INDEX_BYTES
 from torchrec_checknrun.format.difference import restored
 from torchrec_checknrun.format.entries import (
     BlockEntry,

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torchrec_checknrun.root.report import CheckpointReport
     from torchrec_checknrun.root.retention import Retention
     from torchrec_checknrun.run.checkpointer import Checkpointer
-    from torchrec_checknrun.run.compaction import CompactAfter
-    from torchrec_checknrun.run.publish import Publish
-    from torchrec_checknrun.run.triggers import Trigger
+    from torchrec_checknrun.options.compact_after import CompactAfter
+    from torchrec_checknrun.options.publish import Publish
+    from torchrec_checknrun.schedule.triggers import Trigger
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 GROUP = "checkpoint"
@@ -274,7 +274,7 @@ def _partial(config: CheckNRunConfig) -> PartialRecovery | None:
 
 
 def _compact_after(config: CheckNRunConfig) -> CompactAfter | None:
-    from torchrec_checknrun.run.compaction import CompactAfter
+    from torchrec_checknrun.options.compact_after import CompactAfter
 
     links, share = config.compact_after_links, config.compact_after_share
     return None if links is None and share is None else CompactAfter(links=links, share=share)
@@ -321,7 +321,7 @@ def _quantization(config: CheckNRunConfig) -> Quantization:
 
 
 def _triggers(config: CheckNRunConfig) -> list[Trigger]:
-    from torchrec_checknrun.run.triggers import AtEnd, EverySeconds, OnSigterm
+    from torchrec_checknrun.schedule.triggers import AtEnd, EverySeconds, OnSigterm
 
     for trigger in config.triggers:
         _require_objects("triggers", trigger)

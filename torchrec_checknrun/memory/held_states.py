@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchrec_checknrun.dense.generators import generators_state
+from torchrec_checknrun.memory.generators import generators_state
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.state import Tree, decode_state, tree_items
-from torchrec_checknrun.memory.file import NoImage
-from torchrec_checknrun.memory.header import Piece
+from torchrec_checknrun.values.state import Tree, decode_state, tree_items
+from torchrec_checknrun.shared_memory.file import NoImage
+from torchrec_checknrun.shared_memory.header import Piece
 from torchrec_checknrun.memory.model_content import (
     ModelContent,
     parts_of,

@@ -15,7 +15,7 @@ from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.format.chunk import BlockHeader
 from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
 from torchrec_checknrun.format.reader import StoredChunk
-from torchrec_checknrun.format.state import SHARDED, is_sharded
+from torchrec_checknrun.values.state import SHARDED, is_sharded
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.hand_written import mark_memory

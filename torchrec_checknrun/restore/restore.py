@@ -40,7 +40,7 @@ from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.shared_root import require_shared
 from torchrec_checknrun.restore.states import Merge, Owners
 from torchrec_checknrun.root.chain import Chain, newest, resolve
-from torchrec_checknrun.root.claims import latest_claim
+from torchrec_checknrun.writers.claims import latest_claim
 from torchrec_checknrun.root.counting import is_newest
 from torchrec_checknrun.store.folder import Folder
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.state import (
+from torchrec_checknrun.values.state import (
     SHARDED,
     TORCH_DTYPES,
     Tree,

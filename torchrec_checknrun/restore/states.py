@@ -20,7 +20,7 @@ from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import Path, decode_state_chunk
 from torchrec_checknrun.format.entries import StateEntry
-from torchrec_checknrun.format.state import Tree, is_sharded, tree_items
+from torchrec_checknrun.values.state import Tree, is_sharded, tree_items
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, write_whole
 from torchrec_checknrun.restore.blocks import SavedBlocks

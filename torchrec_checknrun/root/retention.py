@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from torchrec_checknrun.errors import ChainBroken, CorruptCheckpoint
-from torchrec_checknrun.format.checks import Record, Text, seal, unseal
+from torchrec_checknrun.values.checks import Record, Text, seal, unseal
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import CheckpointId, parse_ids
 from torchrec_checknrun.root.chain import walk

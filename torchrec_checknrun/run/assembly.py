@@ -21,9 +21,9 @@ from torchrec_checknrun.model.tracked import TrackedModel, track
 from torchrec_checknrun.placements import local_bytes
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
-from torchrec_checknrun.run.agreement import agreed
-from torchrec_checknrun.run.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
-from torchrec_checknrun.run.options import Options
+from torchrec_checknrun.options.agreement import agreed
+from torchrec_checknrun.options.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
+from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.links import REFERENCE_SHARES, too_large
 from torchrec_checknrun.snapshot.memory import default_budget

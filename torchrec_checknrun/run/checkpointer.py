@@ -28,19 +28,19 @@ from torchrec_checknrun.restore.restore import Restored, restore
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
 from torchrec_checknrun.root.retention import Retention
-from torchrec_checknrun.run.arguments import PerRank, Replicated
+from torchrec_checknrun.options.arguments import PerRank, Replicated
 from torchrec_checknrun.run.assembly import Assembly
-from torchrec_checknrun.run.compaction import CompactAfter
-from torchrec_checknrun.run.facts import Begun, not_begun
+from torchrec_checknrun.options.compact_after import CompactAfter
+from torchrec_checknrun.coordination.facts import Begun, not_begun
 from torchrec_checknrun.run.missing_root import protect_existing, start_fresh
-from torchrec_checknrun.run.options import Callback, Resume, WhenBusy
-from torchrec_checknrun.run.publish import Publish
-from torchrec_checknrun.run.publisher import make_publisher
+from torchrec_checknrun.options.options import Callback, Resume, WhenBusy
+from torchrec_checknrun.options.publish import Publish
+from torchrec_checknrun.coordination.publisher import make_publisher
 from torchrec_checknrun.run.restore_report import report_recovered, report_restored
-from torchrec_checknrun.run.saver import Saver
-from torchrec_checknrun.run.schedule import Schedule
+from torchrec_checknrun.coordination.saver import Saver
+from torchrec_checknrun.schedule.schedule import Schedule
 from torchrec_checknrun.run.survival import Recovered, Survival, close_image, make_image
-from torchrec_checknrun.run.triggers import Trigger
+from torchrec_checknrun.schedule.triggers import Trigger
 from torchrec_checknrun.save.background import BackgroundKind
 from torchrec_checknrun.save.parent_content import DenseForm
 from torchrec_checknrun.shards import CHUNK_BYTES

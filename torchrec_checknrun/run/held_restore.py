@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrec_checknrun.dense.generators import set_generators
+from torchrec_checknrun.memory.generators import set_generators
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.state import decode_state
+from torchrec_checknrun.values.state import decode_state
 from torchrec_checknrun.memory.held_states import HeldStates, local_parts, replicas
 from torchrec_checknrun.memory.model_content import part_name
 from torchrec_checknrun.model.dense_states import DenseStates

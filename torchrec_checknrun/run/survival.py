@@ -25,9 +25,9 @@ from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain, newest
 from torchrec_checknrun.root.retention import original_of
 from torchrec_checknrun.run.held_restore import HeldRestore
-from torchrec_checknrun.run.options import Options
+from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.run.partial_recovery import LostRank, Side, meet, unruled
-from torchrec_checknrun.run.saver import Saver
+from torchrec_checknrun.coordination.saver import Saver
 from torchrec_checknrun.tiers.copies_folder import CopiesFolder
 from torchrec_checknrun.tiers.peers import Peers
 from torchrec_checknrun.tiers.priority_rows import PriorityRows

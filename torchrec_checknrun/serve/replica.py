@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
-from torchrec_checknrun.format.state import is_sharded
+from torchrec_checknrun.values.state import is_sharded
 from torchrec_checknrun.serve.tables import (
     KINDS,
     ServedTable,

@@ -19,7 +19,7 @@ from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import EncodedChunk, encode_state_chunk
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.format.row_chunk import encode_rows
-from torchrec_checknrun.format.state import Tree
+from torchrec_checknrun.values.state import Tree
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.snapshot.digest import Digest, joint_digest

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.format.chunk import dtype_name
-from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.values.state import encode_state
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import Rows

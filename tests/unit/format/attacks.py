@@ -8,7 +8,7 @@ from typing import Any
 import zstandard
 
 from tests.unit.forgery import Forged, ForgedFile
-from torchrec_checknrun.format.checks import VALUES
+from torchrec_checknrun.values.checks import VALUES
 from torchrec_checknrun.format.chunk import DECODED_BYTES
 
 HUGE = 2**50

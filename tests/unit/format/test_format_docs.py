@@ -33,14 +33,8 @@ from torchrec_checknrun.codecs import (
 )
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
-from torchrec_checknrun.format import (
-    checks,
-    chunk,
-    entries,
-    rank_file,
-    row_ids,
-    state,
-)
+from torchrec_checknrun.values import checks, state
+from torchrec_checknrun.format import chunk, entries, rank_file, row_ids
 from torchrec_checknrun.format.manifest import Manifest, RankFile, TableTotals
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC, write_rank_file

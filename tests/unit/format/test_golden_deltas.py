@@ -20,7 +20,7 @@ from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "deltas"

@@ -22,7 +22,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.tools.links import build_table
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 from torchrec_checknrun.tools.verify import verify

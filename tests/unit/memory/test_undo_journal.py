@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrec_checknrun.marks.intervals import IntervalClock, KeptMarks
-from torchrec_checknrun.memory.areas import Areas, Layout
-from torchrec_checknrun.memory.header import Word
+from torchrec_checknrun.shared_memory.areas import Areas, Layout
+from torchrec_checknrun.shared_memory.header import Word
 from torchrec_checknrun.memory.step_journal import StepJournal
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape

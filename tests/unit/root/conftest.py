@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.writers.lease import Lease
 
 
 @pytest.fixture

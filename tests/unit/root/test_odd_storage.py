@@ -27,13 +27,13 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, is_plain_name
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore import shared_root
-from torchrec_checknrun.root import claims, lease, liveness
+from torchrec_checknrun.writers import claims, lease, liveness
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import committed
-from torchrec_checknrun.root.claims import FOLDER, Holder
+from torchrec_checknrun.writers.claims import FOLDER, Holder
 from torchrec_checknrun.root.counting import counting_ids
-from torchrec_checknrun.root.lease import Lease
+from torchrec_checknrun.writers.lease import Lease
 from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import PINNED, Retention, is_pinned, pin, pin_problem

@@ -12,10 +12,10 @@ from tests.distributed.states import gather
 from tests.unit.run.jobs import train
 from tests.unit.run.lives import Lives, differences
 from torchrec_checknrun import Checkpointer
-from torchrec_checknrun.memory import file as files
+from torchrec_checknrun.shared_memory import file as files
 from torchrec_checknrun.memory.agreement import Found
-from torchrec_checknrun.memory.areas import Areas
-from torchrec_checknrun.memory.header import (
+from torchrec_checknrun.shared_memory.areas import Areas
+from torchrec_checknrun.shared_memory.header import (
     FIRST_BYTES,
     HEAD_BYTES,
     LAYOUT_BYTES,

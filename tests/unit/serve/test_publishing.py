@@ -18,7 +18,7 @@ from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.root.followers import announced
-from torchrec_checknrun.run.publisher import CheapChain, Publisher
+from torchrec_checknrun.coordination.publisher import CheapChain, Publisher
 from torchrec_checknrun.store.folder import Folder
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -1,0 +1,76 @@
+"""Name what each rank says when a checkpoint is due, and what rank 0's decision leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from torchrec_checknrun.errors import CheckNRunError, SaveDeferred, SaveFailed
+from torchrec_checknrun.root.lineage import Proposal
+from torchrec_checknrun.coordination.compaction import Copied
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank's report when a checkpoint is due."""
+
+    step: int
+    waiting: bool
+    """Whether gradients wait for their optimizer."""
+    busy: bool
+    """Whether a checkpoint or a publication is still being written."""
+    hangs: bool
+    """Whether a checkpoint was given up and its thread has not returned yet."""
+    failed: bool
+    """Whether the last checkpoint was not committed and the caller has not been told yet."""
+    modified: bool
+    """Whether rows were marked since the last checkpoint, or may have been."""
+    proposal: Proposal | None
+    """Rank 0's proposal of the next checkpoint; None on other ranks."""
+    committed: bool
+    """Whether rank 0 has found that this step is committed already and can be restored."""
+    references: str | None
+    """The checkpoint, by checksum, that this rank's next one can be a link to; None: it must be a
+    base.
+    """
+    copied: Copied | None = None
+    """What became of a compaction behind training, on rank 0; None: nothing new."""
+    publishing: bool = False
+    """Whether it is a publication that is still being written."""
+
+
+class Begun(Enum):
+    """The outcome of the attempt to begin a checkpoint, the same on all ranks."""
+
+    YES = "the checkpoint is on its way"
+    DEFERRED = "gradients wait for their optimizer"
+    BUSY = "another checkpoint is still being written"
+    FAILED = "the previous checkpoint failed, or the storage did: see ``Outcomes.raise_failure``"
+    UNCHANGED = "the last checkpoint, of the same step, holds everything"
+
+
+def require_one_step(facts: Sequence[Facts]) -> None:
+    """Raise SaveFailed where ranks are at different steps, naming these."""
+    steps = [fact.step for fact in facts]
+    if len(set(steps)) > 1:
+        raise SaveFailed(
+            f"the ranks are at different steps {steps}: call step() or save() on all ranks at "
+            "the same point of the training loop"
+        )
+
+
+def not_begun(begun: Begun, step: int) -> CheckNRunError | None:
+    """Return the error for the caller of an explicit save that was not begun; None if it was."""
+    if begun is Begun.FAILED:
+        return SaveFailed(
+            f"step {step} was not saved: on another rank the previous checkpoint was not "
+            "committed. Its rows are kept for the next one; save again"
+        )
+    if begun is Begun.DEFERRED:
+        return SaveDeferred(
+            f"step {step} was not saved: gradients wait for their optimizer, and a checkpoint "
+            "would lose them. Call the optimizer's step(), or zero_grad() to drop them, and save "
+            "again; step() saves by itself as soon as none waits"
+        )
+    return None
