@@ -21,12 +21,11 @@ from unittest import mock
 from recipes.dlrm_criteo.train import main
 from tests.crash import kills
 from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.coordination import saver
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.marks.row_copies import KernelCopies, ShardCopies
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.root.deletion import Deletion
-from torchrec_checknrun.writers.lease import Lease
-from torchrec_checknrun.coordination import saver
 from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.save.plan import Prepared, Share
 from torchrec_checknrun.snapshot import late_copies, staging
@@ -35,6 +34,7 @@ from torchrec_checknrun.snapshot.staged import StagedJob
 from torchrec_checknrun.snapshot.staging import Staging
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.new_file import NewFile
+from torchrec_checknrun.writers.lease import Lease
 
 RUN_DIR = Path(next(a.split("=", 1)[1] for a in sys.argv if a.startswith("run_dir=")))
 RANK = int(os.environ["RANK"])

@@ -28,7 +28,7 @@ from torchrec_checknrun import (
     Retention,
 )
 from torchrec_checknrun.errors import RootNotShared
-from torchrec_checknrun.restore import shared_root
+from torchrec_checknrun.root import shared_root
 
 Workers = Callable[[int], WorkerPool]
 

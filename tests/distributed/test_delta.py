@@ -17,10 +17,10 @@ from tests.distributed.test_layouts import NAMES, SPEC, layout
 from tests.distributed.worker_pool import WorkerPool
 from tests.unit.run.deltas import delta, pieces
 from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.save import background
-from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
 Workers = Callable[[int], WorkerPool]

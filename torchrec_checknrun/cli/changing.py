@@ -31,13 +31,13 @@ from torchrec_checknrun.cli.output import (
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
 from torchrec_checknrun.root import prune as pruning
 from torchrec_checknrun.root.checkpoints import require_root
-from torchrec_checknrun.writers.claims import latest_claim
-from torchrec_checknrun.writers.liveness import standing_of
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.retention import pin as pin_checkpoint
 from torchrec_checknrun.root.retention import unpin as unpin_checkpoint
 from torchrec_checknrun.store.retry import masked
 from torchrec_checknrun.tools.control_records import Damage, find_damage
+from torchrec_checknrun.writers.claims import latest_claim
+from torchrec_checknrun.writers.liveness import standing_of
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 

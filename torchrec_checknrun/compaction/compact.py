@@ -20,6 +20,9 @@ import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from torchrec_checknrun.compaction.row_pieces import Piece, chunks_of
+from torchrec_checknrun.compaction.row_ranges import RowRanges
+from torchrec_checknrun.compaction.spool import Spool
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.errors import (
     CheckpointNotFound,
@@ -37,16 +40,13 @@ from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent, overlap, read_content
 from torchrec_checknrun.root.chain import Chain, check_sizes, newest_required, resolve
-from torchrec_checknrun.writers.claims import latest_claim
-from torchrec_checknrun.writers.lease import Lease
 from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoint_report
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.links import ByColumns, build_table
-from torchrec_checknrun.compaction.row_pieces import Piece, chunks_of
-from torchrec_checknrun.compaction.row_ranges import RowRanges
-from torchrec_checknrun.compaction.spool import Spool
 from torchrec_checknrun.version import __version__
+from torchrec_checknrun.writers.claims import latest_claim
+from torchrec_checknrun.writers.lease import Lease
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import os
 
 import torch
 
-from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.compaction.compact import compact_in
+from torchrec_checknrun.store.folder import Folder
 
 _NICENESS = 10
 """Training comes first."""

@@ -13,6 +13,13 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from torchrec_checknrun.coordination.facts import Begun, Facts, require_one_step
+from torchrec_checknrun.coordination.going_on import GoingOn
+from torchrec_checknrun.coordination.outcomes import Outcomes
+from torchrec_checknrun.coordination.proposer import Proposer
+from torchrec_checknrun.coordination.replicas import united_later
+from torchrec_checknrun.coordination.root_claim import RootClaim
+from torchrec_checknrun.coordination.waiting import await_save, finish_at_exit, still_hanging
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.dense.gradients import PendingGradients
@@ -21,6 +28,7 @@ from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.memory.image import RankImage
+from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain
@@ -28,14 +36,6 @@ from torchrec_checknrun.root.lineage import Lineage, Proposal
 from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.root.report import CheckpointReport, Progress
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.coordination.facts import Begun, Facts, require_one_step
-from torchrec_checknrun.coordination.going_on import GoingOn
-from torchrec_checknrun.options.options import Options
-from torchrec_checknrun.coordination.outcomes import Outcomes
-from torchrec_checknrun.coordination.proposer import Proposer
-from torchrec_checknrun.coordination.replicas import united_later
-from torchrec_checknrun.coordination.root_claim import RootClaim
-from torchrec_checknrun.coordination.waiting import await_save, finish_at_exit, still_hanging
 from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.links import HeldReferences
 from torchrec_checknrun.save.save import Save

@@ -41,8 +41,8 @@ from torchrec_checknrun.dense.tree import (
 )
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.values.state import Tree, decode_state, empty_state, tree_items
 from torchrec_checknrun.format.state_tree import leaves
+from torchrec_checknrun.values.state import Tree, decode_state, empty_state, tree_items
 
 logger = logging.getLogger(__name__)
 

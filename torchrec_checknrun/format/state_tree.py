@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from torchrec_checknrun.values.checks import LARGEST, Count, Record, typed
 from torchrec_checknrun.format.chunk import Path
+from torchrec_checknrun.values.checks import LARGEST, Count, Record, typed
 from torchrec_checknrun.values.plain_values import SETS, as_float, check_value
 from torchrec_checknrun.values.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import torch
 
-from torchrec_checknrun.values.state import encode_state
-from torchrec_checknrun.shared_memory.header import Piece
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.dense_model import DenseModel, DensePart
 from torchrec_checknrun.model.state_dict import MODEL
+from torchrec_checknrun.shared_memory.header import Piece
+from torchrec_checknrun.values.state import encode_state
 
 _ALIGN = 64
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchrec_checknrun.memory.held_states import size_of
 from torchrec_checknrun.shared_memory.areas import Areas
 from torchrec_checknrun.shared_memory.file import NoImage
 from torchrec_checknrun.shared_memory.header import HEAD_BYTES, Piece, Place
-from torchrec_checknrun.memory.held_states import size_of
 
 _NAMES = ("state-0", "state-1")
 

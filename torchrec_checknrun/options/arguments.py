@@ -22,11 +22,11 @@ from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_nam
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.memory.partial import PartialRecovery
 from torchrec_checknrun.model.state_dict import MODEL
+from torchrec_checknrun.options.compact_after import CompactAfter
 from torchrec_checknrun.restore.states import Merge
 from torchrec_checknrun.root.policy import POLICIES, Consecutive, Intermittent, OneShot, Policy
-from torchrec_checknrun.options.compact_after import CompactAfter
-from torchrec_checknrun.schedule.triggers import EverySteps
 from torchrec_checknrun.save.process import require_shared
+from torchrec_checknrun.schedule.triggers import EverySteps
 from torchrec_checknrun.store.folder import Folder
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")

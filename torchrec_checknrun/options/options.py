@@ -14,16 +14,16 @@ from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import PerRankBuffers
 from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.memory.partial import PartialRecovery
-from torchrec_checknrun.root.policy import Policy
-from torchrec_checknrun.root.report import CheckpointReport
-from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.options import arguments
 from torchrec_checknrun.options.arguments import PerRank, Replicated
 from torchrec_checknrun.options.compact_after import CompactAfter
 from torchrec_checknrun.options.publish import Publish
-from torchrec_checknrun.schedule.triggers import EverySteps, Trigger
+from torchrec_checknrun.root.policy import Policy
+from torchrec_checknrun.root.report import CheckpointReport
+from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.save.background import BackgroundKind
 from torchrec_checknrun.save.parent_content import DenseForm
+from torchrec_checknrun.schedule.triggers import EverySteps, Trigger
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 from torchrec_checknrun.store.folder import Folder
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.placements import dtype_of
 from torchrec_checknrun.values.state import (
     SHARDED,
     TORCH_DTYPES,
@@ -18,7 +19,6 @@ from torchrec_checknrun.values.state import (
     tree_items,
     tree_values,
 )
-from torchrec_checknrun.placements import dtype_of
 
 
 def check_state(

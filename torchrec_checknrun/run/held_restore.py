@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrec_checknrun.memory.generators import set_generators
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.values.state import decode_state
+from torchrec_checknrun.memory.generators import set_generators
 from torchrec_checknrun.memory.held_states import HeldStates, local_parts, replicas
 from torchrec_checknrun.memory.model_content import part_name
 from torchrec_checknrun.model.dense_states import DenseStates
@@ -17,6 +16,7 @@ from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.restore import Target, hand_back
 from torchrec_checknrun.restore.states import Owners, SavedStates, StateRestore
+from torchrec_checknrun.values.state import decode_state
 
 _NAME = "the image"
 

@@ -10,9 +10,9 @@ import logging
 
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound, RootInUse
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.restore.shared_root import require_nowhere
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import committed, describe_empty, has_manifest
+from torchrec_checknrun.root.shared_root import require_nowhere
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.store.folder import Folder
 

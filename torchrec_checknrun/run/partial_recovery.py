@@ -20,13 +20,14 @@ from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.format.rank_file import rank_file_name
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
-from torchrec_checknrun.values.state import Tree, encode_state
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.memory.agreement import Decision
 from torchrec_checknrun.memory.held_states import HeldStates, local_parts
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
+from torchrec_checknrun.options.arguments import COPY, LostRule, PerRank, Replicated
+from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.chunks import (
     ChainContent,
@@ -40,11 +41,10 @@ from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.root.lineage import Lineage
-from torchrec_checknrun.options.arguments import COPY, LostRule, PerRank, Replicated
-from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.shards import TableShape
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers.priority_rows import apply_saves
+from torchrec_checknrun.values.state import Tree, encode_state
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.coordination.saver import Saver
 from torchrec_checknrun.format.losses import portion
 from torchrec_checknrun.ranks import ranks_text
 from torchrec_checknrun.restore.restore import Restored
 from torchrec_checknrun.root.report import RankSource, RestoreReport
-from torchrec_checknrun.coordination.saver import Saver
 from torchrec_checknrun.run.survival import Recovered
 
 

@@ -17,6 +17,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.compaction.compact import FILE_BYTES, write_files
 from torchrec_checknrun.delta.rows import values_of
 from torchrec_checknrun.dense.buffers import BUFFERS
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
@@ -42,7 +43,6 @@ from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.root.writer import RootWriter, commit
 from torchrec_checknrun.shards import RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.compaction.compact import FILE_BYTES, write_files
 from torchrec_checknrun.tools.dense import MODEL
 from torchrec_checknrun.tools.links import TableLinks
 from torchrec_checknrun.version import __version__

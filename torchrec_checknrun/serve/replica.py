@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
-from torchrec_checknrun.values.state import is_sharded
 from torchrec_checknrun.serve.tables import (
     KINDS,
     ServedTable,
@@ -19,6 +18,7 @@ from torchrec_checknrun.serve.tables import (
     memory_of,
     quantized_tables,
 )
+from torchrec_checknrun.values.state import is_sharded
 
 _WEIGHT = ".weight"
 _COLLISIONS = ("_managed_collision_collection", "_mch_", "_hash_zch_")

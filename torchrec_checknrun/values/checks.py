@@ -12,6 +12,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Set
+from datetime import datetime
 from reprlib import repr as shown
 from typing import Annotated, Any, TypeVar
 
@@ -181,3 +182,17 @@ def _finite(text: str) -> float:
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is not a number")
+
+
+def require_time(name: str, text: str) -> None:
+    """Refuse anything but ISO 8601 with a time zone: retention counts hours by it.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    try:
+        zone = datetime.fromisoformat(text).tzinfo
+    except ValueError:
+        zone = None
+    if zone is None:
+        raise ValueError(f"{name}: {shown(text)} is not ISO 8601 with a time zone")

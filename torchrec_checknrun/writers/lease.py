@@ -20,6 +20,8 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from torchrec_checknrun.errors import CorruptCheckpoint, RootInUse, StorageFailed
+from torchrec_checknrun.store.deadlines import EXIT_SECONDS
+from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import (
     FOLDER,
     LEASE_SECONDS,
@@ -35,8 +37,6 @@ from torchrec_checknrun.writers.claims import (
     read_claims,
 )
 from torchrec_checknrun.writers.liveness import clean_up, is_fresh, standing_of
-from torchrec_checknrun.store.deadlines import EXIT_SECONDS
-from torchrec_checknrun.store.folder import Folder
 
 __all__ = ["FOLDER", "LEASE_SECONDS", "Claim", "Holder", "Lease", "latest_claim"]
 

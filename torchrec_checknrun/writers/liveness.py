@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint
+from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import (
     FOLDER,
     LEASE_SECONDS,
@@ -24,7 +25,6 @@ from torchrec_checknrun.writers.claims import (
     read_claims,
     temporary_epoch,
 )
-from torchrec_checknrun.store.folder import Folder
 
 logger = logging.getLogger(__name__)
 

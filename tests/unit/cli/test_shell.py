@@ -20,9 +20,9 @@ from tests.unit.chains import chain_of_three, new_root, put_manifest
 from tests.unit.console import Console
 from torchrec_checknrun.cli import listing, main, output
 from torchrec_checknrun.errors import StorageFailed
-from torchrec_checknrun.writers import lease
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.version import __version__
+from torchrec_checknrun.writers import lease
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 

@@ -31,10 +31,11 @@ from tests.unit.chains import (
     write,
     write_chain,
 )
-from tests.unit.entries import decode_stored, fields
 from tests.unit.compaction.compacted import WHOLE, assert_restores_alike, compacted, small_chain
+from tests.unit.entries import decode_stored, fields
 from torchrec_checknrun import compact
 from torchrec_checknrun.codecs import KMeans
+from torchrec_checknrun.compaction import compact as compaction
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.root.chain import newest, resolve
@@ -43,7 +44,6 @@ from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.compaction import compact as compaction
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 

@@ -22,7 +22,6 @@ from tests.unit.chains import (
     write,
     write_chain,
 )
-from tests.unit.entries import fields
 from tests.unit.compaction.compacted import (
     WHOLE,
     assert_restores_alike,
@@ -30,18 +29,19 @@ from tests.unit.compaction.compacted import (
     flip,
     small_chain,
 )
+from tests.unit.entries import fields
 from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, KMeans, Method, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
+from torchrec_checknrun.compaction import compact as compaction
+from torchrec_checknrun.compaction.row_pieces import Piece, chunks_of
+from torchrec_checknrun.compaction.row_ranges import RowRanges
+from torchrec_checknrun.compaction.spool import Spool
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.compaction import compact as compaction
-from torchrec_checknrun.compaction.row_pieces import Piece, chunks_of
-from torchrec_checknrun.compaction.row_ranges import RowRanges
-from torchrec_checknrun.compaction.spool import Spool
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 

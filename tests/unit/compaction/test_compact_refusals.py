@@ -9,9 +9,16 @@ import fsspec
 import pytest
 
 from tests.unit.chains import Part, content_of, write, write_chain
+from tests.unit.compaction.compacted import (
+    WHOLE,
+    assert_restores_alike,
+    compacted,
+    flip,
+    small_chain,
+)
 from tests.unit.entries import fields
-from tests.unit.compaction.compacted import WHOLE, assert_restores_alike, compacted, flip, small_chain
 from torchrec_checknrun import compact
+from torchrec_checknrun.compaction import compact as compaction
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckpointNotFound,
@@ -22,12 +29,11 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root import deletion
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
-from torchrec_checknrun.writers.lease import Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.compaction import compact as compaction
+from torchrec_checknrun.writers.lease import Lease
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 

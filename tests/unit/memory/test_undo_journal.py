@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrec_checknrun.marks.intervals import IntervalClock, KeptMarks
-from torchrec_checknrun.shared_memory.areas import Areas, Layout
-from torchrec_checknrun.shared_memory.header import Word
 from torchrec_checknrun.memory.step_journal import StepJournal
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.shared_memory.areas import Areas, Layout
+from torchrec_checknrun.shared_memory.header import Word
 
 pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was not built")
 

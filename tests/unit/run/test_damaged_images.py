@@ -12,8 +12,10 @@ from tests.distributed.states import gather
 from tests.unit.run.jobs import train
 from tests.unit.run.lives import Lives, differences
 from torchrec_checknrun import Checkpointer
-from torchrec_checknrun.shared_memory import file as files
 from torchrec_checknrun.memory.agreement import Found
+from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.run.survival import make_image
+from torchrec_checknrun.shared_memory import file as files
 from torchrec_checknrun.shared_memory.areas import Areas
 from torchrec_checknrun.shared_memory.header import (
     FIRST_BYTES,
@@ -24,8 +26,6 @@ from torchrec_checknrun.shared_memory.header import (
     USED,
     Word,
 )
-from torchrec_checknrun.native import has_extension
-from torchrec_checknrun.run.survival import make_image
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),

@@ -10,8 +10,8 @@ from tests.distributed.states import gather
 from tests.unit.run.jobs import checkpointer, make_job, restored, train
 from tests.unit.run.lives import Lives, a_shard, by_images, differences, undisturbed
 from torchrec_checknrun import Images
-from torchrec_checknrun.shared_memory import file as files
 from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.shared_memory import file as files
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),

@@ -16,12 +16,12 @@ from tests.unit.run.jobs import checkpointer, make_job, train
 from tests.unit.run.lives import Lives, by_images, differences, image_of, undisturbed
 from torchrec_checknrun import Checkpointer, Images
 from torchrec_checknrun.errors import ImagesRefused, ModelPartlyRestored
-from torchrec_checknrun.shared_memory import file as files
-from torchrec_checknrun.shared_memory.header import HEAD_BYTES
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.shard_memory import ShardMemory
 from torchrec_checknrun.memory.step_journal import StepJournal
 from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.shared_memory import file as files
+from torchrec_checknrun.shared_memory.header import HEAD_BYTES
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),

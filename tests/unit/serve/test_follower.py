@@ -16,12 +16,12 @@ from torchrec_checknrun import (
     Quantization,
     Retention,
 )
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.format.entries import difference_of
 from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.format.reader import read_indexes
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.compaction.compact import compact
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from torchrec_checknrun.errors import ImagesRefused
+from torchrec_checknrun.memory.sweep import sweep
+from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shared_memory import file as files
 from torchrec_checknrun.shared_memory import space
 from torchrec_checknrun.shared_memory.areas import Areas, Layout
 from torchrec_checknrun.shared_memory.file import PAGE, ImageFile, NoImage, owner_text, this_process
 from torchrec_checknrun.shared_memory.header import FIRST_BYTES, Word, Words
 from torchrec_checknrun.shared_memory.space import require_space
-from torchrec_checknrun.memory.sweep import sweep
-from torchrec_checknrun.native import has_extension
 
 pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was not built")
 

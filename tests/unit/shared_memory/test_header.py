@@ -8,9 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_checknrun.shared_memory.file import NoImage
-from torchrec_checknrun.shared_memory.header import HEAD_BYTES, PAGE, USED, Place, Record, Word, Words
 from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.shared_memory.file import NoImage
+from torchrec_checknrun.shared_memory.header import (
+    HEAD_BYTES,
+    PAGE,
+    USED,
+    Place,
+    Record,
+    Word,
+    Words,
+)
 
 pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was not built")
 

@@ -22,9 +22,9 @@ from tests.examples import examples
 from tests.unit.chains import new_root
 from tests.unit.plain_states import load, save
 from torchrec_checknrun.errors import UnsupportedState
-from torchrec_checknrun.values.state import decode_state, encode_state
 from torchrec_checknrun.format.state_tree import check_tree
 from torchrec_checknrun.tools.diff import same
+from torchrec_checknrun.values.state import decode_state, encode_state
 
 INTEGERS = st.integers(-(2**63) + 1, 2**63 - 1)
 DTYPES = [torch.float32, torch.bfloat16, torch.quint8, torch.complex64, torch.bool]

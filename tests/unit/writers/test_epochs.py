@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.writers.lease import FOLDER, Lease, latest_claim
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.lease import FOLDER, Lease, latest_claim
 
 
 def claim(root: Folder) -> int:

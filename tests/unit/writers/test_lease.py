@@ -17,8 +17,8 @@ from tests.unit.root.writers import ELSEWHERE, become, nothing
 from torchrec_checknrun.errors import ClaimDamaged, RootInUse
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.counting import counting
-from torchrec_checknrun.writers.lease import FOLDER, Claim, Holder, Lease, latest_claim
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.lease import FOLDER, Claim, Holder, Lease, latest_claim
 
 
 def long_ago(monkeypatch: pytest.MonkeyPatch, root: Folder, claim: Claim) -> None:

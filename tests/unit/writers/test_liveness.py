@@ -17,10 +17,10 @@ from msgspec.structs import replace
 
 from tests.unit.console import Console
 from torchrec_checknrun.errors import RootInUse
+from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers import liveness
 from torchrec_checknrun.writers.claims import FOLDER, Claim, Holder, latest_claim
 from torchrec_checknrun.writers.lease import Lease
-from torchrec_checknrun.store.folder import Folder
 
 FAR = Holder("another run", 0, "far", "another", 7, 7)
 

@@ -13,8 +13,8 @@ from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.counting import counting
-from torchrec_checknrun.writers.lease import FOLDER, Claim, Holder, Lease, latest_claim
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.lease import FOLDER, Claim, Holder, Lease, latest_claim
 
 
 def upon(root: Folder, parent: Manifest, epoch: int) -> Manifest:
