@@ -42,7 +42,7 @@ FULL = ("-m", "not slow", "tests/unit", "tests/distributed")
 QUICK = (
     *("-m", "not slow", "tests/unit/codecs", "tests/unit/dense", "tests/unit/model"),
     *("tests/unit/format/test_golden.py", "tests/unit/format/test_manifest.py"),
-    *("tests/unit/coordination/test_saver.py", "tests/unit/test_direct_saves.py"),
+    *("tests/unit/run/test_saver.py", "tests/unit/test_direct_saves.py"),
     *("tests/unit/test_native.py", "tests/distributed/test_dcp_direct.py"),
     *("tests/distributed/test_dense_optimizers.py", "tests/distributed/test_dtensor.py"),
     *("tests/distributed/test_layouts.py", "tests/distributed/test_managed_collision.py"),

@@ -46,9 +46,7 @@ SAVE = (
         "Training thread, the stall",
         "#f8dcc4",
         (
-            Box(
-                ("all ranks agree: full or", "differential, how many bits"), "coordination/saver.py"
-            ),
+            Box(("all ranks agree: full or", "differential, how many bits"), "run/saver.py"),
             Box(("the cut: marks are frozen,", "a new interval begins"), "marks/cuts.py"),
             Box(("states are copied; rows", "are copied on write"), "snapshot/staging.py"),
         ),

@@ -47,9 +47,9 @@ from torchrec_checknrun import (
     Retention,
     compact,
 )
-from torchrec_checknrun.coordination.compaction import CompactionProcess
 from torchrec_checknrun.policy import Policy
 from torchrec_checknrun.root.chain import newest_required, resolve
+from torchrec_checknrun.run.compaction import CompactionProcess
 from torchrec_checknrun.store.folder import Folder
 
 WIDTHS: Mapping[str, int | None] = {"exact": None, "4 bit": 4}

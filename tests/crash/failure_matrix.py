@@ -20,11 +20,11 @@ from tests.distributed import references
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
 from tests.distributed.states import gather, scramble
 from torchrec_checknrun import Checkpointer, Consecutive, Retention
-from torchrec_checknrun.coordination import saver
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format import rank_file
 from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.root import writer
+from torchrec_checknrun.run import saver
 from torchrec_checknrun.save import background
 from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.snapshot import snapshot, staged

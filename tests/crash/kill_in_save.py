@@ -21,11 +21,11 @@ from unittest import mock
 from recipes.dlrm_criteo.train import main
 from tests.crash import kills
 from torchrec_checknrun import Checkpointer
-from torchrec_checknrun.coordination import saver
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.marks.row_copies import KernelCopies, ShardCopies
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.root.deletion import Deletion
+from torchrec_checknrun.run import saver
 from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.save.plan import Prepared, Share
 from torchrec_checknrun.snapshot import late_copies, staging

@@ -22,8 +22,8 @@ from tests.distributed.small_job import Workers, build, checkpointer, where
 from tests.distributed.states import gather
 from tests.unit.run import jobs
 from torchrec_checknrun import Checkpointer
-from torchrec_checknrun.coordination import waiting
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.run import waiting
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store import new_file
 

@@ -24,8 +24,8 @@ from tests.distributed.states import State, gather
 from tests.distributed.worker_pool import CaseFailed, WorkerPool
 from tests.distributed.zoo import build_zoo
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Follower, Publish
-from torchrec_checknrun.coordination.publisher import Publisher
 from torchrec_checknrun.errors import UnsupportedState, UnsupportedTable
+from torchrec_checknrun.run.publisher import Publisher
 from torchrec_checknrun.save import background
 
 Workers = Callable[[int], WorkerPool]

@@ -15,7 +15,7 @@ import msgspec
 
 from torchrec_checknrun.cli.output import complain
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.values.checks import Measure, Text, typed
+from torchrec_checknrun.format.checks import Measure, Text, typed
 
 
 @dataclass

@@ -29,11 +29,11 @@ from torchrec_checknrun.cli.output import (
 )
 from torchrec_checknrun.cli.plots import Point, draw
 from torchrec_checknrun.errors import CheckpointNotFound
+from torchrec_checknrun.format.checks import Count, Measure, Text, typed
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.report import Progress, checkpoint_report
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.values.checks import Count, Measure, Text, typed
 
 PARTS = ("weights", "optimizer", "ids", "dense", "other")
 """The parts of a checkpoint's bytes."""

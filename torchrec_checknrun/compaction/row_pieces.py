@@ -22,6 +22,7 @@ from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.delta.rows import encode_grid
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format import row_ids
+from torchrec_checknrun.format.checks import Options
 from torchrec_checknrun.format.chunk import DECODED_BYTES, EncodedChunk, Sections
 from torchrec_checknrun.format.entries import (
     ExactSection,
@@ -38,7 +39,6 @@ from torchrec_checknrun.format.row_chunk import add_exact
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.format.row_values import EncodedRows, EncodedState
 from torchrec_checknrun.restore.links import newest_rows
-from torchrec_checknrun.values.checks import Options
 from torchrec_checknrun.values.state import raw_bytes
 
 

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from torchrec_checknrun.boxes import Span
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
-from torchrec_checknrun.values.checks import (
+from torchrec_checknrun.format.checks import (
     LARGEST,
     Count,
     Measure,

@@ -16,9 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
-from torchrec_checknrun.format.losses import MOST, Loss
-from torchrec_checknrun.format.names import PlainName
-from torchrec_checknrun.values.checks import (
+from torchrec_checknrun.format.checks import (
     MANIFEST_BYTES,
     Count,
     Measure,
@@ -33,7 +31,9 @@ from torchrec_checknrun.values.checks import (
     seal,
     typed,
 )
-from torchrec_checknrun.values.checks import checksum as _checksum
+from torchrec_checknrun.format.checks import checksum as _checksum
+from torchrec_checknrun.format.losses import MOST, Loss
+from torchrec_checknrun.format.names import PlainName
 
 FORMAT_VERSION = 2
 """The highest version that is read. A checkpoint gets the lowest one that holds all of it."""

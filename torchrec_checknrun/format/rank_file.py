@@ -23,6 +23,14 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
     UnsupportedFormat,
 )
+from torchrec_checknrun.format.checks import (
+    INDEX_BYTES,
+    Count,
+    Record,
+    parse_json,
+    require_limits,
+    typed,
+)
 from torchrec_checknrun.format.chunk import BlockHeader, EncodedChunk, block_header
 from torchrec_checknrun.format.entries import (
     ROWS_DTYPES,
@@ -41,14 +49,6 @@ from torchrec_checknrun.shards import TableShape
 from torchrec_checknrun.store.behind import WriteBehind
 from torchrec_checknrun.store.file_copy import NO_COPY, CopyTo, FileCopy, file_copy
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.values.checks import (
-    INDEX_BYTES,
-    Count,
-    Record,
-    parse_json,
-    require_limits,
-    typed,
-)
 
 FOOTER = struct.Struct("<QQ16s8s")
 """Index offset, index length, index checksum (xxh3-64, hex), magic."""

@@ -15,6 +15,7 @@ from tenacity import (
 )
 
 from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.format.checks import INDEX_BYTES
 from torchrec_checknrun.format.difference import restored
 from torchrec_checknrun.format.entries import (
     BlockEntry,
@@ -27,7 +28,6 @@ from torchrec_checknrun.format.entries import (
 from torchrec_checknrun.format.manifest import DIFFERENCES_VERSION, Manifest, RankFile
 from torchrec_checknrun.format.rank_file import FOOTER, Header, parse_index
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.values.checks import INDEX_BYTES
 
 VISIBLE_SECONDS = 10.0
 """How long a file that rank 0 has seen may take to appear on this machine."""

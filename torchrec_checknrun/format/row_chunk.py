@@ -25,6 +25,7 @@ from torchrec_checknrun.codecs import (
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.format import row_ids
+from torchrec_checknrun.format.checks import Options
 from torchrec_checknrun.format.chunk import (
     DECODED_BYTES,
     EncodedChunk,
@@ -47,7 +48,6 @@ from torchrec_checknrun.format.entries import (
 )
 from torchrec_checknrun.format.row_values import EncodedRows
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
-from torchrec_checknrun.values.checks import Options
 from torchrec_checknrun.values.state import raw_bytes
 
 _ERROR_SAMPLE_ROWS = 1024

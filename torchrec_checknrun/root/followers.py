@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.format.checks import Count, Record, Text, seal, unseal
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.values.checks import Count, Record, Text, seal, unseal
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from torchrec_checknrun.errors import ChainBroken, CorruptCheckpoint
+from torchrec_checknrun.format.checks import Record, Text, seal, unseal
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import CheckpointId, parse_ids
 from torchrec_checknrun.root.chain import walk
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.values.checks import Record, Text, seal, unseal
 
 PINNED = "pinned"
 """The file in a checkpoint's directory that keeps it."""

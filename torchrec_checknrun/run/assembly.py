@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchrec_checknrun.coordination.publisher import Publisher, make_publisher
-from torchrec_checknrun.coordination.saver import Saver
 from torchrec_checknrun.dense.optimizers import left_to_others
 from torchrec_checknrun.model.tracked import TrackedModel, track
 from torchrec_checknrun.options.agreement import agreed
@@ -25,8 +23,10 @@ from torchrec_checknrun.options.arguments import PerRank, Replicated, is_timeout
 from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.placements import local_bytes
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.recovery.survival import Survival, close_image, make_image
 from torchrec_checknrun.restore.restore import Target
-from torchrec_checknrun.run.survival import Survival, close_image, make_image
+from torchrec_checknrun.run.publisher import Publisher, make_publisher
+from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.links import REFERENCE_SHARES, too_large
 from torchrec_checknrun.schedule.schedule import Schedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from torchrec_checknrun.model.tracked import RowIds
+from torchrec_checknrun.recovery.survival import Survival
 from torchrec_checknrun.restore.restore import Target
-from torchrec_checknrun.run.survival import Survival
 
 
 class WrittenByHand:

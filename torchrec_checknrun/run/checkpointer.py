@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Never
 
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.coordination.facts import Begun, not_begun, not_begun_at_the_end
 from torchrec_checknrun.dense.buffers import Patterns
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.memory.images import Images
@@ -29,6 +28,7 @@ from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.run.assembly import Assembly
 from torchrec_checknrun.run.by_hand import WrittenByHand
+from torchrec_checknrun.run.facts import Begun, not_begun, not_begun_at_the_end
 from torchrec_checknrun.run.restoring import Restoring
 from torchrec_checknrun.save.background import BackgroundKind
 from torchrec_checknrun.save.parent_content import DenseForm

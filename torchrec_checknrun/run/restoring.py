@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from torchrec_checknrun.coordination.saver import Saver
 from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored
 from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.recovery.missing_root import protect_existing, start_fresh
+from torchrec_checknrun.recovery.restore_report import report_recovered, report_restored
+from torchrec_checknrun.recovery.survival import Recovered, Survival
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.restore import Restored, Target, restore
 from torchrec_checknrun.root.report import RestoreReport
-from torchrec_checknrun.run.missing_root import protect_existing, start_fresh
-from torchrec_checknrun.run.restore_report import report_recovered, report_restored
-from torchrec_checknrun.run.survival import Recovered, Survival
+from torchrec_checknrun.run.saver import Saver
 
 
 @dataclass
@@ -58,7 +58,8 @@ class Restoring:
                 root, self.ranks, required=resume == "must" if required is None else required
             )
             return None
-        report = report_restored(self.saver, found, before, time.perf_counter() - started)
+        seconds, now = time.perf_counter() - started, self.saver.proposer.quantization
+        report = report_restored(self.saver, found, before, now, seconds)
         return replace(report, without_images=self.survival.reasons)
 
     def require_whole(self) -> None:

@@ -1,4 +1,4 @@
-"""Turn plain values and state objects into bytes without pickle, and check untrusted JSON.
+"""Turn plain values and state objects into bytes and back, without pickle.
 
 Read ``state.py`` first. Nothing here knows of checkpoints.
 """

@@ -27,8 +27,8 @@ from torchrec_checknrun.errors import (
     StorageFailed,
     StorageUnreachable,
 )
+from torchrec_checknrun.format.checks import Count, Measure, Record, Text, seal, unseal
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.values.checks import Count, Measure, Record, Text, seal, unseal
 
 FOLDER = "writers"
 """The folder of claims in a root, beside the checkpoints."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from tests.crash.sabotage import rank, replace, report, train
-from torchrec_checknrun.coordination.facts import Begun
-from torchrec_checknrun.coordination.saver import Saver
 from torchrec_checknrun.marks.marks import Marks
+from torchrec_checknrun.run.facts import Begun
+from torchrec_checknrun.run.saver import Saver
 
 
 def sabotage() -> None:

@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchrec_checknrun.coordination import saver
 from torchrec_checknrun.marks.row_copies import KernelCopies, ShardCopies
+from torchrec_checknrun.run import saver
 from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.snapshot import late_copies, staging
 from torchrec_checknrun.snapshot.late_copies import LateCopies

@@ -8,8 +8,8 @@ from typing import Any
 import zstandard
 
 from tests.unit.forgery import Forged, ForgedFile
+from torchrec_checknrun.format.checks import VALUES
 from torchrec_checknrun.format.chunk import DECODED_BYTES
-from torchrec_checknrun.values.checks import VALUES
 
 HUGE = 2**50
 EXCEPTIONS = {"rows": 2**40, "bytes": 0}

@@ -25,7 +25,8 @@ from torchrec_checknrun.errors import (
     InvalidPlan,
     UnsupportedState,
 )
-from torchrec_checknrun.format import row_ids
+from torchrec_checknrun.format import checks, row_ids
+from torchrec_checknrun.format.checks import INDEX_BYTES, parse_json, require_limits
 from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import LARGEST_CHUNK, index_bytes, require_chunk_size
@@ -33,8 +34,6 @@ from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.values import checks
-from torchrec_checknrun.values.checks import INDEX_BYTES, parse_json, require_limits
 from torchrec_checknrun.values.state import encode_state
 from torchrec_checknrun.writers.lease import FOLDER, Lease, latest_claim
 

@@ -10,7 +10,7 @@ import torch
 from tests.unit.run.jobs import checkpointer, make_job
 from torchrec_checknrun import Images, PartialRecovery, PerRank, RngState
 from torchrec_checknrun.model.progress import OptimizerClock
-from torchrec_checknrun.run.partial_recovery import clocks_at
+from torchrec_checknrun.recovery.partial_recovery import clocks_at
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -26,6 +26,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, is_plain_name
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.recovery.missing_root import protect_existing
 from torchrec_checknrun.root import shared_root
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest
@@ -35,7 +36,6 @@ from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import PINNED, Retention, is_pinned, pin, pin_problem
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.run.missing_root import protect_existing
 from torchrec_checknrun.store import deadlines, local
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.local import LocalStore

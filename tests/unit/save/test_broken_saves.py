@@ -18,10 +18,10 @@ from tests.distributed.models import Job
 from tests.distributed.states import gather
 from tests.unit.run.jobs import checkpointer, restored, train
 from torchrec_checknrun import AtEnd, Checkpointer
-from torchrec_checknrun.coordination.saver import Saver
 from torchrec_checknrun.errors import ModelPartlyRestored, SaveFailed
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.root.lineage import Lineage
+from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.save import background
 from torchrec_checknrun.snapshot import staging
 from torchrec_checknrun.snapshot.staged import StagedRows

@@ -14,11 +14,11 @@ from tests.distributed import zoo as zoo_nets
 from tests.distributed.zoo import ROWS, _embeddings, build_zoo
 from tests.unit.serve.served import Job, Net, batch, differences, kernel_bytes, quantized, restored
 from torchrec_checknrun import Checkpointer, CheckpointReport, Follower, Publish, verify
-from torchrec_checknrun.coordination.publisher import CheapChain, Publisher
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.root.followers import announced
+from torchrec_checknrun.run.publisher import CheapChain, Publisher
 from torchrec_checknrun.store.folder import Folder
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -13,6 +13,7 @@ from tests.unit.chains import Part, new_root, write
 from tests.unit.console import Console
 from tests.unit.root.commits import ROWS, commit
 from torchrec_checknrun.errors import CheckNRunError, ClaimDamaged, CorruptCheckpoint, RootInUse
+from torchrec_checknrun.format import checks
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest
@@ -23,7 +24,6 @@ from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools import takeover
 from torchrec_checknrun.tools.control_records import find_damage
 from torchrec_checknrun.tools.verify import verify
-from torchrec_checknrun.values import checks
 from torchrec_checknrun.writers import claims
 from torchrec_checknrun.writers.claims import (
     FOLDER,

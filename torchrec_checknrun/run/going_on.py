@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 
-from torchrec_checknrun.coordination.compaction import CompactionProcess, Copied
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.marks.layers import Consumer, Share
 from torchrec_checknrun.marks.marks import Marks
@@ -19,6 +18,7 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.options.compact_after import CompactAfter
 from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.root.writer import RootWriter
+from torchrec_checknrun.run.compaction import CompactionProcess, Copied
 from torchrec_checknrun.save.links import HeldReferences
 from torchrec_checknrun.store.folder import Folder
 

@@ -14,7 +14,7 @@ from tests.unit.run.lives import Lives, differences
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.memory.agreement import Found
 from torchrec_checknrun.native import has_extension
-from torchrec_checknrun.run.survival import make_image
+from torchrec_checknrun.recovery.survival import make_image
 from torchrec_checknrun.shared_memory import file as files
 from torchrec_checknrun.shared_memory.areas import Areas
 from torchrec_checknrun.shared_memory.header import (

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import xxhash
 
 from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.format.checks import INDEX_BYTES
 from torchrec_checknrun.format.entries import Entry
 from torchrec_checknrun.format.manifest import RankFile
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC, Header, parse_index
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.values.checks import INDEX_BYTES
 
 _PIECE = 8 << 20
 

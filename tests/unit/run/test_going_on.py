@@ -26,14 +26,14 @@ from torchrec_checknrun import (
     compact,
     verify,
 )
-from torchrec_checknrun.coordination import compaction, going_on
-from torchrec_checknrun.coordination.compaction import Copied
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import read_manifest
+from torchrec_checknrun.run import compaction, going_on
+from torchrec_checknrun.run.compaction import Copied
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store.folder import Folder
 

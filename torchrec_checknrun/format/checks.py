@@ -20,10 +20,10 @@ import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
+from torchrec_checknrun.values.plain_values import LARGEST
+
 MANIFEST_BYTES = 32 << 20
 INDEX_BYTES = 64 << 20
-LARGEST = 2**63 - 1
-"""The largest number: the range of int64, for readers in other languages."""
 VALUES = 1 << 22
 """The most values in one document: each takes some 60 bytes once parsed."""
 

@@ -15,10 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torchrec_checknrun.coordination.replicas import united_later
-from torchrec_checknrun.coordination.root_claim import RootClaim
-from torchrec_checknrun.coordination.saver import Saver
-from torchrec_checknrun.coordination.waiting import await_save, finish_at_exit
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.model.tracked_shard import TrackedShard
@@ -31,6 +27,10 @@ from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.writer import RootWriter
+from torchrec_checknrun.run.replicas import united_later
+from torchrec_checknrun.run.root_claim import RootClaim
+from torchrec_checknrun.run.saver import Saver
+from torchrec_checknrun.run.waiting import await_save, finish_at_exit
 from torchrec_checknrun.save.background import Background, Destination
 from torchrec_checknrun.save.parent_content import ParentContent
 from torchrec_checknrun.save.process import require_shared

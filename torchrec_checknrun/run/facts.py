@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from torchrec_checknrun.coordination.compaction import Copied
 from torchrec_checknrun.errors import CheckNRunError, SaveDeferred, SaveFailed
 from torchrec_checknrun.root.lineage import Proposal
+from torchrec_checknrun.run.compaction import Copied
 
 
 @dataclass(frozen=True)

@@ -5,30 +5,30 @@ from __future__ import annotations
 import logging
 
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.coordination.saver import Saver
 from torchrec_checknrun.format.losses import portion
 from torchrec_checknrun.ranks import ranks_text
+from torchrec_checknrun.recovery.saves import Saves
+from torchrec_checknrun.recovery.survival import Recovered
 from torchrec_checknrun.restore.restore import Restored
 from torchrec_checknrun.root.report import RankSource, RestoreReport
-from torchrec_checknrun.run.survival import Recovered
 
 
 def report_restored(
-    saver: Saver, found: Restored, before: Quantization, seconds: float
+    saver: Saves, found: Restored, before: Quantization, now: Quantization, seconds: float
 ) -> RestoreReport:
     """Log and return the restored, skipped and passed-over parts.
 
     Args:
-        before: the quantization until now: restores from quantized rows are counted, and too many
-            of them raise the width.
+        before, now: the quantization before and after: restores from quantized rows are counted,
+            and too many of them raise the width.
         seconds: the duration of the restore.
     """
-    if saver.proposer.quantization != before:
+    if now != before:
         saver.log(
             "restored %d times from quantized rows, more often than expected_restores=%g: rows are "
             "stored with 8 bits from now on, beginning with a full checkpoint",
             saver.lineage.lossy_restores,
-            saver.proposer.quantization.expected_restores,
+            now.expected_restores,
             level=logging.WARNING,
         )
     head = found.chain.head
@@ -51,7 +51,7 @@ def report_restored(
     )
 
 
-def report_recovered(saver: Saver, found: Recovered, seconds: float) -> RestoreReport:
+def report_recovered(saver: Saves, found: Recovered, seconds: float) -> RestoreReport:
     """Log and return what images have brought back.
 
     Args:
@@ -93,7 +93,7 @@ def _sources(found: Recovered) -> tuple[RankSource, ...]:
     )
 
 
-def _tell_of_lost(saver: Saver, found: Recovered) -> None:
+def _tell_of_lost(saver: Saves, found: Recovered) -> None:
     assert found.chain is not None
     head = found.chain.head
     saver.log(

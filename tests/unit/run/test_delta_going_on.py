@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.distributed.models import Job
-from tests.unit.coordination.test_going_on import InThisProcess, is_copy, no_space
 from tests.unit.run.deltas import expected, live, make_job, restored, same, saving, train
+from tests.unit.run.test_going_on import InThisProcess, is_copy, no_space
 from torchrec_checknrun import verify
-from torchrec_checknrun.coordination import going_on
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.manifest import Manifest, TableDigests
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.root.lineage import restores_alike
+from torchrec_checknrun.run import going_on
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store.folder import Folder
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torchrec_checknrun.coordination.saver import Saver
 from torchrec_checknrun.errors import ModelPartlyRestored
 from torchrec_checknrun.format.losses import Loss, merged
 from torchrec_checknrun.format.manifest import Manifest
@@ -23,11 +22,12 @@ from torchrec_checknrun.memory.partial import decide_partial, lost_ranks
 from torchrec_checknrun.memory.sweep import sweep
 from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.recovery.held_restore import HeldRestore
+from torchrec_checknrun.recovery.partial_recovery import LostRank, Side, meet, unruled
+from torchrec_checknrun.recovery.saves import Saves
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain, newest
 from torchrec_checknrun.root.retention import original_of
-from torchrec_checknrun.run.held_restore import HeldRestore
-from torchrec_checknrun.run.partial_recovery import LostRank, Side, meet, unruled
 from torchrec_checknrun.tiers.copies_folder import CopiesFolder
 from torchrec_checknrun.tiers.peers import Peers
 from torchrec_checknrun.tiers.priority_rows import PriorityRows
@@ -105,7 +105,7 @@ class Survival:
         options: Options,
         target: Target,
         ranks: Ranks,
-        saver: Saver,
+        saver: Saves,
         image: RankImage | None,
         peers: Peers | None = None,
     ) -> None:

@@ -13,13 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from torchrec_checknrun.coordination.facts import Begun, Facts, require_one_step
-from torchrec_checknrun.coordination.going_on import GoingOn
-from torchrec_checknrun.coordination.outcomes import Outcomes
-from torchrec_checknrun.coordination.proposer import Proposer
-from torchrec_checknrun.coordination.replicas import united_later
-from torchrec_checknrun.coordination.root_claim import RootClaim
-from torchrec_checknrun.coordination.waiting import await_save, finish_at_exit, still_hanging
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.dense.gradients import PendingGradients
@@ -36,6 +29,13 @@ from torchrec_checknrun.root.lineage import Lineage, Proposal
 from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.root.report import CheckpointReport, Progress
 from torchrec_checknrun.root.writer import RootWriter
+from torchrec_checknrun.run.facts import Begun, Facts, require_one_step
+from torchrec_checknrun.run.going_on import GoingOn
+from torchrec_checknrun.run.outcomes import Outcomes
+from torchrec_checknrun.run.proposer import Proposer
+from torchrec_checknrun.run.replicas import united_later
+from torchrec_checknrun.run.root_claim import RootClaim
+from torchrec_checknrun.run.waiting import await_save, finish_at_exit, still_hanging
 from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.links import HeldReferences
 from torchrec_checknrun.save.save import Save
