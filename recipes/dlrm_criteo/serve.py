@@ -37,8 +37,8 @@ WIDTHS = {8: torch.qint8, 4: torch.quint4x2, 2: torch.quint2x4}
 GRACE_SECONDS = 10
 """For answers that are on their way when the server is told to end."""
 SWITCH_SECONDS = 0.0005
-"""The longest that a prediction waits for Python's lock while another thread, such as the follower's,
-runs Python; 5 ms by default, which is as long as several predictions."""
+"""The longest that a prediction waits for Python's lock while another thread runs Python, such as
+the follower's; 5 ms by default, which is as long as several predictions."""
 _CPU = torch.device("cpu")
 logger = logging.getLogger("recipes.dlrm_criteo.serve")  # __name__ is __main__ here
 

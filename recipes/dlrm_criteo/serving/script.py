@@ -1,7 +1,7 @@
 """Turn the job's model into TorchScript, which predicts without Python's lock.
 
-An eager forward takes and leaves the lock at each of its hundred operations; predictions beside
-each other, and a follower that applies a version, then wait for one another. A script takes it once.
+An eager forward takes and leaves the lock at each of its operations; predictions beside each other,
+and a follower that applies a version, then wait for one another. A script takes it once.
 """
 
 from __future__ import annotations
