@@ -46,7 +46,7 @@ def run(seed: int, number: int, folder: Path, variant: str = "thread") -> Outcom
 
     Args:
         variant: ``thread`` or ``process``: the background that writes; ``agent``: ranks under
-            torchrun's agent.
+            torchrun's agent; ``delta``: rows stored as differences.
     """
     forks.adopt_orphans()
     trial = draw(f"{seed}/{number}/{variant}", KILLS, variant)
@@ -212,8 +212,9 @@ class _Trial:
             self._fail(kind, problem)
         for where in self._lines("points"):
             counts[f"kills at: {where}"] += 1
-        for compared in self._lines("looked"):
-            counts["listed checkpoints compared"] += int(compared)
+        for compared, links in self._lines("looked"):
+            counts["listed checkpoints compared"] += compared
+            counts["links among them"] += links
         counts["saves that failed and said so"] += len(self._lines("failed"))
         for number, problems in self._lines("passed-over"):
             # Ranks that have lost their agent continue to delete old checkpoints.
@@ -285,15 +286,15 @@ def _look(trial: Trial, folder: Path) -> None:
         for problem in found.problems:
             life.problem(f"verify: {problem}")
     reader = Run(trial, life.root, 1)
-    record = Record(folder / "record", 0)
-    compared = 0
+    record = Record(folder / "record", 0, trial.delta)
+    compared = links = 0
     for checkpoint in [None, *(c.id for c in listed if c.status in ("restorable", "abandoned"))]:
         scramble(reader.job)
         report = reader.saver.restore(checkpoint)
         if report is None:
             life.problem("lost: there are checkpoints, and none is restored")
             continue
-        wanted = record.whole(report.step, RANKS)
+        wanted = record.whole(report.step, reader.origin.life, RANKS)
         wanted = {name: value for name, value in wanted.items() if not name.startswith("own/")}
         found_state = gather(reader.job)
         found_state |= {
@@ -301,10 +302,11 @@ def _look(trial: Trial, folder: Path) -> None:
             for (name, _), (_, values) in reader.values().items()
             if name.startswith("state/")
         }
-        for difference in references.differences(found_state, wanted, None):
+        for difference in references.differences(found_state, wanted, None, trial.delta):
             life.problem(f"silent: {report.id}: {difference}")
         compared += 1
-    life.note("looked", compared)
+        links += trial.delta and read_manifest(root, report.id).parent is not None
+    life.note("looked", [compared, links])
 
 
 def _name(victims: tuple[int, ...]) -> str:
