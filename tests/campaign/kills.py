@@ -30,8 +30,9 @@ from tests.campaign.record import Record
 from tests.distributed import references
 from tests.distributed.states import gather, scramble
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.catalog import Listed, inventory
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.claims import read_claims
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
@@ -282,9 +283,10 @@ def _look(trial: Trial, folder: Path) -> None:
     if not committed(root):
         return
     listed = inventory(root).checkpoints
+    statuses = {one.id: _standing(root, one) for one in listed}
     for found in verify(root.url):
         for problem in found.problems:
-            life.problem(f"verify: {problem}")
+            life.problem(f"verify: {problem} ({statuses.get(found.id)})")
     reader = Run(trial, life.root, 1)
     record = Record(folder / "record", 0, trial.delta)
     compared = links = 0
@@ -307,6 +309,13 @@ def _look(trial: Trial, folder: Path) -> None:
         compared += 1
         links += trial.delta and read_manifest(root, report.id).parent is not None
     life.note("looked", [compared, links])
+
+
+def _standing(root: Folder, listed: Listed) -> str:
+    """Describe a checkpoint's status, and whether it counts."""
+    epoch = None if listed.manifest is None else listed.manifest.epoch
+    counts = epoch is not None and read_claims(root, every=True).counts(listed.id, epoch)
+    return f"{listed.status}, epoch {epoch}, counts: {counts}"
 
 
 def _name(victims: tuple[int, ...]) -> str:
