@@ -102,7 +102,7 @@ PARTS: dict[str, Part] = {
     ),
     "kills-delta": Part(
         partial(_kills, variant="delta"),
-        *(90, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 300),
+        *(110, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 300),
         "The same where rows are stored as differences to the last checkpoint",
         slice=1,
     ),

@@ -56,8 +56,8 @@ class Record:
         if not self._linked:
             return compare(found, wanted)
         problems = [f"only in one of them: {name}" for name, _ in found.keys() ^ wanted.keys()]
-        states = ({name: piece for (name, _), (_, piece) in v.items()} for v in (found, wanted))
-        return problems + references.differences(*states, None, linked=True)
+        states = [{name: piece for (name, _), (_, piece) in v.items()} for v in (found, wanted)]
+        return problems + references.differences(states[0], states[1], None, linked=True)
 
     def whole(self, step: int, life: int, ranks: int) -> State:
         """Join the pieces of all ranks; leave out the state of single ranks."""

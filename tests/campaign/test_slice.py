@@ -18,7 +18,7 @@ LEAST = {
     "kills-delta": 2,
     "faults-1-rank": 45,
     "faults-2-ranks": 4,
-    "faults-delta": 8,
+    "faults-delta": 15,
     "damage": 30,
     "damage-delta": 12,
     "hostile": 1000,

@@ -215,8 +215,8 @@ class RootWriter:
         if found is None or found.link != parent:
             return []
         chain = [found]
-        while (found := parent_among(found, history)) and found.sequence < chain[-1].sequence:
-            chain.append(found)
+        while (older := parent_among(chain[-1], history)) and older.sequence < chain[-1].sequence:
+            chain.append(older)
         return chain
 
     def _broken_end(self, chain: list[Manifest]) -> str | None:

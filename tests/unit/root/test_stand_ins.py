@@ -111,7 +111,9 @@ def test_listing_restore_and_pruning_agree(
     kinds: str, copied: set[int], wrong: set[int], lost: set[int], keep: int
 ) -> None:
     made = links("F" + kinds)
-    copies = {n: copy_of(made[n], word(99) if n in wrong else None) for n in copied if n < len(made)}
+    copies = {
+        n: copy_of(made[n], word(99) if n in wrong else None) for n in copied if n < len(made)
+    }
     there = [m for n, m in enumerate(made) if n not in lost or n == len(made) - 1]
     there += copies.values()
     root = root_of(there)

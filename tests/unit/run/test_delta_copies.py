@@ -1,4 +1,4 @@
-"""Compacted copies that stand in for lost links: restored, listed, pruned, verified, gone on from."""
+"""Compacted copies that stand in for lost links, in restores, lists, prunings, verifications."""
 
 from __future__ import annotations
 

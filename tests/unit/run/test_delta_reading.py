@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -58,9 +57,7 @@ def test_through_dcp(tmp_path: Path, job: Job) -> None:
             assert same(live(saver), wanted) == []
 
 
-def test_through_dcp_digests_are_compared_before_a_row_is_touched(
-    tmp_path: Path, job: Job
-) -> None:
+def test_through_dcp_digests_are_compared_before_a_row_is_touched(tmp_path: Path, job: Job) -> None:
     made = chain(tmp_path, job, 2)
     say_another_digest(tmp_path, made[-1][0])
     other = make_job(seed=7)
@@ -88,9 +85,7 @@ def test_digests_are_compared_where_rows_are_dropped(tmp_path: Path, job: Job) -
     say_another_digest(tmp_path, made[-1][0])
     smaller = fewer_rows()
     with pytest.raises(CorruptCheckpoint, match="digest"):
-        load_tables(
-            tmp_path, smaller.model, ["t0", "t1"], shrink=True, checkpoint=made[-1][0]
-        )
+        load_tables(tmp_path, smaller.model, ["t0", "t1"], shrink=True, checkpoint=made[-1][0])
 
 
 def same_table(one: str, other: str) -> bool:
