@@ -1,4 +1,4 @@
-"""A lost rank goes back to a checkpoint whose tables are differences; the others keep their rows."""
+"""A lost rank goes back to a checkpoint of differences; the others keep their rows."""
 
 from __future__ import annotations
 
