@@ -263,9 +263,7 @@ def test_a_map_that_predictions_would_change(tmp_path: Path) -> None:
 
 def test_a_part_of_a_map(tmp_path: Path) -> None:
     model = mapped(output_global_offset=10, output_segments=[0, 10, 20]).eval()
-    with pytest.raises(
-        UnsupportedTable, match=r"modules\.t .*a part of its map"
-    ):
+    with pytest.raises(UnsupportedTable, match=r"modules\.t .*a part of its map"):
         Follower(tmp_path, model)
 
 
