@@ -11,6 +11,7 @@ from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
 from torchrec_checknrun.format.state import is_sharded
+from torchrec_checknrun.serve.collisions import check_collisions
 from torchrec_checknrun.serve.tables import (
     KINDS,
     ServedTable,
@@ -21,8 +22,6 @@ from torchrec_checknrun.serve.tables import (
 )
 
 _WEIGHT = ".weight"
-_COLLISIONS = ("_managed_collision_collection", "_mch_", "_hash_zch_")
-"""Parts of the names of buffers that map ids to rows."""
 
 
 class Replica:
@@ -45,12 +44,7 @@ class Replica:
         self._state = self._plain_state()
         self.tables: dict[str, ServedTable] = dict(self._quantized)
         self.dense: dict[str, torch.Tensor] = {}
-        for name in self._state:
-            if any(part in name for part in _COLLISIONS):
-                raise UnsupportedTable(
-                    f"{name!r} maps ids to rows (managed collisions): a row and its map can't be "
-                    "followed together. Serve the table without managed collisions"
-                )
+        check_collisions(model)
 
     def _plain_state(self) -> dict[str, torch.Tensor]:
         """Return the state dict without what belongs to kernels."""

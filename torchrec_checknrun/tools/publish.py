@@ -158,12 +158,6 @@ def _refuse_unfollowed(content: ChainContent) -> None:
     head = content.chain.head
     for chunk in content.chunks[-1]:
         entry = chunk.entry
-        if isinstance(entry, CollisionsEntry):
-            raise IncompatibleCheckpoint(
-                f"{head.id} maps ids to rows by managed collisions "
-                f"({', '.join(sorted(entry.modules))}): a row and its map can't be followed "
-                "together"
-            )
         if isinstance(entry, StateEntry) and entry.name == BUFFERS and head.world_size > 1:
             raise IncompatibleCheckpoint(
                 f"{head.id} has buffers of each rank's own (per_rank_buffers), and a served model "

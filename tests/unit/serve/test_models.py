@@ -238,7 +238,8 @@ def test_a_hashed_table_is_refused(tmp_path: Path) -> None:
         Follower(tmp_path, model)
 
 
-def test_managed_collisions_are_refused(tmp_path: Path) -> None:
+def mapped(**options: Any) -> nn.Module:
+    """Build a collection whose ids are mapped to rows."""
     tables = [EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=8, feature_names=["a"])]
     module = MCHManagedCollisionModule(
         zch_size=10,
@@ -246,12 +247,23 @@ def test_managed_collisions_are_refused(tmp_path: Path) -> None:
         eviction_policy=LFU_EvictionPolicy(),
         eviction_interval=10,
         input_hash_size=1000,
+        **options,
     )
-    model = ManagedCollisionEmbeddingBagCollection(
+    return ManagedCollisionEmbeddingBagCollection(
         EmbeddingBagCollection(tables, device=CPU),
         ManagedCollisionCollection({"t": module}, tables),
     )
-    with pytest.raises(UnsupportedTable, match="managed collisions"):
+
+
+def test_a_map_that_predictions_would_change(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedTable, match=r"_managed_collision_modules\.t .*model\.eval"):
+        Follower(tmp_path, mapped())
+    Follower(tmp_path, mapped().eval())
+
+
+def test_a_part_of_a_map(tmp_path: Path) -> None:
+    model = mapped(output_global_offset=10, output_segments=[0, 10, 20]).eval()
+    with pytest.raises(UnsupportedTable, match=r"modules\.t .*a part of its map"):
         Follower(tmp_path, model)
 
 
