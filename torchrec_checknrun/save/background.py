@@ -42,6 +42,7 @@ from torchrec_checknrun.snapshot.staging import COPIER, Staging
 from torchrec_checknrun.store.file_copy import CopyTo
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import ReadyThread
+from torchrec_checknrun.values.state import RawViews
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -135,6 +136,7 @@ class Background:
             wait_seconds=root.patience.timeout_seconds,
             warn=ranks.rank == 0,
         )
+        self._views = RawViews()
         self._told: set[str] = set()
         self._process: WriteProcess | None = None
         self._thread: threading.Thread | None = None
@@ -233,7 +235,7 @@ class Background:
         save.rows = memory.copy_later(snapshot, late, save.progress)
         if save.rows is not None:
             save.progress.protection = save.rows.copies.protection
-        items = Items.of(snapshot, quantization, memory.chunk_bytes)
+        items = Items.of(snapshot, quantization, memory.chunk_bytes, self._views)
         plan.find_rows = partial(items.find_rows, quantization, memory.chunk_bytes)
         plan.survey_rows = partial(survey, items.copied_later, quantization)
         self._prepare_memory(items)
