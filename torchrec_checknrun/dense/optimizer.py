@@ -28,8 +28,7 @@ from torchrec_checknrun.dense.param_groups import (
     stored_groups,
 )
 from torchrec_checknrun.dense.references import References
-from torchrec_checknrun.dense.same_objects import same_objects
-from torchrec_checknrun.dense.state_dicts import state_dict_of
+from torchrec_checknrun.dense.state_dicts import same_objects, state_dict_of
 from torchrec_checknrun.dense.tree import (
     Key,
     Node,
