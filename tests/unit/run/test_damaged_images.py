@@ -87,7 +87,9 @@ def of_its_journals(content: bytes, areas: Areas) -> Iterator[int]:
         words = np.frombuffer(content, np.int64)
         assert 0 < words[first + 1] < used - 3
         yield from range(first, first + 3 + int(words[first + 1]))  # header and ids
-        yield from range(first + 3 + int(words[first + 1]), first + used, 13)  # rows, other segments
+        yield from range(
+            first + 3 + int(words[first + 1]), first + used, 13
+        )  # rows, other segments
         yield first + used - 1
 
 
