@@ -115,8 +115,10 @@ class OptimizerContent:
             yield from chain.from_iterable(options_of(group).items())
 
     def _found(self) -> object:
-        states = self._nest[-1].state.values()
-        sizes = [*map(len, states), -1, *(len(g["params"]) for g in self._nest[-1].param_groups)]
+        inner = self._nest[-1]
+        hooks = (vars(inner).get(name, ()) for name in _OF_STATE_DICT)
+        groups = (group["params"] for group in inner.param_groups)
+        sizes = [[*map(len, each)] for each in (inner.state.values(), groups, hooks)]
         return [*map(id, self._objects())], sizes, self._places.layouts()
 
     def _objects(self) -> Iterator[object]:

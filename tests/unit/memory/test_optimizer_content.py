@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from torchrec_checknrun.format.state import decode_state
 from torchrec_checknrun.memory.held_states import HeldStates, Taker
 from torchrec_checknrun.model.tracked import TrackedModel
 
@@ -110,7 +111,7 @@ def load(model: Model, optimizer: Optimizer) -> None:
 
 
 def drop_a_parameter(model: Model, optimizer: Optimizer) -> None:
-    inner(optimizer).param_groups[-1]["params"].pop()
+    del inner(optimizer).state[inner(optimizer).param_groups[-1]["params"].pop()]
 
 
 CHANGES = [
@@ -163,7 +164,6 @@ def test_the_content_is_the_present_one(
         taken(taker)
     change(module, optimizer)
     for _ in range(2):
-        assert taken(taker) == taken(Taker(module, tracked, {NAME: optimizer}))
         assert fields(taken(taker)) == fields(asked(module, tracked, optimizer))
         if change is not drop_a_parameter and change is not cut_a_state:
             module.step(optimizer)
@@ -178,8 +178,6 @@ def asked(module: Model, tracked: TrackedModel, optimizer: Optimizer) -> tuple[o
 
 def fields(found: tuple[object, bytes]) -> object:
     """Decode a tree, whose payload may hold other states as well."""
-    from torchrec_checknrun.format.state import decode_state
-
     tree, payload = found
     return repr(decode_state(tree, payload))  # type: ignore[arg-type]  # a tree
 
