@@ -12,6 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 19
 """Bytes of rows that are handled at a time."""
+
+_DTYPE = attrgetter("dtype")
 
 Chosen = slice | np.ndarray
 """A choice among rows: a range of positions, or positions, sorted and distinct int64."""
@@ -162,13 +165,15 @@ class TensorPlaces:
             return [tensor.data_ptr() for tensor in self._tensors]
         return cast("list[int]", self._native.addresses())
 
-    def layouts(self) -> list[int]:
+    def layouts(self) -> tuple[list[int], list[torch.dtype]]:
         """Return each tensor's address, number of dimensions, shape and strides, one after the
-        other.
+        other; and the dtypes.
         """
+        dtypes = [*map(_DTYPE, self._tensors)]
         if self._native is not None:
-            return cast("list[int]", self._native.layouts())
-        return [n for t in self._tensors for n in (t.data_ptr(), t.dim(), *t.shape, *t.stride())]
+            return cast("list[int]", self._native.layouts()), dtypes
+        forms = ((t.data_ptr(), t.dim(), *t.shape, *t.stride()) for t in self._tensors)
+        return [number for form in forms for number in form], dtypes
 
     def versions(self) -> list[int]:
         """Return each tensor's version counter, which inference tensors lack."""

@@ -86,13 +86,18 @@ def _with(trial: Trial, policy: str) -> Trial:
     return Trial(**{**vars(trial), "policy": policy, "keep": None, "every_steps": 100})
 
 
-def _trial(seed: int) -> Trial:
+def _trial(seed: int, delta: bool) -> Trial:
     trial = draw(f"{seed}/damage", 0)
-    return Trial(**{**vars(trial), "sharding": "row_wise", "options": {}, "torchrun": False})
+    chosen = {"sharding": "row_wise", "options": {}, "torchrun": False, "delta": delta}
+    return Trial(**{**vars(trial), **chosen})
 
 
-def prepare(seed: int, folder: Path) -> None:
-    """Make the root and another one, each by three jobs of two ranks."""
+def prepare(seed: int, folder: Path, delta: bool = False) -> None:
+    """Make the root and another one, each by three jobs of two ranks.
+
+    Args:
+        delta: store rows as differences.
+    """
     for name, own_seed in (("root", seed), ("other", seed + 1)):
         (folder / f"record-{name}").mkdir()
         for policy, saves in (("consecutive", 3), ("full", 1), ("consecutive", 1)):
@@ -100,7 +105,7 @@ def prepare(seed: int, folder: Path) -> None:
                 listener.bind(("127.0.0.1", 0))
                 listener.listen(64)
                 logs = [folder / f"log-{name}-{rank}" for rank in range(RANKS)]
-                write = partial(_write, own_seed, folder, name, policy, saves, listener)
+                write = partial(_write, own_seed, delta, folder, name, policy, saves, listener)
                 pids = [forks.child(partial(write, rank), logs[rank]) for rank in range(RANKS)]
             if sum(os.waitpid(pid, 0)[1] for pid in pids):
                 raise RuntimeError("\n".join(map(forks.tail, logs)))
@@ -109,6 +114,7 @@ def prepare(seed: int, folder: Path) -> None:
 
 def _write(
     seed: int,
+    delta: bool,
     folder: Path,
     name: str,
     policy: str,
@@ -118,14 +124,14 @@ def _write(
 ) -> None:
     torch.set_num_threads(1)
     join(rank, RANKS, listener)
-    run = BlocksRun(_with(_trial(seed), policy), str(folder / name), RANKS)
+    run = BlocksRun(_with(_trial(seed, delta), policy), str(folder / name), RANKS)
     run.job.data_seed = int(name == "other")
     run.saver.restore()
     record = Record(folder / f"record-{name}", rank)
     for _ in range(saves):
         run.train()
         run.saver.step()
-        record.note(run.job.steps, run.values())
+        record.note(run.job.steps, 0, run.values())
         run.saver.save()
     if rank == 0:  # leave the claims as they are while their holder lives
         (folder / "other" / "older").mkdir(parents=True, exist_ok=True)
@@ -140,12 +146,18 @@ def count(prepared: Path) -> int:
     return sum(1 for _ in all_damages(prepared / "root"))
 
 
-def run(seed: int, first: int, number: int, folder: Path, prepared: Path) -> Outcome:
-    """Try a range of the damages."""
+def run(
+    seed: int, first: int, number: int, folder: Path, prepared: Path, delta: bool = False
+) -> Outcome:
+    """Try a range of the damages.
+
+    Args:
+        prepared: see ``prepare``, with the same ``delta``.
+    """
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    bench = _Bench(seed, folder, prepared)
+    bench = _Bench(seed, folder, prepared, delta)
     outcome = Outcome()
     damages = list(all_damages(prepared / "root"))
     with (
@@ -160,8 +172,9 @@ def run(seed: int, first: int, number: int, folder: Path, prepared: Path) -> Out
 class _Bench:
     """A reader, and the record of the states that are right."""
 
-    def __init__(self, seed: int, folder: Path, prepared: Path) -> None:
+    def __init__(self, seed: int, folder: Path, prepared: Path, delta: bool) -> None:
         self._seed = seed
+        self._delta = delta
         self._prepared = prepared
         self._root, self._other = folder / "damaged", folder / "other"
         sound = Folder(prepared / "root")
@@ -169,8 +182,10 @@ class _Bench:
         self._steps = {id: read_manifest(sound, id).step for id in ids}
         self._head = ids[0]
         record = Record(prepared / "record-root", 0)
-        self._wanted = {step: _without(record.whole(step, RANKS)) for step in self._steps.values()}
-        self._reader = BlocksRun(_with(_trial(seed), "consecutive"), str(self._root), 1)
+        steps = self._steps.values()
+        self._wanted = {step: _without(record.whole(step, 0, RANKS)) for step in steps}
+        trial = _with(_trial(seed, delta), "consecutive")
+        self._reader = BlocksRun(trial, str(self._root), 1)
 
     def try_one(self, number: int, damage: Damage, outcome: Outcome) -> None:
         """Damage a copy of the root in one way, and use every reader."""
@@ -231,7 +246,8 @@ class _Bench:
             fail("lost", "a fresh start")
             return None, ""
         outcome.counts["restores compared"] += 1
-        for difference in references.differences(self._found(), self._wanted[report.step], None):
+        found, wanted = self._found(), self._wanted[report.step]
+        for difference in references.differences(found, wanted, None, self._delta):
             fail("silent", f"restored {report.id}: {difference}")
         return report.id, " ".join(report.passed_over)
 

@@ -31,14 +31,14 @@ from tests.campaign.fault_store import (
     Kind,
     UnsoundStore,
 )
-from tests.campaign.kill_plan import POLICIES, SPEC
+from tests.campaign.kill_plan import POLICIES, SPEC, delta_quantization
 from tests.campaign.kill_rank import join
 from tests.campaign.outcome import Outcome
 from tests.crash.faulty_store import faulty_disk
 from tests.distributed import references
 from tests.distributed.models import Job, uniform_plan
 from tests.distributed.states import State, gather, local_parts, scramble
-from torchrec_checknrun import Checkpointer, Retention
+from torchrec_checknrun import Checkpointer, Consecutive, Retention
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format import reader as read_chunks
 from torchrec_checknrun.root.checkpoints import committed
@@ -55,11 +55,17 @@ _OPERATIONS = {"save": 150, "restore": 40, "prune": 50, "compact": 60}
 """Approximate number of a stage's operations; fewer of them can have a given kind of fault."""
 
 
-def run(seed: int, first: int, count: int, folder: Path, ranks: int = 1) -> Outcome:
-    """Run trials in this process, or on two ranks in processes of their own."""
+def run(
+    seed: int, first: int, count: int, folder: Path, ranks: int = 1, delta: bool = False
+) -> Outcome:
+    """Run trials in this process, or on two ranks in processes of their own.
+
+    Args:
+        delta: store rows as differences.
+    """
     if ranks == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return _run_here(seed, first, count, folder)
+        return _run_here(seed, first, count, folder, delta)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -67,7 +73,7 @@ def run(seed: int, first: int, count: int, folder: Path, ranks: int = 1) -> Outc
 
         def act(rank: int) -> None:
             join(rank, ranks, listener)
-            outcome = _run_here(seed, first, count, folder)
+            outcome = _run_here(seed, first, count, folder, delta)
             (folder / f"outcome-{rank}").write_text(json.dumps(outcome.to_json()))
 
         pids = [forks.child(partial(act, rank), logs[rank]) for rank in range(ranks)]
@@ -81,10 +87,10 @@ def run(seed: int, first: int, count: int, folder: Path, ranks: int = 1) -> Outc
     return Outcome.from_json(json.loads(found.read_text()))
 
 
-def _run_here(seed: int, first: int, count: int, folder: Path) -> Outcome:
+def _run_here(seed: int, first: int, count: int, folder: Path, delta: bool) -> Outcome:
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
-    bench = _Bench(folder)
+    bench = _Bench(folder, delta)
     outcome = Outcome()
     for number in range(first, first + count):
         outcome.add(bench.run(seed, number))
@@ -94,8 +100,9 @@ def _run_here(seed: int, first: int, count: int, folder: Path) -> Outcome:
 class _Bench:
     """The job and the reader of all trials."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, delta: bool) -> None:
         self._folder = folder
+        self.delta = delta
         ranks = dist.get_world_size()
         self.rank = dist.get_rank()
         self.alone = ranks == 1
@@ -168,6 +175,8 @@ class _Trial:
             "staging": rng.choice(["auto", "copy", "encode"]),
             "chunk_bytes": rng.choice([1000, 10_000]),
         }
+        if self._bench.delta:
+            self._options |= {"policy": Consecutive(), "quantization": delta_quantization()}
         chosen = [Fault(f.kind, f.at, f.length) for f in faults] if here else []
 
         @contextmanager
@@ -303,7 +312,8 @@ class _Trial:
                 self._fail("lost", what)
         if step is None:
             return
-        for difference in references.differences(found, self._record[step], None):
+        linked = self._bench.delta
+        for difference in references.differences(found, self._record[step], None, linked):
             self._fail("silent", f"{when}: step {step}: {difference}")
 
     def _end(self, root: str) -> None:

@@ -9,7 +9,16 @@ from enum import IntEnum
 from typing import Any
 
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec, uniform_plan
-from torchrec_checknrun import Checkpointer, Consecutive, Full, Intermittent, OneShot, Retention
+from tests.distributed.references import STEP
+from torchrec_checknrun import (
+    Checkpointer,
+    Consecutive,
+    Full,
+    Intermittent,
+    OneShot,
+    Quantization,
+    Retention,
+)
 from torchrec_checknrun.root.policy import Policy
 
 RANKS = 2
@@ -79,6 +88,7 @@ class Trial:
         elastic: use torchrun's own agent.
         wait_for_orphans: begin the life after a killed agent only when the agent's ranks have
             ended.
+        delta: store rows as differences.
     """
 
     seed: str
@@ -92,9 +102,12 @@ class Trial:
     torchrun: bool
     wait_for_orphans: bool
     elastic: bool
+    delta: bool = False
 
     def checkpointer(self, root: str, **given: Any) -> Checkpointer:
         """Make the Checkpointer of a rank."""
+        if self.delta:
+            given["quantization"] = delta_quantization()
         return Checkpointer(
             root,
             policy=POLICIES[self.policy](),
@@ -111,16 +124,21 @@ class Trial:
         return uniform_plan(SPEC, self.sharding, ranks)
 
 
+def delta_quantization() -> Quantization:
+    """Return steps so small that a row without an update differs by far more."""
+    return Quantization(method="delta", step=STEP, exact_below_rows=0)
+
+
 def draw(seed: str, kills: int, variant: str = "thread") -> Trial:
     """Draw a run with a given number of kills.
 
     Args:
         variant: ``process``: with ``background="process"``, which takes seconds to start; the write
             processes may be victims. ``agent``: under torchrun's agent, which is the victim more
-            often than not.
+            often than not. ``delta``: rows are stored as differences.
     """
     rng = random.Random(seed)
-    process = variant == "process"
+    process, delta = variant == "process", variant == "delta"
     options: dict[str, Any] = {
         "background": "process" if process else "thread",
         "staging": rng.choice(["copy_on_write", "copy_on_write", "auto", "copy", "encode"]),
@@ -132,7 +150,7 @@ def draw(seed: str, kills: int, variant: str = "thread") -> Trial:
         seed=seed,
         sharding=rng.choice(["row_wise", "table_wise"]),
         options=options,
-        policy=rng.choice(list(POLICIES)),
+        policy=rng.choice(["consecutive"] * 5 + ["full"] if delta else list(POLICIES)),
         keep=rng.choice([None, 1, 2]),
         every_steps=rng.choice([1, 1, 2]),
         explicit=rng.random() < 0.3,
@@ -140,6 +158,7 @@ def draw(seed: str, kills: int, variant: str = "thread") -> Trial:
         elastic=variant == "agent",
         torchrun=rng.random() < 0.5,
         wait_for_orphans=rng.random() < 0.5,
+        delta=delta,
     )
 
 

@@ -58,15 +58,30 @@ class History:
         self.steps = list(state["steps"])
 
 
+@dataclass
+class Origin:
+    """The life that trained last: after rounding, lives train the same step differently."""
+
+    life: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"life": self.life}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.life = state["life"]
+
+
 class Run:
     """A job with all its state.
 
     Args:
         ranks: number of ranks in the process group.
+        life: the number of the life that trains.
     """
 
-    def __init__(self, trial: Trial, root: str, ranks: int) -> None:
+    def __init__(self, trial: Trial, root: str, ranks: int, life: int = 0) -> None:
         self.trial = trial
+        self.origin, self._life = Origin(), life
         self.job = Job.build(SPEC, trial.plan(ranks))
         self.dice, self.history = Dice(), History()
         self.dice.generator.manual_seed(17 + dist.get_rank())
@@ -77,16 +92,20 @@ class Run:
 
     def states(self) -> dict[str, Any]:
         """Return the state objects as the Checkpointer gets them."""
+        own = {"origin": self.origin} if self.trial.delta else {}
         return {
             "optimizer": self.job.optimizer,
             "job": self.job,
             "history": self.history,
             "dice": PerRank(self.dice, merge=lambda states: states[0]),
+            **own,
         }
 
     def train(self) -> None:
         """Train a step."""
         self.job.train()
+        if self.trial.delta:
+            self.origin.life = self._life
         torch.rand(3, generator=self.dice.generator)
         self.history.steps.append(self.job.steps)
 
@@ -237,13 +256,14 @@ class Life:
     def _live(self, rank: int) -> None:
         board = self.board
         join(rank, RANKS, self.listener)
-        run = Run(self.trial, self.root, RANKS)
-        record = Record(self.folder / "record", rank)
+        run = Run(self.trial, self.root, RANKS, self.number)
+        record = Record(self.folder / "record", rank, self.trial.delta)
         board.set(rank, "phase", Phase.RESTORE)
         try:  # orphans may commit at any moment, also while nothing is found to restore
             report = run.saver.restore()
             if report is not None:
-                for problem in record.differences(report.step, run.values()):
+                at = report.step, run.origin.life
+                for problem in record.differences(*at, run.values()):
                     self.problem(f"silent: restored {report.id} at rank {rank}: {problem}")
                 if report.passed_over:
                     self.note("passed-over", [self.number, list(report.passed_over)])
@@ -253,7 +273,8 @@ class Life:
             board.set(rank, "phase", Phase.TRAIN)
             while run.job.steps < step + LIFE_STEPS:
                 run.train()
-                for problem in record.note(run.job.steps, run.values()):
+                at = run.job.steps, run.origin.life
+                for problem in record.note(*at, run.values()):
                     self.problem(f"silent: step {run.job.steps} at rank {rank}: {problem}")
                 self._save(rank, run)
                 board.set(rank, "steps", run.job.steps - step)

@@ -32,6 +32,7 @@ from tests.distributed.states import gather, scramble
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.claims import read_claims
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
@@ -46,7 +47,7 @@ def run(seed: int, number: int, folder: Path, variant: str = "thread") -> Outcom
 
     Args:
         variant: ``thread`` or ``process``: the background that writes; ``agent``: ranks under
-            torchrun's agent.
+            torchrun's agent; ``delta``: rows stored as differences.
     """
     forks.adopt_orphans()
     trial = draw(f"{seed}/{number}/{variant}", KILLS, variant)
@@ -212,9 +213,11 @@ class _Trial:
             self._fail(kind, problem)
         for where in self._lines("points"):
             counts[f"kills at: {where}"] += 1
-        for compared in self._lines("looked"):
-            counts["listed checkpoints compared"] += int(compared)
+        for compared, links in self._lines("looked"):
+            counts["listed checkpoints compared"] += compared
+            counts["links among them"] += links
         counts["saves that failed and said so"] += len(self._lines("failed"))
+        counts["problems of replaced writers' checkpoints"] += len(self._lines("of-replaced"))
         for number, problems in self._lines("passed-over"):
             # Ranks that have lost their agent continue to delete old checkpoints.
             if number not in self._beside:
@@ -281,19 +284,25 @@ def _look(trial: Trial, folder: Path) -> None:
     if not committed(root):
         return
     listed = inventory(root).checkpoints
+    claims = read_claims(root, every=True)
+    # A replaced writer may commit upon what its successor then prunes: that counts for nobody.
+    none = {m.id for c in listed if (m := c.manifest) and claims.counts(m.id, m.epoch) is False}
     for found in verify(root.url):
         for problem in found.problems:
-            life.problem(f"verify: {problem}")
+            if found.id in none:
+                life.note("of-replaced", problem)
+            else:
+                life.problem(f"verify: {problem}")
     reader = Run(trial, life.root, 1)
-    record = Record(folder / "record", 0)
-    compared = 0
+    record = Record(folder / "record", 0, trial.delta)
+    compared = links = 0
     for checkpoint in [None, *(c.id for c in listed if c.status in ("restorable", "abandoned"))]:
         scramble(reader.job)
         report = reader.saver.restore(checkpoint)
         if report is None:
             life.problem("lost: there are checkpoints, and none is restored")
             continue
-        wanted = record.whole(report.step, RANKS)
+        wanted = record.whole(report.step, reader.origin.life, RANKS)
         wanted = {name: value for name, value in wanted.items() if not name.startswith("own/")}
         found_state = gather(reader.job)
         found_state |= {
@@ -301,10 +310,11 @@ def _look(trial: Trial, folder: Path) -> None:
             for (name, _), (_, values) in reader.values().items()
             if name.startswith("state/")
         }
-        for difference in references.differences(found_state, wanted, None):
+        for difference in references.differences(found_state, wanted, None, trial.delta):
             life.problem(f"silent: {report.id}: {difference}")
         compared += 1
-    life.note("looked", compared)
+        links += trial.delta and read_manifest(root, report.id).parent is not None
+    life.note("looked", [compared, links])
 
 
 def _name(victims: tuple[int, ...]) -> str:

@@ -51,8 +51,8 @@ class Part:
     slice: int
 
 
-PREPARED = ("damage", "hostile")
-"""Parts that need the root that ``damage.prepare`` makes."""
+PREPARED = {"damage": ".", "hostile": ".", "damage-delta": "delta"}
+"""Parts that need a root that ``damage.prepare`` makes, and the folder of it."""
 
 
 def _kills(
@@ -65,8 +65,20 @@ def _kills(
     return outcome
 
 
-def _faults(seed: int, first: int, count: int, folder: Path, prepared: Path, ranks: int) -> Outcome:
-    return faults.run(seed, first, count, folder, ranks)
+def _faults(
+    seed: int,
+    first: int,
+    count: int,
+    folder: Path,
+    prepared: Path,
+    ranks: int,
+    delta: bool = False,
+) -> Outcome:
+    return faults.run(seed, first, count, folder, ranks, delta)
+
+
+def _damage_delta(seed: int, first: int, count: int, folder: Path, prepared: Path) -> Outcome:
+    return damage.run(seed, first, count, folder, prepared / PREPARED["damage-delta"], delta=True)
 
 
 PARTS: dict[str, Part] = {
@@ -88,6 +100,12 @@ PARTS: dict[str, Part] = {
         "SIGKILL to torchrun's agent, and to ranks under it",
         slice=0,
     ),
+    "kills-delta": Part(
+        partial(_kills, variant="delta"),
+        *(110, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 300),
+        "The same where rows are stored as differences to the last checkpoint",
+        slice=1,
+    ),
     "faults-1-rank": Part(
         partial(_faults, ranks=1),
         *(1950, 50, 5.0, ("faults", "faults"), 5000),
@@ -100,11 +118,29 @@ PARTS: dict[str, Part] = {
         "The same on one of two ranks",
         slice=4,
     ),
+    "faults-delta": Part(
+        partial(_faults, ranks=1, delta=True),
+        *(500, 25, 5.0, ("faults", "faults"), 1000),
+        "The same on one rank that stores rows as differences to the last checkpoint",
+        slice=6,
+    ),
+    "faults-delta-2-ranks": Part(
+        partial(_faults, ranks=2, delta=True),
+        *(100, 25, 10.0, ("faults", "faults"), 100),
+        "The same with two ranks",
+        slice=0,
+    ),
     "damage": Part(
         damage.run,
         *(None, 60, 5.0, ("damages", "damages"), 1500),
         "Every file of a root, control records included, damaged in every way",
         slice=30,
+    ),
+    "damage-delta": Part(
+        _damage_delta,
+        *(None, 60, 5.0, ("damages", "damages"), 1500),
+        "The same where rows are stored as differences to the last checkpoint",
+        slice=12,
     ),
     "hostile": Part(
         hostile.run,
@@ -120,15 +156,17 @@ class Prepared:
 
     def __init__(self, seed: int, parts: list[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="campaign-prepared-"))
-        self.damages = 0
-        if any(part in PREPARED for part in parts):
-            damage.prepare(seed, self.folder)
-            self.damages = damage.count(self.folder)
+        self._damages: dict[str, int] = {}
+        for place in {PREPARED[part] for part in parts if part in PREPARED}:
+            folder = self.folder / place
+            folder.mkdir(exist_ok=True)
+            damage.prepare(seed, folder, delta=place == PREPARED["damage-delta"])
+            self._damages[place] = damage.count(folder)
 
     def trials(self, part: str) -> int:
         """Return the number of a part's trials."""
         trials = PARTS[part].trials
-        return self.damages if trials is None else trials
+        return self._damages[PREPARED[part]] if trials is None else trials
 
     def remove(self) -> None:
         """Remove the folder."""

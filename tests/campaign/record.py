@@ -1,7 +1,8 @@
 """Record a job's whole state after each step, independently of the package: the oracle of kills.
 
 The state is read from TorchRec's own state dicts and from the state objects before the package
-saves anything. A second run over the same step must produce the same bytes.
+saves anything. A second run over the same step must produce the same bytes. Where restores round
+rows, each life has records of its own, and restored rows may be off by half a step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.distributed import references
 from tests.distributed.states import Part, State
 
 Values = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.ndarray]]
@@ -25,42 +27,50 @@ def values_of(parts: Iterable[Part]) -> Values:
 
 
 class Record:
-    """The states of one rank, a file for each step.
+    """The states of one rank, a file for each step and life; all lives are 0 unless rows are
+    rounded.
 
     Args:
         folder: shared by all ranks and lives.
+        linked: rows are stored as differences, which rounds them.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, linked: bool = False) -> None:
         self._folder = folder
         self._rank = rank
+        self._linked = linked
 
-    def note(self, step: int, found: Values) -> list[str]:
+    def note(self, step: int, life: int, found: Values) -> list[str]:
         """Keep a step's state; return its differences from an earlier life's."""
-        file = self._file(step, self._rank)
+        file = self._file(step, life, self._rank)
         if file.exists():
-            return self.differences(step, found)
+            return compare(found, _load(file))
         temporary = file.with_suffix(f".{os.getpid()}")
         temporary.write_bytes(pickle.dumps(found))
         temporary.rename(file)  # atomic: a process may be killed while writing
         return []
 
-    def differences(self, step: int, found: Values) -> list[str]:
-        """Compare this rank's pieces with those of a step, bit for bit."""
-        return compare(found, _load(self._file(step, self._rank)))
+    def differences(self, step: int, life: int, found: Values) -> list[str]:
+        """Compare this rank's restored pieces with those of a step."""
+        wanted = _load(self._file(step, life, self._rank))
+        if not self._linked:
+            return compare(found, wanted)
+        problems = [f"only in one of them: {name}" for name, _ in found.keys() ^ wanted.keys()]
+        states = [{name: piece for (name, _), (_, piece) in v.items()} for v in (found, wanted)]
+        return problems + references.differences(states[0], states[1], None, linked=True)
 
-    def whole(self, step: int, ranks: int) -> State:
+    def whole(self, step: int, life: int, ranks: int) -> State:
         """Join the pieces of all ranks; leave out the state of single ranks."""
         state: State = {}
         for rank in range(ranks):
-            for (name, offset), (size, piece) in _load(self._file(step, rank)).items():
+            for (name, offset), (size, piece) in _load(self._file(step, life, rank)).items():
                 whole = state.setdefault(name, np.zeros(size, piece.dtype))
                 ends = zip(offset, piece.shape, strict=True)
                 whole[tuple(slice(start, start + length) for start, length in ends)] = piece
         return state
 
-    def _file(self, step: int, rank: int) -> Path:
-        return self._folder / f"step-{step}-rank-{rank}"
+    def _file(self, step: int, life: int, rank: int) -> Path:
+        return self._folder / f"step-{step}-life-{life}-rank-{rank}"
 
 
 def _load(file: Path) -> Values:

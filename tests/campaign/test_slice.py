@@ -15,9 +15,12 @@ from tests.campaign.results import problems
 REPOSITORY = Path(__file__).parents[2]
 LEAST = {
     "kills-thread": 8,
+    "kills-delta": 2,
     "faults-1-rank": 45,
     "faults-2-ranks": 4,
+    "faults-delta": 15,
     "damage": 30,
+    "damage-delta": 12,
     "hostile": 1000,
 }
 """Minimum counts: fewer trials show nothing."""

@@ -113,7 +113,7 @@ class CollisionZoo(Zoo):
     def mapping(self) -> dict[str, dict[int, int]]:
         """Return the row of each mapped raw id on all ranks, by table."""
         everyone: list[Any] = [None] * dist.get_world_size()
-        own = {table: _rows_of(module) for table, module in self.modules.items()}
+        own = {table: rows_of(module) for table, module in self.modules.items()}
         dist.all_gather_object(everyone, own)
         joined: dict[str, dict[int, int]] = {}
         for of_rank in everyone:
@@ -146,7 +146,7 @@ class CollisionZoo(Zoo):
         self.steps = state["steps"]
 
 
-def _rows_of(module: Any) -> dict[int, int]:
+def rows_of(module: Any) -> dict[int, int]:
     if isinstance(module, HashZchManagedCollisionModule):
         start = module._output_segments[module._start_bucket]
         ids = module._hash_zch_identities.flatten().tolist()
@@ -161,7 +161,20 @@ def _rows_of(module: Any) -> dict[int, int]:
 def build(spec: Spec, seed: int = 1) -> CollisionZoo:
     """Build a model on all ranks, row-wise, the only sharding of managed collisions."""
     torch.manual_seed(seed)
-    meta = torch.device("meta")
+    sharder: Any = ManagedCollisionEmbeddingCollectionSharder()
+    if spec.bag:
+        sharder = ManagedCollisionEmbeddingBagCollectionSharder()
+    net, collection = net_of(spec, torch.device("meta"))
+    plan = dict.fromkeys(spec.rows, "row_wise")
+    device = torch.device(spec.device)
+    parts = shard_net(net, collection, sharder, plan, spec.fused, device=device)
+    zoo = CollisionZoo(*parts, "collisions")
+    zoo.device = device
+    return zoo
+
+
+def net_of(spec: Spec, device: torch.device) -> tuple[Net, Any]:
+    """Build a model that is not sharded; also return its embedding collection."""
     tables: list[Any] = []
     for (table, rows), features in zip(spec.rows.items(), FEATURES.values(), strict=True):
         common: dict[str, Any] = {"name": table, "num_embeddings": rows, "embedding_dim": DIM}
@@ -175,26 +188,17 @@ def build(spec: Spec, seed: int = 1) -> CollisionZoo:
     modules = ManagedCollisionCollection(
         {table: _module(spec, table) for table in spec.rows}, tables
     )
-    sharder: Any
     if spec.bag:
-        collection: Any = EmbeddingBagCollection(tables=tables, device=meta)
+        collection: Any = EmbeddingBagCollection(tables=tables, device=device)
         managed: Any = ManagedCollisionEmbeddingBagCollection(
             collection, modules, allow_in_place_embed_weight_update=True
         )
-        sharder = ManagedCollisionEmbeddingBagCollectionSharder()
     else:
-        collection = EmbeddingCollection(tables=tables, device=meta)
+        collection = EmbeddingCollection(tables=tables, device=device)
         managed = ManagedCollisionEmbeddingCollection(
             collection, modules, allow_in_place_embed_weight_update=True
         )
-        sharder = ManagedCollisionEmbeddingCollectionSharder()
-    net = Net(managed, DIM * 3 if spec.bag else DIM, not spec.bag)
-    plan = dict.fromkeys(spec.rows, "row_wise")
-    device = torch.device(spec.device)
-    parts = shard_net(net, collection, sharder, plan, spec.fused, device=device)
-    zoo = CollisionZoo(*parts, "collisions")
-    zoo.device = device
-    return zoo
+    return Net(managed, DIM * 3 if spec.bag else DIM, not spec.bag), collection
 
 
 def _module(spec: Spec, table: str) -> Any:
@@ -215,6 +219,22 @@ def _module(spec: Spec, table: str) -> Any:
         eviction_interval=spec.interval,
         input_hash_size=spec.raw_ids,
     )
+
+
+def fill(zoo: CollisionZoo, seed: int) -> None:
+    """Put ids into their slots as a GPU does: that kernel doesn't run on a CPU."""
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for module in zoo.modules.values():
+        block = -(-module.input_size() // module.buckets())
+        per_bucket = module.output_size() * ranks // module.buckets()
+        for bucket in range(module._start_bucket, module._end_bucket):
+            start = (bucket - rank * module.buckets() // ranks) * per_bucket
+            ids = bucket * block + torch.randperm(block, generator=generator)[: per_bucket // 2]
+            slots = torch.randperm(per_bucket, generator=generator)[: len(ids)]
+            module._hash_zch_identities.data[start + slots] = ids[:, None]
+        if module._hash_zch_metadata is not None:
+            module._hash_zch_metadata.random_(1000, generator=generator)
 
 
 @contextmanager

@@ -11,17 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from tests.distributed.layouts import build
 from tests.distributed.test_layouts import NAMES, SPEC, layout
 from tests.distributed.worker_pool import WorkerPool
 from tests.unit.run.deltas import delta, pieces
 from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.dcp import LoadPlanner, StorageReader
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.names import parse_id
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.save import background
+from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.verify import verify
+from torchrec_checknrun.tracking import TrackedModel, track
 
 Workers = Callable[[int], WorkerPool]
 
@@ -77,14 +82,7 @@ def life(
     with saving(root, job) as saver:
         assert (saver.restore() is None) == (kept is None)
         if kept is not None:
-            wanted = wholes(kept)
-            for shard in saver._target.tracked.shards:
-                place = shard.rectangle
-                part = wanted[shard.table][
-                    place.row_start : place.row_stop, place.col_start : place.col_stop
-                ]
-                found = shard.local.weight.detach().numpy()
-                assert found.tobytes() == np.ascontiguousarray(part).tobytes(), shard.local.name
+            compare_with(kept, saver._target.tracked)
         for number in range(saves):
             job.train(1)
             saver.step()
@@ -113,6 +111,29 @@ def one_rank_fails(saver: Checkpointer) -> None:
             saver.save()
 
 
+def load_through_dcp(root: str, target: dict[str, Any], kept: str) -> None:
+    """Load what a life has kept by ``dcp.load``."""
+    job = build(SPEC.to_json(), target, seed=78)
+    newest = committed(Folder(root))[0]
+    state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+    tracked = track(job.model)
+    dcp.load(state, planner=LoadPlanner(tracked), storage_reader=StorageReader(f"{root}/{newest}"))
+    compare_with(kept, tracked)
+    tracked.close()
+
+
+def compare_with(kept: str, tracked: TrackedModel) -> None:
+    """Compare this rank's rows with those that a life has kept."""
+    wanted = wholes(kept)
+    for shard in tracked.shards:
+        place = shard.rectangle
+        part = wanted[shard.table][
+            place.row_start : place.row_stop, place.col_start : place.col_stop
+        ]
+        found = shard.local.weight.detach().numpy()
+        assert found.tobytes() == np.ascontiguousarray(part).tobytes(), shard.local.name
+
+
 def lives(workers: Workers, folder: Path, plan: list[tuple[str, int]], fail: bool) -> None:
     root, kept = str(folder / "run"), None
     for number, (kind, ranks) in enumerate(plan):
@@ -125,6 +146,8 @@ def lives(workers: Workers, folder: Path, plan: list[tuple[str, int]], fail: boo
         kept = into
         if number == 1:
             compact(root)
+    if plan[-1] == ("row_wise", 3):
+        workers(3).run(load_through_dcp, root=root, target=place, kept=kept)
     assert [problem for found in verify(root) for problem in found.problems] == []
 
 

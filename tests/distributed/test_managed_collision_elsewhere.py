@@ -22,6 +22,7 @@ from tests.distributed.collisions import (
     Spec,
     build,
     checkpointer,
+    fill,
     refused,
     saved,
 )
@@ -212,22 +213,6 @@ def other_interval(root: str, name: str) -> None:
 def test_another_interval(workers: Workers, tmp_path: Path) -> None:
     name = workers(2).run(saved, root=str(tmp_path), spec={})[0]
     workers(2).run(other_interval, root=str(tmp_path), name=name)
-
-
-def fill(zoo: CollisionZoo, seed: int) -> None:
-    """Put ids into their slots as a GPU does: that kernel doesn't run on a CPU."""
-    generator = torch.Generator().manual_seed(seed + dist.get_rank())
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    for module in zoo.modules.values():
-        block = -(-module.input_size() // module.buckets())
-        per_bucket = module.output_size() * ranks // module.buckets()
-        for bucket in range(module._start_bucket, module._end_bucket):
-            start = (bucket - rank * module.buckets() // ranks) * per_bucket
-            ids = bucket * block + torch.randperm(block, generator=generator)[: per_bucket // 2]
-            slots = torch.randperm(per_bucket, generator=generator)[: len(ids)]
-            module._hash_zch_identities.data[start + slots] = ids[:, None]
-        if module._hash_zch_metadata is not None:
-            module._hash_zch_metadata.random_(1000, generator=generator)
 
 
 def hashed(root: str, spec: Options) -> str:

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import references
-from tests.distributed.collisions import Spec
-from tests.distributed.collisions import build as build_collisions
 from tests.distributed.models import Job, Model, Plan
 from tests.distributed.resharding import TABLES, gloo_can_reshard, reshard
 from tests.distributed.small_job import SPEC, build, checkpointer, keep, where
@@ -24,7 +22,7 @@ from tests.distributed.states import State, gather
 from tests.distributed.worker_pool import CaseFailed, WorkerPool
 from tests.distributed.zoo import build_zoo
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Follower, Publish
-from torchrec_checknrun.errors import UnsupportedState, UnsupportedTable
+from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.run.publisher import Publisher
 from torchrec_checknrun.save import background
 
@@ -171,10 +169,7 @@ def shards_move(root: str) -> list[str]:
 
 
 def refusals(root: str) -> None:
-    zoo = build_collisions(Spec())
     rule = Publish(serve(root))
-    with pytest.raises(UnsupportedTable, match=r"t0.*t1 map ids to rows by managed"):
-        Checkpointer(root, model=zoo.model, publish=rule)
     job = Job.build(SPEC, MIXED)
     job.model.module.register_buffer("seen", torch.zeros(2))
     with pytest.raises(UnsupportedState, match="each rank has its own seen"):

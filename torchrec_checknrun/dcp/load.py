@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,14 @@ from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.store.folder import Folder
 
 _AS_SAVED = Fit()
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A chain to load, and the folder that holds it."""
+
+    root: Folder
+    content: ChainContent
 
 
 class LoadPlanner(DcpLoadPlanner):
@@ -60,20 +69,29 @@ class LoadPlanner(DcpLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        content = metadata.planner_data if metadata else None
-        if isinstance(content, Exception):
-            raise content
-        if not isinstance(content, ChainContent):
+        found = metadata.planner_data if metadata else None
+        if isinstance(found, Exception):
+            raise found
+        if not isinstance(found, _Opened):
             raise IncompatibleCheckpoint(
                 "LoadPlanner reads checkpoints of this package's format: pass "
                 "storage_reader=StorageReader(path) to dcp.load as well"
             )
-        self._restore.plan(content, state_dict)
+        self._restore.plan(found.content, state_dict)
+        self._opened = found
 
+    @picklable_errors()
     def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([_read_item(key) for key in self._restore.keys])
+        """Build what tables stored as differences restore to, before a row is touched."""
+        links = bool(self._opened.content.chain.head.deltas)
+        counted = self._restore.build(self._opened.root) if links else None
+        return LoadPlan([_read_item(key) for key in self._restore.keys], planner_data=counted)
 
+    @picklable_errors()
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Compare the digests of what all ranks have built with the checkpoint's."""
+        if self._opened.content.chain.head.deltas:
+            self._restore.check_digests(plan.planner_data for plan in global_plan)
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -114,13 +132,13 @@ class StorageReader(DcpStorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the chain's indexes; an error is raised by the planner, with its own type."""
-        content: ChainContent | CheckNRunError | OSError
+        found: _Opened | CheckNRunError | OSError
         try:
             root = self._folder.parent
-            content = read_content(root, resolve(root, self._folder.name))
+            found = _Opened(root, read_content(root, resolve(root, self._folder.name)))
         except (CheckNRunError, OSError) as error:
-            content = error  # DCP would replace an exception by a message of its own
-        return Metadata(_ForLoadPlannerOnly(), planner_data=content)
+            found = error  # DCP would replace an exception by a message of its own
+        return Metadata(_ForLoadPlannerOnly(), planner_data=found)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

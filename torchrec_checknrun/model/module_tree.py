@@ -45,7 +45,8 @@ class ModuleTree:
 
     def generation(self) -> int:
         """Return a number, another one than before if a module, a parameter or a buffer is another
-        object, or memory of the model's state lies elsewhere, than when it was last asked for.
+        object, or memory of the model's state lies elsewhere or in another form, than when it was
+        last asked for.
         """
         if not (self._known and self._now() == self._before):
             self._look()
@@ -109,8 +110,11 @@ class ModuleTree:
             [*map(len, self._held)],
             [*map(id, chain.from_iterable(self._held))],
             [id(collection._lookups) for collection in self._collections],
-            self._places.layouts(),
-            [(t.data_ptr(), t.shape) for t in chain(*map(local_tensors, self._sharded))],
+            [*self._places.layouts()],
+            [
+                (t.data_ptr(), t.shape, t.dtype, t.stride())
+                for t in chain(*map(local_tensors, self._sharded))
+            ],
         ]
 
 

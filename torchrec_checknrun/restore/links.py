@@ -7,6 +7,7 @@ that the checkpoint was committed with. Only then do rows go to the shards.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -30,12 +31,41 @@ columns).
 """
 
 
+KEPT_BYTES = 256 << 20
+"""Bytes of chunks that are kept from the first use for the second."""
+
+
+class KeptChunks:
+    """Copies of chunks that are needed twice, as many as fit. Thread-safe.
+
+    Args:
+        most: bytes to keep.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+        self._held: dict[str, memoryview] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, key: str, payload: memoryview) -> None:
+        """Copy a chunk's bytes, if they fit."""
+        with self._lock:
+            if len(payload) > self._left:
+                return
+            self._left -= len(payload)
+        self._held[key] = memoryview(bytearray(payload))
+
+    def take(self, key: str) -> memoryview | None:
+        """Hand out a chunk's bytes, which are kept no longer; None if they were not kept."""
+        return self._held.pop(key, None)
+
+
 class LinkRestore:
     """The references that a chain's tables restore to, for some shards.
 
     Args:
-        planned: by a chunk's key its header, the age of its checkpoint (0: the oldest), and the
-            indexes of the shards that it overlaps; oldest first.
+        reached: by a chunk's key its header, and the indexes of the shards whose ``reach`` it
+            overlaps; oldest first.
         shards: the shards.
 
     Attributes:
@@ -47,15 +77,16 @@ class LinkRestore:
 
     def __init__(
         self,
-        planned: Mapping[str, tuple[RowsHeader, int, list[int]]],
+        reached: Mapping[str, tuple[RowsHeader, list[int]]],
         shards: Sequence[LocalShard],
     ) -> None:
         self._shards = shards
+        self._left = 0
         self._tables: dict[str, bool] = {}
         self._held: dict[tuple[int, Columns], References] = {}
         self._counted: dict[tuple[int, Columns], tuple[str, int]] = {}
         self.keys: list[str] = []
-        for key, (header, _, into) in planned.items():
+        for key, (header, into) in reached.items():
             chained = header.codec.chained
             if self._tables.setdefault(header.table, chained) != chained:
                 raise CorruptCheckpoint(
@@ -66,13 +97,15 @@ class LinkRestore:
                 self.keys.append(key)
                 for i in into:
                     self._prepare(i, header)
+        self._left = len(self.keys)
 
     def _prepare(self, i: int, header: RowsHeader) -> None:
         own, stored = self._shards[i].rectangle, header.rectangle
         columns = stored.col_start, stored.col_stop
         if (i, columns) in self._held:
             return
-        place = replace(own, col_start=columns[0], col_stop=columns[1])
+        rows = reach(self._shards[i], header)
+        place = replace(rows, col_start=columns[0], col_stop=columns[1])
         self._held[i, columns] = References(self._shards[i].table, place)
         # Of the shards that split these columns among them the first counts.
         whole = Rectangle(0, header.shape.rows, *columns).intersect(place)
@@ -91,8 +124,10 @@ class LinkRestore:
         """
         header = rows.header
         columns = header.rectangle.col_start, header.rectangle.col_stop
+        self._left -= 1
         for i in into:
-            references, own = self._held[i, columns], self._shards[i].rectangle
+            references = self._held[i, columns]
+            own = references.rectangle
             start, stop = map(int, np.searchsorted(rows.ids, (own.row_start, own.row_stop)))
             if start == stop:
                 continue
@@ -111,6 +146,7 @@ class LinkRestore:
         """
         header = rows.header
         columns = header.rectangle.col_start, header.rectangle.col_stop
+        assert self._left == 0, "rows are restored before all links were added"
         return values_of(newest_rows(self._held[i, columns], rows, chosen), header.dtype)
 
     def digests(self) -> Counted:
@@ -126,6 +162,16 @@ class LinkRestore:
         """Return what shards with the stored columns restore to, for the next link."""
         own = {i: (s.rectangle.col_start, s.rectangle.col_stop) for i, s in enumerate(self._shards)}
         return [one for (i, columns), one in self._held.items() if columns == own[i]]
+
+
+def reach(shard: LocalShard, header: RowsHeader) -> Rectangle:
+    """Return the rows of a saved table that a shard builds: its own, and with a table's last rows
+    those that the model drops, since digests are of all rows.
+    """
+    own = shard.rectangle
+    if own.area and own.row_stop == shard.shape.rows < header.shape.rows:
+        return replace(own, row_stop=header.shape.rows)
+    return own
 
 
 def newest_rows(references: References, rows: StoredRows, chosen: Chosen) -> Grid:

@@ -6,7 +6,7 @@ once all ranks have planned without an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -109,6 +109,14 @@ class ChainRestore:
         chunks = self._chunks()
         read_chunks(root, [chunks[key] for key in self._rows.link_keys], self._rows.build)
         return self._rows.digests()
+
+    def check_digests(self, counted: Iterable[Counted]) -> None:
+        """Compare the digests of what all ranks have built with the chain's.
+
+        Raises:
+            CorruptCheckpoint: they differ.
+        """
+        self._rows.check_digests(counted)
 
     @property
     def references(self) -> list[References]:

@@ -35,7 +35,6 @@ from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.restore.copied_values import copied, load_copied
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.links import check_digests
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.shared_root import require_shared
 from torchrec_checknrun.restore.states import Merge, Owners
@@ -149,8 +148,6 @@ class _Attempts:
         self._newest = True
         self._converted = False
         self.changed = False
-        self._ranges: dict[str, int] = {}
-        """By table of the chain, the number of ranges of columns that are stored."""
 
     def next_chain(self) -> Chain | None:
         """Find the next chain to try; None if the root has no checkpoint. A collective.
@@ -246,18 +243,12 @@ class _Attempts:
         # Nothing is decided: only errors matter.
         ranks.reduce(lambda: self._plan(chain, live), len)
         if chain.head.deltas:  # on all ranks
-            ranges = self._ranges
-            ranks.reduce(
-                lambda: chain_restore.build(self._root),
-                lambda counted: check_digests(chain.head, ranges, counted),
-            )
+            ranks.reduce(lambda: chain_restore.build(self._root), chain_restore.check_digests)
         ranks.reduce(lambda: chain_restore.load(self._root), len)
         return live
 
     def _plan(self, chain: Chain, live: dict[str, Any]) -> None:
-        content = read_content(self._root, chain)
-        self._ranges = {t: len(columns) for t, columns in content.rows_by_columns().items()}
-        self._chain_restore.plan(content, live)
+        self._chain_restore.plan(read_content(self._root, chain), live)
 
 
 def hand_back(

@@ -24,7 +24,14 @@ from torchrec_checknrun.native import Chosen
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.conversion import Conversion, is_converted
 from torchrec_checknrun.restore.fit import Fit, check_rows, common_states, is_rounded
-from torchrec_checknrun.restore.links import Counted, LinkRestore
+from torchrec_checknrun.restore.links import (
+    KEPT_BYTES,
+    Counted,
+    KeptChunks,
+    LinkRestore,
+    check_digests,
+    reach,
+)
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 
@@ -41,6 +48,7 @@ class RowRestore:
         content: the chain.
         targets: the model's table for each saved table, by saved name.
         fit: allowed differences between checkpoint and model.
+        keep: bytes of chunks to keep from ``build`` for ``load``, which doesn't read these again.
 
     Attributes:
         states: names of the optimizer states stored with any rows, by the model's table.
@@ -49,8 +57,15 @@ class RowRestore:
         skipped: descriptions of optimizer state on one side only.
     """
 
-    def __init__(self, content: ChainContent, targets: Mapping[str, str], fit: Fit) -> None:
+    def __init__(
+        self,
+        content: ChainContent,
+        targets: Mapping[str, str],
+        fit: Fit,
+        keep: int = KEPT_BYTES,
+    ) -> None:
         self._chain = content.chain
+        self._kept = KeptChunks(keep)
         self._targets = targets
         self._fit = fit
         self._headers = [
@@ -68,6 +83,7 @@ class RowRestore:
         self._shards: Sequence[LocalShard] = ()
         self._marks: Sequence[Marks] | None = None
         self._planned: dict[str, tuple[RowsHeader, int, list[int]]] = {}
+        self._reached: dict[str, tuple[RowsHeader, list[int]]] = {}
         self._rounded: set[str] = set()
         self._in_order: set[str] = set()
         self._conversions: dict[int, Conversion] = {}
@@ -99,13 +115,17 @@ class RowRestore:
         for age, headers in enumerate(self._headers):
             seen: dict[str, set[str]] = {}
             for key, header in headers.items():
-                target = self._targets.get(header.table)
-                into = [
+                target = self._targets.get(header.table, "")
+                stored = header.rectangle
+                reached = [
                     i
-                    for i in (of_table.get(target, ()) if target is not None else ())
-                    if shards[i].rectangle.intersect(header.rectangle)
+                    for i in of_table.get(target, ())
+                    if reach(shards[i], header).intersect(stored)
                 ]
-                if target is None or not into:
+                into = [i for i in reached if shards[i].rectangle.intersect(stored)]
+                if reached:
+                    self._reached[key] = header, reached
+                if not into:
                     continue
                 self._planned[key] = header, age, into
                 for i in into:
@@ -121,7 +141,7 @@ class RowRestore:
                         self._in_order.add(target)
             for target, states in seen.items():
                 older.setdefault(target, set()).update(states)
-        self._links = LinkRestore(self._planned, shards)
+        self._links = LinkRestore(self._reached, shards)
         self._check_baseline()
         self._done = [DoneRows(shard.rectangle.rows) for shard in shards]
         self._unmarked = set(range(len(shards)))
@@ -141,14 +161,31 @@ class RowRestore:
         Raises:
             CorruptCheckpoint: the chunk is malformed, or doesn't follow the ones before.
         """
-        header, _, into = self._planned[chunk.stored.key]
-        rows = StoredRows(header, chunk.payload())
+        key = chunk.stored.key
+        header, into = self._reached[key]
+        payload = chunk.payload()
+        rows = StoredRows(header, payload)
         with chunk.turn:
             self._links.add(rows, into)
+        if key in self._planned:
+            self._kept.keep(key, payload)
 
     def digests(self) -> Counted:
-        """Return the digests of what was built; see ``links.check_digests``."""
+        """Return the digests of what was built, for ``check_digests``."""
         return self._links.digests()
+
+    def check_digests(self, counted: Iterable[Counted]) -> None:
+        """Compare the digests of what all ranks have built with the chain's; see ``links``.
+
+        Raises:
+            CorruptCheckpoint: they differ.
+        """
+        ranges: dict[str, set[tuple[int, int]]] = {}
+        for header in (header for headers in self._headers for header in headers.values()):
+            columns = header.rectangle.col_start, header.rectangle.col_stop
+            ranges.setdefault(header.table, set()).add(columns)
+        counts = {table: len(columns) for table, columns in ranges.items()}
+        check_digests(self._chain.head, counts, counted)
 
     @property
     def references(self) -> list[References]:
@@ -163,9 +200,10 @@ class RowRestore:
         """
         header, age, into = self._planned[chunk.stored.key]
         in_order = self._comes_in_order(chunk.stored.key)
+        kept = self._kept.take(chunk.stored.key)
         if not (dry_run or in_order) and all(self._has(i, header) for i in into):
             return
-        rows = StoredRows(header, chunk.payload())
+        rows = StoredRows(header, chunk.payload() if kept is None else kept)
         if dry_run:
             decode_all(rows)
         with chunk.turn:

@@ -19,7 +19,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
-from torchrec_checknrun.root.chain import files_problem, walk
+from torchrec_checknrun.root.chain import files_problem, parent_among, walk
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.claims import FOLDER, Claim, Claims, read_claims, require_claim
 from torchrec_checknrun.root.liveness import seems_alive
@@ -210,20 +210,18 @@ def _listed(root: Folder, id: str, status: Status, content: _Content) -> Listed:
 def _chain(head: Manifest, content: _Content) -> tuple[list[Manifest], str | None]:
     """Return the chain, oldest first, and the problem of a checkpoint that the head needs."""
     problems = content.problems
+    sound = {id: m for id, m in content.manifests.items() if id not in problems}
 
     def find(child: Manifest, id: str) -> Manifest:
-        if id not in content.manifests:
-            why = f"can't be read: {problems[id]}" if id in problems else "is missing"
-            raise ChainBroken(f"{child.id} needs {id}, which {why}")
-        return content.manifests[id]
+        parent = parent_among(child, sound)
+        if parent is not None:
+            return parent
+        if id in content.manifests:
+            raise ChainBroken(f"it needs {id}, which is damaged: {problems[id]}")
+        why = f"can't be read: {problems[id]}" if id in problems else "is missing"
+        raise ChainBroken(f"{child.id} needs {id}, which {why}")
 
-    chain: list[Manifest] = []
     try:
-        for manifest in walk(head, find):
-            if chain and manifest.id in problems:
-                what = problems[manifest.id]
-                return [], f"it needs {manifest.id}, which is damaged: {what}"
-            chain.append(manifest)
+        return list(walk(head, find))[::-1], None
     except ChainBroken as error:
         return [], str(error)
-    return chain[::-1], None

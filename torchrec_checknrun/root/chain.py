@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -100,6 +100,31 @@ def incompatibility(child: Manifest, parent: Manifest) -> str | None:
     return None
 
 
+def parent_among(child: Manifest, known: Mapping[str, Manifest]) -> Manifest | None:
+    """Find a checkpoint's parent, or a compacted copy that stands in for a parent that is lost.
+
+    Args:
+        known: checkpoints by id.
+
+    Returns:
+        The parent, even one that the child can't build on; None without a parent or any copy.
+    """
+    if child.parent is None:
+        return None
+    parent = known.get(child.parent.id)
+    if parent is None or incompatibility(child, parent) is not None:
+        return _copy_among(child, known.values()) or parent
+    return parent
+
+
+def _copy_among(child: Manifest, known: Iterable[Manifest]) -> Manifest | None:
+    """Find a compacted copy that stands in for a checkpoint's parent."""
+    if not child.deltas:
+        return None
+    copies = (one for one in known if _stands_in(child, one))
+    return next((copy for copy in copies if incompatibility(child, copy) is None), None)
+
+
 def _stands_in(child: Manifest, copy: Manifest) -> bool:
     """Tell whether a compacted copy of a child's parent can take the parent's place: a copy names
     its original by checksum; digests are compared like a parent's.
@@ -163,25 +188,28 @@ def resolve(root: Folder, name: str) -> Chain:
     """
 
     def find(child: Manifest, id: str) -> Manifest:
+        lost = None
         try:
-            return read_manifest(root, id)
+            parent = read_manifest(root, id)
+            if incompatibility(child, parent) is None:
+                check_sizes(root, parent)
+                return parent
         except CheckNRunError as error:
-            if (copy := _find_copy(root, child)) is not None:
-                return copy
-            raise ChainBroken(f"{child.id} needs {id}, which can't be used: {error}") from error
+            lost = error
+        copy = _find_copy(root, child)
+        if copy is not None:
+            return copy
+        if lost is not None:
+            raise ChainBroken(f"{child.id} needs {id}, which can't be used: {lost}") from lost
+        return parent  # refused by walk()
 
-    manifests = list(walk(read_manifest(root, name), find))
-    check_sizes(root, manifests[0])
-    for parent in manifests[1:]:
-        try:
-            check_sizes(root, parent)
-        except CorruptCheckpoint as error:
-            raise ChainBroken(f"{name} needs {parent.id}, which is damaged: {error}") from error
-    return Chain(tuple(reversed(manifests)))
+    head = read_manifest(root, name)
+    check_sizes(root, head)
+    return Chain(tuple(walk(head, find))[::-1])
 
 
 def _find_copy(root: Folder, child: Manifest) -> Manifest | None:
-    """Find a compacted copy that stands in for the lost parent of a checkpoint of differences."""
+    """Find a whole compacted copy that stands in for a checkpoint's parent."""
     assert child.parent is not None
     lost = parse_id(child.parent.id)
     if lost is None or not child.deltas:
@@ -191,6 +219,7 @@ def _find_copy(root: Folder, child: Manifest) -> Manifest | None:
             with suppress(CheckNRunError):
                 copy = read_manifest(root, name)
                 if incompatibility(child, copy) is None:
+                    check_sizes(root, copy)
                     return copy
     return None
 

@@ -16,6 +16,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
+from torchrec_checknrun.root.chain import parent_among
 from torchrec_checknrun.root.claims import FOLDER
 from torchrec_checknrun.root.liveness import is_abandoned
 from torchrec_checknrun.root.retention import PINNED
@@ -82,9 +83,9 @@ def with_parents(known: Mapping[str, Manifest], ids: Collection[str]) -> set[str
     todo, found = list(ids), set[str]()
     while todo:
         id = todo.pop()
-        link = known[id].parent if id in known and id not in found else None
+        parent = parent_among(known[id], known) if id in known and id not in found else None
         found.add(id)
-        todo += [link.id] if link else []
+        todo += [parent.id] if parent is not None else []
     return found
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.format.manifest import Header, Link, Manifest
 from torchrec_checknrun.format.names import new_id
-from torchrec_checknrun.root.chain import Chain, narrow
+from torchrec_checknrun.root.chain import Chain, narrow, parent_among
 from torchrec_checknrun.root.policy import Decision, Policy
 from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoint_report
 from torchrec_checknrun.store.folder import Folder
@@ -69,7 +69,7 @@ class Lineage:
         chain, manifest = [], self.previous
         while manifest is not None:
             chain.append(manifest)
-            manifest = by_id.get(manifest.parent.id) if manifest.parent else None
+            manifest = parent_among(manifest, by_id)
         return chain[::-1]
 
     @property
@@ -81,10 +81,10 @@ class Lineage:
         """Return the ids of what a checkpoint with this parent builds on, oldest first."""
         by_id = {manifest.id: manifest for manifest in self.history}
         found: list[str] = []
-        while parent is not None:
-            found.append(parent.id)
-            manifest = by_id.get(parent.id)
-            parent = None if manifest is None else manifest.parent
+        manifest = None if parent is None else by_id[parent.id]
+        while manifest is not None:
+            found.append(manifest.id)
+            manifest = parent_among(manifest, by_id)
         return tuple(reversed(found))
 
     def propose(

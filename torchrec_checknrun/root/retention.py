@@ -15,7 +15,7 @@ from torchrec_checknrun.errors import ChainBroken, CorruptCheckpoint
 from torchrec_checknrun.format.checks import Record, Text, seal, unseal
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import CheckpointId, parse_ids
-from torchrec_checknrun.root.chain import walk
+from torchrec_checknrun.root.chain import parent_among, walk
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
 
@@ -92,6 +92,7 @@ def judge(
     """
     history = _History.of(manifests, damaged, ids)
     by_id = {**{manifest.id: manifest for manifest in ignored}, **history.by_id}
+    sound = {id: manifest for id, manifest in by_id.items() if id not in damaged}
     held = [id for id in pinned if id in by_id]
     # A pinned checkpoint may be of a fork, which can't be told once the rest of the fork is gone.
     apart = {*held, *(m.id for id in held for m in _needs(by_id[id], by_id) or ())}
@@ -106,7 +107,7 @@ def judge(
             if id in by_id:
                 keep.setdefault(id, reason)
     for id in list(keep):
-        for parent in _needs(by_id[id], by_id) or ():
+        for parent in _needs(by_id[id], sound) or _needs(by_id[id], by_id) or ():
             keep.setdefault(parent.id, f"{id} needs it")
     # A damaged checkpoint stays while newer than these, or while these are few: it may be fixed.
     last = newest[-1].sequence if len(newest) == retention.keep else None
@@ -209,9 +210,16 @@ def original_of(manifest: Manifest) -> str:
 
 def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] | None:
     """Return the checkpoints that a restore needs beside the given one; None if any is missing."""
+
+    def find(child: Manifest, id: str) -> Manifest:
+        parent = parent_among(child, by_id)
+        if parent is None:
+            raise ChainBroken(f"{child.id} needs {id}")
+        return parent
+
     try:
-        return list(walk(manifest, lambda _, id: by_id[id]))[1:]
-    except (KeyError, ChainBroken):
+        return list(walk(manifest, find))[1:]
+    except ChainBroken:
         return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, SaveFailed
 from torchrec_checknrun.format.manifest import Link, Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
-from torchrec_checknrun.root.chain import Chain, files_problem
+from torchrec_checknrun.root.chain import Chain, files_problem, parent_among
 from torchrec_checknrun.root.checkpoints import (
     Listing,
     committed,
@@ -210,14 +210,13 @@ class RootWriter:
 
     def _chain(self, parent: Link | None) -> list[Manifest]:
         """Return what a checkpoint with this parent builds on in the lineage, newest first."""
-        history = {(m.id, m.checksum): m for m in self._lineage.history}
-        chain = []
-        while parent is not None:
-            manifest = history.pop((parent.id, parent.checksum), None)
-            if manifest is None:
-                break
-            chain.append(manifest)
-            parent = manifest.parent
+        history = {m.id: m for m in self._lineage.history}
+        found = None if parent is None else history.get(parent.id)
+        if found is None or found.link != parent:
+            return []
+        chain = [found]
+        while (older := parent_among(chain[-1], history)) and older.sequence < chain[-1].sequence:
+            chain.append(older)
         return chain
 
     def _broken_end(self, chain: list[Manifest]) -> str | None:

@@ -261,6 +261,7 @@ class LostRank:
             self._rows.load(chunk, dry_run=False)
 
         read_chunks(self._root, self._chunks(self._rows.link_keys), self._rows.build)
+        self._rows.check_digests([self._rows.digests()])  # of tables that are whole here
         read_chunks(self._root, self._chunks(self._keys), load)
         self._rows.finish(dry_run=False)
         apply_saves(

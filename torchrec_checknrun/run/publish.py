@@ -115,19 +115,13 @@ def check_publishable(options: Options, tracked: TrackedModel, world_size: int) 
     """Refuse a model of which a prediction depends on something that can't be followed.
 
     Raises:
-        UnsupportedTable: names a table that is mapped by managed collisions.
+        UnsupportedTable: there is no table to publish.
         UnsupportedState: names a buffer or an extra state.
         ValueError: the publications' root is not apart from the checkpoints'.
     """
     assert options.publish is not None
     _require_apart(options.root, options.publish.folder(options.timeout_seconds))
     chosen = options.publish.chosen(list(tracked.tables))
-    if mapped := sorted(tracked.collisions.modules):
-        raise UnsupportedTable(
-            f"publish: {listed(mapped)} map ids to rows by managed collisions: a row and its map "
-            "can't be followed together, and an id could be served another one's row. Train a "
-            "model to be followed without managed collisions"
-        )
     if not chosen:
         raise UnsupportedTable("publish: the model has no table to publish")
     dense = tracked.dense.find().dense

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from torchrec_checknrun.dense.buffers import BUFFERS
-from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.chunk import BlockHeader
-from torchrec_checknrun.format.entries import CollisionsEntry, StateEntry, difference_of
+from torchrec_checknrun.format.entries import StateEntry, difference_of
 from torchrec_checknrun.format.manifest import Link, Manifest
 from torchrec_checknrun.format.reader import (
     StoredChunk,
@@ -21,6 +21,7 @@ from torchrec_checknrun.format.reader import (
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.restore.chunks import table_problems
 from torchrec_checknrun.root.chain import Chain
+from torchrec_checknrun.serve.collisions import joined
 from torchrec_checknrun.serve.plan import Plan
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import MODEL, read_dense
@@ -130,18 +131,10 @@ class Content:
 
         Raises:
             CorruptCheckpoint: an index is missing or damaged.
-            IncompatibleCheckpoint: ids are mapped to rows in a way that can't be followed.
         """
         first = self.plan.common if self.plan.follows else 0
         for place in range(first, len(self.plan.chain.manifests)):
             self.chunks_of(place)
-        for chunk in self._newest:
-            if isinstance(chunk.entry, CollisionsEntry):
-                raise IncompatibleCheckpoint(
-                    f"{self.head.id} maps ids to rows by managed collisions "
-                    f"({', '.join(sorted(chunk.entry.modules))}): a row and its map can't be "
-                    "followed together. Serve such tables without managed collisions"
-                )
 
     def dense(self) -> dict[str, torch.Tensor]:
         """Read the dense part of the model that the chain's head has, by name.
@@ -160,4 +153,4 @@ class Content:
         prefix = f"{BUFFERS}.rank0."
         if self.head.world_size == 1:
             found |= {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
-        return {name: v for name, v in found.items() if isinstance(v, torch.Tensor)}
+        return joined({name: v for name, v in found.items() if isinstance(v, torch.Tensor)})

@@ -11,6 +11,7 @@ from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
 from torchrec_checknrun.format.state import is_sharded
+from torchrec_checknrun.serve.collisions import check_collisions
 from torchrec_checknrun.serve.tables import (
     KINDS,
     ServedTable,
@@ -18,11 +19,10 @@ from torchrec_checknrun.serve.tables import (
     float_table,
     memory_of,
     quantized_tables,
+    refuse_frozen,
 )
 
 _WEIGHT = ".weight"
-_COLLISIONS = ("_managed_collision_collection", "_mch_", "_hash_zch_")
-"""Parts of the names of buffers that map ids to rows."""
 
 
 class Replica:
@@ -40,17 +40,13 @@ class Replica:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        refuse_frozen(model)
         self.model = model
         self._quantized = {table.path: table for table in quantized_tables(model)}
         self._state = self._plain_state()
         self.tables: dict[str, ServedTable] = dict(self._quantized)
         self.dense: dict[str, torch.Tensor] = {}
-        for name in self._state:
-            if any(part in name for part in _COLLISIONS):
-                raise UnsupportedTable(
-                    f"{name!r} maps ids to rows (managed collisions): a row and its map can't be "
-                    "followed together. Serve the table without managed collisions"
-                )
+        check_collisions(model)
 
     def _plain_state(self) -> dict[str, torch.Tensor]:
         """Return the state dict without what belongs to kernels."""

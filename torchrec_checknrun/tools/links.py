@@ -82,16 +82,23 @@ def build_table(root: Folder, content: ChainContent, table: str) -> ByColumns:
     return links.by_columns
 
 
-def digest_problems(root: Folder, manifests: Mapping[str, Manifest]) -> Iterator[tuple[str, str]]:
+def digest_problems(
+    root: Folder, manifests: Mapping[str, Manifest], parents: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """Build the tables of all chains; yield the ids of checkpoints whose rows have other digests
     than their manifests say, or can't be built, each with the problem.
+
+    Args:
+        parents: by id the id of what a checkpoint builds on; absent if its chain can't be read.
     """
-    parents = {m.parent.id for m in manifests.values() if m.parent is not None}
+    built_upon = set(parents.values())
     for head in manifests.values():
-        if head.deltas and head.id not in parents:
-            chain = _chain(head, manifests)
-            if chain is not None:
-                yield from _chain_problems(root, chain)
+        if head.deltas and head.id not in built_upon:
+            chain = [head]
+            while (parent := parents.get(chain[-1].id)) is not None:
+                chain.append(manifests[parent])
+            if chain[-1].parent is None:  # else it is reported elsewhere
+                yield from _chain_problems(root, Chain(tuple(reversed(chain))))
 
 
 def _chain_problems(root: Folder, chain: Chain) -> Iterator[tuple[str, str]]:
@@ -110,17 +117,6 @@ def _chain_problems(root: Folder, chain: Chain) -> Iterator[tuple[str, str]]:
             if problem := _mismatch(manifest, table, links.digest):
                 yield manifest.id, problem
                 break
-
-
-def _chain(head: Manifest, manifests: Mapping[str, Manifest]) -> Chain | None:
-    """Return the chain of a head; None if a parent is missing, which is reported elsewhere."""
-    chain = [head]
-    while (link := chain[-1].parent) is not None:
-        parent = manifests.get(link.id)
-        if parent is None or parent in chain:
-            return None
-        chain.append(parent)
-    return Chain(tuple(reversed(chain)))
 
 
 def _mismatch(manifest: Manifest, table: str, digest: str) -> str | None:

@@ -194,7 +194,7 @@ class TableReader:
             return
         start, stop = min(p.row_start for p in places), max(p.row_stop for p in places)
         content = ChainContent(self._chain, self._within(start, stop))
-        rows = RowRestore(content, {self.table: self.table}, Fit())
+        rows = RowRestore(content, {self.table: self.table}, Fit(), keep=0)  # the cache does
         rows.states = {self.table: set(self.states)}  # of the table, not only of these chunks
         chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
         keys = rows.plan(shards, None)
@@ -204,6 +204,7 @@ class TableReader:
 
         for key in rows.link_keys:
             rows.build(readable(key))
+        rows.check_digests([rows.digests()])  # if these are all rows
         for key in keys:
             rows.load(readable(key), dry_run=False)
         rows.finish(dry_run=False)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -93,7 +93,7 @@ def verify(
     """
     folder = Folder(root)
     wanted = committed(folder) if checkpoints is None else list(checkpoints)
-    manifests, problems = _manifests(folder, wanted, named=checkpoints is not None)
+    manifests, parents, problems = _manifests(folder, wanted, named=checkpoints is not None)
     total = sum(manifest.stored_bytes for manifest in manifests.values())
     done = 0
 
@@ -104,9 +104,9 @@ def verify(
             progress(done, total)
 
     oldest_first = sorted(manifests.values(), key=lambda m: (m.sequence, m.id))
-    verification = _Verification(folder, step)
+    verification = _Verification(folder, parents, step)
     verified = {manifest.id: verification.verify(manifest) for manifest in oldest_first}
-    for id, problem in digest_problems(folder, manifests):
+    for id, problem in digest_problems(folder, manifests, parents):
         problems.setdefault(id, []).append(problem)
     records = _control_records(folder, manifests)
     found = []
@@ -122,16 +122,18 @@ def verify(
 
 def _manifests(
     root: Folder, wanted: Sequence[str], named: bool
-) -> tuple[dict[str, Manifest], dict[str, list[str]]]:
+) -> tuple[dict[str, Manifest], dict[str, str], dict[str, list[str]]]:
     """Read the manifests of checkpoints and their parents.
 
     Args:
         named: whether a missing checkpoint is an error.
 
     Returns:
-        The manifests, and the problems of checkpoints whose chain can't be read, by id.
+        By id, the manifests, the ids of what they build on, and the problems of checkpoints whose
+        chain can't be read.
     """
     manifests: dict[str, Manifest] = {}
+    parents: dict[str, str] = {}
     problems: dict[str, list[str]] = {}
     resolved: set[str] = set()  # with all their parents
     for id in wanted:
@@ -151,7 +153,8 @@ def _manifests(
         else:
             resolved.update(manifest.id for manifest in chain.manifests)
             manifests |= {manifest.id: manifest for manifest in chain.manifests}
-    return manifests, problems
+            parents |= {child.id: parent.id for parent, child in pairwise(chain.manifests)}
+    return manifests, parents, problems
 
 
 def _control_records(root: Folder, known: Mapping[str, Manifest]) -> dict[str, list[str]]:
@@ -186,11 +189,15 @@ class _Verification:
     """The verification of a root's checkpoints, older ones of a chain first.
 
     Args:
+        parents: by id the id of what a checkpoint builds on, as a restore finds it.
         step: called with the bytes of each processed chunk.
     """
 
-    def __init__(self, root: Folder, step: Callable[[int], None]) -> None:
+    def __init__(
+        self, root: Folder, parents: Mapping[str, str], step: Callable[[int], None]
+    ) -> None:
         self._root = root
+        self._parents = parents
         self._step = step
         self._kinds: dict[str, dict[str, _Kinds]] = {}
         self._dense: dict[str, dict[object, StoredChunk]] = {}
@@ -199,14 +206,14 @@ class _Verification:
     def verify(self, manifest: Manifest) -> Verified:
         """Read and decode a checkpoint's own chunks."""
         problems: list[str] = []
-        parent = {} if manifest.parent is None else self._kinds.get(manifest.parent.id, {})
-        self._kinds[manifest.id] = parent
+        parent = self._parents.get(manifest.id, "")
+        self._kinds[manifest.id] = self._kinds.get(parent, {})
         try:
             check_sizes(self._root, manifest)
             for file in manifest.files:
                 read_footer(self._root / manifest.id, file)
-            parents = self._dense.get(manifest.parent.id, {}) if manifest.parent else {}
-            chunks = with_bases(manifest, read_indexes(self._root, manifest), parents)
+            bases = self._dense.get(parent, {})
+            chunks = with_bases(manifest, read_indexes(self._root, manifest), bases)
             self._dense[manifest.id] = dense_chunks(chunks)
         except StorageUnreachable:
             raise

@@ -512,37 +512,6 @@ def test_forks_from_an_older_link(tmp_path: Path, job: Job) -> None:
     assert sound(tmp_path) == []
 
 
-def test_a_copy_of_equal_digest_serves_in_a_lost_links_place(tmp_path: Path, job: Job) -> None:
-    made = chain(tmp_path, job, 4)
-    copy = compact(tmp_path, made[2][0])
-    assert copy is not None
-    for name, _ in made[:3]:
-        (tmp_path / name).rename(tmp_path / f"lost-{name}")
-    for name, wanted in made[3:]:
-        assert same(restored(tmp_path, name), wanted) == []
-    assert same(restored(tmp_path), made[-1][1]) == []
-    other = make_job(seed=7)
-    with saving(tmp_path, other) as saver:
-        saver.restore()
-        train(other, saver)
-        saver.save()
-        wanted = expected(saver)
-    assert same(restored(tmp_path), wanted) == []
-
-
-def test_a_copy_of_another_digest_does_not_serve(tmp_path: Path, job: Job) -> None:
-    made = chain(tmp_path, job, 4)
-    copies = [compact(tmp_path, name) for name, _ in made[1:3]]
-    assert None not in copies
-    for name, _ in made[:3]:
-        (tmp_path / name).rename(tmp_path / f"lost-{name}")
-    last = copies[1]
-    assert last is not None
-    (tmp_path / last.id).rename(tmp_path / "lost-copy")
-    with pytest.raises(CheckNRunError):
-        restored(tmp_path, made[3][0])
-
-
 def test_compaction_beside_a_live_run(tmp_path: Path, job: Job) -> None:
     """Compact after every link while the run goes on with its own chain."""
     with saving(tmp_path, job) as saver:

@@ -27,9 +27,6 @@ from tests.unit.chains import (
     write,
 )
 from torchrec_checknrun import Follower
-from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.entries import Facts
-from torchrec_checknrun.model.collisions import CollisionState
 from torchrec_checknrun.shards import Rectangle
 
 pytestmark = pytest.mark.usefixtures("small_operations")
@@ -99,11 +96,3 @@ def test_any_chain(data: st.DataObject, rows: int, ranks: int, copies: int, at_o
                     continue
                 own = quantize_inference_model(copy.deepcopy(wanted), quantization_dtype=kind)
                 assert same_bits(memory(model), memory(own)), kind
-
-
-def test_a_checkpoint_that_maps_ids_to_rows_is_refused() -> None:
-    state = CollisionState({"mc._managed_collision_modules.t": Facts((0, 5), 1000, 2)}, {})
-    root = new_root()
-    write(root, 5, [Part((0, DIM), list(range(5)), 5, ())], sharded=[state.encode(0)])
-    with pytest.raises(IncompatibleCheckpoint, match=r"managed collisions \(mc\..*\.t\)"):
-        Follower(root.url, model_of(5)).poll()

@@ -1,0 +1,85 @@
+"""A lost rank goes back to a checkpoint of differences; the others keep their rows."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.partial_lives import Lives, bytes_read, differing, from_storage, of_tables
+from tests.distributed.worker_pool import WorkerPool
+from tests.unit.run.deltas import delta, pieces
+from torchrec_checknrun.memory.partial import PeerCopies
+
+Workers = Callable[[int], WorkerPool]
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="checknrun-test-", dir="/dev/shm") as memory:
+        yield {"folder": str(tmp_path), "memory": memory}
+
+
+def rounded(lives: Lives) -> dict[str, bytes]:
+    """Return this rank's rows of sharded tables, with their state, as the last checkpoint restores
+    them.
+    """
+    found = of_tables(lives.values(), sharded=True)
+    for shard in lives.saver._target.tracked.shards:
+        if shard.local.replicated:
+            continue
+        (name,) = (n for n in found if n.startswith(f"model/{shard.table}.weight@"))
+        ((_, values),) = pieces(lives.saver, shard)
+        found[name] = values.tobytes()
+    return found
+
+
+def go_back(folder: str, memory: str, lost: list[int], peers: bool) -> list[str]:
+    """Lose images at step 14, after a base of step 4 and links of 8 and 12; go on to step 20.
+
+    Returns:
+        Kinds of the checkpoints.
+    """
+    lives = Lives(folder, memory, quantization=delta(), peers=PeerCopies() if peers else None)
+    lives.begin()
+    lives.saver.restore()
+    lives.train(12)
+    at_12 = rounded(lives)
+    lives.train(2)
+    at_14 = lives.values()
+    lives.die(lost)
+
+    lives.begin()
+    with bytes_read(within=str(lives.root)) as counts:
+        report = lives.saver.restore()
+    assert report is not None
+    assert report.source == "both"
+    gone = dist.get_rank() in lost
+    assert (sum(counts) > 0) == (gone and not peers)
+    found = lives.values()
+    rows = at_12 if gone else of_tables(at_14, sharded=True)
+    assert differing(of_tables(found, sharded=True), rows) == []
+    assert differing(of_tables(found, sharded=False), of_tables(at_14, sharded=False)) == []
+
+    lives.train(6)
+    wanted = rounded(lives)
+    assert differing(of_tables(from_storage(lives), sharded=True), wanted) == []
+    lives.end()
+    manifests = sorted(lives.root.glob("seq-*/manifest.json"))
+    return [json.loads(path.read_text())["manifest"]["kind"] for path in manifests]
+
+
+@pytest.mark.parametrize("peers", [False, True])
+@pytest.mark.parametrize("lost", [[2], [0, 3]])
+def test_a_lost_rank_adds_links_up(
+    lost: list[int], peers: bool, where: dict[str, Any], workers: Workers
+) -> None:
+    """What a link would build on is in no image: the next checkpoint is a base."""
+    links = ["full", "differential", "differential"]
+    for kinds in workers(4).run(go_back, lost=lost, peers=peers, **where):
+        assert kinds == [*links, "full", "differential"]

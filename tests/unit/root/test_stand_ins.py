@@ -1,0 +1,137 @@
+"""Compacted copies stand in for lost links: listing, restoring and pruning agree on it."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.examples import examples
+from tests.unit.chains import new_root, put_manifest
+from tests.unit.root.test_retention import compacted, make
+from torchrec_checknrun.errors import CheckNRunError
+from torchrec_checknrun.format.manifest import (
+    DIFFERENCES_VERSION,
+    Manifest,
+    TableDigests,
+    TableTotals,
+)
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.chain import resolve
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention, judge
+from torchrec_checknrun.store.folder import Folder
+
+TABLE = "t"
+
+
+def linked(manifest: Manifest, before: str | None, after: str) -> Manifest:
+    """Store the table of a manifest as differences."""
+    found = replace(
+        manifest,
+        tables={TABLE: TableTotals(1, 1)},
+        deltas={TABLE: TableDigests(before, after)},
+        format_version=DIFFERENCES_VERSION,
+    )
+    return found.sealed()
+
+
+def word(number: int) -> str:
+    return f"{number:016x}"
+
+
+def links(kinds: str) -> list[Manifest]:
+    """Make a history: ``F`` a base, ``l`` a link to the last checkpoint."""
+    made: list[Manifest] = []
+    for number, kind in enumerate(kinds, 1):
+        last = made[-1] if made else None
+        parent = last if kind == "l" else None
+        before = None if parent is None else word(number - 1)
+        made.append(linked(make(number, parent, last), before, word(number)))
+    return made
+
+
+def copy_of(head: Manifest, after: str | None = None) -> Manifest:
+    return linked(compacted(head), None, after or head.deltas[TABLE].after)
+
+
+def root_of(manifests: list[Manifest]) -> Folder:
+    root = new_root()
+    for manifest in manifests:
+        (root / manifest.id).create()
+        put_manifest(root, manifest)
+    return root
+
+
+def chains(root: Folder, ids: list[str]) -> dict[str, tuple[str, ...]]:
+    """Return by id what a restore reads; nothing where it can't."""
+    found: dict[str, tuple[str, ...]] = {}
+    for id in ids:
+        try:
+            found[id] = tuple(manifest.id for manifest in resolve(root, id).manifests)
+        except CheckNRunError:
+            found[id] = ()
+    return found
+
+
+def test_a_listing_shows_the_copy_that_a_restore_reads() -> None:
+    base, second, third = links("Fll")
+    copy = copy_of(second)
+    root = root_of([base, copy, third])
+    listed = {one.id: one for one in inventory(root).checkpoints}
+    assert listed[third.id].status == "restorable"
+    assert listed[third.id].chain == (copy.id, third.id)
+    other = root_of([base, copy_of(second, word(99)), third])
+    (broken,) = (one for one in inventory(other).checkpoints if one.id == third.id)
+    assert (broken.status, broken.chain) == ("broken", ())
+
+
+def test_pruning_keeps_the_copy_that_a_kept_link_needs() -> None:
+    base, second, third, fourth = links("Flll")
+    copy = copy_of(second)
+    root = root_of([base, copy, third, fourth])
+    prune(root, Retention(1))
+    assert chains(root, [fourth.id]) == {fourth.id: (copy.id, third.id, fourth.id)}
+    verdict = judge([base, copy, third, fourth], Retention(1))
+    assert set(verdict.delete) == {base.id}
+    # The same where the original is there, but damaged.
+    verdict = judge([base, second, copy, third, fourth], Retention(1), damaged=[second.id])
+    assert copy.id in verdict.keep
+
+
+@settings(max_examples=examples(300, quick=40), deadline=None)
+@given(
+    kinds=st.text("Flll", min_size=1, max_size=8),
+    copied=st.sets(st.integers(0, 7)),
+    wrong=st.sets(st.integers(0, 7), max_size=1),
+    lost=st.sets(st.integers(0, 7)),
+    keep=st.integers(1, 3),
+)
+def test_listing_restore_and_pruning_agree(
+    kinds: str, copied: set[int], wrong: set[int], lost: set[int], keep: int
+) -> None:
+    made = links("F" + kinds)
+    copies = {
+        n: copy_of(made[n], word(99) if n in wrong else None) for n in copied if n < len(made)
+    }
+    there = [m for n, m in enumerate(made) if n not in lost or n == len(made) - 1]
+    there += copies.values()
+    root = root_of(there)
+    ids = [manifest.id for manifest in there]
+    readable = chains(root, ids)
+    assert {one.id: one.chain for one in inventory(root).checkpoints} == readable
+    before = {sequence_of(id) for id in ids if readable[id]}
+    prune(root, Retention(keep))
+    after = chains(root, ids)
+    stay = {sequence_of(id) for id in ids if after[id]}
+    assert sorted(stay)[-keep:] == sorted(before)[-keep:]
+    # Deleting them one after the other leaves no link without what it needs.
+    verdict = judge(there, Retention(keep))
+    left = root_of(there)
+    for id in verdict.delete:
+        (left / id).delete("manifest.json")
+        assert all(chains(left, list(verdict.keep)).values())
+
+
+def sequence_of(id: str) -> int:
+    return int(id[4:10])
