@@ -14,8 +14,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from tests.distributed.models import Job
 from tests.unit.run.jobs import make_job
 from torchrec_checknrun import Checkpointer, Images
-from torchrec_checknrun.memory import file as files
 from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.shared_memory import file as files
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
