@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,13 +64,13 @@ def server(published: Published) -> Iterator[Server]:
         yield server
 
 
-def wait_for_error(server: Server, part: str) -> dict[str, float]:
+def wait_for_error(server: Server, part: str) -> dict[str, Any]:
     """Wait until the server tells an error; return its version."""
     until = time.monotonic() + PATIENCE
     while part not in ((version := json.loads(server.ask("GET", "/version")[1]))["error"] or ""):
         assert time.monotonic() < until, version
         time.sleep(0.05)
-    found: dict[str, float] = version
+    found: dict[str, Any] = version
     return found
 
 
