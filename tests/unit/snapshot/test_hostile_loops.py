@@ -1,4 +1,4 @@
-"""Train in odd ways right after a cut: each checkpoint is of its cut, or the save fails and says so.
+"""Train in odd ways right after a cut: each checkpoint is of its cut, or the save fails, told.
 
 Nothing is copied in the background before the odd thing is done.
 """
