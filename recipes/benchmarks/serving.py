@@ -17,7 +17,6 @@ import json
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +49,8 @@ SAMPLES = 16
 BAGS = 64
 """Samples of the training step that changes rows."""
 CLIENTS = 16
+LOOK_SECONDS = 0.02
+"""Between two questions for the version, in windows of both kinds."""
 PATIENCE_SECONDS = 120.0
 _CPU = torch.device("cpu")
 
@@ -135,15 +136,18 @@ class Load:
 
         return sum(f.result() for f in [self.pool.submit(ask) for _ in range(clients)]) / seconds
 
-    def ask_while(self, goes_on: Callable[[], bool]) -> list[float]:
-        """Ask at random times; return the latencies, from when each request was due."""
+    def ask_during(self, what: Callable[[Any], None], argument: float) -> list[float]:
+        """Ask at random times until a function returns; return the latencies, from when due."""
         answers: list[Future[float]] = []
-        due = time.perf_counter()
-        while goes_on():
-            due += self.random.exponential(1 / self.per_second)
-            time.sleep(max(0.0, due - time.perf_counter()))
-            question = self.questions[len(answers) % len(self.questions)]
-            answers.append(self.pool.submit(self._ask, question, due))
+        with ThreadPoolExecutor(1) as beside:
+            done = beside.submit(what, argument)
+            due = time.perf_counter()
+            while not done.done():
+                due += self.random.exponential(1 / self.per_second)
+                time.sleep(max(0.0, due - time.perf_counter()))
+                question = self.questions[len(answers) % len(self.questions)]
+                answers.append(self.pool.submit(self._ask, question, due))
+            done.result()
         return [answer.result() for answer in answers]
 
     def _ask(self, question: Samples, due: float) -> float:
@@ -157,7 +161,6 @@ class Revealed:
     def __init__(self, hidden: Path, root: Path, server: Server) -> None:
         self._hidden, self._root, self._server = hidden, root, server
         self._names = sorted(path.name for path in hidden.glob("seq-*"))
-        self.left = len(self._names)
         self.versions: list[dict[str, Any]] = []
         self.seconds: list[float] = []
         """From each reveal until the version was seen to be served."""
@@ -165,16 +168,27 @@ class Revealed:
     def show(self, count: int) -> None:
         """Reveal some, each once the one before is served."""
         for _ in range(count):
-            name = self._names[-self.left]
+            name = self._names[len(self.versions)]
             began = time.perf_counter()
             (self._hidden / name).rename(self._root / name)
-            while (version := self._server.version()) is None or version["id"] != name:
-                if time.perf_counter() > began + PATIENCE_SECONDS:
-                    raise TimeoutError(f"the server never serves {name}, but {version}")
-                time.sleep(0.01)
+            self.versions.append(self.wait(name))
             self.seconds.append(time.perf_counter() - began)
-            self.versions.append(version)
-            self.left -= 1
+
+    def wait(self, name: str) -> dict[str, Any]:
+        """Ask what is served until it is this publication."""
+        until = time.perf_counter() + PATIENCE_SECONDS
+        while (version := self._server.version()) is None or version["id"] != name:
+            if time.perf_counter() > until:
+                raise TimeoutError(f"the server never serves {name}, but {version}: server.log")
+            time.sleep(LOOK_SECONDS)
+        return version
+
+    def look(self, seconds: float) -> None:
+        """Ask what is served as often as ``wait``, and reveal nothing."""
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            self._server.version()
+            time.sleep(LOOK_SECONDS)
 
 
 def measure(folder: Path, scale: float, windows: int, shown: int) -> dict[str, Any]:
@@ -194,7 +208,7 @@ def measure(folder: Path, scale: float, windows: int, shown: int) -> dict[str, A
     for path in hidden.iterdir():
         if path == base or not path.name.startswith("seq-"):
             path.rename(run.root / path.name)
-    overrides = [f"model.scale={scale}", f"root={run.root}", "interval_seconds=0.01"]
+    overrides = [f"model.scale={scale}", f"root={run.root}", "interval_seconds=0.05"]
     random = np.random.default_rng(2)
     questions = [
         Samples(
@@ -206,34 +220,19 @@ def measure(folder: Path, scale: float, windows: int, shown: int) -> dict[str, A
     ]
     with Server(folder / "server", overrides) as server, ThreadPoolExecutor(CLIENTS) as pool:
         revealed = Revealed(hidden, run.root, server)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while server.version() is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError("the server never serves the first publication: server.log")
-            time.sleep(0.05)
+        revealed.wait(base.name)
         load = Load(server, pool, questions)
         load.find_capacity(1.0, 4)  # warms up
         capacity = load.find_capacity(3.0, 4)
         load.per_second = LOAD * capacity
         applying, resting = [], []
         for number in tqdm(range(windows), desc="windows", unit="pair"):
-            window = threading.Thread(target=revealed.show, args=(shown,))
-            began = time.perf_counter()
-
-            def apply(window: threading.Thread = window) -> list[float]:
-                window.start()
-                return load.ask_while(window.is_alive)
-
-            def rest(seconds: float) -> list[float]:
-                until = time.perf_counter() + seconds
-                return load.ask_while(lambda: time.perf_counter() < until)
-
             # Whichever comes first, half of the time: the machine is not the same all along.
             if number % 2:
-                resting.append(rest(statistics.mean(revealed.seconds) * shown))
-            applying.append(apply())
+                resting.append(load.ask_during(revealed.look, sum(revealed.seconds[-shown:])))
+            applying.append(load.ask_during(revealed.show, shown))
             if not number % 2:
-                resting.append(rest(time.perf_counter() - began))
+                resting.append(load.ask_during(revealed.look, sum(revealed.seconds[-shown:])))
     return {
         "rows": sum(run.rows),
         "publication": _costs(costs, revealed),

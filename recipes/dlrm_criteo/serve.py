@@ -8,6 +8,7 @@ r"""Serve the main job's model over HTTP, always at the newest state that a root
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -28,12 +29,16 @@ from torchrec.inference.modules import quantize_inference_model
 from recipes.dlrm_criteo.model import Architecture
 from recipes.dlrm_criteo.serving.app import Predictions, make_app
 from recipes.dlrm_criteo.serving.metrics import Metrics
+from recipes.dlrm_criteo.serving.script import script
 from torchrec_checknrun import Follower
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WIDTHS = {8: torch.qint8, 4: torch.quint4x2, 2: torch.quint2x4}
 GRACE_SECONDS = 10
 """For answers that are on their way when the server is told to end."""
+SWITCH_SECONDS = 0.0005
+"""The longest that a prediction waits for Python's lock while another thread runs Python, such as
+the follower's; 5 ms by default, which is as long as several predictions."""
 _CPU = torch.device("cpu")
 logger = logging.getLogger("recipes.dlrm_criteo.serve")  # __name__ is __main__ here
 
@@ -50,11 +55,12 @@ def main(cfg: DictConfig) -> None:
         sys.exit("threads, most_samples and interval_seconds have to be above zero")
     listening = _listen(cfg.host, cfg.port)
     torch.set_num_threads(1)  # requests run beside each other
+    sys.setswitchinterval(SWITCH_SECONDS)
     architecture: Architecture = instantiate(cfg.model)
     metrics = Metrics()
     follower = Follower(
         cfg.root,
-        inference_model(architecture, cfg.bits),
+        script(inference_model(architecture, cfg.bits)),
         interval_seconds=cfg.interval_seconds,
         on_version=metrics.shown,
     )
@@ -63,6 +69,8 @@ def main(cfg: DictConfig) -> None:
     predictions = Predictions(follower, metrics, rows, cfg.most_samples)
     with follower, ThreadPoolExecutor(cfg.threads, "predictions") as pool:
         host, port = listening.getsockname()[:2]
+        gc.collect()
+        gc.freeze()  # else a collection looks at all of torch, and everything waits meanwhile
         print(f"serving {cfg.root} on http://{host}:{port}", flush=True)
         config = uvicorn.Config(
             make_app(predictions, pool),

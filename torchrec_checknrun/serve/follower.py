@@ -201,7 +201,9 @@ class Follower:
     def _run(self, interval: float) -> None:
         """Poll until closed; after errors with growing pauses."""
         with suppress(OSError, AttributeError):  # of this thread alone, where the system can
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            own = threading.get_native_id()
+            lower = min(19, os.getpriority(os.PRIO_PROCESS, own) + _NICE)
+            os.setpriority(os.PRIO_PROCESS, own, lower)
         failures = 0
         while not self._closing.is_set():
             try:

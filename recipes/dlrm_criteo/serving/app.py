@@ -53,7 +53,9 @@ class Predictions:
         """
         samples = read(body, self._rows, self._most)
         batch = to_batch(samples, _CPU)
-        with self.follower.read() as (model, version), torch.inference_mode():
+        # TorchScript would spend the first two predictions of each copy on optimizing it.
+        plainly = torch.jit.optimized_execution(False)
+        with self.follower.read() as (model, version), torch.inference_mode(), plainly:
             if version is None:
                 raise self.nothing_yet()
             logits = model(batch.dense_features, batch.sparse_features)

@@ -327,6 +327,41 @@ def test_the_thread_tells_each_version(root: Path, job: Job) -> None:
     assert follower._thread is None
 
 
+@pytest.mark.skipif(not hasattr(os, "getpriority"), reason="no priorities on this system")
+def test_the_thread_comes_after_predictions_of_a_process_that_is_nice_itself(
+    root: Path, job: Job
+) -> None:
+    """The thread's priority is 10 below its process's, and storage is read at that, too."""
+    seen: dict[str, int] = {}
+
+    def note(name: str) -> None:
+        seen[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    read = Folder.read
+
+    def read_noted(self: Folder, *args: Any, **more: Any) -> Any:
+        note("read")
+        return read(self, *args, **more)
+
+    came = threading.Event()
+
+    def on_version(version: Version) -> None:
+        note("told")
+        came.set()
+
+    def serve() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # of this thread alone
+        with Follower(root, quantized(Net(), 8), interval_seconds=0.01, on_version=on_version):
+            assert came.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Folder, "read", read_noted)
+        serving = threading.Thread(target=serve)
+        serving.start()
+        serving.join(60)
+    assert seen == {"read": 15, "told": 15}
+
+
 def test_a_run_that_deletes_as_it_is_followed(root: Path) -> None:
     """Retention deletes what followers are about to read: they come to the newest all the same."""
     job = Job(root, policy=OneShot(), retention=Retention(keep=1))
