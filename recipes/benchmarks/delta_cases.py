@@ -138,7 +138,9 @@ def _upon_references(method: str, n: int, dim: int, spread: float) -> Case:
         changes.keep()
         states.reverse()
 
-    return Case("encode delta", OURS, method, None, weight.nbytes, partial(_on_one_thread, encode_all))
+    return Case(
+        "encode delta", OURS, method, None, weight.nbytes, partial(_on_one_thread, encode_all)
+    )
 
 
 def _part(rows: Grid, span: slice) -> Grid:
