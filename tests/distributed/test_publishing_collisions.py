@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.inference.modules import quantize_embeddings, quantize_inference_model
+from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -24,7 +23,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.distributed.collisions import (
     RAW_IDS,
-    CollisionZoo,
     Options,
     Spec,
     build,
@@ -33,6 +31,7 @@ from tests.distributed.collisions import (
     on_device,
     rows_of,
 )
+from tests.distributed.serving import gathered, quantized
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import ZooBatch
 from torchrec_checknrun import Checkpointer, Follower, Publish
@@ -46,28 +45,11 @@ KINDS = {
 }
 FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "as it is": lambda model: model,
-    "tables quantized": lambda model: quantize_inference_model(
-        copy.deepcopy(model), quantization_dtype=torch.qint8
-    ),
+    "tables quantized": quantized,
     "modules quantized": lambda model: quantize_embeddings(
         model, torch.qint8, False, [*KINDS], dict(KINDS)
     ),
 }
-
-
-def gathered(zoo: CollisionZoo) -> dict[str, torch.Tensor]:
-    """Return the state dict of all ranks, as an unsharded model would load it."""
-    whole: dict[str, torch.Tensor] = {}
-    for name, value in zoo.model.state_dict().items():
-        if not hasattr(value, "local_shards"):
-            whole[name] = value.detach().clone()
-            continue
-        parts: list[Any] = [None] * dist.get_world_size()
-        own = [(s.metadata.shard_offsets[0], s.tensor.clone()) for s in value.local_shards()]
-        dist.all_gather_object(parts, own)
-        ordered = sorted((part for of_rank in parts for part in of_rank), key=lambda p: p[0])
-        whole[name] = torch.cat([tensor for _, tensor in ordered])
-    return whole
 
 
 def served(spec: Spec, state: dict[str, torch.Tensor] | None = None) -> nn.Module:
@@ -141,7 +123,7 @@ def lives(root: str, spec: Options) -> int:
             for table, rows in mapping.items():
                 old = before.get(table, {})
                 given += sum(1 for raw, row in rows.items() if old and old.get(raw) != row)
-            before, state = mapping, gathered(zoo)
+            before, state = mapping, gathered(zoo.model)
             for (where, form), follower in followers.items():
                 if step % 3 and where != "serve":
                     continue

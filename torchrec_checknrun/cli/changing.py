@@ -129,6 +129,10 @@ def publish(
     bits: Annotated[
         int | None, typer.Option(help="8, 4 or 2 bits a value; by default rows as they are.")
     ] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(min=1, help="Newest publications to keep; by default all stay."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy what predictions depend on into a root for followers; run again, what is new since."""
@@ -137,17 +141,23 @@ def publish(
     into = open_root(target)
     try:
         with progress("publishing") as step:
-            done = publishing.publish(open_root(root).url, into.url, bits=bits, progress=step)
+            done = publishing.publish(
+                open_root(root).url, into.url, bits=bits, keep=keep, progress=step
+            )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
         ids = [manifest.id for manifest in done.published]
-        print_json({"head": done.head, "published": ids, "bytes": done.bytes})
-    elif not done.published:
+        deleted = list(done.deleted)
+        print_json({"head": done.head, "published": ids, "bytes": done.bytes, "deleted": deleted})
+        return
+    if not done.published:
         say(f"{into} has {done.head} already")
     else:
         count = len(done.published)
         say(f"{into} is at {done.head}: {count} publications added, {size(done.bytes)}")
+    if done.deleted:
+        say(f"{len(done.deleted)} old publications deleted")
 
 
 def prune(

@@ -268,6 +268,11 @@ class Quantization:
         return self._encoding
 
     @property
+    def codecs(self) -> list[Codec]:
+        """The codecs in use, of those tables that are not stored exactly for being small."""
+        return [choice._encoding.codec for choice in (self, *self.tables.values())]
+
+    @property
     def uses_delta(self) -> bool:
         """Whether links are chosen for any tables."""
         return any(q.method == "delta" for q in (self, *self.tables.values()))

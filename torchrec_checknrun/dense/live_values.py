@@ -26,6 +26,8 @@ _MARKS = frozenset({_LIVE, _STATE, _ENUM, _DICT})
 LIVE = {_LIVE: None}
 """Stands for a reference."""
 _MISSING = object()
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""Types of values that are never references, and stored as they are."""
 
 
 def pack(
@@ -41,6 +43,8 @@ def pack(
     Returns:
         ``LIVE`` for a reference, for a container of nothing but references, and for a lost value.
     """
+    if type(value) in _PLAIN:  # most values
+        return value
     if value in references:
         return LIVE
     if isinstance(value, torch.Tensor):

@@ -29,6 +29,7 @@ from torchrec_checknrun.dense.param_groups import (
 )
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.same_objects import same_objects
+from torchrec_checknrun.dense.state_dicts import state_dict_of
 from torchrec_checknrun.dense.tree import (
     Key,
     Node,
@@ -83,6 +84,7 @@ class DenseOptimizer:
         self._elsewhere = elsewhere
         self._resized = resized
         self._names = names
+        self._tables = sharded
         self._parameters = Parameters(state, names, sharded)
         self._changed: set[Key] = set()
         self._kept: set[Key] = set()
@@ -92,7 +94,8 @@ class DenseOptimizer:
 
     def stored(self) -> dict[str, Any]:
         """Return the state in the stored form, with the live tensors."""
-        given = self._state.state_dict()  # first: a user's own may change what is found next
+        # First: a user's own may change what is found next.
+        given = state_dict_of(self._state, self._tables)
         found = nodes(self._state)
         parameters = list(self._parameters.of(found))
         content = self._content(given, parameters)

@@ -28,6 +28,9 @@ _PLAIN = frozenset({type(None), bool, int, float, str, torch.Tensor})
 _DEEPEST = 3
 """Levels of lists and dicts that are searched for optimizers."""
 
+WEIGHT = ".weight"
+"""End of the name of a table's parameter, which the table's name lacks."""
+
 Key = str | int
 """A parameter's name, or torch's number of it."""
 
@@ -143,7 +146,7 @@ class Parameters:
         self, key: Key, parameter: torch.Tensor, optimizer: Optimizer, group: dict[str, Any]
     ) -> Parameter:
         name = self._names.get(parameter, str(key))
-        sharded = name.removesuffix(".weight") in self._sharded
+        sharded = name.removesuffix(WEIGHT) in self._sharded
         return Parameter(key, name, parameter, optimizer, group, sharded)
 
 
@@ -196,6 +199,18 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
+def names_table(key: object, tables: Collection[str]) -> bool:
+    """Return whether a key is a table's weight, under which its optimizer state is kept.
+
+    A combined optimizer prefixes the key by the name of its part.
+    """
+    while isinstance(key, str) and key:
+        if key.endswith(WEIGHT) and key.removesuffix(WEIGHT) in tables:
+            return True
+        key = key.partition(".")[2]
+    return False
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     """Return whether an optimizer updates only tables inside kernels."""
     if isinstance(optimizer, CombinedOptimizer):
@@ -240,7 +255,9 @@ def _walk(optimizer: Optimizer) -> Iterator[Node]:
             return
         combines = isinstance(optimizer, CombinedOptimizer)
         inner = inner_optimizers(optimizer)
-        shown = {name for name, each in inner.items() if _shows(optimizer, name, each)}
+        shown: set[str] = set()  # a combined optimizer's parts have prefixes of their own instead
+        if not combines:
+            shown = {name for name, each in inner.items() if _shows(optimizer, name, each)}
         steps = not (combines or shown)
         yield Node(optimizer, identity, prefix, keyed, False, steps, bool(inner), hidden)
         # Shown ones first: a shown optimizer may also be inside a hidden one.

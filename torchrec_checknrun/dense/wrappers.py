@@ -75,12 +75,13 @@ def held(node: Node, references: References) -> dict[str, Any]:
     defaults = {} if node.steps or node.fused else getattr(optimizer, _DEFAULTS, None) or {}
     kept = {k: pack(v, references, k, {}) for k, v in defaults.items() if k != _SETTING}
     kept = {k: v for k, v in kept.items() if v is not LIVE}
+    own = _own(node)
     state = {
         name: dict(optimizer.state[parameter])
-        for name, parameter in _own(node).items()
+        for name, parameter in own.items()
         if parameter in optimizer.state
     }
-    own = {name: parameter for name, parameter in _own(node).items() if parameter.numel()}
+    own = {name: parameter for name, parameter in own.items() if parameter.numel()}
     found = {_ATTRIBUTES: attributes, _DEFAULTS: kept, _STATE: state, _PARAMETERS: own}
     return {part: content for part, content in found.items() if content}
 
@@ -216,7 +217,7 @@ def _is_state(node: Node, name: str) -> bool:
 
 def _is_of_process(optimizer: Optimizer, name: str, value: object) -> bool:
     """Return whether an attribute is this process's rank or the like; warn of an odd value."""
-    if not _OF_PROCESS.search(name) or not (value is None or isinstance(value, int)):
+    if not (value is None or isinstance(value, int)) or not _OF_PROCESS.search(name):
         return False
     places = {int(text) for place in _PLACES if (text := os.environ.get(place, "")).isdigit()}
     if dist.is_initialized():

@@ -34,6 +34,7 @@ from torchrec_checknrun.format.state import (
     MOST_DEPTH,
     MOST_DIMENSIONS,
     TORCH_DTYPES,
+    RawViews,
     Tree,
     decode_state,
     encode_state,
@@ -85,8 +86,13 @@ def state_chunk(
     return EncodedChunk(StateEntry(name=name, rank=rank, tree=tree), pieces)
 
 
-def encode_state_chunk(name: str, rank: int | None, value: object) -> tuple[EncodedChunk, Tree]:
+def encode_state_chunk(
+    name: str, rank: int | None, value: object, views: RawViews | None = None
+) -> tuple[EncodedChunk, Tree]:
     """Encode a state object as a chunk; ``rank`` is None for a replicated object.
+
+    Args:
+        views: knows the bytes of tensors that were encoded before.
 
     Returns:
         The chunk, and the object's tree.
@@ -94,7 +100,7 @@ def encode_state_chunk(name: str, rank: int | None, value: object) -> tuple[Enco
     Raises:
         UnsupportedState: the object holds a value that can't be stored.
     """
-    tree, pieces = encode_state(value, name)
+    tree, pieces = encode_state(value, name, views)
     return state_chunk(name, rank, tree, pieces), tree
 
 

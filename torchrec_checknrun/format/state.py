@@ -33,6 +33,7 @@ SHARDED = (ShardedTensor, DTensor)
 """Types of state-dict leaves of which each rank holds a part."""
 TORCH_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not name.startswith("q")}
 """Dtypes of tensors that can be stored, by name."""
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NUMPYS = frozenset(
     {
         torch.float64,
@@ -48,6 +49,7 @@ _NUMPYS = frozenset(
 """Dtypes that NumPy has as well."""
 _ALIGN = 64
 """Bytes to which each leaf's offset in the payload is aligned."""
+_ZEROS = bytes(_ALIGN)
 _NUMPY_KINDS = "biufc"
 """Kinds of NumPy dtypes that can be stored: numbers and booleans."""
 
@@ -55,7 +57,9 @@ Tree = dict[str, Any]
 """A node: a letter for the type, with the content; see ``_Encoder``."""
 
 
-def encode_state(value: object, name: str) -> tuple[Tree, list[bytes | memoryview]]:
+def encode_state(
+    value: object, name: str, views: RawViews | None = None
+) -> tuple[Tree, list[bytes | memoryview]]:
     """Encode a state dict as a tree, and the pieces of the payload that its leaves point into.
 
     Args:
@@ -63,11 +67,12 @@ def encode_state(value: object, name: str) -> tuple[Tree, list[bytes | memoryvie
             ``torch.dtype``, ``torch.Size``, paths, ranges, slices, and list, tuple, set, frozenset
             or dict (keys str or int) of them. Sets are stored in sorted order.
         name: the object's name in errors.
+        views: knows the bytes of tensors that were encoded before.
 
     Raises:
         UnsupportedState: the state holds a value of another type; names the key.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(raw_bytes if views is None else views.of)
     tree = encoder.node(value, name)
     return tree, encoder.pieces
 
@@ -81,8 +86,9 @@ class _Encoder:
     NumPy arrays, or one of ``plain_values``. A span is offset and length in the payload.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, raw: Callable[[torch.Tensor], memoryview]) -> None:
         self.pieces: list[bytes | memoryview] = []
+        self._raw = raw
         self._size = 0
 
     def node(self, value: object, path: str, depth: int = 0) -> Tree:
@@ -94,6 +100,9 @@ class _Encoder:
             )
         if value is None or kind in (bool, int, str):
             return {"v": value}
+        if isinstance(value, torch.Tensor) and kind in (torch.Tensor, torch.nn.Parameter):
+            _check_dimensions(value, path)
+            return self._tensor(value, path)
         if isinstance(value, float) and kind is float:
             return {"f": float.hex(value)}
         if isinstance(value, dict):
@@ -110,15 +119,9 @@ class _Encoder:
             members = sorted_members(value, path, encode_state)
             nodes = [self.node(v, f"{path}{{}}", depth + 1) for v in members]
             return {kind.__name__: nodes}
-        dimensions = getattr(value, "ndim", 0)
-        if isinstance(dimensions, int) and dimensions > MOST_DIMENSIONS:
-            raise UnsupportedState(
-                f"{path} has {dimensions} dimensions; {MOST_DIMENSIONS} can be stored: flatten it"
-            )
+        _check_dimensions(value, path)
         if isinstance(value, bytes) and kind is bytes:
             return {"b": self._add(value)}
-        if isinstance(value, torch.Tensor) and kind in (torch.Tensor, torch.nn.Parameter):
-            return self._tensor(value, path)
         if (
             isinstance(value, (np.ndarray, np.generic))
             and not isinstance(value, np.ma.MaskedArray)
@@ -147,18 +150,18 @@ class _Encoder:
         raise UnsupportedState(f"{path} has the key {key!r}: dict keys must be str or int")
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Tree:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if tensor.layout != torch.strided or tensor.is_meta or dtype not in TORCH_DTYPES:
+        dtype = _NAMES.get(tensor.dtype)
+        if tensor.layout != torch.strided or tensor.is_meta or dtype is None:
             raise UnsupportedState(
                 f"{path} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}: only dense "
                 "tensors with data can be stored"
             )
-        return {"x": self._add(raw_bytes(tensor)), "dtype": dtype, "shape": list(tensor.shape)}
+        return {"x": self._add(self._raw(tensor)), "dtype": dtype, "shape": list(tensor.shape)}
 
     def _add(self, data: bytes | memoryview) -> list[int]:
         padding = -self._size % _ALIGN
         if padding:
-            self.pieces.append(bytes(padding))
+            self.pieces.append(_ZEROS[:padding])
         offset = self._size + padding
         self.pieces.append(data)
         length = len(data) if isinstance(data, bytes) else data.nbytes
@@ -175,17 +178,58 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes, without a copy if it is contiguous in CPU memory."""
     if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_cpu:
         return np.ascontiguousarray(tensor.detach().numpy()).data  # bytes already
-    if (
-        tensor.dtype in _NUMPYS
-        and tensor.is_cpu
-        and tensor.numel()
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-    ):  # most tensors; far fewer steps than below
+    if _is_plain(tensor):  # most tensors; far fewer steps than below
         return tensor.detach().numpy().reshape(-1).view(np.uint8).data
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # PyTorch calls a single element contiguous whatever its stride, but refuses to view it.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
+
+
+def _check_dimensions(value: object, path: str) -> None:
+    """Refuse a tensor or an array of more dimensions than readers take."""
+    dimensions = getattr(value, "ndim", 0)
+    if isinstance(dimensions, int) and dimensions > MOST_DIMENSIONS:
+        raise UnsupportedState(
+            f"{path} has {dimensions} dimensions; {MOST_DIMENSIONS} can be stored: flatten it"
+        )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory is the bytes of its values, and NumPy can show it."""
+    return (
+        tensor.dtype in _NUMPYS
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+class RawViews:
+    """The bytes of a state's tensors, from one time that it is encoded to the next.
+
+    To make a view takes longer than all else that is encoded of a small tensor. A view of the same
+    memory is the same; it keeps the memory, at most until the state is encoded without it.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, int], memoryview] = {}
+        self._now: dict[tuple[int, int], memoryview] = {}
+
+    def begin(self) -> None:
+        """Begin to encode; views that nobody asked for since the last time are dropped."""
+        self._before, self._now = self._now, {}
+
+    def of(self, tensor: torch.Tensor) -> memoryview:
+        """Return a tensor's bytes, as ``raw_bytes`` does."""
+        if not _is_plain(tensor):
+            return raw_bytes(tensor)
+        place = tensor.data_ptr(), tensor.nbytes
+        view = self._before.get(place)
+        if view is None:
+            view = raw_bytes(tensor)
+        self._now[place] = view
+        return view
 
 
 def decode_state(tree: Tree, payload: bytes | memoryview) -> Any:

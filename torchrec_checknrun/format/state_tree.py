@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from reprlib import repr as shown
 from typing import Any
 
@@ -159,7 +160,7 @@ def _after(end: int, span: _Span) -> int:
 def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> list[tuple[Path, Any]]:
     """Find the values of given types in a live state dict, each with the keys that lead to it."""
     found: list[tuple[Path, Any]] = []
-    _collect(value, kinds, path, found)
+    _collect(value, kinds, (*_CONTAINERS, *kinds), path, found)
     return found
 
 
@@ -167,14 +168,21 @@ _CONTAINERS = (dict, list, tuple)
 
 
 def _collect(
-    value: Any, kinds: tuple[type, ...], path: Path, found: list[tuple[Path, Any]]
+    value: Any,
+    kinds: tuple[type, ...],
+    looked_at: tuple[type, ...],
+    path: Path,
+    found: list[tuple[Path, Any]],
 ) -> None:
     if isinstance(value, kinds):
         found.append((path, value))
-    elif isinstance(value, dict) and len(path) <= MOST_DEPTH:
-        for key, item in value.items():
-            if isinstance(item, (*_CONTAINERS, *kinds)):
-                _collect(item, kinds, (*path, key), found)
-    elif type(value) in (list, tuple) and len(path) <= MOST_DEPTH:
-        for i, item in enumerate(value):
-            _collect(item, kinds, (*path, i), found)
+        return
+    items: Iterable[tuple[Any, Any]] = ()
+    if len(path) <= MOST_DEPTH:
+        if isinstance(value, dict):
+            items = value.items()
+        elif type(value) in (list, tuple):
+            items = enumerate(value)
+    for key, item in items:
+        if isinstance(item, looked_at):
+            _collect(item, kinds, looked_at, (*path, key), found)

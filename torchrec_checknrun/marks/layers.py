@@ -63,7 +63,7 @@ class Fate(NamedTuple):
 class Layer:
     """The marks of one shard between two cuts.
 
-    ``bits`` and ``shares`` are changed only by the layer's ``Marks``, under their lock.
+    ``bits`` and the shares are changed only by the layer's ``Marks``, under their lock.
 
     Args:
         size: number of the shard's rows.
@@ -74,8 +74,6 @@ class Layer:
     Attributes:
         size: as given.
         bits: consumers for which the rows still count as marked.
-        shares: parts of open cuts that took consumers' bits from the layer. Held weakly, as cuts
-            are.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Layer:
     ) -> None:
         self.size = size
         self.bits = _ALL_NAMED
-        self.shares: weakref.WeakSet[Share] = weakref.WeakSet()
+        self._shares: list[weakref.ref[Share]] = []
         self._frozen = frozen
         self._packed = dict(packed or {})
         self._holders = 0
@@ -97,6 +95,21 @@ class Layer:
             # Marks that this stream still writes must be there when another one reads them.
             self._written = torch.cuda.Event()
             self._written.record(torch.cuda.current_stream(frozen.device))
+
+    @property
+    def shares(self) -> list[Share]:
+        """The parts of open cuts that took consumers' bits from the layer: held weakly, as cuts
+        are.
+        """
+        return [share for of in self._shares if (share := of()) is not None]
+
+    def take_part(self, share: Share) -> None:
+        """Add a part of an open cut."""
+        self._shares.append(weakref.ref(share))
+
+    def leave(self, share: Share) -> None:
+        """Drop a part of a cut, if it is there."""
+        self._shares = [of for of in self._shares if of() not in (None, share)]
 
     def fate(self) -> Fate:
         """Return what may become of the rows; call this under the lock of the layer's ``Marks``."""
@@ -115,15 +128,16 @@ class Layer:
         self.rows(_ALL_NAMED)
 
     def hold(self) -> torch.Tensor | None:
-        """Return the frozen bytes, ``(size,)`` uint8, and keep them until ``release``.
+        """Return the frozen bytes, uint8, of which the first ``size`` are the rows', and keep them
+        until ``release``.
 
         None once they were given up; then nothing is to be released.
         """
         with self._lock:
-            if self._frozen is None:
+            frozen = self._frozen
+            if frozen is None:
                 return None
             self._holders += 1
-            frozen = self._frozen[: self.size]
         if self._written is not None:
             self._written.synchronize()
         return frozen
@@ -153,7 +167,7 @@ class Layer:
                     add_rows(marks, self._rows_of(one), one)
             return
         try:
-            marks.bitwise_or_(frozen.bitwise_and(consumers & _ALL_NAMED))
+            marks.bitwise_or_(frozen[: self.size].bitwise_and(consumers & _ALL_NAMED))
         finally:
             self.release()
 
@@ -163,7 +177,7 @@ class Layer:
         if frozen is None:
             return self.rows(consumers).any()
         try:
-            return bool(frozen.bitwise_and(consumers & _ALL_NAMED).any())
+            return bool(frozen[: self.size].bitwise_and(consumers & _ALL_NAMED).any())
         finally:
             self.release()
 
@@ -175,7 +189,7 @@ class Layer:
             if frozen is None:
                 return RowSet.union([], self.size)
             try:
-                found = RowSet(frozen, consumer)
+                found = RowSet(frozen[: self.size], consumer)
             finally:
                 self.release()
             # Most rows are marked for all consumers at once: then one set serves all.

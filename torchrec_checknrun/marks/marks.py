@@ -156,8 +156,7 @@ class Marks:
             self.consolidate()
         with self._lock:
             spare, self._spare = self._spare, None
-        fresh = self._zeros() if spare is None else spare
-        with self._lock:
+            fresh = self._zeros() if spare is None else spare
             live, layers = self._state
             layers = (*layers, Layer(self.rows, live))
             self._state = _State(fresh, layers)
@@ -181,7 +180,7 @@ class Marks:
         with self._lock:
             for layer, bits in share.taken():
                 layer.bits |= bits
-                layer.shares.discard(share)
+                layer.leave(share)
 
     def hold(self, share: Share) -> None:
         """Keep the frozen marks apart from those that later cuts freeze, until ``drop`` or
@@ -195,20 +194,20 @@ class Marks:
                 (layer, layer.bits) for layer in self.layers if layer.bits & share.consumers
             )
             for layer, _ in share.layers:
-                layer.shares.add(share)
+                layer.take_part(share)
 
     def drop(self, share: Share) -> None:
         """Clear the consumers' marks that were frozen when ``hold`` was called, and only those."""
         with self._lock:
             for layer, _ in share.layers:
                 layer.bits &= ~share.consumers
-                layer.shares.discard(share)
+                layer.leave(share)
 
     def settle(self, share: Share) -> None:
         """Drop what a cut took away; its rows are durable."""
         with self._lock:
             for layer, _ in share.taken():
-                layer.shares.discard(share)
+                layer.leave(share)
 
     def keep_spare(self) -> None:
         """Make the zeroed bytes for the next cut ahead of it, and touch their memory."""
@@ -239,7 +238,7 @@ class Marks:
         share.layers = tuple((layer, layer.bits) for layer in layers if layer.bits)
         taken = share.taken()
         for layer, _ in taken:
-            layer.shares.add(share)
+            layer.take_part(share)
         for layer, _ in taken:
             layer.bits &= ~share.consumers
 
@@ -278,7 +277,7 @@ class Marks:
                 return  # marks were taken, cleared or given back: the next time, then
             gone = {layer for layer, _ in old}
             for share in old[0][0].shares:
-                united.shares.add(share)
+                united.take_part(share)
                 others = tuple(part for part in share.layers if part[0] not in gone)
                 share.layers = (*others, (united, share.bits_of(old[0][0])))
             left = (layer for layer in self.layers if layer not in gone)

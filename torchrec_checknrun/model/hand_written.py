@@ -206,7 +206,11 @@ class WriteWatch:
             self._seen = self._look()
 
     def flush(self) -> None:
-        """Write rows in the GPU cache back to memory."""
+        """Write rows in the GPU cache back to memory, and find the memory again."""
+        if all(marks.device.type == "cpu" for marks in self.marks):  # no cache to write
+            self.check()
+            self.kernel.flush()
+            return
         self.before_change()
         with announced([self.kernel.module]):
             self.kernel.flush()

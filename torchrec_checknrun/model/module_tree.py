@@ -44,7 +44,8 @@ class ModuleTree:
 
     def generation(self) -> int:
         """Return a number, another one than before if a module, a parameter or a buffer is another
-        object, or memory of the model's state lies elsewhere, than when it was last asked for.
+        object, or memory of the model's state lies elsewhere or in another form, than when it was
+        last asked for.
         """
         if not (self._known and self._now() == self._before):
             self._look()
@@ -108,12 +109,16 @@ class ModuleTree:
             [*map(id, chain.from_iterable(self._held))],
             [id(collection._lookups) for collection in self._collections],
             [*map(torch.Tensor.data_ptr, self._tensors)],
-            [*map(_SHAPE, self._tensors)],
-            [(t.data_ptr(), t.shape) for t in chain(*map(local_tensors, self._sharded))],
+            [*map(_FORM, self._tensors)],
+            [*map(torch.Tensor.stride, self._tensors)],
+            [
+                (t.data_ptr(), t.shape, t.dtype, t.stride())
+                for t in chain(*map(local_tensors, self._sharded))
+            ],
         ]
 
 
-_SHAPE = attrgetter("shape")
+_FORM = attrgetter("shape", "dtype")
 
 
 def _held(module: nn.Module) -> Iterator[Collection[object]]:

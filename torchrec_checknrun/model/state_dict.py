@@ -19,6 +19,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 from torchrec_checknrun.boxes import Box, Span
+from torchrec_checknrun.dense.tree import WEIGHT, names_table
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import Path, dtype_name, name_of
 from torchrec_checknrun.format.state import MOST_DEPTH, SHARDED, TORCH_DTYPES
@@ -29,7 +30,6 @@ from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 
 MODEL = "model"
 """The state that holds the model's dense parameters."""
-_WEIGHT = ".weight"
 
 
 @dataclass
@@ -89,7 +89,7 @@ class StoredTables:
     """
 
     def __init__(self, tables: Iterable[str], shards: Iterable[LocalShard]) -> None:
-        self._weights = {table + _WEIGHT for table in tables}
+        self._tables = set(tables)
         self._memory = {
             tensor.untyped_storage().data_ptr() for shard in shards for tensor in shard.tensors
         }
@@ -108,15 +108,8 @@ class StoredTables:
         )
 
     def name(self, key: object) -> bool:
-        """Return whether a key is a table's weight, under which its optimizer state is kept.
-
-        A combined optimizer prefixes the key by the name of its part.
-        """
-        while isinstance(key, str) and key:
-            if key in self._weights:
-                return True
-            key = key.partition(".")[2]
-        return False
+        """Return whether a key is a table's weight; see ``names_table``."""
+        return names_table(key, self._tables)
 
 
 def split_states(
@@ -220,26 +213,26 @@ def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str,
         if _is_weight(sharded):
             continue
         owner = str(sharded.path[-2]) if len(sharded.path) > 1 else ""
-        if owner not in weights and not owner.endswith(_WEIGHT):
+        if owner not in weights and not owner.endswith(WEIGHT):
             continue  # no table's state: see find_blocks
         if owner not in weights:
             raise UnsupportedState(
                 f"{sharded.name} is sharded, but the state dict has no table weight {owner!r} that "
                 "it could be the optimizer state of: save the model's state dict with it"
             )
-        table = owner.removesuffix(_WEIGHT).rsplit(".", 1)[-1]
+        table = owner.removesuffix(WEIGHT).rsplit(".", 1)[-1]
         states[owner][str(sharded.path[-1]).removeprefix(f"{table}.")] = sharded
     shards = []
     tables = {}
     for key, weight in weights.items():
-        name = key.removesuffix(_WEIGHT)
+        name = key.removesuffix(WEIGHT)
         tables[name] = TableShape(*weight.size)
         shards += _join(name, tables[name], weight, states[key])
     return shards, tables
 
 
 def _is_weight(sharded: _Sharded) -> bool:
-    return len(sharded.size) == 2 and str(sharded.path[-1]).endswith(_WEIGHT)
+    return len(sharded.size) == 2 and str(sharded.path[-1]).endswith(WEIGHT)
 
 
 def _join(

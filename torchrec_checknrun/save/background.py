@@ -23,6 +23,7 @@ from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import write_rank_file
+from torchrec_checknrun.format.state import RawViews
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.ranks import Ranks
@@ -135,6 +136,7 @@ class Background:
             wait_seconds=root.patience.timeout_seconds,
             warn=ranks.rank == 0,
         )
+        self._views = RawViews()
         self._told: set[str] = set()
         self._process: WriteProcess | None = None
         self._thread: threading.Thread | None = None
@@ -233,7 +235,7 @@ class Background:
         save.rows = memory.copy_later(snapshot, late, save.progress)
         if save.rows is not None:
             save.progress.protection = save.rows.copies.protection
-        items = Items.of(snapshot, quantization, memory.chunk_bytes)
+        items = Items.of(snapshot, quantization, memory.chunk_bytes, self._views)
         plan.find_rows = partial(items.find_rows, quantization, memory.chunk_bytes)
         plan.survey_rows = partial(survey, items.copied_later, quantization)
         self._prepare_memory(items)

@@ -86,6 +86,9 @@ class HeldReferences:
         Returns:
             The save's changes; None without tables stored as differences.
         """
+        if not any(codec.chained or isinstance(codec, Fisher) for codec in quantization.codecs):
+            self.forget()
+            return None
         base = proposal.header.parent is None
         found: dict[_Key, References] = {}
         rates: dict[str, float] = {} if base else dict(self._rates)

@@ -19,6 +19,7 @@ from torchrec_checknrun.serve.tables import (
     float_table,
     memory_of,
     quantized_tables,
+    refuse_frozen,
 )
 
 _WEIGHT = ".weight"
@@ -39,6 +40,7 @@ class Replica:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        refuse_frozen(model)
         self.model = model
         self._quantized = {table.path: table for table in quantized_tables(model)}
         self._state = self._plain_state()

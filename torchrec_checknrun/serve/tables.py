@@ -138,6 +138,22 @@ class ServedTable:
             part.copy_from(source, ids)
 
 
+def refuse_frozen(model: nn.Module) -> None:
+    """Refuse a scripted model whose weights are constants of its code.
+
+    Raises:
+        UnsupportedTable: says what to give instead.
+    """
+    if not isinstance(model, torch.jit.ScriptModule):
+        return
+    kernels = [m for m in model.modules() if _type_name(m) in _KERNELS]
+    if any(not hasattr(kernel, "feature_names") for kernel in kernels) or not model.state_dict():
+        raise UnsupportedTable(
+            "the model is frozen (torch.jit.freeze, optimize_for_inference): its tables are "
+            "constants of the code, which can't be followed. Give the scripted model without that"
+        )
+
+
 def find_kernels(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Yield the inference kernels of a model: the owner's path, the kernel, and the configuration
     of its shards, None if the kernel is not sharded.

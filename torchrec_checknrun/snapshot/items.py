@@ -19,7 +19,7 @@ from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import EncodedChunk, encode_state_chunk
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.format.row_chunk import encode_rows
-from torchrec_checknrun.format.state import Tree
+from torchrec_checknrun.format.state import RawViews, Tree
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.snapshot.digest import Digest, joint_digest
@@ -104,11 +104,18 @@ class Items:
     copied_later: list[ShardSnapshot] = field(default_factory=list)
 
     @classmethod
-    def of(cls, snapshot: Snapshot, quantization: Quantization, chunk_bytes: int) -> Items:
+    def of(
+        cls,
+        snapshot: Snapshot,
+        quantization: Quantization,
+        chunk_bytes: int,
+        views: RawViews | None = None,
+    ) -> Items:
         """Build the items of a live snapshot, but those of rows that are copied later.
 
         Args:
             chunk_bytes: memory for all copies of a chunk that a save or a restore makes.
+            views: knows the bytes of lasting tensors from the last snapshot.
 
         Raises:
             UnsupportedState: a state object holds a value that can't be stored, or two parts have
@@ -116,9 +123,12 @@ class Items:
         """
         items = cls()
         rank = dist.get_rank() if dist.is_initialized() else 0
+        if views is not None:
+            views.begin()
         for name, value in snapshot.states.items():
             own = name in snapshot.per_rank
-            chunk, tree = encode_state_chunk(name, rank if own else None, value)
+            known = views if name in snapshot.lasting else None
+            chunk, tree = encode_state_chunk(name, rank if own else None, value, known)
             if not own:
                 items.replicated[name] = sum(memoryview(p).nbytes for p in chunk.pieces)
                 items.trees[name] = tree

@@ -182,6 +182,7 @@ class Snapshot:
         per_rank: names of states of which each rank has its own; the other states are replicated.
         replicated: names of replicated states that are not compared: the lowest rank's is stored.
         models: names of a model's states: if the ranks' differ, the lowest rank's is stored.
+        lasting: names of states whose tensors are the model's and known optimizers' own.
         buffers: names of the model's buffers in its state dict.
         progress: progress of the tables' optimizers, by table with a shard here.
         blocks: local parts, to be written by this rank, of sharded tensors other than tables.
@@ -195,6 +196,7 @@ class Snapshot:
     per_rank: frozenset[str] = frozenset()
     replicated: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
+    lasting: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
     progress: Mapping[str, OptimizerClock] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
@@ -271,6 +273,7 @@ def take_states(
         per_rank=per_rank,
         replicated=declared.replicated,
         models=frozenset({MODEL}),
+        lasting=frozenset({MODEL, *optimizers}),
         buffers=of_model.buffers,
         progress=progress,
         blocks=[b for b in of_model.blocks if not b.replica] + blocks,

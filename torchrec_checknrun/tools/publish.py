@@ -39,6 +39,8 @@ from torchrec_checknrun.restore.links import newest_rows
 from torchrec_checknrun.root.chain import Chain, newest, newest_required
 from torchrec_checknrun.root.lineage import Lineage, Proposal
 from torchrec_checknrun.root.policy import Decision
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.writer import RootWriter, commit
 from torchrec_checknrun.shards import RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
@@ -57,10 +59,12 @@ class Done:
     Attributes:
         head: the id of the source's newest checkpoint, which the target now stands for.
         published: the manifests that were added, oldest first; none: the target had it already.
+        deleted: ids of old publications that were deleted.
     """
 
     head: str
     published: tuple[Manifest, ...]
+    deleted: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -73,6 +77,7 @@ def publish(
     target: str | os.PathLike[str],
     *,
     bits: int | None = None,
+    keep: int | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Done:
     """Bring a root of publications to the newest checkpoint of a run.
@@ -83,6 +88,8 @@ def publish(
         root: the run's folder or fsspec URL.
         target: that of the publications, for followers; new, or filled by this function.
         bits: of a value: 8, 4 or 2, as TorchRec quantizes; None: rows as a restore gives them.
+        keep: publications to keep in the target, with what they build on; others are deleted, once
+            no follower reads them. None: all.
         progress: called with the bytes of the source that are done, and all there are.
 
     Raises:
@@ -91,13 +98,26 @@ def publish(
         IncompatibleCheckpoint: the run has what can't be followed, or the target holds other
             publications; names which.
         RootInUse: another process publishes there.
-        ValueError: ``bits`` is no width.
+        ValueError: ``bits`` is no width, or ``keep`` is below 1.
     """
+    retention = None if keep is None else Retention(keep)
     if bits is not None and (type(bits) is not int or bits not in WIDTHS):
         raise ValueError(
             f"bits must be one of {WIDTHS}, or None for rows as they are, not {bits!r}"
         )
     source, into = Folder(root), Folder(target)
+    head, published = _add(source, into, bits, progress)
+    deleted = () if retention is None else tuple(prune(into, retention).verdict.delete)
+    return Done(head, published, deleted)
+
+
+def _add(
+    source: Folder,
+    into: Folder,
+    bits: int | None,
+    progress: Callable[[int, int], object] | None,
+) -> tuple[str, tuple[Manifest, ...]]:
+    """Publish what the target lacks; return the source's newest id, and what was added."""
     chain = newest_required(source, answers=True)
     held, problems = newest(into, answers=True)
     if held is None and problems:
@@ -107,7 +127,7 @@ def publish(
     missing = [place for place, m in enumerate(chain.manifests) if m.id not in copies]
     first = max((p for p, m in enumerate(chain.manifests) if m.id in copies), default=-1) + 1
     if first == len(chain.manifests):
-        return Done(chain.head.id, ())
+        return chain.head.id, ()
     content = read_content(source, chain)
     _refuse_unfollowed(content)
     lineage = Lineage()
@@ -120,7 +140,7 @@ def publish(
         done = [copying.copy(place) for place in missing if place >= first]
     finally:
         writer.close()
-    return Done(chain.head.id, tuple(done))
+    return chain.head.id, tuple(done)
 
 
 def _copies(chain: Chain, held: Chain | None) -> dict[str, Manifest]:

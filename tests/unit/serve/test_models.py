@@ -69,8 +69,12 @@ def scripted(bits: int) -> torch.jit.ScriptModule:
 
 
 def loaded(bits: int) -> torch.jit.ScriptModule:
+    return reloaded(scripted(bits))
+
+
+def reloaded(model: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     file = io.BytesIO()
-    torch.jit.save(scripted(bits), file)
+    torch.jit.save(model, file)
     file.seek(0)
     return torch.jit.load(file)
 
@@ -101,6 +105,15 @@ def test_scripted(tmp_path: Path, job: Job, make: object, bits: int, copies: int
     follows(job, tmp_path, follower, bits)
 
 
+@pytest.mark.parametrize("freeze", [torch.jit.freeze, torch.jit.optimize_for_inference])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_frozen_is_refused(tmp_path: Path, freeze: Any, copies: int) -> None:
+    frozen = freeze(scripted(8).eval())
+    for model in (frozen, reloaded(frozen)):
+        with pytest.raises(UnsupportedTable, match=r"the model is frozen \(torch\.jit\.freeze"):
+            Follower(tmp_path, model, copies=copies)
+
+
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_sharded(tmp_path: Path, job: Job, bits: int) -> None:
     set_propogate_device(True)
@@ -112,19 +125,38 @@ def test_sharded(tmp_path: Path, job: Job, bits: int) -> None:
         assert module.form.stride == module.form.width  # rows are not aligned there
 
 
-def test_sharded_by_rows(tmp_path: Path, job: Job) -> None:
+def on_two(kind: ShardingType, tables: tuple[str, ...]) -> nn.Module:
+    """Shard a model for two devices, which are both this process's CPU."""
     set_propogate_device(True)
-    plain = quantized(Net(sequence=False), 8)
-    rows = ParameterConstraints(
-        sharding_types=[ShardingType.ROW_WISE.value], compute_kernels=["quant"]
+    wanted = ParameterConstraints(
+        sharding_types=[kind.value], compute_kernels=["quant"], min_partition=8
     )
     model, _ = shard_quant_model(
-        plain,
+        quantized(Net(sequence=False), 8),
         world_size=2,
         compute_device="cpu",
         sharding_device="cpu",
-        constraints=dict.fromkeys(("wide", "mean", "tall"), rows),
+        constraints=dict.fromkeys(tables, wanted),
     )
+    return model
+
+
+def test_sharded_by_columns_is_refused(tmp_path: Path) -> None:
+    model = on_two(ShardingType.COLUMN_WISE, ("mean", "tall"))
+    with pytest.raises(UnsupportedTable, match=r"'ebc\.mean' is sharded by columns \(8 of 16\)"):
+        Follower(tmp_path, model)
+
+
+def test_tables_in_unified_memory_are_refused(tmp_path: Path) -> None:
+    model = quantized(Net(sequence=False), 8)
+    kernel = kernels(model)[0]
+    kernel.weights_uvm, kernel.weights_host = kernel.weights_host, torch.empty(0).byte()
+    with pytest.raises(UnsupportedTable, match=r"'ebc\.wide': its kernel keeps rows in .* a cache"):
+        Follower(tmp_path, model)
+
+
+def test_sharded_by_rows(tmp_path: Path, job: Job) -> None:
+    model = on_two(ShardingType.ROW_WISE, ("wide", "mean", "tall"))
     follower = Follower(tmp_path, model)
     parts = [len(table.parts) for table in follower._copies.replica.tables.values()]
     assert parts == [2, 2, 2]

@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 
 from tests.unit.console import Console
 from tests.unit.serve.served import Job, Net, differences, kernels, quantized, restored
-from torchrec_checknrun import Follower, Intermittent, OneShot, Quantization, compact, verify
+from torchrec_checknrun import Follower, Full, Intermittent, OneShot, Quantization, compact, verify
 from torchrec_checknrun.errors import IncompatibleCheckpoint, StorageFailed
 from torchrec_checknrun.root import prune
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import read_manifest
+from torchrec_checknrun.root.followers import announced
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.store.folder import Folder
@@ -168,6 +169,37 @@ def test_ended_in_the_middle(roots: tuple[Path, Path], monkeypatch: pytest.Monke
     assert len(publish(roots[0], roots[1]).published) == 1
     follower.poll()
     assert differences(follower, quantized(restored(roots[0]), 4)) == []
+    job.saver.close()
+
+
+def test_old_publications_are_deleted(roots: tuple[Path, Path], console: Console) -> None:
+    """Bases and links that nobody needs go, but those that a follower is reading."""
+    job = trained(roots[0], policy=Full())
+    follower = Follower(roots[1], quantized(Net(), 4))
+    words = ("publish", roots[0], roots[1], "--keep", 1)
+    assert console.json(*words)["deleted"] == []
+    (first,) = chain(roots[1])
+
+    def published() -> set[str]:
+        return {path.parent.name for path in roots[1].glob("*/manifest.json")}
+
+    with announced(Folder(roots[1]), first, large=True):
+        for seed in (5, 6):
+            job.train(seed)
+            job.save()
+            console.json(*words)
+            assert published() == {first, *chain(roots[1])}
+    assert console.json(*words)["deleted"] == [first]  # though nothing is new
+    assert published() == {*chain(roots[1])}
+    follower.poll()
+    assert differences(follower, quantized(restored(roots[0]), 4)) == []
+    job.train(7)
+    job.save()
+    assert "1 old publications deleted" in console.run(*words).out
+    assert follower.poll() is not None
+    assert differences(follower, quantized(restored(roots[0]), 4)) == []
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        publish(roots[0], roots[1], keep=0)
     job.saver.close()
 
 
