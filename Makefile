@@ -53,14 +53,14 @@ $(STAMP): setup.py pyproject.toml torchrec_checknrun/install.py Makefile $(CSRC)
 	$(if $(filter-out $(CSRC),$?),$(MAKE_ENVIRONMENT),$(MAKE_KERNEL))
 	@echo '$(CHOICE)' > $@
 
+# PIP_NO_COMPILE: pip's option no-compile (0 is its yes): most of 10,000 files are never imported, and to compile them
+# takes half a minute.
 define MAKE_ENVIRONMENT
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	{ echo '$(PYTHON) is missing or older than 3.10. Give another: make PYTHON=python3.12'; exit 1; }
 @$(PYTHON) -c 'import ensurepip' || \
 	{ echo '$(PYTHON) has no venv module. On Debian: apt install python3-venv'; exit 1; }
 $(PYTHON) -m venv --clear $(VENV)
-# pip's option no-compile (0 is its yes): most of 10,000 files are never imported, and to compile them
-# takes half a minute.
 PIP_NO_COMPILE=0 $(PY) torchrec_checknrun/install.py --device $(DEVICE) --extras recipes,serve,kmeans,figures,cli,s3,docs,test --editable
 endef
 
@@ -92,7 +92,7 @@ ifeq ($(ARGS),)
 	@echo 'ruff and mypy, and tests in four groups: all at once, each is shown when it is done'
 	@# Without the site: tests/docs builds it, as strictly.
 	@$(MAKE) --no-print-directory --keep-going --jobs $(SYNC) lint $(GROUPS) || \
-		{ echo 'make test: FAILED in what was "not remade because of errors" above'; exit 1; }
+		{ echo 'make test: FAILED: each line above that begins with "make[1]: ***" names a group'; exit 1; }
 	@echo 'make test: passed: ruff, mypy, layers, $(GROUPS)'
 else
 	@$(MAKE) --no-print-directory check
