@@ -102,6 +102,7 @@ EXTRAS = {
         "mkdocstrings-python>=1.12,<3",  # the API's pages, from docstrings
     ],
     "test": [
+        "aiohttp>=3.9,<4",  # talks to the browser that shows the server's page
         "hypothesis>=6.100,<7",  # property tests
         "import-linter>=2.16,<3",  # layers of the rooms
         "mypy==2.4.1",  # types; exact, since another version finds other errors

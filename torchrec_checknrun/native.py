@@ -11,7 +11,10 @@ import functools
 import logging
 import re
 import sys
+from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 19
 """Bytes of rows that are handled at a time."""
+
+_DTYPE = attrgetter("dtype")
 
 Chosen = slice | np.ndarray
 """A choice among rows: a range of positions, or positions, sorted and distinct int64."""
@@ -135,6 +140,46 @@ def copy_rows(
     for start in range(0, len(chosen), size):
         block = chosen[start : start + size]
         memory[part_of(where, start, start + len(block))] = stored[block]
+
+
+class TensorPlaces:
+    """Tells where tensors lie that are looked at every step, in one call for all of them.
+
+    Args:
+        tensors: kept, and followed where their Python objects are given other memory.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._native: Any = None
+        if has_extension():
+            self._native = torch.classes.checknrun.TensorPlaces(self._tensors)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy, as a copy of a tracked model does, with the copies of the tensors."""
+        return TensorPlaces, (self._tensors,)
+
+    def addresses(self) -> list[int]:
+        """Return each tensor's address."""
+        if self._native is None:
+            return [tensor.data_ptr() for tensor in self._tensors]
+        return cast("list[int]", self._native.addresses())
+
+    def layouts(self) -> tuple[list[int], list[torch.dtype]]:
+        """Return each tensor's address, number of dimensions, shape and strides, one after the
+        other; and the dtypes.
+        """
+        dtypes = [*map(_DTYPE, self._tensors)]
+        if self._native is not None:
+            return cast("list[int]", self._native.layouts()), dtypes
+        forms = ((t.data_ptr(), t.dim(), *t.shape, *t.stride()) for t in self._tensors)
+        return [number for form in forms for number in form], dtypes
+
+    def versions(self) -> list[int]:
+        """Return each tensor's version counter, which inference tensors lack."""
+        if self._native is None:
+            return [tensor._version for tensor in self._tensors]
+        return cast("list[int]", self._native.versions())
 
 
 def part_of(chosen: Chosen, start: int, stop: int) -> Chosen:

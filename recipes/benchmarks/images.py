@@ -8,7 +8,8 @@ one with a Checkpointer on the heap, one with images. Processor time is measured
 process for a step, of the training thread for journal and commit.
 
 Then the second job is left as by a killed process, in the middle of a step; a new one takes its
-image over and goes back to the step's start. Beside it, the restore of a full checkpoint.
+image over and goes back to the step's start. Beside it, the restore of a full checkpoint, and
+``dcp.load`` of the same tables with their fused optimizer's state.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from recipes.benchmarks.machine import describe
 from recipes.benchmarks.tracking import Job, Setting, interval
@@ -78,6 +80,18 @@ class Trained:
         whole = time.process_time() - started
         parts = (whole, self.spent["journal"], self.spent["commit"])
         return tuple(part / (BLOCK - 1) for part in parts)
+
+    def tables(self) -> dict[str, Any]:
+        """Return the tables and their fused optimizer's state, as ``dcp.save`` takes them."""
+        model = self.job.model
+        return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+
+    def load_by_dcp(self, folder: Path) -> float:
+        """Load what ``dcp.save`` wrote of ``tables`` in place; return the seconds."""
+        tables = self.tables()
+        started = time.perf_counter()
+        dcp.load(tables, checkpoint_id=str(folder))
+        return time.perf_counter() - started
 
     @property
     def table_bytes(self) -> int:
@@ -137,6 +151,7 @@ def going_back(
     """Kill the job with images in the middle of a step, as far as that goes in one process."""
     killed = jobs.pop("images")
     killed.saver.save()
+    dcp.save(killed.tables(), checkpoint_id=str(folder / "dcp"))
     gigabytes = killed.table_bytes / 1e9
     killed.step()
     killed.job.step(next(killed.batches))
@@ -153,6 +168,8 @@ def going_back(
         seconds[name] = (time.perf_counter() - started) / gigabytes
         assert report is not None
         assert report.source == ("images" if where else "checkpoint"), report.without_images
+        if not where:
+            seconds["dcp_load"] = again.load_by_dcp(folder / "dcp") / gigabytes
         again.saver._release(failed=not where)
         del again
         gc.collect()

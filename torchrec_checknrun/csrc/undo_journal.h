@@ -1,8 +1,8 @@
 // Rows as they were before a step, so that the step can be undone by another process.
 //
 // A journal is a piece of memory that outlives the process. It holds segments: the number of a
-// shard, a count, a check of both and of the ids, that many row ids, and as many rows, each of all
-// parts of the shard. All but the rows are int64; a segment begins at a multiple of eight bytes.
+// shard, a count, a check of all of it, that many row ids, and as many rows, each of all parts of the
+// shard. All but the rows are int64; a segment begins at a multiple of eight bytes.
 //
 // Without torch, as copy_on_write.h is.
 #pragma once
@@ -13,6 +13,8 @@
 #include <stdexcept>
 #include <utility>
 #include <vector>
+
+#include "block_check.h"
 
 namespace checknrun {
 
@@ -26,7 +28,6 @@ inline void publish_word(int64_t* word, int64_t value) {
 // A word is stored at once, so its check must be part of it: 48 bits of value, and 16 that follow from
 // the value and from the word's place. A bit that is flipped, and a word in another place, are found.
 constexpr int kValueBits = 48;
-constexpr uint64_t kMix = 0x9E3779B97F4A7C15;  // has no 16 equal bits in a row
 
 inline uint64_t sealed_word(int64_t at, int64_t value) {
   const uint64_t low = uint64_t(value) & ((uint64_t(1) << kValueBits) - 1);
@@ -43,21 +44,9 @@ inline int64_t word_value(uint64_t word) {
   return int64_t(word << (64 - kValueBits)) >> (64 - kValueBits);
 }
 
-// Returns a check of a segment: of everything in it that says which rows are put back.
-inline int64_t segment_check(int64_t shard, const uint8_t* ids, int64_t count) {
-  uint64_t sum = kMix;
-  const auto add = [&sum](int64_t word) {
-    sum = (sum ^ uint64_t(word)) * kMix;
-    sum ^= sum >> 32;
-  };
-  add(shard);
-  add(count);
-  for (int64_t i = 0; i < count; ++i) {
-    int64_t id;
-    std::memcpy(&id, ids + i * int64_t(sizeof id), sizeof id);
-    add(id);
-  }
-  return int64_t(sum);
+// Returns a check of a segment, to which its ids and rows are to be added.
+inline BlockCheck segment_check(int64_t shard, int64_t count) {
+  return BlockCheck(uint64_t(shard) * kMix ^ uint64_t(count));
 }
 
 // A tensor of a shard, with a row of ``row_bytes`` for each row of the shard.
@@ -145,15 +134,13 @@ class UndoJournal {
     for (size_t s = 0; s < shards_.size(); ++s) {
       const std::vector<int64_t>& rows = wanted_[s];
       if (rows.empty()) continue;
-      const auto* ids = reinterpret_cast<const uint8_t*>(rows.data());
-      const int64_t count = int64_t(rows.size());
-      const int64_t header[3] = {int64_t(s), count, segment_check(int64_t(s), ids, count)};
+      const int64_t shard = int64_t(s), count = int64_t(rows.size());
+      uint8_t* const ids = at + kHeader;
+      BlockCheck check = segment_check(shard, count);
+      uint8_t* const end = write_rows(shards_[s], rows, ids, check);
+      const int64_t header[3] = {shard, count, check.sum()};
       std::memcpy(at, header, sizeof header);
-      at += sizeof header;
-      std::memcpy(at, ids, rows.size() * sizeof(int64_t));
-      at += rows.size() * sizeof(int64_t);
-      at = write_rows(shards_[s], rows, at);
-      at += -uintptr_t(at - into) & 7;
+      at = end;
       wanted_[s].clear();
     }
     wanted_bytes_ = 0;
@@ -190,15 +177,21 @@ class UndoJournal {
 
  private:
   static constexpr int64_t kHeader = 3 * int64_t(sizeof(int64_t));
-  static constexpr int64_t kAhead = 16, kLine = 64, kMostAhead = 1024;
+  static constexpr int64_t kAhead = 32, kLine = 64, kMostAhead = 1024, kChecked = 4096;
+
+  static int64_t padding_of(int64_t size) { return -size & 7; }
 
   static int64_t corrected(int64_t id, int64_t rows) {
     if (id >= 0 && id < rows) return id;
     return id == -1 ? -1 : 0;
   }
 
+  // Writes ids, rows and padding, and adds them to the check while they are in the cache; returns their end.
   static uint8_t* write_rows(const JournaledShard& shard, const std::vector<int64_t>& rows,
-                             uint8_t* into) {
+                             uint8_t* into, BlockCheck& check) {
+    const uint8_t* checked = into;
+    std::memcpy(into, rows.data(), rows.size() * sizeof(int64_t));
+    into += rows.size() * sizeof(int64_t);
     for (size_t i = 0; i < rows.size(); ++i) {
       if (i + kAhead < rows.size()) {
         for (const JournaledPart& part : shard.parts) {
@@ -217,7 +210,12 @@ class UndoJournal {
         }
         into += part.row_bytes;
       }
+      if (into - checked >= kChecked) checked += check.add_whole(checked, into - checked);
     }
+    const int64_t padding = padding_of(int64_t(rows.size()) * shard.row_bytes());
+    std::memset(into, 0, size_t(padding));
+    into += padding;
+    check.add(checked, into - checked);
     return into;
   }
 
@@ -238,19 +236,20 @@ class UndoJournal {
       if (count < 0 || count > shard.rows || count > (size - at) / each) {
         throw std::invalid_argument("a segment's rows are cut off");
       }
+      const int64_t whole = count * each + padding_of(count * each);
+      if (whole > size - at) throw std::invalid_argument("a segment's end is cut off");
       const uint8_t* ids = from + at;
       const uint8_t* bytes = ids + count * int64_t(sizeof(int64_t));
-      if (check != segment_check(number, ids, count)) {
-        throw std::invalid_argument("a segment's ids are damaged");
-      }
+      BlockCheck found = segment_check(number, count);
+      found.add(ids, whole);
+      if (check != found.sum()) throw std::invalid_argument("a segment is damaged");
       for (int64_t i = 0; i < count; ++i) {
         int64_t row;
         std::memcpy(&row, ids + i * int64_t(sizeof row), sizeof row);
         if (row < 0 || row >= shard.rows) throw std::invalid_argument("a row is not in its shard");
         act(shard, row, bytes + i * row_bytes);
       }
-      at += count * each;
-      at += -at & 7;
+      at += whole;
     }
   }
 

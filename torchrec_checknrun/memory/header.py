@@ -19,8 +19,8 @@ import xxhash
 
 from torchrec_checknrun.memory.file import PAGE, NoImage, up
 
-MAGIC = 0x32474D494B43
-"""The first six bytes: ``CKIMG2``."""
+MAGIC = 0x33474D494B43
+"""The first six bytes: ``CKIMG3``."""
 WORDS = PAGE // 8
 _HEAD = 4
 """Words before a record's content: number, bytes, checksum, and one that is free."""

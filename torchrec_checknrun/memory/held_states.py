@@ -7,8 +7,9 @@ tensors, the optimizers' clocks, and the random number generators.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,11 +24,14 @@ from torchrec_checknrun.format.state import Tree, decode_state, tree_items
 from torchrec_checknrun.memory.file import NoImage
 from torchrec_checknrun.memory.header import Piece
 from torchrec_checknrun.memory.model_content import (
+    PARTS,
+    STATES,
     ModelContent,
     parts_of,
     read_section,
     section,
 )
+from torchrec_checknrun.memory.optimizer_content import OptimizerContent
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.progress import OptimizerClock
@@ -36,13 +40,7 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.shards import LocalShard
 from torchrec_checknrun.snapshot.snapshot import state_dicts
 
-_STATES, _TABLES, _PARTS, _PROGRESS, _GENERATORS = (
-    "states",
-    "tables",
-    "parts",
-    "progress",
-    "generators",
-)
+_TABLES, _PROGRESS, _GENERATORS = "tables", "progress", "generators"
 
 
 def local_parts(
@@ -74,6 +72,10 @@ class Taker:
         self._tracked, self._states = tracked, states
         self._content = ModelContent(tracked.dense)
         self._optimizers = DenseStates(model, states, tracked, self._content.names)
+        self._kept = {
+            name: OptimizerContent(name, states[name], partial(self._optimizer, name))
+            for name in self._optimizers
+        }
 
     def take(self) -> list[Piece]:
         """Return the state as pieces to be written, which share live memory where possible.
@@ -81,21 +83,38 @@ class Taker:
         Raises:
             UnsupportedState, SaveFailed: a state can't be stored.
         """
-        of_model = self._content.pieces()
-        optimizers = self._optimizers.stored()
-        live = {**optimizers, **state_dicts(self._states, optimizers)}
-        stored, blocks = local_parts(live, self._tracked, optimizers)
+        pieces = [*self._content.pieces()]
+        asked = []
+        for name, content in self._kept.items():
+            if (kept := content.pieces()) is not None:
+                pieces += kept
+            else:
+                asked.append(name)
         of_run = {
-            _STATES: {name: drop_tables(value, stored) for name, value in live.items()},
+            **self._asked(asked),
             _TABLES: {
                 table.table: dict(zip(("weight", *table.optimizer), table.tensors, strict=True))
                 for table in replicas(self._tracked)
             },
-            _PARTS: parts_of(blocks),
-            _PROGRESS: _packed(self._tracked.progress()),
+            _PROGRESS: msgspec.msgpack.encode(_packed(self._tracked.progress())),
             _GENERATORS: generators_state(),
         }
-        return [*of_model, *section(of_run)]
+        return [*pieces, *section(of_run)]
+
+    def _asked(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the state objects' content: of optimizers those with these names."""
+        optimizers = self._optimizers.stored(names)
+        live = {**optimizers, **state_dicts(self._states, self._kept)}
+        if not live:
+            return {}
+        stored, blocks = local_parts(live, self._tracked, optimizers)
+        states = {name: drop_tables(value, stored) for name, value in live.items()}
+        return {STATES: states, PARTS: parts_of(blocks)}
+
+    def _optimizer(self, name: str) -> Any:
+        """Return the content of an optimizer that has no parts of sharded tensors."""
+        found = self._asked([name])
+        return found[STATES][name]
 
     def is_model(self, content: memoryview) -> bool:
         """Tell whether what ``take`` has returned begins with the model as it is now."""
@@ -156,16 +175,16 @@ class HeldStates:
             trees: dict[str, tuple[Tree, memoryview]] = {}
             parts: dict[str, torch.Tensor] = {}
             found: dict[Any, Any] = {}
-            for _ in range(2):
+            while content:
                 tree, payload, content = read_section(content)
                 items = tree_items(tree)
-                own = {n: decode_state(items[n], payload) for n in items if n != _STATES}
-                trees |= {str(n): (node, payload) for n, node in tree_items(items[_STATES]).items()}
-                parts |= {part["name"]: part["value"] for part in own[_PARTS]}
+                states = tree_items(items.pop(STATES, None))
+                trees |= {str(name): (node, payload) for name, node in states.items()}
+                own = {name: decode_state(node, payload) for name, node in items.items()}
+                parts |= {part["name"]: part["value"] for part in own.get(PARTS, ())}
                 found |= own
-            clocks = [
-                (each["tables"], OptimizerClock(**each["clock"])) for each in found[_PROGRESS]
-            ]
+            packed = msgspec.msgpack.decode(found[_PROGRESS])
+            clocks = [(each["tables"], OptimizerClock(**each["clock"])) for each in packed]
             progress = {table: clock for tables, clock in clocks for table in tables}
             return cls(trees, found[_TABLES], parts, progress, found[_GENERATORS])
         except (

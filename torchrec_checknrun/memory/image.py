@@ -205,6 +205,7 @@ class RankImage:
         self.rows, self.changed = journal.rows, journal.changed
         self._descent.recover(head, losses, lossy)
         self._journal = journal
+        self._states = StepStates(self._areas)
 
     def resume(self, step: int) -> None:
         """Publish the step that all ranks are at now, and go on from there."""
@@ -264,14 +265,14 @@ class RankImage:
             areas.words.publish(Word.JOURNAL_FROM + place, -1)
             if not areas.has(f"journal-{place}"):
                 areas.add(f"journal-{place}", FIRST_SIZE)
-        states = StepStates(areas)
-        states.clear(pieces)
+        self._states = StepStates(areas)
+        self._states.clear(pieces)
         self.shards.move(areas, keep=False)
         size = KeptDescent.bytes_for(self._marks)
         memory = areas.get(_INTERVALS) if areas.has(_INTERVALS) else areas.add(_INTERVALS, size)
         self._descent = KeptDescent(areas.descent, memory, self._marks)
         self._descent.start(lineage, head, lossy, full, losses)
-        states.write(step, pieces)
+        self._states.write(step, pieces)
         areas.words.publish(Word.GOAL, 0)
         # A fresh start is not gone back to: the program must do again what it does after one, such
         # as to load pretrained layers.
@@ -301,7 +302,7 @@ class RankImage:
             pieces = self._taker.take()
             self._require_few(pieces, time.perf_counter() - started)
             words = self._areas.words
-            StepStates(self._areas).write(step, pieces, keep=words[Word.DONE])
+            self._states.write(step, pieces, keep=words[Word.DONE])
         except (CheckNRunError, OSError, NoImage) as error:
             self.give_up(str(error))
             return

@@ -5,23 +5,30 @@ The pieces of the encoded form are the live memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from torchrec_checknrun.format.state import encode_state
+from torchrec_checknrun.format.state import Tree, encode_state
 from torchrec_checknrun.memory.header import Piece
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.dense_model import DenseModel, DensePart
 from torchrec_checknrun.model.state_dict import MODEL
 
+STATES, PARTS = "states", "parts"
+"""Names in a section: state dicts by name, and local parts of sharded tensors."""
 _ALIGN = 64
 
 
 def section(content: object) -> list[Piece]:
     """Encode a value as a tree with its size, and the payload that the tree points into."""
-    tree, pieces = encode_state(content, "image")
+    return sealed(*encode_state(content, "image"))
+
+
+def sealed(tree: Tree, pieces: Sequence[bytes | memoryview]) -> list[Piece]:
+    """Make a section of what ``encode_state`` returns."""
     data = msgspec.json.encode(tree)
     data += bytes(-len(data) % _ALIGN)
     flat: list[Piece] = [p if isinstance(p, bytes) else p.cast("B") for p in pieces]
@@ -76,7 +83,7 @@ class ModelContent:
         part = self._model.find()
         if part is not self._part:
             states = {MODEL: part.dense}
-            self._pieces = section({"states": states, "parts": parts_of(part.blocks)})
+            self._pieces = section({STATES: states, PARTS: parts_of(part.blocks)})
             self._part = part
         return self._pieces
 

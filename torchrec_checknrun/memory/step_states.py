@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from torchrec_checknrun.memory.areas import Areas
 from torchrec_checknrun.memory.file import NoImage
 from torchrec_checknrun.memory.header import HEAD_BYTES, Piece, Place
@@ -21,6 +23,7 @@ class StepStates:
 
     def __init__(self, areas: Areas) -> None:
         self._areas = areas
+        self._places: dict[str, tuple[torch.Tensor, Place]] = {}
 
     @property
     def steps(self) -> list[int]:
@@ -76,4 +79,8 @@ class StepStates:
             self._areas.grow(name, needed + needed // 2, HEAD_BYTES)
 
     def _place(self, name: str) -> Place:
-        return Place(self._areas.get(name))
+        memory = self._areas.get(name)
+        known = self._places.get(name)
+        if known is None or known[0] is not memory:
+            known = self._places[name] = memory, Place(memory)
+        return known[1]

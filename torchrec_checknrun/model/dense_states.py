@@ -57,15 +57,22 @@ class DenseStates:
     def __contains__(self, name: object) -> bool:
         return name in self._states
 
-    def stored(self) -> dict[str, Any]:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states)
+
+    def stored(self, names: Collection[str] | None = None) -> dict[str, Any]:
         """Return the stored form of each optimizer's state by name, with the live tensors.
+
+        Args:
+            names: of the optimizers wanted; None: all.
 
         Raises:
             SaveFailed: names the optimizer whose state can't be read.
         """
         stored = {}
         elsewhere = _Later(self._elsewhere)
-        for name, optimizer in self._optimizers(self._states, elsewhere).items():
+        wanted = self._states if names is None else names
+        for name, optimizer in self._optimizers(wanted, elsewhere).items():
             try:
                 stored[name] = optimizer.stored()
             except CheckNRunError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.model.kernels import embedding_collections
+from torchrec_checknrun.native import TensorPlaces
 
 _LIBRARIES = frozenset({"torch", "torchrec", "fbgemm_gpu"})
 
@@ -33,6 +33,7 @@ class ModuleTree:
         self._held: list[Collection[object]] = []
         """Live views of the containers of all that is compared by identity."""
         self._tensors: list[torch.Tensor] = []
+        self._places = TensorPlaces(())
         self._sharded: list[object] = []
         self._before: list[list[Any]] = []
         self._kept: list[object] = []
@@ -98,6 +99,7 @@ class ModuleTree:
         ]
         self._tensors = [t for t in tensors if type(t) in (torch.Tensor, nn.Parameter)]
         self._sharded = [t for t in tensors if type(t) not in (torch.Tensor, nn.Parameter)]
+        self._places = TensorPlaces(self._tensors)
         self._kept = [list(modules), *map(list, self._held)]
         self._before = self._now()
         self._known = True
@@ -108,17 +110,12 @@ class ModuleTree:
             [*map(len, self._held)],
             [*map(id, chain.from_iterable(self._held))],
             [id(collection._lookups) for collection in self._collections],
-            [*map(torch.Tensor.data_ptr, self._tensors)],
-            [*map(_FORM, self._tensors)],
-            [*map(torch.Tensor.stride, self._tensors)],
+            [*self._places.layouts()],
             [
                 (t.data_ptr(), t.shape, t.dtype, t.stride())
                 for t in chain(*map(local_tensors, self._sharded))
             ],
         ]
-
-
-_FORM = attrgetter("shape", "dtype")
 
 
 def _held(module: nn.Module) -> Iterator[Collection[object]]:

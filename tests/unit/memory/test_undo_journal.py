@@ -195,6 +195,23 @@ def test_other_bytes_are_no_journal(data: bytes, size: int) -> None:
         assert rows >= 0
 
 
+@given(CHANGES, st.data())
+def test_a_changed_bit_is_found_before_a_row_is_put_back(
+    tmp_path_factory: pytest.TempPathFactory, change: tuple[int, list[int]], data: st.DataObject
+) -> None:
+    image = Image(tmp_path_factory.mktemp("journal"))
+    image.change(*change)
+    used = image.areas.words[Word.JOURNAL_USED]
+    now = image.copy()
+    if used:
+        at = data.draw(st.integers(0, 8 * used - 1))
+        image.areas.get("journal-0")[at // 8] ^= 1 << at % 8
+        with pytest.raises(ValueError, match="segment"):
+            image.restarted().undo_to(0)
+        assert all(map(torch.equal, image.copy(), now))
+    image.areas.remove()
+
+
 def test_ids_of_any_integer_type_and_other_shards_alone(tmp_path: Path) -> None:
     image = Image(tmp_path)
     before = image.copy()

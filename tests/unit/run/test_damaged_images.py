@@ -83,9 +83,14 @@ def of_its_records(content: bytes, areas: Areas) -> Iterator[int]:
 def of_its_journals(content: bytes, areas: Areas) -> Iterator[int]:
     for place in range(2):
         first = areas.layout.areas[f"journal-{place}"][0] // 8
+        used = areas.words[Word.JOURNAL_USED + place] // 8
         words = np.frombuffer(content, np.int64)
-        assert words[first + 1] > 0
-        yield from range(first, first + 3 + int(words[first + 1]))
+        assert 0 < words[first + 1] < used - 3
+        yield from range(first, first + 3 + int(words[first + 1]))  # header and ids
+        yield from range(
+            first + 3 + int(words[first + 1]), first + used, 13
+        )  # rows, other segments
+        yield first + used - 1
 
 
 @pytest.mark.parametrize("places", [of_the_first_page, of_its_records, of_its_journals])
