@@ -18,7 +18,10 @@ from recipes.benchmarks.codec_cases import OURS, Case
 from torchrec_checknrun.delta import kernel
 from torchrec_checknrun.delta.grid import Grid
 from torchrec_checknrun.delta.layout import VERBATIM, classes_of, stands_alone
-from torchrec_checknrun.delta.rows import apply, encode
+from torchrec_checknrun.delta.references import References
+from torchrec_checknrun.delta.rows import apply, encode, values_of
+from torchrec_checknrun.delta.transaction import Transaction
+from torchrec_checknrun.shards import Rectangle
 
 CHUNK_ROWS = (4096, 65536)
 SPREADS = {"link": -1.2, "wide link": 0.6}
@@ -29,12 +32,22 @@ BASE_STEPS = 9
 """Powers of two by which steps of bases are larger, so that values take 2 to 4 bits."""
 
 
-def link_rows(n: int, dim: int, spread: float) -> tuple[torch.Tensor, np.ndarray, Grid]:
-    """Draw rows, their wanted exponents, and predecessors; a tenth of the steps has shrunk."""
+BYTE_SIZE = 2.0**-6
+"""Of values whose codes mostly fit a byte."""
+
+
+def link_rows(
+    n: int, dim: int, spread: float, size: float = 1.0
+) -> tuple[torch.Tensor, np.ndarray, Grid]:
+    """Draw rows, their wanted exponents, and predecessors; a tenth of the steps has shrunk.
+
+    Args:
+        size: of the values: the smaller, the fewer bits have the predecessors' codes.
+    """
     rng = np.random.default_rng(1)
     exponents = rng.integers(-12, -6, n).astype(np.int16)
     earlier = (exponents + (rng.random(n) < 0.1)).astype(np.int16)
-    start = torch.from_numpy(rng.standard_normal((n, dim), dtype=np.float32))
+    start = torch.from_numpy(rng.standard_normal((n, dim), dtype=np.float32)) * size
     before = encode(start, earlier)[1]
     step = np.exp2(exponents + rng.normal(spread, 1.3, n)).astype(np.float32)[:, None]
     moved = rng.standard_normal((n, dim), dtype=np.float32) * step
@@ -63,6 +76,7 @@ def delta_cases(rows_bytes: int, dim: int) -> Iterator[Case]:
         weight, wanted, before = link_rows(n, dim, spread)
         for chunk in CHUNK_ROWS:
             yield from _cases(f"{name}, {chunk} rows", weight, wanted, before, chunk)
+        yield _upon_references(f"{name}, upon references", n, dim, spread)
     coarse = (wanted + BASE_STEPS).astype(np.int16)
     yield from _cases(f"base, {CHUNK_ROWS[-1]} rows", weight, coarse, None, CHUNK_ROWS[-1])
     copy = torch.zeros(n, dim)
@@ -104,6 +118,29 @@ def _cases(
             size / n,
             over_entropy=size / entropy,
         )
+
+
+def _upon_references(method: str, n: int, dim: int, spread: float) -> Case:
+    """Encode a link as a save does: upon references, which are replaced, recorded and digested.
+
+    Most rows' codes fit a byte. The rows go to and fro, so that each call has the same differences.
+    """
+    weight, wanted, before = link_rows(n, dim, spread, BYTE_SIZE)
+    references = References("t", Rectangle(0, n, 0, dim))
+    references.scatter(np.arange(n), before)
+    spans = [slice(at, min(at + CHUNK_ROWS[-1], n)) for at in range(0, n, CHUNK_ROWS[-1])]
+    ids, states = torch.arange(n), [weight, values_of(before, torch.float32)]
+
+    def encode_all() -> None:
+        changes = Transaction([references], base=False)
+        for span in spans:
+            changes.encode(references, ids[span], states[0][span], wanted[span])
+        changes.keep()
+        states.reverse()
+
+    return Case(
+        "encode delta", OURS, method, None, weight.nbytes, partial(_on_one_thread, encode_all)
+    )
 
 
 def _part(rows: Grid, span: slice) -> Grid:

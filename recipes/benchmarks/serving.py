@@ -1,6 +1,6 @@
 """Measure what answers of the recipe's server notice of publications that are applied.
 
-python -m recipes.benchmarks.serving [--json FILE] [--scale F] [--windows N] [--markdown FILE]
+python -m recipes.benchmarks.serving [--json FILE] [--docs PAGE] [--scale F] [--windows N]
 
 The recipe's model is trained on 26 % of each table's rows between two publications of 8 bits, which
 are held back. Then a server follows, and requests arrive at random times, at a quarter of the rate
@@ -35,6 +35,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
 from recipes.benchmarks.machine import describe
+from recipes.benchmarks.serving_table import markdown, put_into
 from recipes.dlrm_criteo.online_demo.served import Server
 from recipes.dlrm_criteo.samples import Samples
 from recipes.dlrm_criteo.train import CONFIGS, build
@@ -275,43 +276,29 @@ def _latencies(windows: list[list[float]]) -> dict[str, Any]:
     }
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """Return the tables of the documentation."""
-    lines = ["| | requests | median | p99 | slowest |", "|---|---:|---:|---:|---:|"]
-    for name in ("applying", "resting"):
-        case = found[name]
-        cells = (f"{case[key]:.1f} ms" for key in ("p50_ms", "p99_ms", "slowest_ms"))
-        lines.append(f"| {name} | {case['requests']} | {' | '.join(cells)} |")
-    ratios = (
-        found["applying"][key] / found["resting"][key] for key in ("p50_ms", "p99_ms", "slowest_ms")
-    )
-    lines.append(f"| ratio | | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
-    lines += [
-        "",
-        "| publications | | rows | MB | stall of training | until durable | revealed to served |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for kind, cost in found["publication"].items():
-        lines.append(
-            f"| {kind} | {cost['count']} | {cost['rows']:.0f} | {cost['bytes'] / 1e6:.1f} | "
-            f"{1e3 * cost['stall_seconds']:.0f} ms | {cost['seconds']:.2f} s | "
-            f"{cost['visible_seconds']:.2f} s |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Parse the command line, measure, print tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--scale", type=float, default=0.1, help="of Criteo Kaggle's tables")
-    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--shown", type=int, default=6, help="publications in a window")
     parser.add_argument("--markdown", type=Path, help="only print the tables of such a file")
+    parser.add_argument("--docs", type=Path, help="put the tables into this page, too")
     options = parser.parse_args()
-    if options.markdown is not None:
-        print(markdown(json.loads(options.markdown.read_text())))
-        return
+    if options.markdown is None:
+        found = run(options)
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    else:
+        found = json.loads(options.markdown.read_text())
+    print(markdown(found))
+    if options.docs is not None:
+        put_into(options.docs, found)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure in a folder that is removed."""
     torch.manual_seed(0)
     folder = Path(tempfile.mkdtemp())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -320,10 +307,7 @@ def main() -> None:
     finally:
         dist.destroy_process_group()
         shutil.rmtree(folder)
-    found = {"machine": describe(), **found}
-    print(markdown(found))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return {"machine": describe(), **found}
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def all_are_refused(root: str, spec: dict[str, Any], plan: Plan) -> dict[str, st
         started = time.monotonic()
         with pytest.raises((ValueError, TypeError)) as caught:
             make(root, job, of_rank(rank))
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
         told[name] = str(caught.value)
         assert not os.path.exists(root)
     for given in (

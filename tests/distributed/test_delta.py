@@ -225,7 +225,7 @@ def goes_on(root: str, target: dict[str, Any], into: str) -> list[str | None]:
     return parents
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "mixed"])
+@pytest.mark.parametrize("kind", [pytest.param("row_wise", marks=pytest.mark.slow), "mixed"])
 def test_ranks_go_on_from_a_copy(workers: Workers, tmp_path: Path, kind: str) -> None:
     """No rank takes the copy for anything but the last link's equal."""
     root, into = str(tmp_path / "run"), str(tmp_path / "kept")

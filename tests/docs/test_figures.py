@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipes.benchmarks.serving_table import markdown, put_into, shown
 from recipes.figures.accuracy.markdown import tables
 from tests.docs.blocks import REPOSITORY
 
@@ -78,3 +80,46 @@ def test_the_table_is_the_results(name: str, lines: list[str]) -> None:
         line for line in lines if not any(own == line or own.startswith(line) for own in shown)
     ]
     assert not missing, "\n".join(["not in the page:", *missing])
+
+
+SERVING = {
+    "capacity": 400.4,
+    "per_second": 100.1,
+    "samples": 16,
+    "rows": 3_376_266,
+    "applying": {"requests": 900, "p50_ms": 2.2, "p99_ms": 6.0, "slowest_ms": 9.0},
+    "resting": {"requests": 1000, "p50_ms": 2.0, "p99_ms": 5.0, "slowest_ms": 6.0},
+    "publication": {
+        "differential": {
+            "count": 3,
+            "rows": 877819,
+            "bytes": 21_500_000,
+            "stall_seconds": 0.002,
+            "seconds": 0.14,
+            "visible_seconds": 0.36,
+        }
+    },
+}
+
+
+def test_the_servers_tables_are_put_into_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = (REPOSITORY / "docs" / "how-to" / "serve.md").read_text()
+    page.write_text(text)
+    for _ in range(2):
+        put_into(page, SERVING)
+        assert shown(page) == markdown(SERVING)
+    lines = shown(page).splitlines()
+    assert "| ratio | | 1.10 | 1.20 | 1.50 |" in lines
+    assert "| differential | 3 | 877819 | 21.5 | 2 ms | 0.14 s | 0.36 s |" in lines
+    assert page.read_text().partition("<!-- rec")[0] == text.partition("<!-- rec")[0]
+    page.write_text("no place")
+    with pytest.raises(ValueError, match="lacks a line"):
+        put_into(page, SERVING)
+
+
+def test_the_servers_tables_are_the_result() -> None:
+    """Where nothing was measured yet, the page shows nothing."""
+    result_file = RESULTS / "serving.json"
+    wanted = markdown(result("serving.json")) if result_file.exists() else ""
+    assert shown(REPOSITORY / "docs" / "how-to" / "serve.md") == wanted

@@ -18,8 +18,9 @@ import torch
 from torchrec_checknrun.codecs import Delta, Fisher, RowContext
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.delta.digest import text_of
+from torchrec_checknrun.delta.link import Restored
 from torchrec_checknrun.delta.references import References
-from torchrec_checknrun.delta.rows import Grid, values_of
+from torchrec_checknrun.delta.rows import values_of
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.manifest import (
@@ -57,9 +58,9 @@ class Recorder:
 
     def encode(
         self, ids: torch.Tensor, weight: torch.Tensor, wanted: np.ndarray
-    ) -> tuple[torch.Tensor, Grid]:
+    ) -> tuple[torch.Tensor, Restored]:
         payload, after = self.changes.encode(self.references, ids, weight, wanted)
-        self.restored[ids] = values_of(after, weight.dtype)
+        self.restored[ids] = values_of(after(np.arange(len(ids))), weight.dtype)
         return payload, after
 
 

@@ -30,6 +30,7 @@ from torchrec_checknrun.codecs.base import (
 )
 from torchrec_checknrun.codecs.budget import SAMPLE_ROWS, ImportanceSurvey
 from torchrec_checknrun.delta import rows as grids
+from torchrec_checknrun.delta.link import Restored
 from torchrec_checknrun.delta.rows import EXACT, LEAST_EXPONENT, MOST_EXPONENT, Grid
 
 DEFAULT_MEAN_BITS = 3.0
@@ -51,7 +52,7 @@ class Recorder(Protocol):
 
     def encode(
         self, ids: torch.Tensor, weight: torch.Tensor, wanted: np.ndarray
-    ) -> tuple[torch.Tensor, Grid]:
+    ) -> tuple[torch.Tensor, Restored]:
         """Encode rows as ``delta.rows.encode`` does, and note what they restore to."""
 
 
@@ -133,16 +134,15 @@ class Fisher(Codec):
         none = torch.empty(0, dtype=torch.int64, device="cpu")
 
         def restored(positions: torch.Tensor) -> torch.Tensor:
-            at = positions.numpy()
-            part = Grid(after.kind[at], after.exponent[at], after.codes[at])
-            return grids.values_of(part, rows.dtype)
+            return grids.values_of(after(positions.numpy()), rows.dtype)
 
         return Encoded(payload, self._parameters(), none, restored)
 
     def _encoded(
         self, weight: torch.Tensor, wanted: np.ndarray, context: RowContext
-    ) -> tuple[torch.Tensor, Grid]:
-        return grids.encode(weight, wanted)
+    ) -> tuple[torch.Tensor, Restored]:
+        payload, after = grids.encode(weight, wanted)
+        return payload, after.at
 
     def _parameters(self) -> Parameters:
         return {}
@@ -273,7 +273,7 @@ class Delta(Fisher):
 
     def _encoded(
         self, weight: torch.Tensor, wanted: np.ndarray, context: RowContext
-    ) -> tuple[torch.Tensor, Grid]:
+    ) -> tuple[torch.Tensor, Restored]:
         if self._recorder is None:
             return super()._encoded(weight, wanted, context)
         assert context.ids is not None, "rows are encoded upon predecessors by their ids"

@@ -82,6 +82,51 @@ struct DeltaApplyJob {
   GridRows before, after;  // of the chosen rows and columns
 };
 
+// How the row of a shard is kept between links: its codes in bytes in its slot, or beside as 16 or
+// 32 bits a code at a place that the slot names, or its digest alone.
+enum RowForm : uint8_t { kFormNone = 0, kBytes = 1, kShort = 2, kLong = 3, kDigest = 4 };
+constexpr int kFormBias = 150;  // added to exponents, which then fit into a byte
+
+inline uint64_t mixed(uint64_t x) {
+  x += 0x9E3779B97F4A7C15ull;
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+  return x ^ x >> 31;
+}
+
+struct HeldRows {  // of a whole shard
+  uint8_t *forms, *exponents, *slots;
+  int64_t slot;  // bytes of a slot, at least 8
+  int16_t* shorts;
+  int32_t* longs;
+  int64_t short_rows, long_rows;
+};
+
+struct DeltaLinkJob {
+  const void* weight;  // (n, stride) values, which replace the rows at `positions`
+  Value value;
+  int64_t stride, dim;
+  const int16_t* wanted;
+  int reset;  // a step larger than its predecessor's by so many powers of two stands alone
+  const int64_t* positions;
+  int64_t row_start;             // of the shard: position + row_start is the id
+  uint64_t first, last;          // the shard's columns, mixed, as digests take them
+  const uint64_t* factors;       // of the columns' codes in digests
+  HeldRows held;
+  HeldRows old;  // (n, ...): receives the rows as they were, those beside one after the other
+  uint8_t* symbols;
+};
+
+// What a part of a job's rows gives.
+struct DeltaLinkPart {
+  Streams streams;
+  int64_t done = 0;                    // rows that were replaced
+  int64_t short_at = 0, long_at = 0;   // where its old rows beside go, in rows
+  Stream freed[2];                     // places beside, short and long, that nothing holds any more
+  Stream moved, moved_codes;           // rows that need a place beside, and their codes
+  uint64_t before = 0, after = 0;      // sums of digests
+};
+
 enum DeltaFault : int {
   kSound = 0,
   kNoPredecessor,
@@ -94,6 +139,7 @@ struct DeltaKernels {
   DeltaFault (*encode)(const DeltaEncodeJob&, int64_t begin, int64_t end, Streams&);
   DeltaFault (*apply)(const DeltaApplyJob&, int64_t begin, int64_t end);
   void (*values)(const GridRows&, int64_t dim, float* out, int64_t begin, int64_t end);
+  DeltaFault (*link)(const DeltaLinkJob&, int64_t begin, int64_t end, DeltaLinkPart&);
 };
 
 extern const DeltaKernels plain_delta_kernels;

@@ -312,8 +312,11 @@ void values(const GridRows& rows, int64_t dim, float* out, int64_t begin, int64_
 }
 
 }  // namespace
-
-constexpr DeltaKernels delta_kernels = {encode, apply, values};
-
 }  // namespace CHECKNRUN_NAMESPACE
 }  // namespace checknrun
+
+#include "delta_link_kernel.h"
+
+namespace checknrun::CHECKNRUN_NAMESPACE {
+constexpr DeltaKernels delta_kernels = {encode, apply, values, link};
+}  // namespace checknrun::CHECKNRUN_NAMESPACE

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "builds.h"
-#include "delta.h"
+#include "delta_host.h"
 #include "row_vector.h"
 
 namespace checknrun {
@@ -28,11 +28,7 @@ void grow(Stream& stream, int64_t more) {
   stream.room = room;
 }
 
-namespace {
-
-using MaybeTensor = std::optional<at::Tensor>;
-
-const std::vector<Build<DeltaKernels>>& builds() {
+const DeltaKernels& delta_kernels_of(const std::string& build) {
   static const std::vector<Build<DeltaKernels>> all = usable<DeltaKernels>({
 #ifdef CHECKNRUN_X86
       {"avx512", &avx512_delta_kernels},
@@ -40,30 +36,12 @@ const std::vector<Build<DeltaKernels>>& builds() {
 #endif
       {"plain", &plain_delta_kernels},
   });
-  return all;
+  return kernels_of(all, build);
 }
 
-struct OwnedStreams : Streams {
-  OwnedStreams() = default;
-  OwnedStreams(const OwnedStreams&) = delete;
-  OwnedStreams& operator=(const OwnedStreams&) = delete;
-  ~OwnedStreams() {
-    std::free(extra.data);
-    for (auto& of_class : planes) {
-      for (Stream& plane : of_class) std::free(plane.data);
-    }
-  }
-};
+namespace {
 
-template <typename T>
-T* memory_of(const at::Tensor& tensor, at::IntArrayRef shape, const char* what) {
-  TORCH_CHECK_VALUE(tensor.sizes() == shape && tensor.is_contiguous() &&
-                        tensor.scalar_type() == c10::CppTypeToScalarType<T>::value &&
-                        tensor.device().is_cpu(),
-                    what, " must be contiguous ", c10::CppTypeToScalarType<T>::value, " of ",
-                    shape, " on the CPU, not ", tensor.scalar_type(), " ", tensor.sizes());
-  return tensor.mutable_data_ptr<T>();
-}
+using MaybeTensor = std::optional<at::Tensor>;
 
 GridRows grid_of(const at::Tensor& kind, const at::Tensor& exponent, const at::Tensor& codes,
                  int64_t rows, int64_t dim) {
@@ -81,99 +59,11 @@ GridRows grid_of(const MaybeTensor& kind, const MaybeTensor& exponent, const May
   return grid;
 }
 
-void check(DeltaFault fault) {
-  TORCH_CHECK_VALUE(fault != kNoPredecessor,
-                    "a row is a difference, but has no predecessor on a grid");
-  TORCH_CHECK_VALUE(fault != kExponentOutOfRange, "a row's exponent is out of range");
-  TORCH_CHECK_VALUE(fault != kCodeOutOfRange, "a row's code exceeds ", kMostCode);
-  TORCH_CHECK_VALUE(fault != kNotOnGrid, "a row is neither on a grid nor verbatim");
-}
-
-// Calls back with fault = work(begin, end) of parts of n rows; returns the first part's fault.
-template <typename Work>
-DeltaFault in_parts(int64_t n, int64_t parts, const Work& work) {
-  std::vector<DeltaFault> faults(size_t(parts), kSound);
-  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
-    for (int64_t part = first; part < last; ++part) {
-      faults[size_t(part)] = work(part, n * part / parts, n * (part + 1) / parts);
-    }
-  });
-  for (const DeltaFault fault : faults) {
-    if (fault != kSound) return fault;
-  }
-  return kSound;
-}
-
-// About 256 KiB of rows pay for a thread.
-int64_t parts_of(int64_t n, int64_t dim) {
-  return std::clamp<int64_t>(n * dim / 65536, 1, at::get_num_threads());
-}
-
-Value value_of(const at::Tensor& weight) {
-  switch (weight.scalar_type()) {
-    case at::kFloat: return Value::fp32;
-    case at::kHalf: return Value::fp16;
-    case at::kBFloat16: return Value::bf16;
-    default: TORCH_CHECK_TYPE(false, "rows must be float32, float16 or bfloat16, not ",
-                              weight.scalar_type());
-  }
-}
-
-// The bytes of all streams, in the payload's order: symbols, extra, planes by class.
-using Sizes = std::vector<int64_t>;
-
-Sizes sizes_of(const uint8_t* symbols, int64_t rows, int64_t dim) {
-  std::array<int64_t, 256> counts{};
-  for (int64_t r = 0; r < rows; ++r) ++counts[symbols[r]];
-  Sizes sizes{rows, 0};
-  std::array<int64_t, kClasses> of_class{};
-  for (int symbol = 0; symbol < 256; ++symbol) {
-    const int64_t count = counts[size_t(symbol)];
-    if (count == 0) continue;
-    const bool far = symbol >= kFarther, alone = !far && symbol % 8 == kAlone;
-    const int c = far ? symbol - kFarther : symbol / 8;
-    TORCH_CHECK_VALUE(far ? c < kVerbatimClass : c < kVerbatimClass || alone,
-                      "no row has symbol ", symbol);
-    of_class[size_t(c)] += count;
-    if (far || (alone && c != kVerbatimClass)) sizes[1] += count;
-  }
-  for (int c = 1; c < kClasses; ++c) {
-    for (int p = 0; p < kPlanes.count[c]; ++p) {
-      sizes.push_back(of_class[size_t(c)] * plane_bytes(dim, kPlanes.of[c][p].width));
-    }
-  }
-  return sizes;
-}
-
 void check_dim(int64_t dim) { TORCH_CHECK_VALUE(dim > 0 && dim < (1 << 24), "dim is ", dim); }
 
 Sizes delta_sizes(const at::Tensor& symbols, int64_t dim) {
   check_dim(dim);
   return sizes_of(bytes_of(symbols, "symbols"), symbols.numel(), dim);
-}
-
-// Joins the streams of all parts: symbols, extra, planes by class.
-at::Tensor join(const at::Tensor& symbols, const std::vector<OwnedStreams>& parts,
-                const Sizes& sizes) {
-  int64_t total = 0;
-  for (const int64_t size : sizes) total += size;
-  at::Tensor data = at::empty({total}, symbols.options());
-  uint8_t* at = data.mutable_data_ptr<uint8_t>();
-  const auto add = [&](const uint8_t* from, int64_t size) {
-    if (size) std::memcpy(at, from, size_t(size));
-    at += size;
-  };
-  add(symbols.const_data_ptr<uint8_t>(), symbols.numel());
-  for (const OwnedStreams& part : parts) add(part.extra.data, part.extra.size);
-  for (int c = 1; c < kClasses; ++c) {
-    for (int p = 0; p < kPlanes.count[c]; ++p) {
-      for (const OwnedStreams& part : parts) {
-        add(part.planes[c][p].data, part.planes[c][p].size);
-      }
-    }
-  }
-  TORCH_INTERNAL_ASSERT(at == data.mutable_data_ptr<uint8_t>() + total);
-  return data;
 }
 
 std::tuple<at::Tensor, Sizes> delta_encode(
@@ -200,7 +90,7 @@ std::tuple<at::Tensor, Sizes> delta_encode(
                            grid_of(before_kind, before_exponent, before_codes, n, dim),
                            grid_of(kind, exponent, codes, n, dim),
                            symbols.mutable_data_ptr<uint8_t>()};
-  const DeltaKernels& kernels = kernels_of(builds(), std::string(build));
+  const DeltaKernels& kernels = delta_kernels_of(std::string(build));
   const int64_t parts = parts_of(n, dim);
   std::vector<OwnedStreams> streams(static_cast<size_t>(parts));
   check(in_parts(n, parts, [&](int64_t part, int64_t begin, int64_t end) {
@@ -245,7 +135,7 @@ void delta_apply(const at::Tensor& data, int64_t rows, int64_t dim, const MaybeT
       at += sizes[next++];
     }
   }
-  const DeltaKernels& kernels = kernels_of(builds(), std::string(build));
+  const DeltaKernels& kernels = delta_kernels_of(std::string(build));
   check(in_parts(n, parts_of(n, dim), [&](int64_t, int64_t begin, int64_t end) {
     return kernels.apply(job, begin, end);
   }));
@@ -257,7 +147,7 @@ void delta_values(const at::Tensor& kind, const at::Tensor& exponent, const at::
   const int64_t n = codes.size(0), dim = codes.size(1);
   const GridRows rows = grid_of(kind, exponent, codes, n, dim);
   float* to = memory_of<float>(out, {n, dim}, "out");
-  const DeltaKernels& kernels = kernels_of(builds(), std::string(build));
+  const DeltaKernels& kernels = delta_kernels_of(std::string(build));
   in_parts(n, parts_of(n, dim), [&](int64_t, int64_t begin, int64_t end) {
     kernels.values(rows, dim, to, begin, end);
     return kSound;

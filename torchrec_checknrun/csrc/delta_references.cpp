@@ -6,19 +6,10 @@
 #include <cstring>
 #include <vector>
 
+#include "delta.h"
+
 namespace checknrun {
 namespace {
-
-constexpr uint8_t kNoKind = 0, kGrid = 1, kVerbatim = 2;  // kinds of rows
-constexpr uint8_t kNone = 0, kBytes = 1, kShort = 2, kLong = 3, kDigest = 4;  // forms
-constexpr int kBias = 150;
-
-uint64_t mixed(uint64_t x) {
-  x += 0x9E3779B97F4A7C15ull;
-  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
-  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
-  return x ^ x >> 31;
-}
 
 template <typename T>
 T* data_of(const at::Tensor& tensor, int64_t count, at::ScalarType type, const char* what) {
@@ -80,7 +71,7 @@ void delta_digests(const at::Tensor& ids, int64_t first, int64_t last, const at:
     const int32_t* row = rows.codes + i * rows.dim;
     uint64_t sum = 0;
     for (int64_t j = 0; j < rows.dim; ++j) sum += uint64_t(uint32_t(row[j])) * factors[size_t(j)];
-    to[i] = rows.kind[i] == kNoKind ? 0 : int64_t(mixed(place + sum));
+    to[i] = rows.kind[i] == kNone ? 0 : int64_t(mixed(place + sum));
   }
 }
 
@@ -102,9 +93,9 @@ bool delta_gather(const at::Tensor& positions, const at::Tensor& forms,
       std::memset(to, 0, size_t(rows.dim) * sizeof(int32_t));
       beside |= form == kShort || form == kLong;
     }
-    const bool on_grid = form != kNone && form != kDigest;
-    rows.kind[i] = on_grid ? kGrid : form == kDigest ? kVerbatim : kNoKind;
-    rows.exponent[i] = on_grid ? int16_t(held.exponents[at[i]] - kBias) : int16_t(0);
+    const bool on_grid = form != kFormNone && form != kDigest;
+    rows.kind[i] = on_grid ? kGrid : form == kDigest ? kVerbatim : kNone;
+    rows.exponent[i] = on_grid ? int16_t(held.exponents[at[i]] - kFormBias) : int16_t(0);
   }
   return beside;
 }
@@ -121,7 +112,7 @@ bool delta_scatter(const at::Tensor& positions, const at::Tensor& kind,
   for (int64_t i = 0; i < rows.n; ++i) {
     uint8_t* to = held.slots + at[i] * held.slot;
     const int32_t* row = rows.codes + i * rows.dim;
-    uint8_t form = rows.kind[i] == kVerbatim ? kDigest : kNone;
+    uint8_t form = rows.kind[i] == kVerbatim ? kDigest : kFormNone;
     if (rows.kind[i] == kGrid) {
       uint32_t large = 0;  // bits of magnitudes
       for (int64_t j = 0; j < rows.dim; ++j) large |= uint32_t(row[j] < 0 ? -row[j] : row[j]);
@@ -134,7 +125,7 @@ bool delta_scatter(const at::Tensor& positions, const at::Tensor& kind,
     }
     beside |= form == kShort || form == kLong;
     held.forms[at[i]] = form;
-    held.exponents[at[i]] = uint8_t(rows.kind[i] == kGrid ? rows.exponent[i] + kBias : 0);
+    held.exponents[at[i]] = uint8_t(rows.kind[i] == kGrid ? rows.exponent[i] + kFormBias : 0);
   }
   return beside;
 }

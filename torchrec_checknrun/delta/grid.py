@@ -55,5 +55,9 @@ class Grid:
             np.empty(rows, np.uint8), np.empty(rows, np.int16), np.empty((rows, dim), np.int32)
         )
 
+    def at(self, positions: np.ndarray) -> Grid:
+        """Copy rows by position."""
+        return Grid(self.kind[positions], self.exponent[positions], self.codes[positions])
+
     def __len__(self) -> int:
         return len(self.kind)

@@ -7,12 +7,14 @@ on such a row. So the predecessors of fp32 tables take little more than a quarte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import torch
 
+from torchrec_checknrun.delta import kernel
 from torchrec_checknrun.delta.digest import WORD, row_digests, total
 from torchrec_checknrun.delta.rows import Grid, Kind
 from torchrec_checknrun.native import has_extension
@@ -160,10 +162,7 @@ class References:
 
     def _scatter(self, positions: np.ndarray, rows: Grid, digests: np.ndarray) -> None:
         """Replace rows, but the codes of those that are to lie beside."""
-        largest = np.abs(rows.codes.astype(np.int64)).max(axis=1, initial=0)
-        forms = np.full(len(positions), _Form.BYTES, np.uint8)
-        forms[largest > np.iinfo(np.int8).max] = _Form.SHORT
-        forms[largest > np.iinfo(np.int16).max] = _Form.LONG
+        forms = _forms_of(rows.codes)
         forms[rows.kind == Kind.VERBATIM] = _Form.DIGEST
         forms[rows.kind == Kind.NONE] = _Form.NONE
         self._forms[positions] = forms
@@ -172,6 +171,63 @@ class References:
         codes = rows.codes[near].astype(np.int8).view(np.uint8)
         self._slots[positions[near], : self.rectangle.cols] = codes
         self._set_words(positions[exact], digests[exact])
+
+    def link(
+        self,
+        positions: np.ndarray,
+        weight: torch.Tensor,
+        wanted: np.ndarray,
+        reset: int,
+        note: Callable[[Record], object],
+    ) -> tuple[np.ndarray, list[int]]:
+        """Encode rows upon those kept here, and keep the new ones, by the compiled operation.
+
+        Args:
+            positions: ``(n,)`` int64, sorted and distinct.
+            weight: ``(n, cols)`` on the CPU, each row in one piece.
+            wanted: ``(n,)`` int16 exponents.
+            reset: powers of two by which a step may not grow; beyond, a row stands alone.
+            note: receives the rows as they were, as soon as they are changed.
+
+        Returns:
+            Streams and their sizes, as ``kernel.encode_rows`` does.
+
+        Raises:
+            ValueError: rows kept here are not sound; nothing was changed.
+        """
+        n, beside = len(positions), [rows.all for rows in self._beside.values()]
+        old = Record(
+            positions,
+            np.empty(n, np.uint8),
+            np.empty(n, np.uint8),
+            np.empty((n, self._slots.shape[1]), np.uint8),
+            {},
+        )
+        data, sizes, *rest = torch.ops.checknrun.delta_link(
+            torch.from_numpy(positions),
+            weight,
+            torch.from_numpy(wanted),
+            reset,
+            self.rectangle.row_start,
+            *self.columns,
+            *self._tensors,
+            *map(torch.from_numpy, (*beside, old.forms, old.exponents, old.slots)),
+            kernel.BUILD,
+        )
+        shorts, longs, *freed, moved, codes = (tensor.numpy() for tensor in rest[:-2])
+        old.beside = {_Form.SHORT: shorts, _Form.LONG: longs}
+        note(old)
+        for rows, places in zip(self._beside.values(), freed, strict=True):
+            rows.release(places)
+        forms = _forms_of(codes)
+        for form, rows in self._beside.items():
+            here = positions[moved[forms == form]]
+            if len(here):
+                self._set_words(here, rows.add(codes[forms == form]))
+                self._forms[here] = form
+        before, after = rest[-2:]
+        self.digest = (self.digest - before + after) % WORD
+        return data.numpy(), sizes
 
     @property
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -250,6 +306,15 @@ class References:
         self._slots[positions, :_LEAST_SLOT] = wide.reshape(-1, _LEAST_SLOT)
 
 
+def _forms_of(codes: np.ndarray) -> np.ndarray:
+    """Return the forms of rows on grids, by their codes."""
+    largest = np.abs(codes.astype(np.int64)).max(axis=1, initial=0)
+    forms = np.full(len(codes), _Form.BYTES, np.uint8)
+    forms[largest > np.iinfo(np.int8).max] = _Form.SHORT
+    forms[largest > np.iinfo(np.int16).max] = _Form.LONG
+    return forms
+
+
 _BLOCK_ROWS = 1 << 16
 """Rows that are copied at a time."""
 
@@ -272,6 +337,11 @@ class _Beside:
     @property
     def bytes(self) -> int:
         return self._rows.nbytes
+
+    @property
+    def all(self) -> np.ndarray:
+        """All rows by place, free places included."""
+        return self._rows
 
     def at(self, places: np.ndarray) -> np.ndarray:
         found: np.ndarray = self._rows[places]
@@ -300,7 +370,8 @@ class _Beside:
 
     def release(self, places: np.ndarray) -> None:
         """Free places."""
-        self._free.append(places)
+        if len(places):
+            self._free.append(places)
 
     def clear(self) -> None:
         """Free all places."""

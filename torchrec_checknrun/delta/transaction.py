@@ -13,17 +13,13 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from torchrec_checknrun.delta import rows
 from torchrec_checknrun.delta.digest import WORD
+from torchrec_checknrun.delta.link import Restored, encode_upon
 from torchrec_checknrun.delta.references import Record, References
-from torchrec_checknrun.delta.rows import Grid, Kind
 from torchrec_checknrun.errors import SaveFailed
 
 TableDigests = dict[str, tuple[int | None, int]]
 """By table, the sum of digests before a save, None for a base, and after; of one rank's rows."""
-
-_RESET = 2
-"""A row whose step should be so many powers of two larger than its predecessor's was reset."""
 
 
 class Transaction:
@@ -45,31 +41,26 @@ class Transaction:
 
     def encode(
         self, references: References, ids: torch.Tensor, weight: torch.Tensor, wanted: np.ndarray
-    ) -> tuple[torch.Tensor, Grid]:
-        """Encode rows upon their predecessors, which they replace; see ``rows.encode``.
+    ) -> tuple[torch.Tensor, Restored]:
+        """Encode rows upon their predecessors, which they replace; see ``link.encode_upon``.
 
         Args:
-            ids: ``(n,)`` int64, global, sorted.
+            ids: ``(n,)`` int64, global, sorted and distinct.
 
         Raises:
             SaveFailed: the save was given up.
         """
         positions = ids.cpu().numpy() - references.rectangle.row_start
+
+        def note(record: Record) -> None:
+            if not self.base:
+                self._undo.append((references, record))
+
         with self._lock:
             if not self._open:
                 raise SaveFailed("the save whose rows were to be encoded was given up")
             self._clear()
-            before = references.gather(positions)
-            if self.base:
-                payload, after = rows.encode(weight, wanted)
-            else:
-                known = Grid(before.kind.copy(), before.exponent, before.codes)
-                reset = (before.kind == Kind.GRID) & (wanted >= before.exponent + _RESET)
-                known.kind[reset] = Kind.NONE
-                payload, after = rows.encode(weight, wanted, known)
-                self._undo.append((references, references.record(positions)))
-            references.scatter(positions, after, before)
-        return payload, after
+            return encode_upon(references, weight, positions, wanted, note)
 
     def digests(self) -> TableDigests:
         """Return the tables' digests before and after the save, once all rows are encoded."""

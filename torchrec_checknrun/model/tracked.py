@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torchrec.distributed.mc_embedding_modules import (
     BaseShardedManagedCollisionEmbeddingCollection,
 )
+from torchrec.distributed.model_parallel import DMPCollection
 
 from torchrec_checknrun.dense.optimizers import torch_optimizers
 from torchrec_checknrun.marks.cuts import Cut, Cuts
@@ -25,7 +26,12 @@ from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.model.collisions import Collisions, CollisionState
 from torchrec_checknrun.model.dense_model import DenseModel
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
-from torchrec_checknrun.model.hooks import DataParallelHook, KernelHook, announce_evictions
+from torchrec_checknrun.model.hooks import (
+    DataParallelHook,
+    KernelHook,
+    announce_evictions,
+    surround,
+)
 from torchrec_checknrun.model.kernels import (
     Kernel,
     embedding_collections,
@@ -110,7 +116,12 @@ class TrackedModel:
         self.converted = False
         self.restores = 0
         collections = find_modules(model, (BaseShardedManagedCollisionEmbeddingCollection,))
-        self._stop_evictions = [announce_evictions(collection) for _, collection in collections]
+        self._undo = [announce_evictions(collection) for _, collection in collections]
+        self._undo += [
+            surround(replicas, "sync", self._synchronizing)
+            for replicas in model.modules()
+            if isinstance(replicas, DMPCollection)
+        ]
         self._find()
 
     def mark(self, table: str, rows: RowIds) -> None:
@@ -277,8 +288,8 @@ class TrackedModel:
         """Stop tracking; the model stays as it is."""
         for hook in self._hooks:
             hook.remove()
-        for stop in self._stop_evictions:
-            stop()
+        for undo in self._undo:
+            undo()
         self._collections.close()
 
     def _find(self) -> tuple[list[TrackedShard], list[TrackedShard]]:
@@ -310,6 +321,16 @@ class TrackedModel:
             hook.remove()
         self.converted |= self._collections.changed(collections)
         return [shard for hook in left.values() for shard in before[hook]], new
+
+    @contextmanager
+    def _synchronizing(self, *_: object, **__: object) -> Iterator[None]:
+        """Surround the averaging of tables among their replicas, of two-dimensional parallelism:
+        it changes rows that other replicas have trained, unseen by PyTorch.
+        """
+        for shard in self.shards:
+            shard.mark_all(everywhere=True)
+        with announced(kernel.module for kernel in self._kernels()):
+            yield
 
     @contextmanager
     def _resharding(self, group: dist.ProcessGroup | None) -> Iterator[None]:

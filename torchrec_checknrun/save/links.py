@@ -18,8 +18,8 @@ import torch
 
 from torchrec_checknrun.codecs import Codec, Delta, Fisher
 from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.delta.link import Restored
 from torchrec_checknrun.delta.references import References
-from torchrec_checknrun.delta.rows import Grid
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.model.tracked import TrackedModel
@@ -49,7 +49,7 @@ class _Recorder:
 
     def encode(
         self, ids: torch.Tensor, weight: torch.Tensor, wanted: np.ndarray
-    ) -> tuple[torch.Tensor, Grid]:
+    ) -> tuple[torch.Tensor, Restored]:
         return self.transaction.encode(self.references, ids, weight, wanted)
 
 

@@ -134,8 +134,10 @@ class LateCopies:
         with self._lock:
             while self._left:
                 source, target, tensor, version = self._left[-1]
-                target.copy_(source)
-                if tensor._version != version:
+                moved = tensor.data_ptr() != source.data_ptr()  # to shared memory: what was is free
+                if not moved:
+                    target.copy_(source)
+                if moved or tensor._version != version:
                     self._failure = SaveFailed(
                         "a parameter, data-parallel table or optimizer state of shape "
                         f"{tuple(tensor.shape)} was written while it was being saved, and not by "

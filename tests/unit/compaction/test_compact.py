@@ -228,7 +228,7 @@ found = [name for name in ("torchrec", "fbgemm_gpu") if name in sys.modules]
 sys.exit(f"{{found}} imported" if found else 0)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("full checkpoint seq-000003_step-00000030_")

@@ -246,7 +246,9 @@ def test_codecs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
     assert states["fp32"].error == 0
     deltas = {f.method: f for f in found if f.part == "encode delta" and f.dim == 64}
-    assert deltas.keys() == {f.method for f in found if f.part == "decode delta"}
+    upon = {"link, upon references", "wide link, upon references"}  # of saves alone
+    assert deltas.keys() - upon == {f.method for f in found if f.part == "decode delta"}
+    assert upon <= deltas.keys()
     link, base = deltas["link, 4096 rows"], deltas["base, 65536 rows"]
     for figure in (link, base):
         assert figure.over_entropy is not None
@@ -258,7 +260,7 @@ def test_codecs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         for one in content["targets"]
     }
     assert [one["met"] for one in content["targets"]] == [target.met for target in targets.values()]
-    assert len(targets) == 29
+    assert len(targets) == 30
     assert all(target.met for claim, target in targets.items() if claim.endswith("error"))
     assert (
         targets["asymmetric 4 bit, times FBGEMM"].value == encode("asymmetric", 4).ratios["FBGEMM"]

@@ -90,6 +90,19 @@ def test_a_write_by_hand_before_a_step_is_told(copied: Copied) -> None:
         copied.late.make()
 
 
+def test_memory_that_was_moved_is_not_read(copied: Copied) -> None:
+    copied.parameter.data.share_memory_()  # frees the memory of before, unseen by counters
+    with pytest.raises(SaveFailed, match="was written while it was being saved"):
+        copied.late.make()
+    assert not copied.copy.any()
+
+
+def test_memory_that_was_replaced_is_as_of_the_cut(copied: Copied) -> None:
+    copied.parameter.data = torch.zeros(VALUES)
+    copied.step()
+    assert copied.is_of_cut
+
+
 def test_copies_that_were_given_up_are_not_made(copied: Copied) -> None:
     copied.late.end()
     copied.step()
