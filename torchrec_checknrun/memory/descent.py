@@ -11,8 +11,12 @@ from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.marks.intervals import FIRST, IntervalClock, KeptMarks
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.marks.marks import Marks
-from torchrec_checknrun.shared_memory.areas import Attempt, Descent
+from torchrec_checknrun.shared_memory.areas import Areas, Attempt, Descent
+from torchrec_checknrun.shared_memory.file import NoImage
 from torchrec_checknrun.shared_memory.header import Record
+
+INTERVALS = "intervals"
+"""The area of an image that holds rows' intervals."""
 
 _MOST_ATTEMPTS = 64
 
@@ -44,6 +48,20 @@ class KeptDescent:
     def bytes_for(marks: Sequence[Marks]) -> int:
         """Return the bytes that the intervals of shards take."""
         return sum(each.rows + 1 for each in marks)
+
+    @classmethod
+    def open(cls, areas: Areas, marks: Sequence[Marks]) -> KeptDescent:
+        """Read what an earlier process has left in an image.
+
+        Raises:
+            NoImage: it is damaged.
+        """
+        memory = areas.get(INTERVALS)
+        if len(memory) < cls.bytes_for(marks):
+            raise NoImage("its marks are too few")
+        descent = cls(areas.descent, memory, marks)
+        descent.read()
+        return descent
 
     def start(
         self,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.errors import CorruptCheckpoint, ImagesRefused
 from torchrec_checknrun.memory.generators import generators_state
 from torchrec_checknrun.memory.model_content import (
     PARTS,
@@ -130,6 +130,25 @@ class Taker:
 def size_of(pieces: Sequence[Piece]) -> int:
     """Return the bytes of pieces."""
     return sum(map(len, pieces))
+
+
+def require_few(pieces: Sequence[Piece], most: int, seconds: float) -> None:
+    """Refuse to copy too much state at every step.
+
+    Args:
+        most: bytes that the user allows.
+        seconds: how long it took to find the pieces.
+
+    Raises:
+        ImagesRefused: there are more bytes.
+    """
+    size = size_of(pieces)
+    if size > most:
+        raise ImagesRefused(
+            f"every step would copy {size:,} bytes of state beside the tables into the image "
+            f"(to find them took {seconds * 1e3:.1f} ms), more than most_state_bytes={most:,}: "
+            "raise that limit if the step has the time, or run without survive=Images()"
+        )
 
 
 def _packed(progress: Mapping[str, OptimizerClock]) -> list[dict[str, Any]]:

@@ -17,27 +17,24 @@ from pathlib import Path
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.hooks import RemovableHandle
 
 from torchrec_checknrun.errors import CheckNRunError, ImagesRefused
 from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.memory.agreement import Found
-from torchrec_checknrun.memory.descent import KeptDescent
-from torchrec_checknrun.memory.held_states import HeldStates, Taker, size_of
+from torchrec_checknrun.memory.descent import INTERVALS, KeptDescent
+from torchrec_checknrun.memory.held_states import HeldStates, Taker, require_few
 from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.memory.shard_memory import ShardMemory
-from torchrec_checknrun.memory.step_journal import FIRST_SIZE, KernelJournal, StepJournal
+from torchrec_checknrun.memory.step_journal import FIRST_SIZE, StepJournal
 from torchrec_checknrun.memory.step_states import StepStates
-from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.shared_memory.areas import Areas, Layout
 from torchrec_checknrun.shared_memory.file import NoImage
-from torchrec_checknrun.shared_memory.header import FIRST_BYTES, Piece, Word, Words
-from torchrec_checknrun.shared_memory.space import require_space
+from torchrec_checknrun.shared_memory.header import FIRST_BYTES, Word
+from torchrec_checknrun.shared_memory.space import bytes_at, require_space
 
 logger = logging.getLogger(__name__)
 
-_INTERVALS = "intervals"
 _DAMAGED = (NoImage, ValueError, RuntimeError, IndexError, OSError)
 """Errors met while an image is read that anybody may have written."""
 
@@ -84,7 +81,6 @@ class RankImage:
         self.rows = self.changed = 0
         self._areas: Areas | None = None
         self._journal: StepJournal | None = None
-        self._loads: list[RemovableHandle] = []
         self._broken = self._told_ahead = False
         self._open()
 
@@ -92,7 +88,7 @@ class RankImage:
         """Open what an earlier process has left, or make sure that there is room."""
         try:
             self._areas = Areas.open(self.path, self._run, self.shards.digest)
-            self._descent = self._read_descent(self._areas)
+            self._descent = KeptDescent.open(self._areas, self._marks)
             return
         except _DAMAGED as error:
             self.why_not = str(error)
@@ -102,22 +98,12 @@ class RankImage:
                 f"the image {self.path} can't be used: {self.why_not}. Two runs must not share a "
                 "root; end the other one first"
             )
-        needed = self.shards.bytes + KeptDescent.bytes_for(self._marks) + FIRST_BYTES
-        try:
-            present = self.path.lstat().st_blocks * 512
-        except OSError:
-            present = 0
-        needed += 4 * FIRST_SIZE - present
+        needed = (
+            self.shards.bytes + KeptDescent.bytes_for(self._marks) + FIRST_BYTES + 4 * FIRST_SIZE
+        )
         # A storage is given back once it is copied.
-        require_space(self.path.parent, needed, self.shards.bytes - self.shards.largest)
-
-    def _read_descent(self, areas: Areas) -> KeptDescent:
-        size = KeptDescent.bytes_for(self._marks)
-        if len(areas.get(_INTERVALS)) < size:
-            raise NoImage("its marks are too few")
-        descent = KeptDescent(areas.descent, areas.get(_INTERVALS), self._marks)
-        descent.read()
-        return descent
+        given_back = self.shards.bytes - self.shards.largest
+        require_space(self.path.parent, needed - bytes_at(self.path), given_back)
 
     # ------------------------------------------------------------------ recovery
 
@@ -138,11 +124,6 @@ class RankImage:
             raise NoImage(self.why_not)
         words = self._areas.words
         done, floor = words[Word.DONE], words[Word.FLOOR]
-        for place in range(2):
-            since, used = words[Word.JOURNAL_FROM + place], words[Word.JOURNAL_USED + place]
-            size = len(self._areas.get(f"journal-{place}"))
-            if since > done or (since >= 0 and not 0 <= used <= size):
-                raise NoImage("its journal is damaged")
         self._make_journal(self._areas).verify()
         whole = StepStates(self._areas).steps
         steps = tuple(step for step in whole if floor <= step <= done)
@@ -252,7 +233,7 @@ class RankImage:
         """
         started = time.perf_counter()
         pieces = self._taker.take()
-        self._require_few(pieces, time.perf_counter() - started)
+        require_few(pieces, self._images.most_state_bytes, time.perf_counter() - started)
         if self._areas is not None and self.why_not is not None:
             self._areas.close()
             self._areas = None
@@ -261,15 +242,12 @@ class RankImage:
         areas = self._areas
         self.why_not = None
         self.unready()
-        for place in range(2):
-            areas.words.publish(Word.JOURNAL_FROM + place, -1)
-            if not areas.has(f"journal-{place}"):
-                areas.add(f"journal-{place}", FIRST_SIZE)
+        StepJournal.clear(areas)
         self._states = StepStates(areas)
         self._states.clear(pieces)
         self.shards.move(areas, keep=False)
         size = KeptDescent.bytes_for(self._marks)
-        memory = areas.get(_INTERVALS) if areas.has(_INTERVALS) else areas.add(_INTERVALS, size)
+        memory = areas.get(INTERVALS) if areas.has(INTERVALS) else areas.add(INTERVALS, size)
         self._descent = KeptDescent(areas.descent, memory, self._marks)
         self._descent.start(lineage, head, lossy, full, losses)
         self._states.write(step, pieces)
@@ -300,7 +278,7 @@ class RankImage:
         started = time.perf_counter()
         try:
             pieces = self._taker.take()
-            self._require_few(pieces, time.perf_counter() - started)
+            require_few(pieces, self._images.most_state_bytes, time.perf_counter() - started)
             words = self._areas.words
             self._states.write(step, pieces, keep=words[Word.DONE])
         except (CheckNRunError, OSError, NoImage) as error:
@@ -328,10 +306,10 @@ class RankImage:
         """Note that a checkpoint may hold more than the end of the last step: then that step must
         not be gone back to, since the checkpoint would be newer.
         """
-        if self._journal is None:
+        if self._journal is None or self._areas is None:
             return
         try:
-            done = self._words[Word.DONE]
+            done = self._areas.words[Word.DONE]
         except NoImage as error:
             self.give_up(str(error))
             return
@@ -387,11 +365,6 @@ class RankImage:
 
     # ------------------------------------------------------------------
 
-    @property
-    def _words(self) -> Words:
-        assert self._areas is not None
-        return self._areas.words
-
     def _is_model_at(self, step: int) -> bool:
         """Tell whether the model's dense part is as at the end of a step."""
         try:
@@ -411,41 +384,18 @@ class RankImage:
             why,
         )
 
-    def _require_few(self, pieces: list[Piece], seconds: float) -> None:
-        size = size_of(pieces)
-        if size > self._images.most_state_bytes:
-            raise ImagesRefused(
-                f"every step would copy {size:,} bytes of state beside the tables into the image "
-                f"(to find them took {seconds * 1e3:.1f} ms), more than "
-                f"most_state_bytes={self._images.most_state_bytes:,}: raise that limit if the step "
-                "has the time, or run without survive=Images()"
-            )
-
     def _make_journal(self, areas: Areas) -> StepJournal:
         shards = [shard.local for shard in self.shards.shards]
         return StepJournal(areas, shards, self._descent.kept, self._descent.clock)
 
     def _watch(self) -> None:
         assert self._journal is not None
-        first = 0
-        for watch in self.shards.watches:
-            rows = self.shards.watch_rows(watch)
-            small = self.shards.is_small(watch, self._images.most_state_bytes)
-            watch.journal = KernelJournal(self._journal, first, rows, small)
-            first += len(rows)
+        self.shards.watch(self._journal, self._images.most_state_bytes)
+        self.shards.watch_loads(self._model, lambda: self.missed("load_state_dict writes to them"))
         for marks, kept in zip(self._marks, self._descent.kept, strict=True):
             marks.kept = kept
 
-        def before_load(*_: object) -> None:  # no method: a copy of the model shares it
-            self.missed("load_state_dict writes to them")
-
-        for _, collection in embedding_collections(self._model):
-            self._loads.append(collection.register_load_state_dict_pre_hook(before_load))
-
     def _unwatch(self) -> None:
-        for watch in self.shards.watches:
-            watch.journal = None
-        while self._loads:
-            self._loads.pop().remove()
+        self.shards.unwatch()
         for marks in self._marks:
             marks.kept = None

@@ -7,11 +7,16 @@ they share the storage.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from torchrec_checknrun.errors import ImagesRefused
+from torchrec_checknrun.memory.step_journal import KernelJournal, StepJournal
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
+from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.native import has_extension
@@ -45,6 +50,7 @@ class ShardMemory:
         sizes = [tensor.untyped_storage().nbytes() for tensor in self._storages.values()]
         self.bytes, self.largest = sum(sizes), max(sizes, default=0)
         self._moved: list[int] = []
+        self._loads: list[RemovableHandle] = []
 
     @property
     def digest(self) -> str:
@@ -62,14 +68,35 @@ class ShardMemory:
         sizes = [tensor.untyped_storage().nbytes() for tensor in self._storages.values()]
         return hashlib.sha256(repr((1, shards, sizes)).encode()).hexdigest()
 
-    def watch_rows(self, watch: WriteWatch) -> list[int]:
-        """Return the rows of each shard of a kernel, in the kernel's order."""
-        return [shard.local.rectangle.rows for shard in self.shards if shard.writes is watch]
+    def watch(self, journal: StepJournal, most: int) -> None:
+        """Have each kernel's rows journaled before they change.
 
-    def is_small(self, watch: WriteWatch, most: int) -> bool:
-        """Tell whether a kernel's rows have at most so many bytes."""
-        tensors = (t for s in self.shards if s.writes is watch for t in s.local.tensors)
-        return sum(tensor.nbytes for tensor in tensors) <= most
+        Args:
+            most: bytes of a kernel up to which it may be journaled whole.
+        """
+        first = 0
+        for watch in self.watches:
+            shards = [shard.local for shard in self.shards if shard.writes is watch]
+            rows = [shard.rectangle.rows for shard in shards]
+            small = sum(tensor.nbytes for shard in shards for tensor in shard.tensors) <= most
+            watch.journal = KernelJournal(journal, first, rows, small)
+            first += len(rows)
+
+    def watch_loads(self, model: nn.Module, missed: Callable[[], None]) -> None:
+        """Have a call made before ``load_state_dict`` writes to rows of the model."""
+
+        def before_load(*_: object) -> None:  # no method: a copy of the model shares it
+            missed()
+
+        for _, collection in embedding_collections(model):
+            self._loads.append(collection.register_load_state_dict_pre_hook(before_load))
+
+    def unwatch(self) -> None:
+        """Journal no more rows, and make no more calls."""
+        for watch in self.watches:
+            watch.journal = None
+        while self._loads:
+            self._loads.pop().remove()
 
     def move(self, areas: Areas, keep: bool) -> None:
         """Move the storages into an image.

@@ -68,6 +68,14 @@ class StepJournal:
         self._told = False
         self.rows = self.changed = self.ahead = 0
 
+    @staticmethod
+    def clear(areas: Areas) -> None:
+        """Make both journals of an image empty ones."""
+        for place in range(2):
+            areas.words.publish(Word.JOURNAL_FROM + place, _NONE)
+            if not areas.has(_name(place)):
+                areas.add(_name(place), FIRST_SIZE)
+
     def append(self, values: torch.Tensor, offsets: list[int], shards: list[int]) -> None:
         """Journal rows before they change; never raise an error of its own.
 
@@ -121,6 +129,11 @@ class StepJournal:
         Raises:
             NoImage, ValueError: one is damaged.
         """
+        for place in range(2):
+            since, used = (self._words[w + place] for w in (Word.JOURNAL_FROM, Word.JOURNAL_USED))
+            outside = since >= 0 and not 0 <= used <= len(self._areas.get(_name(place)))
+            if since > self._words[Word.DONE] or outside:
+                raise NoImage("its journal is damaged")
         for place in self._places_since(_NONE + 1):
             area = self._areas.get(_name(place))
             self._native.verify(area, self._words[Word.JOURNAL_USED + place])

@@ -99,3 +99,11 @@ def _number(file: Path) -> int | None:
 
 def _text(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
+
+
+def bytes_at(path: Path) -> int:
+    """Return the memory that a file takes already; nothing where there is none."""
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
